@@ -1,0 +1,64 @@
+"""A training engine's state on disk: weights and optimizer as safetensors, exactly; nothing is pickled.
+
+PATH/weights.safetensors      named as in named_weights
+PATH/optimizer.safetensors    "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME" and "random_state"
+PATH/state.json               written last: without it the checkpoint is not complete
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncflow_sdk.errors import ConfigError
+
+from .policy import named_weights
+
+_FORMAT = 1
+_RANDOM_STATE = "random_state"
+
+
+def save(path: Path, model: Any, optimizer: Any) -> None:
+    """Write the state of both, and of torch's random generator, below ``path``."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "state.json").unlink(missing_ok=True)
+    state = {_RANDOM_STATE: torch.get_rng_state()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            state[f"{key}/{name}"] = value
+    save_file({name: tensor.contiguous() for name, tensor in named_weights(model)}, path / "weights.safetensors")
+    save_file(state, path / "optimizer.safetensors")
+    (path / "state.json").write_text(json.dumps({"format": _FORMAT}))
+
+
+def load(path: Path, model: Any, optimizer: Any) -> None:
+    """Restore what ``save`` wrote, in place. Raises ConfigError for what is no checkpoint of this model."""
+    if not (path / "state.json").is_file():
+        raise ConfigError(f"{path} holds no complete checkpoint of a TorchEngine: state.json is missing")
+    found = json.loads((path / "state.json").read_text())
+    if found.get("format") != _FORMAT:
+        raise ConfigError(f"checkpoint {path} has format {found.get('format')}; this version reads {_FORMAT}")
+    saved = load_file(path / "weights.safetensors")
+    weights = dict(named_weights(model))
+    unlike = [n for n in weights.keys() | saved.keys() if _kind(weights.get(n)) != _kind(saved.get(n))]
+    if unlike:
+        raise ConfigError(f"checkpoint {path} is of another model; these differ: {', '.join(sorted(unlike))}")
+    state = load_file(path / "optimizer.safetensors")
+    torch.set_rng_state(state.pop(_RANDOM_STATE))
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            tensor.copy_(saved[name])
+    parameters = dict(model.named_parameters())
+    optimizer.state.clear()
+    for name, value in state.items():
+        key, _, parameter = name.partition("/")
+        target = parameters[parameter]
+        optimizer.state[target][key] = value.to(target.device)
+
+
+def _kind(tensor: Any) -> tuple[Any, Any] | None:
+    return None if tensor is None else (tensor.dtype, tuple(tensor.shape))

@@ -1,0 +1,127 @@
+"""Lanes: the rows that decode together, a tensor a field; what is asked for and what comes out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncflow_sdk.types import Ragged, Sampling
+
+from .sampling import row_keys
+
+
+@dataclass(frozen=True)
+class Work:
+    """``n`` responses to one prompt (int32 (length,)). ``id`` names it in Finished and in abort."""
+
+    id: int
+    prompt: npt.NDArray[np.int32]
+    n: int
+    sampling: Sampling
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Rows that ended: whose they are, which of its n, their tokens, and whether an end token was drawn."""
+
+    work: npt.NDArray[np.int64]
+    index: npt.NDArray[np.int64]
+    token_ids: Ragged
+    logprobs: Ragged
+    stopped: npt.NDArray[np.bool_]
+
+
+@dataclass
+class Lanes:
+    """Rows that decode together; the first dimension of every field is the row, all on one device."""
+
+    work: Any  # int64: Work.id
+    index: Any  # int64: which of the n responses
+    key: Any  # int64: of the row's random numbers
+    limit: Any  # int64: the most tokens it may draw
+    temperature: Any  # float32
+    top_k: Any  # int64
+    top_p: Any  # float32
+    position: Any  # int64: of the next token to be read
+    drawn: Any  # int64: tokens drawn so far
+    token: Any  # int64: the one drawn last, which the model has not read yet
+    live: Any  # bool: neither ended nor aborted
+    token_ids: Any  # int32 (rows, longest limit)
+    logprobs: Any  # float32 (rows, longest limit)
+
+    @classmethod
+    def of(cls, works: Sequence[Work], device: Any) -> Lanes:
+        """The rows of ``works``, one work after another, nothing drawn yet."""
+        counts = np.array([work.n for work in works])
+        ends = counts.cumsum()
+        rows, longest = int(ends[-1]), max(work.sampling.max_tokens for work in works)
+
+        def per_row(values: Sequence[Any], dtype: Any = np.int64) -> Any:
+            return torch.from_numpy(np.repeat(np.array(values, dtype), counts)).to(device)
+
+        return cls(
+            work=per_row([work.id for work in works]),
+            index=torch.from_numpy(np.arange(rows) - np.repeat(ends - counts, counts)).to(device),
+            key=torch.from_numpy(np.concatenate([row_keys(work.seed, work.n) for work in works])).to(device),
+            limit=per_row([work.sampling.max_tokens for work in works]),
+            temperature=per_row([work.sampling.temperature for work in works], np.float32),
+            top_k=per_row([work.sampling.top_k for work in works]),
+            top_p=per_row([work.sampling.top_p for work in works], np.float32),
+            position=per_row([len(work.prompt) for work in works]),
+            drawn=torch.zeros(rows, dtype=torch.int64, device=device),
+            token=torch.zeros(rows, dtype=torch.int64, device=device),
+            live=torch.ones(rows, dtype=torch.bool, device=device),
+            token_ids=torch.zeros(rows, longest, dtype=torch.int32, device=device),
+            logprobs=torch.zeros(rows, longest, dtype=torch.float32, device=device),
+        )
+
+    def __len__(self) -> int:
+        return len(self.live)
+
+    def keep(self, rows: Any) -> None:
+        """Keep ``rows``, in that order."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name)[rows])
+
+    def join(self, other: Lanes) -> None:
+        """Append the rows of ``other``."""
+        width = max(self.token_ids.shape[1], other.token_ids.shape[1])
+        for field in fields(self):
+            parts = [getattr(lanes, field.name) for lanes in (self, other)]
+            if parts[0].ndim == 2:
+                parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
+            setattr(self, field.name, torch.cat(parts))
+
+    def accept(self, token: Any, logprob: Any) -> None:
+        """Note one drawn token a row, int64 (rows,), and its log-prob, float32 (rows,)."""
+        # Hazard: rows that ended draw on until they are dropped; held back at the edge, they overwrite
+        # only what was handed over, and neither run out of the buffer nor of the model's positions.
+        at = self.drawn.clamp(max=self.token_ids.shape[1] - 1)[:, None]
+        self.token_ids.scatter_(1, at, token[:, None].to(torch.int32))
+        self.logprobs.scatter_(1, at, logprob[:, None])
+        self.token = token
+        self.drawn += self.live
+
+    def finish(self, stop: Any) -> Finished | None:
+        """End the live rows where ``stop`` (bool (rows,)) or that drew all they may; None if there are none."""
+        done = self.live & (stop | (self.drawn >= self.limit))
+        rows = done.nonzero()[:, 0]
+        if not len(rows):
+            return None
+        self.live &= ~done
+        lengths = self.drawn[rows]
+        inside = torch.arange(self.token_ids.shape[1], device=rows.device) < lengths[:, None]
+        sizes = lengths.cpu().numpy()
+        return Finished(
+            work=self.work[rows].cpu().numpy(),
+            index=self.index[rows].cpu().numpy(),
+            token_ids=Ragged.from_lengths(self.token_ids[rows][inside].cpu().numpy(), sizes),
+            logprobs=Ragged.from_lengths(self.logprobs[rows][inside].cpu().numpy(), sizes),
+            stopped=stop[rows].cpu().numpy(),
+        )

@@ -1,0 +1,54 @@
+"""Log-probs of response tokens under a causal language model, with logits only where a token is predicted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .collate import MicroBatch
+
+
+class TokenStats(NamedTuple):
+    """Of each response token, packed: its log-prob (with gradient), and the entropy of the distribution it
+    was drawn from (without); float32 (tokens,), natural logarithm."""
+
+    logprobs: Any
+    entropy: Any
+
+
+def response_logprobs(model: Any, part: MicroBatch, *, temperature: float) -> TokenStats:
+    """Log-probs under softmax(logits / temperature) over the whole vocabulary.
+
+    One forward pass. The output layer sees response positions only, so logits are (tokens, vocabulary)
+    however long the prompts and however ragged the rows.
+    """
+    with _output_layer_at(model, part.predicted_at):
+        logits = model(input_ids=part.input_ids, use_cache=False).logits[0].float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    log_total = logits.logsumexp(-1)
+    logprobs = logits.gather(1, part.targets[:, None])[:, 0] - log_total
+    with torch.no_grad():
+        entropy = log_total - torch.einsum("tv,tv->t", logits.softmax(-1), logits)
+    return TokenStats(logprobs, entropy)
+
+
+@contextlib.contextmanager
+def _output_layer_at(model: Any, positions: Any) -> Iterator[None]:
+    """Within, the output layer gets (1, positions, hidden) instead of (rows, width, hidden).
+
+    A hook rather than a call of the layer by hand: what a model does to its logits afterwards (scaling,
+    soft caps) still happens.
+    """
+
+    def pick(_layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (inputs[0].flatten(0, 1)[positions][None], *inputs[1:])
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,32 @@
+"""What this package registers. It imports no torch: factories are strings."""
+
+from __future__ import annotations
+
+from asyncflow_sdk.plugins import AdapterSpec, hookimpl
+
+_REQUIRES = ["torch>=2.6", "transformers>=5"]
+_INSTALL = "pip install 'asyncflow-sdk[torch]'"
+_TESTED = "torch 2.13, transformers 5.23, on a CPU"
+
+
+@hookimpl
+def asyncflow_adapters() -> list[AdapterSpec]:
+    """The transformers rollout engine and the torch train engine."""
+    return [
+        AdapterSpec(
+            kind="rollout",
+            name="transformers",
+            factory="asyncflow_torch.rollout:TransformersEngine",
+            requires=_REQUIRES,
+            install=_INSTALL,
+            tested=_TESTED,
+        ),
+        AdapterSpec(
+            kind="train",
+            name="torch",
+            factory="asyncflow_torch.train:TorchEngine",
+            requires=_REQUIRES,
+            install=_INSTALL,
+            tested=_TESTED,
+        ),
+    ]

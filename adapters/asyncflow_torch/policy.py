@@ -1,0 +1,175 @@
+"""The policy: a causal language model from a Hugging Face folder, its weights by name, its folder again.
+
+model = load_policy("runs/demo/model", dtype="float32", device="cpu")
+dict(named_weights(model))             # {"model.embed_tokens.weight": tensor, ...}
+assign(model, update)                  # a WeightUpdate, written in place, all of it or nothing
+export_policy(model, "runs/demo/model", Path("trained"))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from asyncflow_sdk.errors import ConfigError, WeightMismatch
+from asyncflow_sdk.interfaces import WeightUpdate
+from asyncflow_sdk.types import Manifest
+
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
+)  # fmt: skip
+
+
+def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: str | None = None) -> Any:
+    """The model in ``folder``, in eval mode on ``device`` with weights of ``dtype``.
+
+    Never reaches for the network. Raises ConfigError for what is no complete model folder, and for a dtype
+    or device that torch does not have here.
+    """
+    element, place = _dtype(dtype), _device(device)
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "does not exist"
+        raise ConfigError(f"model folder {folder!r} {what}; give the path of a Hugging Face model folder")
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        with no_progress_bar():
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=element, local_files_only=True, output_loading_info=True, **options
+            )
+    except Exception as error:
+        raise ConfigError(f"model folder {folder!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    # Hazard: transformers fills weights the folder lacks with random numbers and only warns.
+    if found["missing_keys"]:
+        raise ConfigError(f"model folder {folder!r} lacks weights: {', '.join(sorted(found['missing_keys']))}")
+    return model.to(place).eval()
+
+
+def named_weights(model: Any) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) of every parameter and stored buffer: live views without gradient, tied weights once."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor.detach()
+
+
+def assign(model: Any, update: WeightUpdate) -> set[str]:
+    """Write every tensor of ``update`` into the model, in place; the names taken.
+
+    A version that names a weight twice, lacks one, has one too many, or one of another shape or dtype, is
+    refused as a whole (WeightMismatch lists all) before anything is written. An error after that leaves a
+    mixture of versions: `Torn` says so.
+    """
+    targets = _targets(model, update.manifest)
+    taken: set[str] = set()
+    try:
+        with torch.no_grad():
+            for name, tensor in update:
+                target = targets[name]
+                # Hazard: copy_ would broadcast and convert, so an update unlike its manifest would pass.
+                if tensor.shape != target.shape or tensor.dtype != target.dtype:
+                    raise WeightMismatch(f"{name}: the update has {_type_of(tensor)}, its manifest promised else")
+                target.copy_(tensor)
+                taken.add(name)
+    except BaseException as error:
+        raise Torn(f"version {update.version} was written in part: {type(error).__name__}: {error}") from error
+    if taken != targets.keys():
+        raise Torn(f"version {update.version} did not bring {', '.join(sorted(targets.keys() - taken))}")
+    return taken
+
+
+class Torn(WeightMismatch):
+    """Raised when a load stopped half-way: the model holds a mixture and must not be used."""
+
+
+def export_policy(model: Any, source: str, path: Path) -> None:
+    """Write the model as a Hugging Face folder at ``path``, with the tokenizer files of ``source``."""
+    with no_progress_bar():
+        model.save_pretrained(path)
+    for pattern in _TOKENIZER_FILES:
+        for file in Path(source).glob(pattern):
+            shutil.copy2(file, path / file.name)
+
+
+def context_of(model: Any) -> int | None:
+    """The most tokens the model can attend to; None if its configuration does not say."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(context) if context else None
+
+
+def vocabulary_of(model: Any) -> int:
+    """Token ids run from 0 to this, exclusive."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _targets(model: Any, manifest: Manifest) -> dict[str, Any]:
+    """Where each tensor of a manifest goes. Raises WeightMismatch listing everything that does not fit."""
+    canonical = dict(named_weights(model))
+    alias = _aliases(model)
+    targets: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    problems: list[str] = []
+    for info in manifest.tensors:
+        name = alias.get(info.name, info.name)
+        if name not in canonical:
+            problems.append(f"{info.name}: the model has no such weight")
+        elif name in written:
+            problems.append(f"{info.name}: comes twice, {written[name]} is the same weight in this model")
+        elif _type_of(canonical[name]) != f"{info.dtype}{list(info.shape)}":
+            problems.append(
+                f"{info.name}: the version has {info.dtype}{list(info.shape)}, the model {_type_of(canonical[name])}"
+            )
+        else:
+            targets[info.name] = canonical[name]
+        written[name] = info.name
+    problems += [f"{name}: missing from the version" for name in canonical if name not in written]
+    if problems:
+        raise WeightMismatch(
+            f"version {manifest.version} does not fit this model, nothing was loaded:\n  " + "\n  ".join(problems)
+        )
+    return targets
+
+
+def _aliases(model: Any) -> dict[str, str]:
+    """Second names of tied weights: {"lm_head.weight": "model.embed_tokens.weight"}."""
+    first: dict[int, str] = {}
+    named = model.state_dict(keep_vars=True).items()
+    return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
+
+
+def _type_of(tensor: Any) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _dtype(name: str) -> Any:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"dtype {name!r} is no floating-point dtype of torch; use float32, bfloat16 or float16")
+    return dtype
+
+
+def _device(name: str) -> Any:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+
+
+@contextlib.contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """transformers draws bars on standard error for models of any size; a worker's log wants none."""
+    log = transformers.utils.logging
+    shown = log.is_progress_bar_enabled()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            log.enable_progress_bar()

@@ -1,0 +1,74 @@
+"""Drawing tokens: temperature, top-k, top-p, and random numbers that belong to a request.
+
+The log-prob of a drawn token is under softmax(logits / temperature) over the *whole* vocabulary, which is
+what a trainer recomputes, also where top-k or top-p cut the tail off the draw. Greedy tokens
+(temperature 0) carry their log-prob at temperature 1.
+
+Random numbers are counted, not streamed: the number for token t of response i of a request is a hash of
+(seed, i, t). So a seeded request draws the same numbers whatever else is generated beside it, and gives
+the same tokens as long as rounding in the model (which may depend on the batch) does not turn a choice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, as the int64 of the same bits
+_MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def row_keys(seed: int | None, n: int) -> npt.NDArray[np.int64]:
+    """A key for each of ``n`` responses: int64 (n,), the same for the same seed; None seeds from the system."""
+    entropy = None if seed is None else seed % (1 << 64)
+    return np.random.SeedSequence(entropy).generate_state(n, np.uint64).view(np.int64)
+
+
+def uniforms(keys: Any, count: Any) -> Any:
+    """Numbers in [0, 1), float32 (rows,), from keys and token numbers, both int64 (rows,).
+
+    SplitMix64 (Steele, Lea, Flood 2014), jumped to position ``count`` of the stream of each key.
+    """
+    x = keys + (count + 1) * _GOLDEN
+    x = (x ^ _shift_right(x, 30)) * _MIX1
+    x = (x ^ _shift_right(x, 27)) * _MIX2
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 40).to(torch.float32) * 2.0**-24
+
+
+def _shift_right(x: Any, bits: int) -> Any:
+    """Logical shift: torch shifts int64 arithmetically, so the sign bits are masked off."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def draw(logits: Any, temperature: Any, uniform: Any, *, top_k: Any = None, top_p: Any = None) -> tuple[Any, Any]:
+    """One token a row: (token int64 (rows,), log-prob float32 (rows,)).
+
+    ``logits``: (rows, vocabulary), any floating dtype. ``temperature``, ``uniform``, ``top_p``: float32
+    (rows,); ``top_k``: int64 (rows,), 0 is off; None for both skips the sort they need.
+    """
+    greedy = temperature == 0
+    probs = (logits.float() / torch.where(greedy, 1.0, temperature)[:, None]).softmax(-1)
+    weights = probs if top_k is None else _truncated(probs, top_k, top_p)
+    cumulative = weights.cumsum(-1)
+    # The first place whose cumulative weight exceeds the number has weight above 0: no cut token is drawn.
+    target = (uniform * cumulative[:, -1])[:, None]
+    token = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    if greedy.any():
+        token = torch.where(greedy, probs.argmax(-1), token)
+    return token, probs.gather(-1, token[:, None])[:, 0].log()
+
+
+def _truncated(probs: Any, top_k: Any, top_p: Any) -> Any:
+    """``probs`` with 0 for the tokens left out: all but the ``top_k`` likeliest, and of those all but the
+    fewest that hold ``top_p`` of their mass (the order of transformers and vLLM). One always stays."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    ordered = ordered.masked_fill((rank >= top_k[:, None]) & (top_k > 0)[:, None], 0)
+    mass = ordered.cumsum(-1)
+    keep = (mass - ordered < top_p[:, None] * mass[:, -1:]) & (ordered > 0)
+    return probs * torch.zeros_like(keep).scatter_(-1, order, keep)

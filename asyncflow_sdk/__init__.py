@@ -1,0 +1,62 @@
+"""AsyncFlow SDK: asynchronous streaming reinforcement learning with any inference and any training engine.
+
+    import asyncflow_sdk as af
+
+Names load when first used, so that importing this package loads no engine, no torch and no sockets.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import AsyncFlowError as AsyncFlowError
+    from .interfaces import Capabilities as Capabilities
+    from .interfaces import Completion as Completion
+    from .interfaces import Request as Request
+    from .interfaces import RolloutEngine as RolloutEngine
+    from .interfaces import StepResult as StepResult
+    from .interfaces import TrainEngine as TrainEngine
+    from .interfaces import WeightUpdate as WeightUpdate
+    from .plugins import AdapterSpec as AdapterSpec
+    from .plugins import hookimpl as hookimpl
+    from .types import GRPO as GRPO
+    from .types import Batch as Batch
+    from .types import Ragged as Ragged
+    from .types import Sampling as Sampling
+    from .types import Staleness as Staleness
+    from .types import VersionSpan as VersionSpan
+
+_WHERE = {
+    "AdapterSpec": "plugins",
+    "AsyncFlowError": "errors",
+    "Batch": "types",
+    "Capabilities": "interfaces",
+    "Completion": "interfaces",
+    "GRPO": "types",
+    "Ragged": "types",
+    "Request": "interfaces",
+    "RolloutEngine": "interfaces",
+    "Sampling": "types",
+    "Staleness": "types",
+    "StepResult": "interfaces",
+    "TrainEngine": "interfaces",
+    "VersionSpan": "types",
+    "WeightUpdate": "interfaces",
+    "hookimpl": "plugins",
+}
+__version__ = "0.1.0"
+__all__ = sorted([*_WHERE, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

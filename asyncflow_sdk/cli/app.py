@@ -1,0 +1,162 @@
+"""The command ``asyncflow``.
+
+Errors of the SDK end it with one red line and exit code 2, Ctrl-C with 130; ``--debug`` adds the traceback.
+Only what a command needs is imported, when it runs: ``asyncflow --help`` loads no engine and draws nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, WorkerFailed
+
+_INSTALL_TORCH = "pip install 'asyncflow-sdk[torch]'"
+_HELP = """Post-train language models by reinforcement learning: any inference engine and any training engine,
+running at the same time.
+
+\b
+Typical uses:
+  asyncflow demo               train a small model here, and watch it live
+  asyncflow plugins            see which engines are installed, or missing
+  asyncflow report runs/NAME   write the report page of a run again
+"""
+
+
+class _Group(TyperGroup):
+    """Commands whose errors are for people."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, Interrupted) as stop:
+            return _end(ctx, stop, f"interrupted: {stop}" if str(stop) else "interrupted", 130)
+        except AsyncFlowError as error:
+            return _end(ctx, error, f"error: {_words(error)}", 2)
+
+
+def _end(ctx: Any, error: BaseException, text: str, code: int) -> NoReturn:
+    if ctx.meta.get("debug"):
+        traceback.print_exception(error)
+    Console(stderr=True).print(Text(text, style="red"), soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def _words(error: BaseException) -> str:
+    """The message of an error; of a worker's traceback only the last line."""
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, WorkerFailed):
+        lines = text.splitlines()
+        return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1].strip()}"
+    return text
+
+
+def _debug(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.meta["debug"] = True  # shared by a group and its commands
+
+
+def _version(value: bool) -> None:
+    if value:
+        from .. import __version__
+
+        typer.echo(f"asyncflow-sdk {__version__}")
+        raise typer.Exit
+
+
+_Debug = Annotated[bool, typer.Option("--debug", callback=_debug, is_eager=True, help="Show tracebacks.")]
+app = typer.Typer(
+    name="asyncflow",
+    cls=_Group,
+    help=_HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: _Debug = False,
+) -> None:
+    del version, debug
+
+
+@app.command()
+def demo(
+    out: Annotated[
+        Path | None, typer.Option(help="New directory for the run.", show_default="runs/demo-<timestamp>")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 300,
+    seed: Annotated[int, typer.Option(help="Of the data, the warm-up and the sampling.")] = 0,
+    max_staleness: Annotated[
+        int, typer.Option(min=0, help="Versions a trained token may be old; 0 trains synchronously.")
+    ] = 1,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="Hugging Face folder to start from; skips the warm-up.", metavar="PATH"
+        ),
+    ] = None,
+    debug: _Debug = False,
+) -> None:
+    """Train a small model on this machine, live, and write a report."""
+    del debug
+    out = out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} exists and is not empty: name a new directory, so that no run is overwritten")
+    try:
+        module = importlib.import_module("asyncflow_torch.demo.run")
+    except ImportError as error:
+        raise PluginError(
+            f"the demo cannot be loaded: {error}. It trains with torch and transformers;"
+            f" install them with: {_INSTALL_TORCH}"
+        ) from error
+    raise typer.Exit(module.run_demo(out, steps, seed, max_staleness, model, Console()))
+
+
+@app.command()
+def plugins(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    debug: _Debug = False,
+) -> None:
+    """List the adapters found and what they lack. Exit code 1 if there are problems."""
+    del debug
+    from .listing import Listing
+
+    listing = Listing.of_this_environment()
+    if as_json:
+        typer.echo(listing.json())
+    else:
+        listing.print(Console())
+    raise typer.Exit(1 if listing.problems else 0)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run.")],
+    debug: _Debug = False,
+) -> None:
+    """Write the report page of a run again, and print its path."""
+    del debug
+    from .report import write_report
+
+    typer.echo(str(write_report(run_dir)))
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app(prog_name="asyncflow")

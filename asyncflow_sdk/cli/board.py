@@ -1,0 +1,227 @@
+"""Board: the current picture of a run, folded from its events.
+
+    board = Board(total_steps=300)
+    for event in events:
+        board.add(event)
+    board.reward, board.lag, board.rows["train"]["ready"]
+
+It draws nothing and reads no clock: time is the time of the newest event. Its memory is bounded by the
+number of tasks and workers, not by the length of the run. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from ..types.events import (
+    Event,
+    LeaseReturned,
+    Loaded,
+    Note,
+    Published,
+    RowsEnded,
+    Span,
+    Status,
+    StepTrained,
+    WorkerState,
+)
+
+TRAILING = 20
+RATE_WINDOW_S = 30.0
+_GONE = ("stopped", "failed")
+_WORKERS_KEPT = 256
+
+
+class Curve:
+    """A series as at most ``limit`` means over equally many values each, however long it grows."""
+
+    def __init__(self, limit: int = 256) -> None:
+        self.means: list[float] = []
+        self._limit = limit
+        self._each = 1
+        self._sum = 0.0
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        if not math.isfinite(value):
+            return
+        self._sum += value
+        self._count += 1
+        if self._count == self._each:
+            self.means.append(self._sum / self._count)
+            self._sum, self._count = 0.0, 0
+        if len(self.means) == self._limit:
+            self.means = [(a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2], strict=False)]
+            self._each *= 2
+
+    def sampled(self, count: int) -> list[float]:
+        """The series as at most ``count`` means."""
+        n = len(self.means)
+        if n <= count:
+            return self.means
+        if count < 1:
+            return []
+        edges = [i * n // count for i in range(count + 1)]
+        return [math.fsum(self.means[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+class Rate:
+    """Tokens per second over a sliding window; a span counts in the second it ended."""
+
+    def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
+        self._window_s = window_s
+        self._seconds: deque[list[float]] = deque(maxlen=math.ceil(window_s) + 2)
+        self._start_s = math.inf
+
+    def add(self, span: Span) -> None:
+        end_s = span.time_s + span.seconds
+        self._start_s = min(self._start_s, span.time_s)
+        second = math.floor(end_s)
+        # Workers report out of order by a little: a late span joins the newest second instead of the past.
+        if self._seconds and second <= self._seconds[-1][0]:
+            self._seconds[-1][1] += span.tokens
+        else:
+            self._seconds.append([second, span.tokens])
+
+    def at(self, now_s: float) -> float:
+        if not self._seconds:
+            return 0.0
+        since_s = max(now_s - self._window_s, self._start_s)
+        tokens = sum(count for second, count in self._seconds if second + 1 > since_s)
+        return tokens / max(now_s - since_s, 1.0)
+
+
+@dataclass
+class Worker:
+    """What is known of a worker.
+
+    ``seconds``: what it did lately, by kind of span, older spans counting less and less.
+    ``version``: of the weights it loaded last; None when it has none, or lost them with its process.
+    """
+
+    state: str = ""
+    detail: str = ""
+    since_s: float = 0.0
+    version: int | None = None
+    restarts: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    _spanned_s: float = 0.0
+
+    def spent(self, kind: str, seconds: float, end_s: float) -> None:
+        fade = math.exp(min(self._spanned_s - end_s, 0.0) / RATE_WINDOW_S)
+        self._spanned_s = max(self._spanned_s, end_s)
+        self.seconds = {k: s * fade for k, s in self.seconds.items()}
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
+
+
+@dataclass
+class Board:
+    """The picture. ``None`` and ``nan`` mean: nothing was said of it yet."""
+
+    total_steps: int
+    start_s: float = math.nan
+    now_s: float = math.nan
+    done: int = 0
+    reward: float = math.nan
+    staleness_mean: float = math.nan
+    staleness_max: float = math.nan
+    published: int | None = None
+    rows: dict[str, dict[str, int]] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
+    returned: int = 0
+    waiting: dict[str, str] = field(default_factory=dict)
+    workers: dict[str, Worker] = field(default_factory=dict)
+    note: str = ""
+    rewards: Curve = field(default_factory=Curve)
+    _trailing: deque[float] = field(default_factory=lambda: deque(maxlen=TRAILING))
+    _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=TRAILING + 1))
+    _rate: Rate = field(default_factory=Rate)
+    _first_step: int = 1
+
+    def add(self, event: Event) -> None:
+        """Take one event into the picture."""
+        end_s = event.time_s + event.seconds if isinstance(event, Span) else event.time_s
+        if math.isnan(self.now_s):
+            self.start_s, self.now_s = event.time_s, end_s
+        self.start_s, self.now_s = min(self.start_s, event.time_s), max(self.now_s, end_s)
+        if isinstance(event, Span):
+            self._add_span(event)
+        elif isinstance(event, StepTrained):
+            self._add_step(event)
+        elif isinstance(event, WorkerState):
+            self._add_worker(event)
+        elif isinstance(event, Published):
+            self.published = max(event.version, self.published or 0)
+        elif isinstance(event, Loaded):
+            self._worker(event.worker).version = event.version
+            self.published = max(event.version + event.lag, self.published or 0)
+        elif isinstance(event, Status):
+            self.rows, self.waiting = event.rows, event.waiting
+            self.ended.update(event.ended)
+        elif isinstance(event, RowsEnded):
+            self.ended[event.state] = self.ended.get(event.state, 0) + event.count
+        elif isinstance(event, LeaseReturned):
+            self.returned += event.count
+        elif isinstance(event, Note) and event.level == "info":
+            self.note = event.text
+
+    @property
+    def reward_mean(self) -> float:
+        """Mean reward of the last 20 steps."""
+        return math.fsum(self._trailing) / len(self._trailing) if self._trailing else math.nan
+
+    @property
+    def lag(self) -> int | None:
+        """How many versions the replica that is furthest behind has not loaded; None without replicas."""
+        if self.published is None:
+            return None
+        loaded = [w.version for w in self.workers.values() if w.version is not None]
+        return max(self.published - min(loaded), 0) if loaded else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens generated per second over the last 30 seconds."""
+        return self._rate.at(self.now_s)
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds to the last step at the pace of the last 20; nan until there is a pace."""
+        times = self._step_times
+        if len(times) < 3 or not self.total_steps:
+            return math.nan
+        pace_s = (times[-1] - times[0]) / (len(times) - 1)
+        return max(self.total_steps - self.done, 0) * pace_s
+
+    def _worker(self, name: str) -> Worker:
+        if name not in self.workers and len(self.workers) >= _WORKERS_KEPT:
+            gone = next((n for n, w in self.workers.items() if w.state in _GONE), next(iter(self.workers)))
+            del self.workers[gone]
+        return self.workers.setdefault(name, Worker())
+
+    def _add_span(self, span: Span) -> None:
+        if span.kind == "generate":
+            self._rate.add(span)
+        if span.worker:
+            self._worker(span.worker).spent(span.kind, span.seconds, span.time_s + span.seconds)
+
+    def _add_step(self, event: StepTrained) -> None:
+        self._first_step = min(self._first_step, event.step)
+        self.done = max(self.done, event.step - self._first_step + 1)
+        nan = math.nan
+        self.reward = event.metrics.get("reward", nan)
+        self.staleness_mean = event.metrics.get("staleness_mean", nan)
+        self.staleness_max = event.metrics.get("staleness_max", nan)
+        if math.isfinite(self.reward):
+            self._trailing.append(self.reward)
+        self.rewards.add(self.reward)
+        self._step_times.append(event.time_s)
+
+    def _add_worker(self, event: WorkerState) -> None:
+        worker = self._worker(event.worker)
+        if event.state != "ready":
+            worker.version, worker.seconds = None, {}
+        worker.restarts += event.state == "restarting"
+        worker.state, worker.detail, worker.since_s = event.state, event.detail, event.time_s

@@ -1,0 +1,233 @@
+"""Frame: a Board as lines of text that fit a terminal.
+
+    for line in frame(board, title="demo", now_s=time.monotonic(), width=80, height=24): ...
+
+Lines are laid out by hand: a table of rich costs more CPU than all of this, twice a second for hours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from .board import Board, Worker
+
+STATES = ("waiting", "ready", "leased", "done")
+_WIDE = 112
+_BARS = "▁▂▃▄▅▆▇█"
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█━╸─●○·…–", "_..-=+*##--*o.~-")
+_LABEL = 11
+_STATE_STYLE = {"ready": "green", "failed": "bold red", "stopped": "dim"}
+
+Cell = tuple[str | Text, str]
+"""Text and its style; a Text has its own."""
+
+
+def frame(board: Board, *, title: str, now_s: float, width: int, height: int, ascii_only: bool = False) -> list[Text]:
+    """The picture in at most ``height`` lines of at most ``width`` cells."""
+    width = max(width, 20)
+    # A column is left free: a line that fills the last cell makes some terminals wrap.
+    inner = width - 2
+    top = [*_header(board, title, now_s, inner), [], *_numbers(board, inner), []]
+    foot: list[list[Cell]] = []
+    if board.note:
+        foot = [[], [(printable(board.note), "dim")]]
+    room = max(height - len(top) - len(foot), 4)
+    if width >= _WIDE:
+        left_width = 54
+        left = _rows(board, left_width, room)
+        right = _workers(board, now_s, inner - left_width - 3, room)
+        body = _beside(left, right, left_width)
+    else:
+        rows = _rows(board, inner, max(room // 2, 3))
+        body = [*rows, [], *_workers(board, now_s, inner, max(room - len(rows) - 1, 2))]
+    lines = [_text(line, inner) for line in [*top, *body, *foot]][:height]
+    return [Text(line.plain.translate(_ASCII)) for line in lines] if ascii_only else lines
+
+
+def sparkline(values: Sequence[float], low: float, high: float) -> str:
+    """One bar a value, between ``low`` and ``high``."""
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[min(max(round((v - low) * scale), 0), len(_BARS) - 1)] for v in values)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them: 45 s, 2:05, 1:02:03. Unknown ones are a dash."""
+    if not math.isfinite(seconds):
+        return "–"
+    whole = max(round(seconds), 0)
+    hours, minutes, left = whole // 3600, whole // 60 % 60, whole % 60
+    if hours:
+        return f"{hours}:{minutes:02}:{left:02}"
+    return f"{minutes}:{left:02}" if minutes else f"{left} s"
+
+
+def number(value: float, digits: int = 2) -> str:
+    """A measured number; a dash when there is none."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "–"
+
+
+def printable(text: str) -> str:
+    """``text`` on one line, without control characters: what workers write must not drive the terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _header(board: Board, title: str, now_s: float, width: int) -> list[list[Cell]]:
+    clock = f"{duration(now_s - board.start_s)} elapsed"
+    if math.isfinite(board.seconds_left) and board.done < board.total_steps:
+        clock += f" · about {duration(board.seconds_left)} left"
+    title = printable(title)
+    gap = width - cell_len(title) - cell_len(clock)
+    first: list[Cell] = [(title, "bold")]
+    if gap > 0:
+        first += [(" " * gap, ""), (clock, "dim")]
+    count = f"  step {board.done:,} of {board.total_steps:,}"
+    length = max(width - len(count), 4)
+    filled = min(length * board.done // max(board.total_steps, 1), length)
+    bar: list[Cell] = [("━" * filled, "cyan"), ("─" * (length - filled), "dim"), (count, "")]
+    return [first, bar]
+
+
+def _numbers(board: Board, width: int) -> list[list[Cell]]:
+    reward: list[Cell] = [
+        _label("reward"),
+        (f"{number(board.reward, 3):<9}", "bold"),
+        (f"mean of 20  {number(board.reward_mean, 3):<9}", ""),
+    ]
+    points = board.rewards.sampled(max(min(width - 52, 60), 0))
+    if len(points) > 1:
+        low, high = min(points), max(points)
+        reward += [(sparkline(points, low, high), "cyan"), (f" {low:.2f}–{high:.2f}", "dim")]
+    stale: list[Cell] = [
+        _label("staleness"),
+        (f"{number(board.staleness_mean):<9}", "bold"),
+        (f"at most     {number(board.staleness_max, 0):<9}", ""),
+        ("versions, in the last step", "dim"),
+    ]
+    version = "–" if board.published is None else f"v{board.published}"
+    behind = "–" if board.lag is None else str(board.lag)
+    weights: list[Cell] = [
+        _label("published"),
+        (f"{version:<9}", "bold"),
+        (f"lag         {behind:<9}", ""),
+        ("versions, of the slowest replica", "dim"),
+    ]
+    rate: list[Cell] = [_label("generated"), (f"{board.tokens_per_s:,.0f} ", "bold"), ("tokens/s", "")]
+    return [reward, stale, weights, rate]
+
+
+def _rows(board: Board, width: int, room: int) -> list[list[Cell]]:
+    others = sorted({s for counts in board.rows.values() for s in counts if s not in STATES})
+    states = (*STATES, *others)
+    tasks = list(board.rows)
+    shown = tasks if len(tasks) <= room - 2 else tasks[: max(room - 3, 1)]
+    first = min(max([_LABEL, *(cell_len(t) + 2 for t in shown)]), 24)
+    wide = 9
+    if first + wide * len(states) > width:
+        first, wide = 10, 7
+    lines: list[list[Cell]] = [[_head("ROWS", first), *((f"{s:>{wide}}", "dim") for s in states)]]
+    for task in shown:
+        counts = board.rows[task]
+        cells = [(f"{counts.get(s, 0):>{wide},}", "" if counts.get(s) else "dim") for s in states]
+        lines.append([(_fit(task, first), ""), *cells])
+    if len(shown) < len(tasks):
+        lines.append([(f"and {len(tasks) - len(shown)} more tasks", "dim")])
+    ended = [f"{state} {count:,}" for state, count in sorted(board.ended.items(), key=lambda e: -e[1]) if count]
+    returned = [f"{board.returned:,}"] if board.returned else []
+    for label, parts in (("ended", ended or ["–"]), ("returned", returned)):
+        for i, text in enumerate(_wrapped(parts, width - first)):
+            lines.append([(_fit("" if i else label, first), "dim"), (text, "")])
+    return lines
+
+
+def _wrapped(parts: Sequence[str], width: int) -> list[str]:
+    lines: list[str] = []
+    for part in parts:
+        if lines and cell_len(lines[-1]) + cell_len(part) + 3 <= width:
+            lines[-1] += f" · {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
+def _workers(board: Board, now_s: float, width: int, room: int) -> list[list[Cell]]:
+    names = [*board.workers, *(name for name in board.waiting if name not in board.workers)]
+    # Who needs attention comes first, so that it is not what is cut off.
+    names.sort(key=lambda n: (_calm(board.workers.get(n, Worker()).state), n))
+    shown = names if len(names) <= room - 1 else names[: max(room - 2, 1)]
+    first = min(max([_LABEL + 2, *(cell_len(n) + 4 for n in shown)]), 28, max(width // 3, 13))
+    lines: list[list[Cell]] = [
+        [_head("WORKERS", first), (f"{'state':<12}", "dim"), (f"{'weights':<9}", "dim"), ("doing", "dim")]
+    ]
+    for name in shown:
+        worker = board.workers.get(name, Worker())
+        style = _STATE_STYLE.get(worker.state, "yellow" if worker.state else "dim")
+        version = "" if worker.version is None else f"v{worker.version}"
+        lines.append(
+            [
+                ("● " if worker.state not in ("stopped", "") else "○ ", style),
+                (_fit(name, first - 2), ""),
+                (f"{worker.state or '–':<12}", style),
+                (f"{version:<9}", ""),
+                _doing(worker, board.waiting.get(name, ""), now_s),
+            ]
+        )
+    if len(shown) < len(names):
+        lines.append([(f"and {len(names) - len(shown)} more workers", "dim")])
+    return lines
+
+
+def _calm(state: str) -> int:
+    return {"failed": 0, "restarting": 1, "starting": 2, "stopped": 4}.get(state, 3)
+
+
+def _doing(worker: Worker, waiting: str, now_s: float) -> Cell:
+    if worker.state not in ("ready", ""):
+        why = [printable(line) for line in worker.detail.strip().splitlines()[-1:]]
+        since = f"for {duration(now_s - worker.since_s)}"
+        return f"{since}: {why[0]}" if why else since, "dim" if worker.state == "stopped" else ""
+    if waiting:
+        text = printable(waiting)
+        return text if text.startswith("wait") else f"waits for {text}", "yellow"
+    whole = math.fsum(worker.seconds.values())
+    kinds = sorted(worker.seconds.items(), key=lambda item: -item[1])[:3]
+    shares = [f"{kind} {100 * seconds / whole:.0f}%" for kind, seconds in kinds if seconds > 0.005 * whole]
+    return printable(" · ".join(shares)) or "–", ""
+
+
+def _label(name: str) -> Cell:
+    return f"{name:<{_LABEL}}", "dim"
+
+
+def _head(name: str, width: int) -> Cell:
+    return f"{name:<{width}}", "bold dim"
+
+
+def _fit(text: str, width: int) -> str:
+    """``text`` in exactly ``width`` cells, the last one blank."""
+    cut = Text(printable(text))
+    cut.truncate(width - 1, overflow="ellipsis", pad=True)
+    return cut.plain + " "
+
+
+def _beside(left: list[list[Cell]], right: list[list[Cell]], width: int) -> list[list[Cell]]:
+    lines: list[list[Cell]] = []
+    for i in range(max(len(left), len(right))):
+        cells = left[i] if i < len(left) else []
+        start = _text(cells, width, indent="", pad=True)
+        lines.append([(start, ""), ("   ", ""), *(right[i] if i < len(right) else [])])
+    return lines
+
+
+def _text(cells: Sequence[Cell], width: int, indent: str = " ", pad: bool = False) -> Text:
+    line = Text(indent, no_wrap=True)
+    for text, style in cells:
+        if isinstance(text, Text):
+            line.append_text(text)
+        else:
+            line.append(text, style)
+    line.truncate(width + len(indent), overflow="ellipsis", pad=pad)
+    return line

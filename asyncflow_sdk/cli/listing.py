@@ -1,0 +1,95 @@
+"""The list of plugins: what was found, whether its engine is there, and what went wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..plugins import Registry, registry
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter. ``missing``: requirements that are not installed, with why; ``install``: the pip line."""
+
+    kind: str
+    name: str
+    source: str
+    factory: str
+    requires: list[str]
+    missing: list[str]
+    install: str
+    tested: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Every adapter, and every problem."""
+
+    adapters: list[Entry]
+    problems: list[str]
+
+    @classmethod
+    def of_this_environment(cls) -> Listing:
+        return cls.of(registry())
+
+    @classmethod
+    def of(cls, found: Registry) -> Listing:
+        entries: list[Entry] = []
+        problems = list(found.problems)
+        for adapter in sorted(found.adapters, key=lambda a: (a.spec.kind, a.spec.name)):
+            spec = adapter.spec
+            try:
+                missing = adapter.missing
+            except ValueError as error:  # a requirement pip could not read either
+                missing = ["a requirement that can be read"]
+                problems.append(f"{spec.kind} adapter {spec.name!r} of {adapter.source}: {error}")
+            entries.append(
+                Entry(
+                    kind=spec.kind,
+                    name=spec.name,
+                    source=adapter.source,
+                    factory=spec.factory,
+                    requires=list(spec.requires),
+                    missing=missing,
+                    install=adapter.cure if spec.requires or spec.install else "",
+                    tested=spec.tested,
+                )
+            )
+        return cls(entries, problems)
+
+    def json(self) -> str:
+        return msgspec.json.format(msgspec.json.encode(self)).decode()
+
+    def print(self, console: Console) -> None:
+        """The table, the pip lines under it, and the problems, loudly."""
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+        for head in ("kind", "name", "from", "engine", "tested with"):
+            table.add_column(head, overflow="fold")
+        for entry in self.adapters:
+            table.add_row(
+                entry.kind, Text(entry.name, style="bold"), Text(entry.source), _engine(entry), Text(entry.tested)
+            )
+        console.print(table if self.adapters else Text("No adapter was found.", style="yellow"))
+        lacking: dict[str, list[str]] = {}
+        for entry in self.adapters:
+            if entry.missing and entry.install:
+                lacking.setdefault(entry.install, []).append(f"{entry.kind} {entry.name}")
+        for install, names in lacking.items():
+            console.print(Text.assemble(("to get ", ""), (", ".join(names), "bold"), ":"), soft_wrap=True)
+            console.print(Text(f"  {install}", style="cyan"), soft_wrap=True)
+        if self.problems:
+            count = "1 PROBLEM" if len(self.problems) == 1 else f"{len(self.problems)} PROBLEMS"
+            console.print(Text(f"\n{count}", style="bold red"))
+            for problem in self.problems:
+                console.print(Text(f"  {problem}", style="red"), soft_wrap=True)
+
+
+def _engine(entry: Entry) -> Text:
+    if entry.missing:
+        return Text(f"needs {'; '.join(entry.missing)}", style="yellow")
+    return Text("present" if entry.requires else "built in", style="green")

@@ -1,0 +1,251 @@
+"""Pictures of a run as inline SVG, drawn with matplotlib. Importing this module imports matplotlib.
+
+Each function returns one ``<svg>`` element, or "" when the run has nothing to show there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from .board import TRAILING
+from .canvas import ACCENT, IDLE, INK, Series, short, svg, thin, time_axis, trailing
+from .record import Record
+from .timeline import WAIT, Piece, flatten, lag_curve, order, shares, steady_window
+
+_ORANGE, _RED = "#d55e00", "#d1242f"
+_COLOURS = {
+    "generate": "#0072b2",
+    "train": _ORANGE,
+    "reward": "#009e73",
+    "publish": "#cc79a7",
+    "load": "#e69f00",
+    WAIT: IDLE,
+}
+_OTHERS = ("#56b4e9", "#f0e442", "#8c6bb1", "#7f5539", "#2a9d8f")  # beside the Okabe-Ito colours above
+_PIECES = 1500
+_CELLS = 3600
+_SMALL = {
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "logprob_drift": "log-prob drift",
+    "tokens": "tokens in the step",
+}
+_SHOWN_ELSEWHERE = ("reward", "staleness_mean", "staleness_max")
+
+
+def reward_curve(record: Record) -> str:
+    """Reward of each step and its trailing mean."""
+    steps, rewards = _finite(record, "reward")
+    if not len(steps):
+        return ""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        axes.plot(*thin(steps, rewards), color=ACCENT, alpha=0.45, lw=0.9, label="each step")
+        means = trailing(rewards, TRAILING)
+        axes.plot(*thin(steps, means), color=ACCENT, lw=2, label=f"mean of the last {TRAILING} steps")
+        axes.set(xlabel="step", ylabel="mean reward")
+        axes.margins(x=0.01)
+        axes.legend(loc="best")
+
+    return svg("reward", "Reward over steps", 3.0, draw)
+
+
+def staleness_and_lag(record: Record) -> str:
+    """Staleness over steps above, publish lag over time below."""
+    mean_steps, means = _finite(record, "staleness_mean")
+    max_steps, most = _finite(record, "staleness_max")
+    times, lags = lag_curve(record.events)
+    if not len(means) and not len(most) and not lags:
+        return ""
+
+    def draw(figure: Figure) -> None:
+        upper, lower = figure.subplots(2, 1)
+        upper.plot(*thin(max_steps, most, np.max), color=_ORANGE, lw=1.4, label="oldest token of the step")
+        upper.plot(*thin(mean_steps, means), color=ACCENT, lw=1.2, label="mean over tokens")
+        upper.set(xlabel="step", ylabel="staleness\n(versions)")
+        upper.set_ylim(0, max(1.0, *_at_least_one(most), *_at_least_one(means)) * 1.4)
+        upper.margins(x=0.01)
+        upper.legend(loc="upper right", ncols=2)
+        start, end = _bounds(record)
+        ends = [*(t - start for t in times), end - start]
+        xs, ys = thin(np.array(ends), np.array([*lags, lags[-1] if lags else 0], float), np.max)
+        lower.plot(xs, ys, color=ACCENT, lw=0.9, drawstyle="steps-post")
+        lower.set(xlabel="time since start", ylabel="publish lag\n(versions)")
+        lower.set_ylim(0, max(1.0, *_at_least_one(ys)) * 1.2)
+        for axes in (upper, lower):
+            axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        time_axis(lower, 0.0, end - start)
+
+    return svg("staleness", "Staleness per step and publish lag over time", 3.9, draw)
+
+
+def whole_run(record: Record) -> str:
+    """A lane a worker: how each slice of time was spent."""
+    pieces = _pieces(record)
+    if not pieces:
+        return ""
+    start, end = _bounds(record)
+    slices = int(np.clip(_CELLS // len(pieces), 40, 240))
+    edges = np.linspace(start, end, slices + 1)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for lane, (worker, mine) in enumerate(pieces.items()):
+            base = np.full(slices, lane + 0.4)
+            for kind, share in shares(mine, edges).items():
+                top = base - 0.8 * share
+                axes.stairs(top, edges - start, baseline=base, fill=True, color=_colour(kind, pieces), lw=0)
+                base = top
+            for time_s in record.failures.get(worker, ()):
+                axes.plot([time_s - start] * 2, [lane - 0.46, lane + 0.46], color=_RED, lw=1.6)
+                axes.plot(time_s - start, lane - 0.46, "v", color=_RED, ms=5, clip_on=False)
+        failed = any(worker in record.failures for worker in pieces)
+        extra = [Line2D([], [], color=_RED, marker="v", ms=5, lw=1.6, label="failed")] if failed else []
+        _lanes(axes, pieces, extra)
+        time_axis(axes, 0.0, end - start)
+
+    return svg("whole-run", "What each worker did over the whole run", _height(pieces), draw)
+
+
+def zoom(record: Record) -> tuple[str, int]:
+    """The spans of some steady steps in the middle, and how many steps those are."""
+    everything = _pieces(record)
+    for count in (10, 5, 3, 1):
+        window = steady_window(record.steps, count)
+        if window is None:
+            return "", 0
+        start, end = window
+        pieces = {
+            worker: [p._replace(start=max(p.start, start), end=min(p.end, end)) for p in mine if _within(p, window)]
+            for worker, mine in everything.items()
+        }
+        if sum(map(len, pieces.values())) <= _PIECES:
+            break
+    origin = _bounds(record)[0]
+    steps = [step for step in record.steps if start <= step.time_s <= end]
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for lane, mine in enumerate(pieces.values()):
+            for kind in order(p.kind for p in mine):
+                bars = [(p.start - origin, p.end - p.start) for p in mine if p.kind == kind]
+                axes.broken_barh(bars, (lane - 0.36, 0.72), color=_colour(kind, everything), lw=0)
+            for p in mine:
+                if p.kind in ("generate", "train") and p.version >= 0 and p.end - p.start > 0.035 * (end - start):
+                    where = ((p.start + p.end) / 2 - origin, lane)
+                    axes.text(*where, f"v{p.version}", color="white", ha="center", va="center", size=7)
+        for step in steps:
+            axes.axvline(step.time_s - origin, color=INK, lw=0.7, ls=(0, (2, 3)), alpha=0.6)
+        _lanes(axes, pieces, [Line2D([], [], color=INK, lw=0.7, ls=(0, (2, 3)), label="a step is trained")])
+        time_axis(axes, start - origin, end - origin)
+
+    return svg("zoom", "What each worker did during some steps", _height(pieces), draw), max(len(steps) - 1, 1)
+
+
+def time_shares(record: Record) -> str:
+    """A bar a worker: the share of the run spent on each kind."""
+    pieces = _pieces(record)
+    if not pieces:
+        return ""
+    whole = np.array(_bounds(record))
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for lane, mine in enumerate(pieces.values()):
+            left = 0.0
+            for kind, share in shares(mine, whole).items():
+                width = 100 * float(share[0])
+                axes.barh(lane, width, left=left, height=0.62, color=_colour(kind, pieces), lw=0)
+                if width >= 4:
+                    ink = {WAIT: INK, "load": "black"}.get(kind, "white")
+                    axes.text(left + width / 2, lane, f"{width:.0f}%", color=ink, ha="center", va="center", size=8)
+                left += width
+        _lanes(axes, pieces, [])
+        axes.set(xlim=(0, 100), xlabel="share of the run, %")
+
+    return svg("shares", "Share of time by kind of work for each worker", _height(pieces), draw)
+
+
+def small_multiples(record: Record) -> str:
+    """The other metrics of the steps, each in a small picture of its own."""
+    named = {name for step in record.steps for name in step.metrics} - set(_SHOWN_ELSEWHERE)
+    names = [*(n for n in _SMALL if n in named), *sorted(named - set(_SMALL))][:9]
+    series = {name: found for name in names if len((found := _finite(record, name))[0])}
+    if not series:
+        return ""
+    columns = 2 if len(series) in (2, 4) else min(len(series), 3)
+    rows = math.ceil(len(series) / columns)
+
+    def draw(figure: Figure) -> None:
+        for i, (name, (steps, values)) in enumerate(series.items()):
+            axes = figure.add_subplot(rows, columns, i + 1)
+            axes.plot(*thin(steps, values), color=ACCENT, lw=0.6, alpha=0.45)
+            axes.plot(*thin(steps, trailing(values, TRAILING)), color=ACCENT, lw=1.5)
+            axes.set_title(_SMALL.get(name, name))
+            axes.margins(x=0.02)
+            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+            axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+            axes.yaxis.set_major_formatter(FuncFormatter(short))
+
+    return svg("metrics", "Other metrics over steps", 1.7 * rows + 0.1, draw)
+
+
+def _pieces(record: Record) -> dict[str, list[Piece]]:
+    return {worker: pieces for worker, spans in record.spans.items() if (pieces := flatten(spans))}
+
+
+def _bounds(record: Record) -> tuple[float, float]:
+    start = record.board.start_s
+    return start, max(record.board.now_s, start + 1e-3)
+
+
+def _within(piece: Piece, window: tuple[float, float]) -> bool:
+    return piece.end > window[0] and piece.start < window[1]
+
+
+def _height(lanes: Mapping[str, object]) -> float:
+    return 0.95 + max(0.42 * min(len(lanes), 12), 0.2 * len(lanes))
+
+
+def _colour(kind: str, pieces: Mapping[str, Sequence[Piece]]) -> str:
+    if kind in _COLOURS:
+        return _COLOURS[kind]
+    others = [k for k in order(p.kind for mine in pieces.values() for p in mine) if k not in _COLOURS]
+    return _OTHERS[others.index(kind) % len(_OTHERS)]
+
+
+def _lanes(axes: Axes, pieces: Mapping[str, Sequence[Piece]], extra: Sequence[Line2D]) -> None:
+    axes.set_yticks(range(len(pieces)), [_cut(worker) for worker in pieces])
+    axes.set_ylim(len(pieces) - 0.45, -0.55)
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
+    kinds = order(p.kind for mine in pieces.values() for p in mine)
+    handles: list[Patch | Line2D] = [Patch(color=_colour(kind, pieces), label=_cut(kind)) for kind in kinds]
+    handles += extra
+    axes.legend(
+        handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=8, handlelength=1.1, borderaxespad=0.2
+    )
+
+
+def _cut(name: str, most: int = 28) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def _finite(record: Record, name: str) -> tuple[Series, Series]:
+    steps = np.array([step.step for step in record.steps], float)
+    values = np.array(record.metric(name), float)
+    good = np.isfinite(values)
+    return steps[good], values[good]
+
+
+def _at_least_one(values: Series) -> list[float]:
+    return [float(values.max())] if len(values) else [0.0]

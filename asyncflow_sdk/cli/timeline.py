@@ -1,0 +1,124 @@
+"""Timeline: when each worker did what, without overlaps.
+
+    pieces = flatten(record.spans["rollout-0"])     # one kind at a time, in order
+    shares(pieces, edges)["generate"]               # its share of each slice of time
+
+Spans of one worker may overlap (requests that run at once, a load while generating): at each moment the
+worker counts as doing the first of ``KINDS`` that it does, so that shares never add up to more than 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..types.events import Event, Loaded, Published, Span, StepTrained, WorkerState
+
+KINDS = ("train", "generate", "reward", "load", "publish")
+WAIT = "wait"
+_TOUCHING_S = 1e-6
+
+
+class Piece(NamedTuple):
+    """A worker did ``kind`` from ``start`` to ``end``, seconds of the run's clock."""
+
+    start: float
+    end: float
+    kind: str
+    version: int
+
+
+def order(kinds: Iterable[str]) -> list[str]:
+    """Kinds as they are ranked, drawn and listed: known work, other work, waiting."""
+    found = set(kinds)
+    known = [kind for kind in KINDS if kind in found]
+    other = sorted(found - set(KINDS) - {WAIT})
+    return [*known, *other, *([WAIT] if WAIT in found else [])]
+
+
+def flatten(spans: Sequence[Span]) -> list[Piece]:
+    """The spans of one worker as pieces that do not overlap; equal neighbours are joined."""
+    rank = {kind: i for i, kind in enumerate(order(span.kind for span in spans))}
+    marks = [(span.time_s, 1, span) for span in spans]
+    marks += [(span.time_s + span.seconds, -1, span) for span in spans]
+    marks.sort(key=lambda mark: (mark[0], mark[1]))
+    open_: dict[tuple[str, int], int] = {}
+    pieces: list[Piece] = []
+    before = 0.0
+    for time_s, change, span in marks:
+        if open_ and time_s > before:
+            kind, version = min(open_, key=lambda key: (rank[key[0]], key[1]))
+            _append(pieces, Piece(before, time_s, kind, version))
+        before = time_s
+        key = (span.kind, span.version)
+        open_[key] = open_.get(key, 0) + change
+        if not open_[key]:
+            del open_[key]
+    return pieces
+
+
+def _append(pieces: list[Piece], new: Piece) -> None:
+    last = pieces[-1] if pieces else None
+    same = last is not None and (last.kind, last.version) == (new.kind, new.version)
+    if last is not None and same and new.start - last.end < _TOUCHING_S:
+        pieces[-1] = last._replace(end=new.end)
+    else:
+        pieces.append(new)
+
+
+def shares(pieces: Sequence[Piece], edges: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.float64]]:
+    """By kind, which part of each slice between ``edges`` was spent on it: (len(edges) - 1,), 0 to 1."""
+    found: dict[str, npt.NDArray[np.float64]] = {}
+    for kind in order(piece.kind for piece in pieces):
+        mine = [piece for piece in pieces if piece.kind == kind]
+        times = np.array([t for piece in mine for t in (piece.start, piece.end)])
+        spent = np.cumsum([t for piece in mine for t in (0.0, piece.end - piece.start)])
+        # Between pieces the total stands still, within one it grows by 1 s/s: linear on both.
+        until = np.interp(edges, times, spent, left=0.0, right=float(spent[-1]))
+        found[kind] = np.diff(until) / np.diff(edges)
+    return found
+
+
+def steady_window(steps: Sequence[StepTrained], count: int = 10) -> tuple[float, float] | None:
+    """From when to when ``count`` ordinary steps in the middle of the run took; None without two steps.
+
+    Of the middle half, the window whose duration is nearest to the median; the most central of equals.
+    """
+    times = [step.time_s for step in steps]
+    count = min(count, len(times) - 1)
+    if count < 1:
+        return None
+    starts = range(len(times) - count)
+    quarter = len(starts) // 4
+    middle = starts[quarter : len(starts) - quarter] or starts
+    spans = {i: times[i + count] - times[i] for i in middle}
+    typical = float(np.median(list(spans.values())))
+    centre = (len(times) - count) / 2
+    best = min(spans, key=lambda i: (round(abs(spans[i] - typical) / max(typical, 1e-9), 2), abs(i - centre)))
+    return times[best], times[best + count]
+
+
+def lag_curve(events: Iterable[Event]) -> tuple[list[float], list[int]]:
+    """When the lag of the slowest replica changed, and to what. A replica that died lags no longer."""
+    loaded: dict[str, int] = {}
+    published = 0
+    times: list[float] = []
+    lags: list[int] = []
+    for event in sorted(events, key=lambda e: e.time_s):
+        if isinstance(event, Published):
+            published = max(published, event.version)
+        elif isinstance(event, Loaded):
+            loaded[event.worker] = event.version
+            published = max(published, event.version + event.lag)
+        elif isinstance(event, WorkerState) and event.state != "ready":
+            loaded.pop(event.worker, None)
+        else:
+            continue
+        lag = published - min(loaded.values()) if loaded else 0
+        if not lags or lag != lags[-1]:
+            times.append(event.time_s)
+            lags.append(lag)
+    return times, lags

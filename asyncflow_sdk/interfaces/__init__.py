@@ -1,0 +1,19 @@
+"""What plugins implement: abstract classes and their promises, nothing else."""
+
+from .rollout import Capabilities, Completion, Request, RolloutEngine
+from .train import TRAIN_COLUMNS, StepResult, TrainEngine
+from .weights import WeightReceiver, WeightSender, WeightTransport, WeightUpdate
+
+__all__ = [
+    "TRAIN_COLUMNS",
+    "Capabilities",
+    "Completion",
+    "Request",
+    "RolloutEngine",
+    "StepResult",
+    "TrainEngine",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightTransport",
+    "WeightUpdate",
+]

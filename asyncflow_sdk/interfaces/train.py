@@ -1,0 +1,69 @@
+"""TrainEngine: what a training engine implements to train for a run."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..types import Batch, Ragged
+
+TRAIN_COLUMNS = ("prompt_ids", "response_ids", "logprobs", "version_spans", "reward")
+"""What a train engine reads: prompt_ids, response_ids: ragged int32; logprobs: ragged float32, of the
+response under the policy that drew it; version_spans: ragged int64 (3,); reward: fixed floating point."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of a step. ``metrics``: numbers by name. ``filtered``: bool (rows,), True for rows that
+    were left out because they carry no gradient; None when all were used."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    filtered: npt.NDArray[np.bool_] | None = None
+
+
+class TrainEngine(abc.ABC):
+    """Trains the policy on batches of whole groups.
+
+    Made by its plugin's factory as ``factory(model=PATH, algorithm=CONFIG, **options)`` in the worker's
+    process. Not thread-safe: one thread calls it.
+    """
+
+    @abc.abstractmethod
+    def train_step(self, batch: Batch) -> StepResult:
+        """One optimizer step on the rows of ``batch`` (TRAIN_COLUMNS). Blocks until the weights are new.
+
+        Raises SchemaError for rows it cannot train on (NaN rewards, a response without log-probs); the
+        weights are then unchanged.
+        """
+
+    @abc.abstractmethod
+    def logprobs(self, batch: Batch) -> Ragged:
+        """Log-probs of ``response_ids`` under the current weights: float32, one row a response."""
+
+    @abc.abstractmethod
+    def named_weights(self) -> Iterable[tuple[str, Any]]:
+        """(name, tensor) of the whole policy, in Hugging Face names and dtypes, tied weights once.
+
+        The tensors may be views of live parameters: they are read before the next train_step.
+        """
+
+    @abc.abstractmethod
+    def save(self, path: Path) -> None:
+        """Write everything needed to continue (weights, optimizer, random state) below ``path``."""
+
+    @abc.abstractmethod
+    def load(self, path: Path) -> None:
+        """Continue from what ``save`` wrote; the next step is as if there had been no pause."""
+
+    def export(self, path: Path) -> None:
+        """Write the policy as a Hugging Face model folder. Optional; the default refuses."""
+        raise NotImplementedError(f"{type(self).__name__} cannot export a model folder")
+
+    def close(self) -> None:
+        """Free what the engine holds."""

@@ -1,0 +1,20 @@
+"""The ledger: a pure state machine over rows, tasks, leases, steps and versions."""
+
+from .commands import TERMINAL, AnyCommand, AnyReply, Audit, StatusReport, TaskSpec, pack_ids, unpack_ids
+from .ledger import Ledger
+from .state import Effects
+from .window import Window
+
+__all__ = [
+    "TERMINAL",
+    "AnyCommand",
+    "AnyReply",
+    "Audit",
+    "Effects",
+    "Ledger",
+    "StatusReport",
+    "TaskSpec",
+    "Window",
+    "pack_ids",
+    "unpack_ids",
+]

@@ -1,0 +1,269 @@
+"""What can be said to the ledger, and what it answers: the same types in memory, on the wire and in a log.
+
+Row ids travel as packed little-endian int64 (``pack_ids``), positions in a lease as packed int32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..types import ColumnSpec
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+Columns: TypeAlias = dict[str, ColumnSpec]
+
+
+def pack_ids(ids: npt.NDArray[Any]) -> bytes:
+    return ids.astype("<i8", copy=False).tobytes()
+
+
+def unpack_ids(data: bytes) -> Ids:
+    return np.frombuffer(data, "<i8")
+
+
+class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One use of rows.
+
+    ``needs``: columns a row must have; ``gives``: columns it writes. ``lease_s``: ledger seconds until
+    unfinished rows go back. ``max_attempts``: leases a row may lose before its group fails. ``admits``:
+    the staleness rule decides when its groups are leased (rollout). ``batch_rows``: rows of one step;
+    whole groups are selected into steps, each leased whole (train). Without ``gives`` it is an end of the
+    stream: a row is consumed when every task, one of them an end, has completed it.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    gives: tuple[str, ...] = ()
+    lease_s: float = 600.0
+    max_attempts: int = 3
+    admits: bool = False
+    batch_rows: int | None = None
+
+    @property
+    def grouped(self) -> bool:
+        return self.admits or self.batch_rows is not None
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """Root of all commands. ``timeout_s``, where there is one: how long to wait before saying why not."""
+
+
+class Join(Command, frozen=True, tag="join"):
+    """Open the session: the first command of a client. ``name``: for people."""
+
+    name: str
+    pid: int = 0
+    pid_key: str = ""
+    """Host, pid namespace and start time of the process, so that its death can be seen; "" if it cannot."""
+
+
+class Configure(Command, frozen=True, tag="configure"):
+    """Set limits; None leaves one as it is. ``steps``: the last step is steps - 1; then the stream ends."""
+
+    capacity_rows: int | None = None
+    max_staleness: int | None = None
+    steps: int | None = None
+
+
+class Declare(Command, frozen=True, tag="declare"):
+    """Declare a task. Saying the same again does nothing."""
+
+    task: TaskSpec
+
+
+class Put(Command, frozen=True, tag="put"):
+    """Add ``groups`` groups of ``group_size`` rows that have ``columns``. A known ``key`` adds nothing."""
+
+    groups: int
+    group_size: int
+    columns: Columns
+    key: str = ""
+    timeout_s: float = 0.0
+
+
+class Lease(Command, frozen=True, tag="lease"):
+    """Ask for up to ``count`` rows of a task (a task with batch_rows gives one whole step)."""
+
+    task: str
+    count: int
+    timeout_s: float = 0.0
+
+
+class Complete(Command, frozen=True, tag="complete"):
+    """Write ``columns`` of leased rows and acknowledge them, all or nothing.
+
+    ``index``: positions in the lease (int32), None for all. ``filtered``: positions in ``index`` to drop.
+    """
+
+    token: int
+    columns: Columns
+    index: bytes | None = None
+    filtered: bytes | None = None
+
+
+class GiveBack(Command, frozen=True, tag="give_back"):
+    """Return leased rows. ``blame``: the attempt counts against the rows."""
+
+    token: int
+    index: bytes | None = None
+    reason: str = ""
+    blame: bool = False
+
+
+class Renew(Command, frozen=True, tag="renew"):
+    """Start the time of a lease again."""
+
+    token: int
+
+
+class Publish(Command, frozen=True, tag="publish"):
+    """Make a version current. ``transport`` and ``where`` say how receivers find its bytes."""
+
+    version: int
+    manifest: bytes
+    transport: str
+    where: bytes
+    root: str = ""
+    nbytes: int = 0
+
+
+class AwaitVersion(Command, frozen=True, tag="await_version"):
+    """The newest version, once it is newer than ``after``."""
+
+    after: int
+    timeout_s: float = 0.0
+
+
+class Loaded(Command, frozen=True, tag="loaded"):
+    """This session's replica generates with ``version`` from now on."""
+
+    version: int
+
+
+class Wanted(Command, frozen=True, tag="wanted"):
+    """How many rows the remaining steps still lack, once there are any."""
+
+    timeout_s: float = 0.0
+
+
+class End(Command, frozen=True, tag="end"):
+    """No further put. ``cancel``: live rows that no step holds are cancelled too."""
+
+    cancel: bool = False
+
+
+class Leave(Command, frozen=True, tag="leave"):
+    """Close the session; its leases go back."""
+
+
+class GetAudit(Command, frozen=True, tag="get_audit"):
+    """Ask for the balance."""
+
+
+class GetStatus(Command, frozen=True, tag="get_status"):
+    """Ask for rows by task and state, and for who waits for what."""
+
+
+AnyCommand: TypeAlias = (
+    Join | Configure | Declare | Put | Lease | Complete | GiveBack | Renew | Publish | AwaitVersion
+    | Loaded | Wanted | End | Leave | GetAudit | GetStatus
+)  # fmt: skip
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """Root of all replies."""
+
+
+class Done(Reply, frozen=True, tag="done"):
+    """It is so."""
+
+
+class Joined(Reply, frozen=True, tag="joined"):
+    session: int
+
+
+class PutDone(Reply, frozen=True, tag="put_done"):
+    """Rows first to first + count - 1. ``again``: the key was known and nothing was added."""
+
+    first: int
+    count: int
+    again: bool
+
+
+class Leased(Reply, frozen=True, tag="leased"):
+    """Rows that are this session's until completed. ``version``: of the replica (rollout) or being trained
+    (train); ``step``: of a task with batch_rows, else -1."""
+
+    token: int
+    task: str
+    ids: bytes
+    groups: bytes
+    step: int = -1
+    version: int = -1
+    lease_s: float = 0.0
+
+
+class LoadFirst(Reply, frozen=True, tag="load_first"):
+    """Nothing can be admitted with the loaded version; load ``version`` and ask again."""
+
+    version: int
+
+
+class Completed(Reply, frozen=True, tag="completed"):
+    """``revoked``: ids that were no longer this lease's (their group had ended); nothing was written there."""
+
+    revoked: bytes
+
+
+class Version(Reply, frozen=True, tag="version"):
+    version: int
+    manifest: bytes
+    transport: str
+    where: bytes
+
+
+class RowsWanted(Reply, frozen=True, tag="rows_wanted"):
+    count: int
+
+
+class Audit(Reply, frozen=True, tag="audit"):
+    """The balance: rows put = live + all terminal states."""
+
+    put: int
+    live: int
+    consumed: int
+    filtered: int
+    expired: int
+    failed: int
+    cancelled: int
+    reasons: dict[str, int]
+
+    @property
+    def balanced(self) -> bool:
+        return self.put == self.live + sum(self.terminal.values())
+
+    @property
+    def terminal(self) -> dict[str, int]:
+        return {state: getattr(self, state) for state in TERMINAL}
+
+
+class StatusReport(Reply, frozen=True, tag="status"):
+    """``rows``: task → state → count. ``waiting``: what each parked request waits for."""
+
+    rows: dict[str, dict[str, int]]
+    ended: dict[str, int]
+    waiting: dict[str, str]
+    step: int
+    free_slots: int
+    version: int
+    live: int
+
+
+TERMINAL = ("consumed", "filtered", "expired", "failed", "cancelled")
+AnyReply: TypeAlias = (
+    Done | Joined | PutDone | Leased | LoadFirst | Completed | Version | RowsWanted | Audit | StatusReport
+)

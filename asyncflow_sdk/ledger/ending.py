@@ -1,0 +1,87 @@
+"""How rows end before their turn: whole groups, with everything that counted them put right."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..types import events as ev
+from .commands import TERMINAL, Ids
+from .rows import DONE, LEASED, LIVE, NONE
+from .state import (
+    CANCELLED,
+    State,
+)
+
+
+class Ending(State):
+    """Ends rows."""
+
+    def _end_groups(self, ids: Ids, state: int, reason: str) -> None:
+        """Rows end before they were trained, and their groups with them."""
+        rows, steps = self.rows, self.steps
+        ids = rows.members(ids) if len(ids) else ids
+        at = rows.at(ids)
+        open_ones = rows.state[at] == LIVE
+        if steps is not None:  # what is in a full step belongs to its trainer
+            open_ones &= (rows.step[at] == NONE) | (rows.step[at] == steps.window.step)
+        ids = ids[open_ones]
+        if not len(ids):
+            return
+        self._withdraw(ids)
+        if steps is not None:
+            filling = rows.step[rows.at(ids)] == steps.window.step
+            if filling.any():
+                steps.window.unselect(int(filling.sum()))
+                self._reselect = True
+                steps.filling = [part[~np.isin(part, ids)] for part in steps.filling]
+        self._finish(ids, state, reason)
+
+    def _withdraw(self, ids: Ids) -> None:
+        """Take admitted, unselected rows out of the staleness rule's counts."""
+        if self.steps is None:
+            return
+        at = self.rows.at(ids)
+        open_ones = self.rows.deadline[at][self.rows.step[at] == NONE]
+        for deadline, count in zip(*np.unique(open_ones[open_ones != NONE], return_counts=True), strict=True):
+            self.steps.window.withdraw(int(count), int(deadline))
+        self._reselect = True
+        self._dirty.update(f"task {t}" for t, task in self.tasks.items() if task.spec.admits)
+
+    def _finish(self, ids: Ids, state: int, reason: str = "") -> None:
+        rows = self.rows
+        at = rows.at(ids)
+        for name, task in self.tasks.items():
+            states = rows.task(name, "state")[at]
+            task.undone -= int((states != DONE).sum())
+            for token, count in zip(
+                *np.unique(rows.task(name, "token")[at][states == LEASED], return_counts=True), strict=True
+            ):
+                lease = self.leases[int(token)]
+                lease.left -= int(count)
+                if not lease.left:
+                    del self.leases[lease.token]
+            self._dirty.add(f"task {name}")
+        self.unselected -= int((rows.step[at] == NONE).sum())
+        rows.finish(ids, state)
+        self._effects.retired.append(ids)
+        label = TERMINAL[state - 1]
+        if reason:
+            self.reasons[f"{label}: {reason}"] += len(ids)
+        self._effects.events.append(ev.RowsEnded(time_s=self._now, state=label, count=len(ids), reason=reason))
+        self._dirty.update(("put", "wanted"))
+
+    def _cancel_unselected(self, reason: str) -> None:
+        live = self.rows.live_ids()
+        step = self.rows.step[self.rows.at(live)]
+        self._end_groups(live[step == NONE], CANCELLED, reason)
+
+    def _cancel_what_cannot_fill(self) -> None:
+        """After the end: rows too few to fill the step that is open."""
+        steps, rows = self.steps, self.rows
+        if not self.ended or steps is None or steps.window.finished:
+            return
+        if self.unselected < steps.window.free:
+            live = rows.live_ids()
+            step = rows.step[rows.at(live)]
+            self._end_groups(live[(step == NONE) | (step == steps.window.step)], CANCELLED, "too few to fill a step")
+            self._wake_all()

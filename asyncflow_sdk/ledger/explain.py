@@ -1,0 +1,105 @@
+"""Why a request waits: in words, from the ledger's state. The text of every deadline error and of `top`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import commands as cmd
+
+if TYPE_CHECKING:
+    from .state import State, Task, Waiter
+
+
+def explain(ledger: State, waiter: Waiter, now: float) -> str:
+    """What a parked request waits for, who should bring it, and since when."""
+    waited = f"after {now - waiter.since:.1f} s: "
+    command = waiter.command
+    if isinstance(command, cmd.Put):
+        live = ledger.put_total - int(ledger.rows.ended.sum())
+        holding = (
+            _holding(ledger, list(ledger.tasks), now) or "no task has any of them; declare a task or end the run"
+        )
+        return f"{waited}the queue is full with {live} of {ledger.capacity_rows} rows; {holding}"
+    if isinstance(command, cmd.AwaitVersion):
+        return f"{waited}no version newer than {command.after}; {_why_no_version(ledger, now)}"
+    if isinstance(command, cmd.Wanted):
+        return f"{waited}the queue has all the rows its steps can take"
+    return f"{waited}task {command.task!r} has nothing to give; {_why_task(ledger, waiter, now)}"
+
+
+def _why_task(ledger: State, waiter: Waiter, now: float) -> str:
+    task = ledger.tasks[waiter.command.task]
+    if task.spec.admits and ledger.steps is None:
+        return "no task with batch_rows (train) is declared, so the staleness rule cannot admit anything"
+    if not task.undone:
+        return "every row put has been through it; put more, or end the stream"
+    if task.spec.admits and len(task.ready.peek_group()):
+        return _why_not_admitted(ledger, task, waiter, now)
+    if task.spec.batch_rows is not None:
+        assert ledger.steps is not None
+        window = ledger.steps.window
+        fill = f"step {window.step} lacks {window.free} of {window.batch_rows} rows; "
+    else:
+        fill = ""
+    return fill + (_missing(ledger, task, now) or _holding(ledger, [task.spec.name], now))
+
+
+def _why_not_admitted(ledger: State, task: Task, waiter: Waiter, now: float) -> str:
+    assert ledger.steps is not None
+    window = ledger.steps.window
+    loaded = ledger.sessions[waiter.session].loaded
+    if loaded is None:
+        return f"no version is loaded; {_why_no_version(ledger, now)}"
+    return (
+        f"with version {loaded} loaded and max_staleness {window.max_staleness} no group may start: step"
+        f" {window.step} has {window.free} free slots and {window.load(window.step + window.max_staleness)} rows"
+        f" admitted for it; {_why_no_version(ledger, now)}; {_missing(ledger, ledger.steps.task, now)}"
+    ).rstrip("; ")
+
+
+def _why_no_version(ledger: State, now: float) -> str:
+    if ledger.version < 0:
+        text = "no version was published yet"
+    else:
+        text = f"version {ledger.version} is current since {now - ledger.version_since:.1f} s"
+    if ledger.steps is None:
+        return text
+    trains = _holding(ledger, [ledger.steps.task.spec.name], now)
+    return f"{text}; {trains}" if trains else f"{text} and no trainer holds a step"
+
+
+def _missing(ledger: State, task: Task, now: float) -> str:
+    """Who should write the columns a task needs: the tasks before it that have rows in hand."""
+    names: list[str] = []
+    pending = [task]
+    while pending:
+        needs = set(pending.pop().spec.needs)
+        for name, other in ledger.tasks.items():
+            if name not in names and name != task.spec.name and needs & set(other.spec.gives):
+                names.append(name)
+                pending.append(other)
+    given = {column for other in ledger.tasks.values() for column in other.spec.gives} | set(ledger.schema)
+    unknown = [column for column in task.spec.needs if column not in given]
+    if unknown:
+        return f"nobody gives column {', '.join(map(repr, unknown))}: no task declares it and no put brought it"
+    return _holding(ledger, names, now)
+
+
+def _holding(ledger: State, names: list[str], now: float) -> str:
+    """Rows ready or leased in tasks, with the holders."""
+    parts: list[str] = []
+    for name in names:
+        counts = ledger.rows.task_counts(name)
+        leases = [held for held in ledger.leases.values() if held.task == name]
+        asking = len(ledger.waiters.get(f"task {name}", ()))
+        if counts["ready"] + counts["selected"]:
+            nobody = "" if asking else ", and nobody asks for them"
+            parts.append(f"{counts['ready'] + counts['selected']} rows are ready for task {name!r}{nobody}")
+        if leases:
+            oldest = min(leases, key=lambda held: held.since)
+            who = ledger.sessions[oldest.session].name
+            parts.append(
+                f"{sum(held.left for held in leases)} rows are leased in task {name!r}, the oldest by {who} for"
+                f" {now - oldest.since:.1f} s"
+            )
+    return "; ".join(parts)

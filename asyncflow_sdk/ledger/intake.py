@@ -1,0 +1,149 @@
+"""How things come in: sessions, limits, tasks, rows, and the end of rows."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from ..errors import ConfigError, Ended, SchemaError
+from . import commands as cmd
+from .commands import TaskSpec
+from .leasing import Leasing
+from .state import (
+    Session,
+    Steps,
+    Task,
+)
+from .window import Window
+
+
+class Intake(Leasing):
+    """Takes sessions, settings, tasks and rows."""
+
+    def _join(self, command: cmd.Join) -> cmd.Reply:
+        session = Session(self._next_session, command.name)
+        self._next_session += 1
+        self.sessions[session.id] = session
+        return cmd.Joined(session=session.id)
+
+    def _leave(self, session: Session, command: cmd.Leave) -> cmd.Reply:
+        self._drop_session(session.id, f"{session.name} left", blame=False)
+        return cmd.Done()
+
+    def _drop_session(self, session: int, reason: str, blame: bool) -> None:
+        if self.sessions.pop(session, None) is None:
+            return
+        for place, waiting in self.waiters.items():
+            self.waiters[place] = [w for w in waiting if w.session != session]
+        for lease in [held for held in self.leases.values() if held.session == session]:
+            self._return(lease, self._outstanding(lease), reason, blame)
+
+    def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:
+        for name in ("capacity_rows", "max_staleness", "steps"):
+            value = getattr(command, name)
+            if value is not None and value < (0 if name == "max_staleness" else 1):
+                raise ConfigError(f"{name} cannot be {value}")
+        changes_rule = {command.max_staleness, command.steps} != {None}
+        if changes_rule and self.steps is not None:
+            raise ConfigError("max_staleness and steps are set before the task with batch_rows is declared")
+        self.max_staleness = self.max_staleness if command.max_staleness is None else command.max_staleness
+        self.last_steps = self.last_steps if command.steps is None else command.steps
+        self.capacity_rows = self.capacity_rows if command.capacity_rows is None else command.capacity_rows
+        self._dirty.add("put")
+        return cmd.Done()
+
+    def _declare(self, session: Session, command: cmd.Declare) -> cmd.Reply:
+        spec = command.task
+        known = self.tasks.get(spec.name)
+        if known is not None:
+            if known.spec != spec:
+                raise ConfigError(f"task {spec.name!r} is already declared as {known.spec}, not {spec}")
+            return cmd.Done()
+        if spec.batch_rows is not None:
+            self._check_step_task(spec)
+        bits = np.uint64(0)
+        for column in spec.needs:
+            bits |= self._bit(column)
+        rows, name = self.rows, spec.name
+        rows.add_task(name)
+        self.tasks[name] = task = Task(spec, bits, self._ready_queue(name))
+        if spec.batch_rows is not None:
+            self.steps = Steps(task, Window(spec.batch_rows, self.max_staleness, self.last_steps))
+            self._dirty.update(f"task {t}" for t in self.tasks)
+            self._dirty.add("wanted")
+        live = rows.live_ids()
+        rows.todo[rows.at(live)] += 1
+        task.undone = len(live)
+        self._make_ready(live, np.zeros(len(live), np.uint64), only=task)
+        return cmd.Done()
+
+    def _check_step_task(self, spec: TaskSpec) -> None:
+        if self.steps is not None:
+            raise ConfigError(
+                f"task {self.steps.task.spec.name!r} already makes the steps; a queue has one such task"
+            )
+        assert spec.batch_rows is not None
+        if spec.batch_rows < 1 or spec.batch_rows > self.capacity_rows:
+            raise ConfigError(
+                f"a step of {spec.batch_rows} rows cannot fill in a queue of capacity_rows={self.capacity_rows}"
+            )
+        if self.group_size is not None:
+            _check_groups_fill(spec.batch_rows, self.group_size)
+
+    def _put(self, session: Session, command: cmd.Put) -> cmd.Reply | None:
+        if command.key in self._keys:
+            return msgspec.structs.replace(self._keys[command.key], again=True)
+        if self.ended:
+            raise Ended("the stream has ended; nothing more can be put")
+        count = command.groups * command.group_size
+        if command.groups < 1 or command.group_size < 1:
+            raise SchemaError(f"a put needs rows; this one has {command.groups} groups of {command.group_size}")
+        if count > self.capacity_rows:
+            raise SchemaError(
+                f"{count} rows in one put are more than the whole queue holds (capacity_rows="
+                f"{self.capacity_rows}); put fewer at a time"
+            )
+        if self.steps is not None:
+            _check_groups_fill(self.steps.window.batch_rows, command.group_size)
+        if self.group_size not in (None, command.group_size) and any(t.spec.grouped for t in self.tasks.values()):
+            raise ConfigError(
+                f"this run has groups of {self.group_size}; groups of {command.group_size} would leave steps that"
+                " cannot fill"
+            )
+        if not command.columns:
+            raise SchemaError("a put needs at least one column")
+        self._check_columns(command.columns)
+        if self.put_total - int(self.rows.ended.sum()) + count > self.capacity_rows:
+            return None
+        bits = self._bits(command.columns)
+        self.group_size = command.group_size
+        rows = self.rows
+        ids = rows.add(command.groups, command.group_size)
+        at = rows.at(ids)
+        rows.columns[at] = bits
+        rows.todo[at] = len(self.tasks)
+        self.put_total += count
+        self.unselected += count
+        for task in self.tasks.values():
+            task.undone += count
+        reply = cmd.PutDone(first=int(ids[0]), count=count, again=False)
+        if command.key:
+            self._keys[command.key] = reply
+        self._make_ready(ids, np.zeros(count, np.uint64))
+        return reply
+
+    def _end(self, session: Session, command: cmd.End) -> cmd.Reply:
+        self.ended = True
+        if command.cancel:
+            self._cancel_unselected("cancelled at the end")
+        self._wake_all()
+        return cmd.Done()
+
+
+def _check_groups_fill(batch_rows: int, group_size: int) -> None:
+    if batch_rows % group_size:
+        below, above = batch_rows // group_size * group_size, -(-batch_rows // group_size) * group_size
+        raise ConfigError(
+            f"no number of groups of {group_size} fills a batch of {batch_rows} rows; use a batch of"
+            f" {' or '.join(str(n) for n in (below, above) if n)}, or another group size"
+        )

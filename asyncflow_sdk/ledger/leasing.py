@@ -1,0 +1,227 @@
+"""Leases: who holds which rows, completing them, and giving them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import Ended, LeaseLost, SchemaError, WriteOnceError
+from ..types import events as ev
+from . import commands as cmd
+from .commands import Ids, pack_ids
+from .rows import DONE, LEASED, LIVE, NONE, READY, SELECTED
+from .state import (
+    CONSUMED,
+    FAILED,
+    FILTERED,
+    Held,
+    Session,
+    Task,
+)
+from .stepping import Stepping
+
+
+class Leasing(Stepping):
+    """Grants, completes and returns leases."""
+
+    def _lease(self, session: Session, command: cmd.Lease) -> cmd.Reply | None:
+        task = self._task(command.task)
+        if command.count < 1:
+            raise SchemaError(f"a lease needs a count of 1 or more, not {command.count}")
+        if task.spec.batch_rows is not None:
+            reply = self._lease_step(session, task)
+        elif task.spec.admits:
+            reply = self._lease_admitted(session, task, command.count)
+        else:
+            ids = task.ready.take(command.count)
+            reply = self._grant(session, task, ids) if len(ids) else None
+        if reply is None and self._exhausted(task):
+            raise Ended(f"task {command.task!r} has had every row it will get")
+        return reply
+
+    def _lease_step(self, session: Session, task: Task) -> cmd.Reply | None:
+        assert self.steps is not None
+        if not self.steps.closed:
+            return None
+        step, ids = self.steps.closed.popleft()
+        return self._grant(session, task, ids, step=step, version=step)
+
+    def _lease_admitted(self, session: Session, task: Task, count: int) -> cmd.Reply | None:
+        """Whole groups, as the staleness rule allows for the version this replica has loaded."""
+        if self.steps is None:
+            return None
+        if session.loaded is None:
+            return cmd.LoadFirst(version=self.version) if self.version != NONE else None
+        loaded, rows, window = session.loaded, self.rows, self.steps.window
+        while task.redo:
+            ids = task.redo[0][task.ready.is_ready(task.redo[0])]
+            if not len(ids):
+                task.redo.popleft()
+                continue
+            if loaded < int(rows.version[rows.at(ids)].max()):
+                return cmd.LoadFirst(version=self.version)
+            task.redo.popleft()
+            return self._grant(session, task, ids, version=loaded)
+        room = window.room(loaded + self.max_staleness)
+        ids = task.ready.take_groups(count, room)
+        if len(ids):
+            at = rows.at(ids)
+            rows.version[at] = loaded
+            rows.deadline[at] = loaded + self.max_staleness
+            window.admit(len(ids), loaded + self.max_staleness)
+            return self._grant(session, task, ids, version=loaded)
+        group = task.ready.peek_group()
+        if len(group) and self.version > loaded and window.room(self.version + self.max_staleness) >= len(group):
+            return cmd.LoadFirst(version=self.version)
+        return None
+
+    def _grant(self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int = NONE) -> cmd.Leased:
+        name, rows = task.spec.name, self.rows
+        token, self._next_token = self._next_token, self._next_token + 1
+        at = rows.at(ids)
+        rows.task(name, "state")[at] = LEASED
+        rows.task(name, "token")[at] = token
+        until = self._now + task.spec.lease_s
+        self.leases[token] = Held(token, name, session.id, ids, self._now, until, len(ids), step)
+        return cmd.Leased(
+            token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
+            step=step, version=version, lease_s=task.spec.lease_s,
+        )  # fmt: skip
+
+    def _complete(self, session: Session, command: cmd.Complete) -> cmd.Reply:
+        lease = self._held(session, command.token)
+        task, rows = self.tasks[lease.task], self.rows
+        ids, held = self._named(lease, command.index)
+        missing = [name for name in task.spec.gives if name not in command.columns]
+        filtered = np.zeros(len(ids), bool)
+        if command.filtered is not None:
+            filtered[_positions(command.filtered, len(ids))] = True
+        if missing and not filtered.all():
+            raise SchemaError(f"task {lease.task!r} gives {', '.join(map(repr, missing))}, which this lacks")
+        self._check_columns(command.columns)
+        mine, dropped = ids[held], ids[held & filtered]
+        at = rows.at(mine)
+        before = rows.columns[at].copy()
+        for name in command.columns:
+            twice = (before & self._bit(name)) != 0
+            if twice.any():
+                raise WriteOnceError(f"column {name!r} of row {mine[twice][0]} is already written")
+        rows.columns[at] |= self._bits(command.columns)
+        rows.task(lease.task, "state")[at] = DONE
+        rows.task(lease.task, "token")[at] = NONE
+        rows.todo[at] -= 1
+        task.undone -= len(mine)
+        lease.left -= len(mine)
+        if not lease.left:
+            del self.leases[lease.token]
+        if len(dropped):
+            if task.spec.batch_rows is None:
+                self._end_groups(dropped, FILTERED, f"filtered by task {lease.task!r}")
+            else:
+                self._finish(dropped, FILTERED, "no gradient in the step")
+        alive = rows.state[at] == LIVE
+        self._make_ready(mine[alive], before[alive])
+        at = rows.at(mine)
+        through = (rows.state[at] == LIVE) & (rows.todo[at] == 0)
+        if through.any() and any(not t.spec.gives for t in self.tasks.values()):
+            self._finish(mine[through], CONSUMED)
+        self._dirty.add(f"task {lease.task}")
+        return cmd.Completed(revoked=pack_ids(ids[~held]))
+
+    def _give_back(self, session: Session, command: cmd.GiveBack) -> cmd.Reply:
+        lease = self._held(session, command.token)
+        ids, held = self._named(lease, command.index)
+        self._return(lease, ids[held], command.reason or f"given back by {session.name}", command.blame)
+        return cmd.Done()
+
+    def _renew(self, session: Session, command: cmd.Renew) -> cmd.Reply:
+        lease = self._held(session, command.token)
+        lease.expires = self._now + self.tasks[lease.task].spec.lease_s
+        return cmd.Done()
+
+    def _return(self, lease: Held, ids: Ids, reason: str, blame: bool) -> None:
+        """Rows go back to their task; those that lost too many leases fail with their group."""
+        task, rows, name = self.tasks[lease.task], self.rows, lease.task
+        if task.spec.batch_rows is not None:
+            ids = self._outstanding(lease)  # a step goes back whole
+        if not len(ids):
+            return
+        self._effects.events.append(
+            ev.LeaseReturned(
+                time_s=self._now, worker=self._name(lease.session), task=name, count=len(ids), reason=reason
+            )
+        )
+        at = rows.at(ids)
+        rows.task(name, "token")[at] = NONE
+        lease.left -= len(ids)
+        if not lease.left:
+            del self.leases[lease.token]
+        if task.spec.batch_rows is not None:
+            assert self.steps is not None
+            rows.task(name, "state")[at] = SELECTED
+            self.steps.closed.appendleft((lease.step, ids))
+        else:
+            rows.task(name, "state")[at] = READY
+            rows.task(name, "attempts")[at] += blame
+            spent = rows.task(name, "attempts")[at] >= task.spec.max_attempts
+            if spent.any():
+                tries = f"failed {task.spec.max_attempts} times in task {name!r}; last: {reason}"
+                self._end_groups(ids[spent], FAILED, tries)
+                given_up = ids[spent][rows.state[rows.at(ids[spent])] == LIVE]
+                if len(given_up):  # its trainer has the row already: only this task goes without it
+                    rows.task(name, "state")[rows.at(given_up)] = DONE
+                    rows.todo[rows.at(given_up)] -= 1
+                    task.undone -= len(given_up)
+                    self.reasons[f"skipped: {tries}"] += len(given_up)
+                state = rows.task(name, "state")[rows.at(ids)]
+                ids = ids[(rows.state[rows.at(ids)] == LIVE) & (state == READY)]
+            if task.spec.admits:
+                self._return_admitted(task, ids)
+            elif len(ids):
+                task.ready.push_front(ids)
+        self._dirty.add(f"task {name}")
+
+    def _return_admitted(self, task: Task, ids: Ids) -> None:
+        """Groups nobody has begun lose their admission; of others, the missing rows are done again."""
+        rows, name = self.rows, task.spec.name
+        for first in np.unique(rows.first[rows.at(ids)])[::-1]:
+            members = rows.members(np.array([first]))
+            at = rows.at(members)
+            if (rows.task(name, "state")[at] == READY).all():
+                self._withdraw(members)
+                rows.version[at] = rows.deadline[at] = NONE
+                task.ready.push_front(members)
+            else:
+                task.redo.appendleft(ids[rows.first[rows.at(ids)] == first])
+
+    def _held(self, session: Session, token: int) -> Held:
+        lease = self.leases.get(token)
+        if lease is None or lease.session != session.id:
+            raise LeaseLost(
+                f"lease {token} is not held by {session.name}: completed, expired, returned, or its rows ended"
+            )
+        return lease
+
+    def _named(self, lease: Held, index: bytes | None) -> tuple[Ids, Any]:
+        """The rows a command names, and which of them the lease still holds."""
+        ids = lease.ids if index is None else lease.ids[_positions(index, len(lease.ids))]
+        at = self.rows.at(ids)
+        kept = at >= 0
+        held = kept & (self.rows.state[at] == LIVE) & (self.rows.task(lease.task, "token")[at] == lease.token)
+        return ids, held
+
+    def _outstanding(self, lease: Held) -> Ids:
+        ids, held = self._named(lease, None)
+        outstanding: Ids = ids[held]
+        return outstanding
+
+
+def _positions(index: bytes, count: int) -> Any:
+    """Positions a client named, checked."""
+    if len(index) % 4:
+        raise SchemaError("positions are packed int32")
+    at = np.frombuffer(index, "<i4")
+    if len(at) and (at.min() < 0 or at.max() >= count or len(np.unique(at)) != len(at)):
+        raise SchemaError(f"positions must lie in 0..{count - 1}, each once")
+    return at

@@ -1,0 +1,165 @@
+"""The ledger: every row, every lease, every step, every version, and who may have what when.
+
+A pure state machine: commands, the time and deaths go in; answers, events and retired rows come out
+(``drain``). It does no I/O and reads no clock, so a test or a simulator drives it as a server does. Cost of a
+command follows the rows it names, never the rows alive. Not thread-safe: one thread owns it.
+
+Built in layers, each adding the commands of one idea to the one below:
+state → ending → stepping → leasing → intake → versioning → ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost
+from . import commands as cmd
+from .commands import TERMINAL
+from .explain import explain
+from .rows import NONE
+from .state import (
+    Effects,
+    Session,
+    Waiter,
+)
+from .versioning import Versioning
+
+
+class Ledger(Versioning):
+    """See the module docstring. ``now`` is ledger seconds, never falling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handlers: dict[type, Callable[[Session, Any], cmd.Reply | None]] = {
+            cmd.Configure: self._configure,
+            cmd.Declare: self._declare,
+            cmd.Put: self._put,
+            cmd.Lease: self._lease,
+            cmd.Complete: self._complete,
+            cmd.GiveBack: self._give_back,
+            cmd.Renew: self._renew,
+            cmd.Publish: self._publish,
+            cmd.AwaitVersion: self._await_version,
+            cmd.Loaded: self._loaded,
+            cmd.Wanted: self._wanted,
+            cmd.End: self._end,
+            cmd.Leave: self._leave,
+            cmd.GetAudit: lambda s, c: self.audit(),
+            cmd.GetStatus: lambda s, c: self.status(),
+        }
+
+    def apply(self, session: int, command: cmd.Command, now: float, ticket: int) -> None:
+        """Carry out a command. Its answer, now or later, is in the effects under ``ticket``.
+
+        A command that fails changes nothing. Raises nothing for what a client can get wrong.
+        """
+        self._now = now
+        if isinstance(command, cmd.Join):
+            self._answer(ticket, self._join(command))
+            return
+        try:
+            member = self.sessions.get(session)
+            if member is None:
+                raise LeaseLost(f"session {session} is closed; connect again")
+            reply = self._handlers[type(command)](member, command)
+        except AsyncFlowError as error:
+            self._answer(ticket, error)
+            return
+        if reply is not None:
+            self._answer(ticket, reply)
+        else:
+            waiter = Waiter(ticket, session, command, now, now + command.timeout_s)  # type: ignore[attr-defined]
+            if waiter.deadline <= now:
+                self._answer(ticket, DeadlineExceeded(explain(self, waiter, now)))
+            else:
+                self.waiters.setdefault(_place(command), []).append(waiter)
+        self._settle()
+
+    def tick(self, now: float) -> None:
+        """Let time pass: leases and parked requests past their deadline end."""
+        self._now = now
+        for lease in [held for held in self.leases.values() if held.expires <= now]:
+            limit = self.tasks[lease.task].spec.lease_s
+            self._return(lease, self._outstanding(lease), f"the lease expired after {limit:g} s", blame=True)
+        self._settle()
+        for waiting in self.waiters.values():
+            for waiter in [w for w in waiting if w.deadline <= now]:
+                self._answer(waiter.ticket, DeadlineExceeded(explain(self, waiter, now)))
+                waiting.remove(waiter)
+
+    def next_deadline(self) -> float | None:
+        """When ``tick`` has something to do."""
+        times = [lease.expires for lease in self.leases.values()]
+        times += [waiter.deadline for waiting in self.waiters.values() for waiter in waiting]
+        return min(times, default=None)
+
+    def session_died(self, session: int, now: float, reason: str) -> None:
+        """A client is gone: its parked requests are dropped and its rows go back."""
+        self._now = now
+        self._drop_session(session, reason, blame=True)
+        self._settle()
+
+    def forget(self, ticket: int) -> None:
+        """Nobody waits for a parked request any more."""
+        for place, waiting in self.waiters.items():
+            self.waiters[place] = [w for w in waiting if w.ticket != ticket]
+
+    def drain(self) -> Effects:
+        """Everything since the last call."""
+        effects, self._effects = self._effects, Effects()
+        return effects
+
+    def _settle(self) -> None:
+        """Try the parked requests that what happened may have made possible."""
+        self._refill()
+        while self._dirty:
+            place = self._dirty.pop()
+            for waiter in list(self.waiters.get(place, ())):
+                session = self.sessions[waiter.session]
+                try:
+                    reply = self._handlers[type(waiter.command)](session, waiter.command)
+                except AsyncFlowError as error:
+                    self.waiters[place].remove(waiter)
+                    self._answer(waiter.ticket, error)
+                    continue
+                if reply is not None:
+                    self.waiters[place].remove(waiter)
+                    self._answer(waiter.ticket, reply)
+                elif place == "put":
+                    break  # a large put is not overtaken for ever by small ones
+            self._refill()
+
+    def _wanted(self, session: Session, command: cmd.Wanted) -> cmd.Reply | None:
+        if self.ended:
+            raise Ended("every step is filled; no more rows are wanted")
+        if self.steps is None or self.steps.window.slots is None:
+            return None
+        count = self.steps.window.slots - self.unselected
+        return cmd.RowsWanted(count=count) if count > 0 else None
+
+    def audit(self) -> cmd.Audit:
+        """The balance, its live rows counted afresh."""
+        live = len(self.rows.live_ids())
+        ended = dict(zip(TERMINAL, self.rows.ended[1:].tolist(), strict=True))
+        return cmd.Audit(put=self.put_total, live=live, reasons=dict(self.reasons), **ended)
+
+    def status(self) -> cmd.StatusReport:
+        """Rows by task and state, and what each parked request waits for."""
+        waiting = {self._name(w.session): explain(self, w, self._now) for ws in self.waiters.values() for w in ws}
+        return cmd.StatusReport(
+            rows={name: self.rows.task_counts(name) for name in self.tasks},
+            ended=dict(zip(TERMINAL, self.rows.ended[1:].tolist(), strict=True)),
+            waiting=waiting,
+            step=self.steps.window.step if self.steps else NONE,
+            free_slots=self.steps.window.free if self.steps else 0,
+            version=self.version,
+            live=self.put_total - int(self.rows.ended.sum()),
+        )
+
+
+def _place(command: cmd.Command) -> str:
+    """Where a parked command waits."""
+    if isinstance(command, cmd.Lease):
+        return f"task {command.task}"
+    return {cmd.Put: "put", cmd.AwaitVersion: "version", cmd.Wanted: "wanted"}[type(command)]

@@ -1,0 +1,168 @@
+"""What the ledger knows: sessions, tasks, leases, steps, versions, parked requests; and looking things up in it."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import AsyncFlowError, SchemaError
+from ..types import ColumnSpec
+from ..types import events as ev
+from . import commands as cmd
+from .commands import TERMINAL, Ids, TaskSpec
+from .ready import ReadyQueue
+from .rows import LIVE, NONE, READY, Rows
+from .window import Window
+
+CONSUMED, FILTERED, EXPIRED, FAILED, CANCELLED = range(1, 1 + len(TERMINAL))
+MAX_COLUMNS = 64
+
+
+@dataclass
+class Session:
+    """One client. ``loaded``: the version its replica generates with; None before it has one."""
+
+    id: int
+    name: str
+    loaded: int | None = None
+
+
+@dataclass
+class Held:
+    """A lease. ``left``: rows still to be completed."""
+
+    token: int
+    task: str
+    session: int
+    ids: Ids
+    since: float
+    expires: float
+    left: int
+    step: int = NONE
+
+
+@dataclass
+class Waiter:
+    """A parked request."""
+
+    ticket: int
+    session: int
+    command: Any
+    since: float
+    deadline: float
+
+
+@dataclass
+class Task:
+    """A task and its ready rows. ``undone``: live rows that have not completed it."""
+
+    spec: TaskSpec
+    need: np.uint64
+    ready: ReadyQueue
+    undone: int = 0
+    redo: deque[Ids] = field(default_factory=deque)  # admitted rows whose producer was lost
+
+
+@dataclass
+class Steps:
+    """The task with batch_rows: the step being filled, and filled ones that wait for a trainer."""
+
+    task: Task
+    window: Window
+    ready: dict[int | None, ReadyQueue] = field(default_factory=dict)  # by deadline
+    filling: list[Ids] = field(default_factory=list)
+    closed: deque[tuple[int, Ids]] = field(default_factory=deque)
+
+
+@dataclass
+class Effects:
+    """What a command did: answers by ticket in order, events, and rows whose memory may go."""
+
+    answers: list[tuple[int, cmd.Reply | AsyncFlowError]] = field(default_factory=list)
+    events: list[ev.Event] = field(default_factory=list)
+    retired: list[Ids] = field(default_factory=list)
+
+
+class State:
+    """All of the ledger's state. ``_now`` is ledger seconds, never falling."""
+
+    def __init__(self) -> None:
+        self.rows = Rows()
+        self.tasks: dict[str, Task] = {}
+        self.steps: Steps | None = None
+        self.sessions: dict[int, Session] = {}
+        self.leases: dict[int, Held] = {}
+        self.waiters: dict[str, list[Waiter]] = {}
+        self.versions: dict[int, cmd.Publish] = {}
+        self.version = NONE
+        self.version_since = 0.0
+        self.capacity_rows = 1 << 40
+        self.max_staleness = 1
+        self.last_steps: int | None = None
+        self.group_size: int | None = None
+        self.ended = False
+        self.put_total = 0
+        self.reasons: Counter[str] = Counter()
+        self.unselected = 0  # live rows in no step
+        self.schema: dict[str, ColumnSpec] = {}
+        self._places: dict[str, int] = {}  # of a column's bit
+        self._reselect = False
+        self._keys: dict[str, cmd.PutDone] = {}
+        self._next_session = 1
+        self._next_token = 1
+        self._dirty: set[str] = set()
+        self._effects = Effects()
+        self._now = 0.0
+
+    def _task(self, name: str) -> Task:
+        try:
+            return self.tasks[name]
+        except KeyError:
+            known = ", ".join(sorted(self.tasks)) or "none yet"
+            raise SchemaError(f"no task {name!r}; declared: {known}") from None
+
+    def _name(self, session: int) -> str:
+        return self.sessions[session].name if session in self.sessions else f"session {session}"
+
+    def _bit(self, column: str) -> np.uint64:
+        """The bit of a column, known or to come."""
+        place = self._places.setdefault(column, len(self._places))
+        if place >= MAX_COLUMNS:
+            raise SchemaError(f"a queue holds at most {MAX_COLUMNS} columns; {column!r} is one too many")
+        return np.uint64(1 << place)
+
+    def _check_columns(self, columns: cmd.Columns) -> None:
+        for name, spec in columns.items():
+            known = self.schema.get(name)
+            if known is not None and known != spec:
+                raise SchemaError(f"column {name!r} is {known}; it cannot take {spec}")
+            self._bit(name)
+
+    def _bits(self, columns: cmd.Columns) -> np.uint64:
+        bits = np.uint64(0)
+        for name, spec in columns.items():
+            self.schema.setdefault(name, spec)
+            bits |= self._bit(name)
+        return bits
+
+    def _ready_queue(self, name: str) -> ReadyQueue:
+        rows = self.rows
+
+        def is_ready(ids: Ids) -> Any:
+            at = rows.at(ids)
+            kept = at >= 0  # rows forgotten since had ended
+            return kept & (rows.state[at] == LIVE) & (rows.task(name, "state")[at] == READY)
+
+        return ReadyQueue(is_ready, lambda ids: rows.first[rows.at(ids)])
+
+    def _answer(self, ticket: int, reply: cmd.Reply | AsyncFlowError) -> None:
+        self._effects.answers.append((ticket, reply))
+
+    def _exhausted(self, task: Task) -> bool:
+        return self.ended and not task.undone
+
+    def _wake_all(self) -> None:
+        self._dirty.update(self.waiters)

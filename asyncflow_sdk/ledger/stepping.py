@@ -1,0 +1,98 @@
+"""Rows becoming ready, and the step task: ready groups are selected into steps under the staleness rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .commands import Ids
+from .ending import Ending
+from .rows import NONE, READY, SELECTED
+from .state import (
+    Task,
+)
+
+
+class Stepping(Ending):
+    """Makes rows ready and fills steps."""
+
+    def _make_ready(self, ids: Ids, before: Any, only: Task | None = None) -> None:
+        """Columns were written: hand rows to the tasks whose needs they now meet."""
+        have = self.rows.columns[self.rows.at(ids)]
+        for task in [only] if only is not None else list(self.tasks.values()):
+            need = task.need
+            fresh = (have & need) == need
+            if only is None and need:
+                fresh &= (before & need) != need
+            elif only is None:
+                fresh &= before == 0
+            if fresh.any():
+                self._ready(task, ids[fresh])
+
+    def _ready(self, task: Task, ids: Ids) -> None:
+        name = task.spec.name
+        if task.spec.grouped:
+            ids = self.rows.arrive(name, ids)
+            if not len(ids):
+                return
+        self.rows.task(name, "state")[self.rows.at(ids)] = READY
+        if self.steps is not None and task is self.steps.task:
+            self._ready_for_step(ids)
+            self._select()
+        else:
+            task.ready.push(ids)
+            self._dirty.add(f"task {name}")
+
+    def _ready_for_step(self, ids: Ids) -> None:
+        assert self.steps is not None
+        deadlines = self.rows.deadline[self.rows.at(ids)]
+        for deadline in np.unique(deadlines).tolist():
+            key = None if deadline == NONE else deadline
+            if key not in self.steps.ready:
+                self.steps.ready[key] = self._ready_queue(self.steps.task.spec.name)
+            self.steps.ready[key].push(ids[deadlines == deadline])
+
+    def _select(self) -> None:
+        """Fill the step with ready groups, earliest deadline first, as far as the rule allows."""
+        steps, rows = self.steps, self.rows
+        assert steps is not None
+        window, name = steps.window, steps.task.spec.name
+        moved = True
+        while moved and not window.finished:
+            moved = False
+            for deadline in sorted(steps.ready, key=lambda d: (d is None, d)):
+                room = window.selectable(deadline)
+                ids = steps.ready[deadline].take_groups(room, room)
+                if not len(ids):
+                    continue
+                at = rows.at(ids)
+                rows.task(name, "state")[at] = SELECTED
+                rows.step[at] = window.step
+                window.select(len(ids), deadline)
+                self.unselected -= len(ids)
+                steps.filling.append(ids)
+                moved = True
+                self._dirty.update(f"task {t}" for t, task in self.tasks.items() if task.spec.admits)
+                if not window.free:
+                    self._close_step()
+                    break
+
+    def _close_step(self) -> None:
+        steps = self.steps
+        assert steps is not None
+        steps.closed.append((steps.window.step, np.concatenate(steps.filling)))
+        steps.filling = []
+        steps.window.close()
+        steps.ready = {d: q for d, q in steps.ready.items() if d is None or d >= steps.window.step}
+        self._dirty.add(f"task {steps.task.spec.name}")
+        if steps.window.finished:
+            self.ended = True
+            self._cancel_unselected("more than the steps needed")
+            self._wake_all()
+
+    def _refill(self) -> None:
+        if self._reselect and self.steps is not None:
+            self._reselect = False
+            self._select()
+        self._cancel_what_cannot_fill()

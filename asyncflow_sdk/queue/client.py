@@ -1,0 +1,288 @@
+"""TransferQueue: the client's verbs, blocking and (``.aio``) for event loops.
+
+queue.declare("reward", needs=["response"], gives=["reward"])
+queue.put({"prompt": prompts}, group_size=8, key="epoch-0")
+with queue.get("reward", count=64, timeout_s=30) as batch:
+    batch.complete({"reward": score(batch["response"])})
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from .. import __version__
+from ..errors import ProtocolError, VersionNeeded
+from ..ledger import commands as cmd
+from ..ledger import unpack_ids
+from ..ledger.commands import Audit, StatusReport, TaskSpec
+from ..memory import Arena, Mapper
+from ..types import Column, Event
+from ..wire import Client, process_key
+from . import blocks
+from ._once import drive, sync
+from .leased import AsyncLeasedBatch, Lease, LeasedBatch
+from .protocol import Answer, Call, Hello, Welcome, decode_answer, encode
+
+B = TypeVar("B", bound=Lease)
+CALL_S = 30.0
+"""How long a call that waits for nothing may take before the server counts as lost (seconds)."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a put made: rows ``first`` to ``first + count - 1``; ``again``: they were there by their key."""
+
+    first: int
+    count: int
+    again: bool
+
+
+class Connection:
+    """A session with a queue server on this host, and the memory it writes and reads. Thread-safe."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self.name = name
+        self.wire = Client(address)
+        self._events: list[Event] = []
+        self._lock = threading.Lock()
+        hello = Hello(name, os.getpid(), process_key(os.getpid()), __version__)
+        answer = decode_answer(self.wire.ask(encode(Call(hello)), CALL_S))
+        answer.raise_error()
+        assert isinstance(answer.reply, Welcome)
+        self.directory = Path(answer.reply.directory)
+        self.session = answer.reply.session
+        if not self.directory.is_dir():
+            self.wire.close()
+            raise ProtocolError(f"{self.directory} is not here: the server at {address} runs on another host")
+        self.arena = Arena(self.directory, f"s{self.session}-")
+        self.mapper = Mapper(self.directory)
+        self.reader = blocks.Reader(self.mapper)
+
+    def report(self, *events: Event) -> None:
+        """Tell the run something; it goes with the next call."""
+        with self._lock:
+            self._events.extend(events)
+
+    def call(self, command: cmd.AnyCommand | None, block: blocks.Block | None = None) -> bytes:
+        """The encoded call, with the events that were waiting."""
+        with self._lock:
+            events, self._events = tuple(self._events), []
+        return encode(Call(command, block, events))
+
+    def answered(self, body: bytes) -> Answer:
+        """The answer, its notices taken. Raises what the server reported."""
+        answer = decode_answer(body)
+        for segment, generation, count in answer.freed:
+            self.arena.free(segment, generation, count)
+        answer.raise_error()
+        return answer
+
+    def close(self) -> None:
+        """Leave: leases go back. Views of batches stay valid. Idempotent."""
+        if self.wire.closed:
+            return
+        try:
+            self.wire.ask(self.call(cmd.Leave()), 0.0)
+        finally:
+            self.wire.close()
+            self.arena.close(unlink=False)
+            self.mapper.close()
+
+
+class Port:
+    """How verbs reach the server: ``send`` blocks the thread or suspends the task."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    async def ask(self, body: bytes, timeout_s: float) -> bytes:
+        raise NotImplementedError
+
+    async def answer(self, command: cmd.AnyCommand | None, block: blocks.Block | None = None) -> Answer:
+        body = self.connection.call(command, block)
+        timeout_s: float = getattr(command, "timeout_s", CALL_S)
+        return self.connection.answered(await self.ask(body, timeout_s))
+
+    async def send(self, command: cmd.AnyCommand) -> Any:
+        return (await self.answer(command)).reply
+
+    async def send_columns(self, command: cmd.Put | cmd.Complete, columns: Mapping[str, Any]) -> Any:
+        """Write columns to shared memory and send the command with their place."""
+        if not columns:
+            return await self.send(command)
+        packed = blocks.pack_columns(columns)
+        specs = {name: column.spec for name, column in packed.items()}
+        block, space = blocks.write(self.connection.arena, packed)
+        reply: Any = None
+        try:
+            reply = (await self.answer(msgspec.structs.replace(command, columns=specs), block)).reply
+        finally:
+            if reply is None or getattr(reply, "again", False):
+                self.connection.arena.free(space.segment, space.generation)
+        return reply
+
+
+class BlockingPort(Port):
+    async def ask(self, body: bytes, timeout_s: float) -> bytes:
+        return self.connection.wire.ask(body, timeout_s)
+
+
+class LoopPort(Port):
+    async def ask(self, body: bytes, timeout_s: float) -> bytes:
+        return await self.connection.wire.aask(body, timeout_s)
+
+
+class Verbs(Generic[B]):
+    """Every verb of the queue, once. ``TransferQueue`` and ``AsyncTransferQueue`` are its two faces."""
+
+    _batch: type[B]
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+
+    async def _configure(
+        self, *, capacity_rows: int | None = None, max_staleness: int | None = None, steps: int | None = None
+    ) -> None:
+        """Set the queue's limits, before its tasks are declared. ``capacity_rows``: most rows alive at once.
+        ``steps``: how many steps there will be; then the stream ends by itself. Raises ConfigError."""
+        await self._port.send(cmd.Configure(capacity_rows=capacity_rows, max_staleness=max_staleness, steps=steps))
+
+    async def _declare(
+        self,
+        name: str,
+        *,
+        needs: Sequence[str],
+        gives: Sequence[str] = (),
+        lease_s: float = 600.0,
+        max_attempts: int = 3,
+        admits: bool = False,
+        batch_rows: int | None = None,
+    ) -> None:
+        """Declare a task: see TaskSpec. Saying the same again does nothing. Raises ConfigError."""
+        task = TaskSpec(
+            name=name, needs=tuple(needs), gives=tuple(gives), lease_s=lease_s,
+            max_attempts=max_attempts, admits=admits, batch_rows=batch_rows,
+        )  # fmt: skip
+        await self._port.send(cmd.Declare(task=task))
+
+    async def _put(
+        self, columns: Mapping[str, Any], *, group_size: int = 1, key: str = "", timeout_s: float = 60.0
+    ) -> Rows:
+        """Add ``group_size`` rows for each entry of ``columns``: the rows of a group share it.
+
+        The same ``key`` adds nothing the second time. A full queue makes it wait. Raises SchemaError,
+        ConfigError, Ended, MemoryFull, and DeadlineExceeded that says who keeps the queue full.
+        """
+        packed = blocks.pack_columns(columns)
+        count = len(next(iter(packed.values()))) if packed else 0
+        command = cmd.Put(groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s)
+        reply = await self._port.send_columns(command, {} if not count else columns)
+        return Rows(reply.first, reply.count, reply.again)
+
+    async def _get(self, task: str, count: int = 1, *, timeout_s: float = 60.0) -> B:
+        """Lease up to ``count`` ready rows of a task, at least one; of a task with batch_rows, one whole step;
+        of a task that admits, whole groups.
+
+        Raises Ended when there will never be another row, VersionNeeded when the replica must load newer
+        weights first, DeadlineExceeded that says what is missing and who should bring it.
+        """
+        answer = await self._port.answer(cmd.Lease(task=task, count=count, timeout_s=timeout_s))
+        lease = answer.reply
+        if isinstance(lease, cmd.LoadFirst):
+            raise VersionNeeded(f"task {task!r} gives nothing more before version {lease.version} is loaded")
+        assert isinstance(lease, cmd.Leased)
+        ids = unpack_ids(lease.ids)
+        reader = self._port.connection.reader
+        columns: dict[str, Column] = {}
+        for located in answer.located:
+            columns.update(reader.read(located, answer.schema, len(ids)))
+        where = {name: located for located in answer.located for name in located.columns}
+
+        def writable(name: str) -> Any:
+            return reader.writable(where[name], name, answer.schema, len(ids))
+
+        batch = self._batch(ids, unpack_ids(lease.groups), columns, writable)
+        batch._bind(self._port, lease)
+        return batch
+
+    async def _loaded(self, version: int) -> None:
+        """Say that this session's replica generates with ``version`` from now on."""
+        await self._port.send(cmd.Loaded(version=version))
+
+    async def _wanted(self, *, timeout_s: float = 60.0) -> int:
+        """How many rows the remaining steps lack; waits until there are any. Raises Ended, DeadlineExceeded."""
+        reply = await self._port.send(cmd.Wanted(timeout_s=timeout_s))
+        return int(reply.count)
+
+    async def _end(self, *, cancel: bool = False) -> None:
+        """No further put. ``cancel``: rows that no step holds are cancelled."""
+        await self._port.send(cmd.End(cancel=cancel))
+
+    async def _audit(self) -> Audit:
+        """The balance: rows put = live + consumed + filtered + expired + failed + cancelled."""
+        reply = await self._port.send(cmd.GetAudit())
+        assert isinstance(reply, Audit)
+        return reply
+
+    async def _status(self) -> StatusReport:
+        """Rows by task and state, and what each waiting request waits for."""
+        reply = await self._port.send(cmd.GetStatus())
+        assert isinstance(reply, StatusReport)
+        return reply
+
+    async def _flush(self) -> None:
+        """Deliver reported events now."""
+        await self._port.answer(None)
+
+
+class AsyncTransferQueue(Verbs[AsyncLeasedBatch]):
+    """The queue for event loops. One object serves one loop."""
+
+    _batch = AsyncLeasedBatch
+    configure = Verbs._configure
+    declare = Verbs._declare
+    put = Verbs._put
+    get = Verbs._get
+    loaded = Verbs._loaded
+    wanted = Verbs._wanted
+    end = Verbs._end
+    audit = Verbs._audit
+    status = Verbs._status
+    flush = Verbs._flush
+
+
+class TransferQueue(Verbs[LeasedBatch]):
+    """The queue for threads. Thread-safe: calls of different threads do not wait for each other."""
+
+    _batch = LeasedBatch
+    configure = sync(Verbs._configure)
+    declare = sync(Verbs._declare)
+    put = sync(Verbs._put)
+    loaded = sync(Verbs._loaded)
+    wanted = sync(Verbs._wanted)
+    end = sync(Verbs._end)
+    audit = sync(Verbs._audit)
+    status = sync(Verbs._status)
+    flush = sync(Verbs._flush)
+
+    def get(self, task: str, count: int = 1, *, timeout_s: float = 60.0) -> LeasedBatch:
+        return drive(self._get(task, count, timeout_s=timeout_s))
+
+    get.__doc__ = Verbs._get.__doc__
+
+    @property
+    def aio(self) -> AsyncTransferQueue:
+        """The same verbs as coroutines, on the same session."""
+        return AsyncTransferQueue(LoopPort(self._port.connection))
+
+
+def open_queue(connection: Connection) -> TransferQueue:
+    """The queue of a connection."""
+    return TransferQueue(BlockingPort(connection))

@@ -1,0 +1,130 @@
+"""LeasedBatch: rows that are yours until you complete them, give them back, or the lease ends.
+
+with queue.get("reward", count=64) as batch:        # an exception gives the rows back
+    batch.complete({"reward": score(batch["response"])})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import LeaseLost
+from ..ledger import commands as cmd
+from ..ledger import unpack_ids
+from ..types import Batch
+from ._once import drive, sync
+
+if TYPE_CHECKING:
+    from .client import Port
+
+
+class Lease(Batch):
+    """What both kinds of leased batch are. ``token``: the lease's fencing token. ``index``: number of the
+    step, else -1. ``version``: the version of the replica (rollout) or being trained (train), else -1."""
+
+    token: int
+    task: str
+    index: int
+    version: int
+    lease_s: float
+    _port: Port
+    _left: int
+
+    def _bind(self, port: Port, lease: cmd.Leased) -> None:
+        self._port, self._left = port, self.rows
+        self.token, self.task, self.lease_s = lease.token, lease.task, lease.lease_s
+        self.index, self.version = lease.step, lease.version
+
+    async def _complete(
+        self,
+        columns: Mapping[str, Any] | None = None,
+        *,
+        index: npt.ArrayLike | None = None,
+        filtered: npt.ArrayLike | None = None,
+    ) -> npt.NDArray[np.int64]:
+        """Write columns and acknowledge the rows, all or nothing.
+
+        ``index``: positions in this batch, of those to complete now (default: all); ``columns`` have one
+        entry for each. ``filtered``: bool, one for each, True for rows to drop.
+        Returns the ids that were no longer this lease's because their group had ended; nothing was written
+        for them. Raises LeaseLost, SchemaError, WriteOnceError; then nothing had an effect.
+        """
+        rows = None if index is None else np.asarray(index, dtype="<i4")
+        drop = None
+        if filtered is not None and np.asarray(filtered).any():
+            drop = np.flatnonzero(np.asarray(filtered, bool)).astype("<i4").tobytes()
+        command = cmd.Complete(
+            token=self.token, columns={}, index=None if rows is None else rows.tobytes(), filtered=drop
+        )
+        reply = await self._port.send_columns(command, columns or {})
+        assert isinstance(reply, cmd.Completed)
+        self._left -= self.rows if rows is None else len(rows)
+        return unpack_ids(reply.revoked)
+
+    async def _give_back(self, *, index: npt.ArrayLike | None = None, reason: str = "", blame: bool = False) -> None:
+        """Return rows for others to take. ``blame``: the attempt counts; after too many the group fails."""
+        rows = None if index is None else np.asarray(index, dtype="<i4")
+        await self._port.send(
+            cmd.GiveBack(token=self.token, index=None if rows is None else rows.tobytes(), reason=reason, blame=blame)
+        )
+        self._left -= self.rows if rows is None else len(rows)
+
+    async def _renew(self) -> None:
+        """Start the lease's time again. Raises LeaseLost when it is too late."""
+        await self._port.send(cmd.Renew(token=self.token))
+
+    async def _ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
+        """Acknowledge all rows without writing anything: the step is trained.
+
+        ``filtered``: bool (rows,), True for rows that carried no gradient. Raises LeaseLost.
+        """
+        await self._complete(filtered=filtered)
+
+    async def _close(self, error: BaseException | None) -> None:
+        if self._left <= 0:
+            return
+        reason = f"{type(error).__name__}: {error}" if error is not None else "left without completing"
+        try:
+            await self._give_back(reason=reason, blame=isinstance(error, Exception))
+        except LeaseLost:
+            if error is None:
+                raise
+
+
+class AsyncLeasedBatch(Lease):
+    """A leased batch for ``async with``."""
+
+    complete = Lease._complete
+    give_back = Lease._give_back
+    renew = Lease._renew
+    ack = Lease._ack
+
+    async def __aenter__(self) -> AsyncLeasedBatch:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close(error)
+
+
+class LeasedBatch(Lease):
+    """A leased batch for ``with``."""
+
+    complete = sync(Lease._complete)
+    give_back = sync(Lease._give_back)
+    renew = sync(Lease._renew)
+    ack = sync(Lease._ack)
+
+    def __enter__(self) -> LeasedBatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        drive(self._close(error))

@@ -1,0 +1,59 @@
+"""What queue clients and servers say to each other: a ledger command and where its payload lies."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..errors import AsyncFlowError, by_name
+from ..ledger.commands import AnyCommand, AnyReply
+from ..types import ColumnSpec, Event
+from .blocks import Block, Located
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """The first call of a client. ``pid_key`` lets the server see its death; "" where it cannot."""
+
+    name: str
+    pid: int
+    pid_key: str
+    sdk: str
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """``directory``: of the run's segments; a client that cannot see it is on another host."""
+
+    session: int
+    directory: str
+    sdk: str
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """``command`` None only delivers ``events``. ``block``: the payload of a put or a completion."""
+
+    command: AnyCommand | Hello | None
+    block: Block | None = None
+    events: tuple[Event, ...] = ()
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """Either ``reply`` or ``error`` (class name and message). ``freed``: (segment, generation, blocks) of
+    this session's that nobody needs any more."""
+
+    reply: AnyReply | Welcome | None = None
+    error: tuple[str, str] | None = None
+    located: tuple[Located, ...] = ()
+    schema: dict[str, ColumnSpec] = {}
+    freed: tuple[tuple[str, int, int], ...] = ()
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise by_name(*self.error)
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_call = msgspec.msgpack.Decoder(Call).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def failure(error: AsyncFlowError) -> tuple[str, str]:
+    return type(error).__name__, str(error)

@@ -1,0 +1,35 @@
+"""Plain values: columns and batches, spans, manifests, events, and what users choose."""
+
+from .batch import Batch
+from .columns import Column, ColumnSpec, Values, pack, unpack
+from .config import GRPO, Sampling, Staleness
+from .dtypes import carrier, dtype_name, from_torch, to_torch
+from .events import Event
+from .manifest import Manifest, TensorInfo
+from .ragged import Ragged
+from .spans import VERSION_SPANS, VersionSpan, one_version, token_staleness, token_versions
+
+__all__ = [
+    "GRPO",
+    "VERSION_SPANS",
+    "Batch",
+    "Column",
+    "ColumnSpec",
+    "Event",
+    "Manifest",
+    "Ragged",
+    "Sampling",
+    "Staleness",
+    "TensorInfo",
+    "Values",
+    "VersionSpan",
+    "carrier",
+    "dtype_name",
+    "from_torch",
+    "one_version",
+    "pack",
+    "to_torch",
+    "token_staleness",
+    "token_versions",
+    "unpack",
+]

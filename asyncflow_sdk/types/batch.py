@@ -1,0 +1,155 @@
+"""Batch: n rows, column by column, as views of where they are stored.
+
+batch["reward"]                 # numpy (n,), read-only
+batch["response_ids"]           # Ragged
+batch["response"]               # list of str
+batch.torch("logprobs")         # (values, cu_seqlens): packed torch tensors, yours to write into
+batch.padded("response_ids")    # numpy (n, longest)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import SchemaError
+from .columns import Column, ColumnSpec, Values, unpack
+from .dtypes import to_torch
+from .ragged import Array, Ragged
+
+
+class Batch(Mapping[str, Values]):
+    """An immutable set of rows. Thread-safe for reading.
+
+    ``ids``: int64 (n,), the rows. ``groups``: int64 (n,), equal for rows of one prompt.
+    numpy views are read-only; torch tensors may be written into, which never reaches the stored value.
+    """
+
+    def __init__(
+        self,
+        ids: npt.NDArray[np.int64],
+        groups: npt.NDArray[np.int64],
+        columns: Mapping[str, Column],
+        writable: Callable[[str], Array | None] | None = None,
+    ) -> None:
+        self.ids = ids
+        self.groups = groups
+        self.columns = dict(columns)
+        self._writable = writable
+        self._unpacked: dict[str, Values] = {}
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Any], groups: npt.ArrayLike | None = None) -> Batch:
+        """A batch over values at hand, for tests and for engines used without a queue."""
+        from .columns import pack
+
+        packed = {name: pack(name, value) for name, value in columns.items()}
+        sizes = {len(column) for column in packed.values()}
+        if len(sizes) > 1:
+            raise SchemaError(f"columns have different numbers of rows: {sorted(sizes)}")
+        n = sizes.pop() if sizes else 0
+        ids = np.arange(n, dtype=np.int64)
+        return cls(ids, ids if groups is None else np.asarray(groups, np.int64), packed)
+
+    def __getitem__(self, name: str) -> Values:
+        if name not in self._unpacked:
+            self._unpacked[name] = unpack(self._column(name))
+        return self._unpacked[name]
+
+    def array(self, name: str) -> Array:
+        """A fixed column: (n, *shape)."""
+        value = self[name]
+        if not isinstance(value, np.ndarray):
+            raise SchemaError(f"column {name!r} is {self.spec(name)}, not fixed")
+        return value
+
+    def ragged(self, name: str) -> Ragged:
+        """A ragged column."""
+        value = self[name]
+        if not isinstance(value, Ragged):
+            raise SchemaError(f"column {name!r} is {self.spec(name)}, not ragged")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """A text column."""
+        if self.spec(name).kind != "text":
+            raise SchemaError(f"column {name!r} is {self.spec(name)}, not text")
+        return self[name]  # type: ignore[return-value]
+
+    def padded(self, name: str, fill: Any = 0, *, length: int | None = None, side: str = "right") -> Array:
+        """A ragged column as a copy of shape (n, length or the longest, ...)."""
+        return self.ragged(name).padded(fill, length=length, side=side)
+
+    def torch(self, name: str) -> Any:
+        """A fixed column as a tensor (n, *shape), a ragged one as (values, cu_seqlens).
+
+        cu_seqlens is int32 (n + 1,). No copy where the rows lie together in one segment. Writing into the
+        tensor changes neither the stored value nor any numpy view. Raises SchemaError for text and bytes.
+        """
+        column = self._column(name)
+        if column.spec.kind in ("text", "bytes"):
+            raise SchemaError(f"column {name!r} is {column.spec.kind}; torch has no such tensors")
+        values = self._writable(name) if self._writable is not None else None
+        tensor = to_torch(column.values.copy() if values is None else values)
+        if column.offsets is None:
+            return tensor
+        return tensor, to_torch(self.ragged(name).cu_seqlens)
+
+    def to_torch(self) -> dict[str, Any]:
+        """Every column as ``torch(name)`` gives it; text and bytes as lists."""
+        plain = {"text", "bytes"}
+        return {n: self[n] if c.spec.kind in plain else self.torch(n) for n, c in self.columns.items()}
+
+    def take(self, index: npt.ArrayLike) -> Batch:
+        """The rows at positions ``index``, copied."""
+        rows = np.asarray(index)
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
+        return Batch(self.ids[rows], self.groups[rows], {n: take(c, rows) for n, c in self.columns.items()})
+
+    def spec(self, name: str) -> ColumnSpec:
+        """The type of a column."""
+        return self._column(name).spec
+
+    def _column(self, name: str) -> Column:
+        try:
+            return self.columns[name]
+        except KeyError:
+            known = ", ".join(sorted(self.columns))
+            raise SchemaError(f"no column {name!r} in this batch; it has: {known}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        """The number of columns, as a Mapping says it; ``rows`` is the number of rows."""
+        return len(self.columns)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        columns = ", ".join(f"{name}: {column.spec}" for name, column in self.columns.items())
+        return f"{type(self).__name__}({self.rows} rows; {columns})"
+
+
+def take(column: Column, index: npt.NDArray[np.int64]) -> Column:
+    """The rows of a column at ``index``, copied."""
+    if column.offsets is None:
+        return Column(column.spec, column.values[index], None)
+    picked = Ragged(column.values, column.offsets).take(index)
+    return Column(column.spec, picked.values, picked.offsets)
+
+
+def concat(parts: list[Column]) -> Column:
+    """The rows of several columns of one spec, one after another, copied."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].offsets is None:
+        return Column(parts[0].spec, np.concatenate([p.values for p in parts]), None)
+    joined = Ragged.concat([Ragged(p.values, p.offsets) for p in parts if p.offsets is not None])
+    return Column(parts[0].spec, joined.values, joined.offsets)

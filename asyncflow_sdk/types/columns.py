@@ -1,0 +1,130 @@
+"""Columns: what a caller hands in becomes packed arrays with a declared kind, dtype and trailing shape.
+
+pack("answer", ["12", "345"])          # text
+pack("logprobs", [lp0, lp1])           # ragged float32
+pack("reward", torch.tensor([0., 1.])) # fixed float32
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from ..errors import SchemaError
+from .dtypes import carrier, dtype_name, from_torch, is_torch
+from .ragged import Array, Ragged
+
+Kind = Literal["fixed", "ragged", "text", "bytes"]
+Values: TypeAlias = Array | Ragged | list[str] | list[bytes]
+
+
+class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
+    """The type of a column: fixed by its first write, the same for every later one."""
+
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...] = ()
+    """Trailing shape: of a row (fixed) or of one element of a row (ragged)."""
+
+    def __str__(self) -> str:
+        if self.kind in ("text", "bytes"):
+            return self.kind
+        shape = ", ".join(("n" if self.kind == "ragged" else "", *map(str, self.shape))).strip(", ")
+        return f"{self.kind} {self.dtype}[{shape}]"
+
+
+class Column(msgspec.Struct, frozen=True):
+    """n packed values of one column. ``offsets`` is None for the fixed kind."""
+
+    spec: ColumnSpec
+    values: Array
+    offsets: Array | None
+
+    def __len__(self) -> int:
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+
+def pack(name: str, value: Any) -> Column:
+    """Pack ``value``, one entry a row, without copying where its memory is already contiguous.
+
+    Takes numpy arrays and torch tensors (first dimension = rows), Ragged, and sequences of str, bytes,
+    numbers, or arrays (ragged). Raises SchemaError naming the column.
+    """
+    try:
+        return _pack(value)
+    except SchemaError as error:
+        raise SchemaError(f"column {name!r}: {error}") from None
+
+
+def _pack(value: Any) -> Column:
+    if isinstance(value, Ragged):
+        spec = ColumnSpec("ragged", dtype_name(value.values.dtype), value.values.shape[1:])
+        return Column(spec, _plain(value.values), value.offsets)
+    if is_torch(value):
+        value = from_torch(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "OUS":
+        if value.ndim == 0:
+            raise SchemaError("a single number is no column; give one entry a row")
+        return Column(ColumnSpec("fixed", dtype_name(value.dtype), value.shape[1:]), _plain(value), None)
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
+        raise SchemaError(f"a {type(value).__name__} is no column; give a sequence with one entry a row")
+    return _pack_sequence(list(value))
+
+
+def _pack_sequence(rows: list[Any]) -> Column:
+    kinds = {type(row) for row in rows}
+    if all(issubclass(k, str) for k in kinds):
+        try:
+            encoded = [row.encode() for row in rows]
+        except UnicodeEncodeError as error:
+            raise SchemaError(f"text that is not valid Unicode: {error}") from None
+        return _pack_bytes("text", encoded)
+    if all(issubclass(k, (bytes, bytearray, memoryview)) for k in kinds):
+        return _pack_bytes("bytes", rows)
+    if any(is_torch(row) for row in rows):
+        rows = [from_torch(row) if is_torch(row) else row for row in rows]
+    numbers = [isinstance(row, (bool, int, float, complex, np.generic)) or np.ndim(row) == 0 for row in rows]
+    if all(numbers):
+        array = np.asarray(rows)
+        return Column(ColumnSpec("fixed", dtype_name(array.dtype)), array, None)
+    if any(numbers):
+        raise SchemaError("single numbers and arrays are mixed; give one or the other")
+    try:
+        return _pack(Ragged.of(rows))
+    except ValueError as error:
+        raise SchemaError(str(error)) from None
+
+
+def _pack_bytes(kind: Kind, rows: list[Any]) -> Column:
+    lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+    ragged = Ragged.from_lengths(np.frombuffer(b"".join(rows), np.uint8), lengths)
+    return Column(ColumnSpec(kind, "uint8"), ragged.values, ragged.offsets)
+
+
+def _plain(array: Array) -> Array:
+    """Contiguous, in native byte order."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return np.ascontiguousarray(array)
+
+
+def unpack(column: Column) -> Values:
+    """What a reader sees: an array, a Ragged, or a list of str or bytes."""
+    if column.offsets is None:
+        return column.values
+    if column.spec.kind == "ragged":
+        return Ragged(column.values, column.offsets)
+    raw = column.values.tobytes()
+    ends = column.offsets.tolist()
+    pieces = [raw[a:b] for a, b in itertools.pairwise(ends)]
+    return [p.decode() for p in pieces] if column.spec.kind == "text" else pieces
+
+
+def empty(spec: ColumnSpec) -> Column:
+    """No rows of a column."""
+    offsets = None if spec.kind == "fixed" else np.zeros(1, np.int64)
+    return Column(spec, np.empty((0, *spec.shape), carrier(spec.dtype)), offsets)

@@ -1,0 +1,97 @@
+"""Events: everything a run says about itself. Drawing, reports and summaries only listen.
+
+Times are seconds of CLOCK_MONOTONIC, one clock for all processes of a host.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
+    time_s: float
+    worker: str = ""
+
+
+class WorkerState(_Event, frozen=True, tag="worker"):
+    """A worker changed state: starting, ready, restarting, stopped, failed. ``detail``: why."""
+
+    state: str
+    pid: int = 0
+    detail: str = ""
+
+
+class Span(_Event, frozen=True, tag="span"):
+    """A worker did ``kind`` from ``time_s`` for ``seconds``: generate, train, wait, publish, load, ....
+
+    ``cpu_s``: CPU seconds of the worker's process in it, where measured. ``version``: of the weights
+    used (generate), trained (train), written (publish) or loaded (load); -1 where it has none.
+    """
+
+    kind: str
+    seconds: float
+    rows: int = 0
+    tokens: int = 0
+    version: int = -1
+    cpu_s: float = 0.0
+    detail: str = ""
+
+
+class StepTrained(_Event, frozen=True, tag="step"):
+    """A step was trained: means over its rows, and whatever the engine measured."""
+
+    step: int
+    version: int
+    metrics: dict[str, float]
+
+
+class Published(_Event, frozen=True, tag="published"):
+    """A version became current."""
+
+    version: int
+    nbytes: int
+    root: str
+
+
+class Loaded(_Event, frozen=True, tag="loaded"):
+    """A replica committed a version. ``lag``: versions published since."""
+
+    version: int
+    lag: int
+
+
+class RowsEnded(_Event, frozen=True, tag="rows"):
+    """``count`` rows reached terminal ``state``; ``reason`` where there is one to give."""
+
+    state: str
+    count: int
+    reason: str = ""
+
+
+class LeaseReturned(_Event, frozen=True, tag="returned"):
+    """Rows of a lease went back to ``task`` because ``reason``."""
+
+    task: str
+    count: int
+    reason: str
+
+
+class Status(_Event, frozen=True, tag="status"):
+    """A sample of the queue: rows by task and state, and who waits for what."""
+
+    rows: dict[str, dict[str, int]]
+    ended: dict[str, int]
+    waiting: dict[str, str]
+    bytes: int = 0
+
+
+class Note(_Event, frozen=True, tag="note"):
+    """A message for people. ``level``: info, warning or error."""
+
+    text: str
+    level: str = "info"
+
+
+Event: TypeAlias = WorkerState | Span | StepTrained | Published | Loaded | RowsEnded | LeaseReturned | Status | Note

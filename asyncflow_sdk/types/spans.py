@@ -1,0 +1,43 @@
+"""Version spans: which version of the weights made which tokens of a response.
+
+Stored as the ragged int64 column ``version_spans`` of shape (spans of the row, 3): version, start, end
+(token positions in the response, end exclusive), in order and without gaps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .ragged import Ragged
+
+VERSION_SPANS = "version_spans"
+
+
+class VersionSpan(NamedTuple):
+    """Tokens start to end of a response were sampled from ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+def one_version(version: int, lengths: npt.NDArray[np.int64]) -> Ragged:
+    """The spans column of rows that were each made by one version."""
+    n = len(lengths)
+    spans = np.stack([np.full(n, version, np.int64), np.zeros(n, np.int64), lengths.astype(np.int64)], axis=1)
+    return Ragged(spans, np.arange(n + 1, dtype=np.int64))
+
+
+def token_versions(spans: Ragged) -> Ragged:
+    """The version of each token: int64, one row a response."""
+    per_span = spans.values[:, 2] - spans.values[:, 1]
+    tokens = np.concatenate([[0], np.cumsum(per_span)])[spans.offsets]
+    return Ragged(np.repeat(spans.values[:, 0], per_span), tokens)
+
+
+def token_staleness(spans: Ragged, trained_version: int) -> npt.NDArray[np.int64]:
+    """Staleness of every token when ``trained_version`` is being trained: int64, (tokens,)."""
+    return trained_version - token_versions(spans).values
