@@ -27,6 +27,18 @@ if TYPE_CHECKING:
     from .types import Sampling as Sampling
     from .types import Staleness as Staleness
     from .types import VersionSpan as VersionSpan
+    from .workflow import Consumer as Consumer
+    from .workflow import Producer as Producer
+    from .workflow import Result as Result
+    from .workflow import Rollout as Rollout
+    from .workflow import Run as Run
+    from .workflow import Stage as Stage
+    from .workflow import Train as Train
+    from .workflow import Workflow as Workflow
+    from .workflow import connect as connect
+    from .workflow import read_steps as read_steps
+    from .workflow import serve as serve
+    from .workflow import staleness_of as staleness_of
 
 _WHERE = {
     "AdapterSpec": "plugins",
@@ -45,6 +57,18 @@ _WHERE = {
     "VersionSpan": "types",
     "WeightUpdate": "interfaces",
     "hookimpl": "plugins",
+    "Consumer": "workflow",
+    "Producer": "workflow",
+    "Result": "workflow",
+    "Rollout": "workflow",
+    "Run": "workflow",
+    "Stage": "workflow",
+    "Train": "workflow",
+    "Workflow": "workflow",
+    "connect": "workflow",
+    "read_steps": "workflow",
+    "serve": "workflow",
+    "staleness_of": "workflow",
 }
 __version__ = "0.1.0"
 __all__ = sorted([*_WHERE, "__version__"])

@@ -54,14 +54,8 @@ class Decoder:
         with torch.inference_mode():
             wave, logits = _prefill(self._model, works)
             finished = wave.draw(logits, self._ends)
-            if not wave.rows:
-                return finished
-            wave.compact()
-            for running in self._waves:
-                if running.suits(wave):
-                    running.join(wave)
-                    return finished
-            self._waves.append(wave)
+            if wave.rows and not self._joined(wave):
+                self._waves.append(wave)
             return finished
 
     def step(self) -> Finished | None:
@@ -74,6 +68,13 @@ class Decoder:
         if wave.rows:
             self._waves.append(wave)
         return finished
+
+    def _joined(self, wave: _Wave) -> bool:
+        for running in self._waves:
+            if running.suits(wave):
+                running.join(wave)
+                return True
+        return False
 
     def abort(self, ids: Collection[int]) -> None:
         """End the rows of works ``ids``; they are not among any Finished."""
@@ -156,6 +157,7 @@ class _Wave:
     def join(self, other: _Wave) -> None:
         """Take the rows of ``other``, which must not be used after."""
         self.compact()
+        other.compact()
         masks = [wave._columns() for wave in (self, other)]
         width = max(mask.shape[1] for mask in masks)
         mask = torch.cat([torch.nn.functional.pad(mask, (width - mask.shape[1], 0)) for mask in masks])

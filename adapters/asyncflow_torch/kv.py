@@ -1,7 +1,8 @@
 """The key-value cache of rows that decode together: it grows in place, drops rows, and joins with another.
 
 transformers' own cache copies all it holds for every new token (torch.cat); this one writes each token
-into room kept free behind it, which takes a quarter off a decode step of the demo model.
+into room kept free behind it: a tenth less time for 256 rows of 100 tokens of the demo model. Joining is
+worth more: requests that come one by one decode four times as fast in one batch as each on its own.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def keep(self, rows: Any, cut: int) -> None:
         """Keep ``rows`` in that order (repeats allowed), without their first ``cut`` tokens."""
         width = self.keys.shape[-2] - cut
-        self._rooms = [room[:, :, cut:].index_select(0, rows) for room in self._rooms]
+        kept = (states[:, :, cut:].index_select(0, rows) for states in (self.keys, self.values))
+        self._rooms = [_with_room(states, width) for states in kept]
         self.keys, self.values = (room[:, :, :width] for room in self._rooms)
 
     def join(self, other: GrowingLayer) -> None:
@@ -78,7 +80,7 @@ def keep(cache: Any, rows: Any, cut: int) -> None:
 
 
 def _capacity(tokens: int) -> int:
-    return tokens + max(16, tokens // 2)
+    return tokens + max(8, tokens // 2)
 
 
 def _with_room(states: Any, tokens: int) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable
 from html import escape
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MultipleLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 Series = npt.NDArray[np.float64]
 INK, GRID, IDLE, ACCENT = "#010203", "#010204", "#010205", "#010206"
@@ -28,6 +29,7 @@ INK, GRID, IDLE, ACCENT = "#010203", "#010204", "#010205", "#010206"
 _OF_THE_PAGE = {INK: "currentColor", GRID: "var(--grid)", IDLE: "var(--idle)", ACCENT: "var(--accent)"}
 _WIDTH_IN = 9.0
 _POINTS = 1000
+_DOTTED = 12
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "asyncflow",
@@ -60,7 +62,9 @@ _STYLE: dict[Any, Any] = {
 
 
 def svg(name: str, label: str, height_in: float, draw: Callable[[Figure], None]) -> str:
-    with matplotlib.rc_context():
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        # A name in a script its font lacks: the browser has one.
+        warnings.simplefilter("ignore", UserWarning)
         matplotlib.rcdefaults()  # whatever matplotlibrc the user has
         matplotlib.rcParams.update(_STYLE)
         figure = Figure(figsize=(_WIDTH_IN, height_in))
@@ -70,6 +74,7 @@ def svg(name: str, label: str, height_in: float, draw: Callable[[Figure], None])
     text = written.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)  # 1/100 pt is enough
     # Several pictures share one page: their ids must differ.
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     for stand_in, colour in _OF_THE_PAGE.items():
@@ -96,6 +101,17 @@ def time_axis(axes: Axes, low: float, high: float) -> None:
     axes.set_xlabel(
         "time since start (hours:minutes:seconds)" if high >= 3600 else "time since start (minutes:seconds)"
     )
+
+
+def step_axis(axes: Axes, steps: Series, most: int = 9) -> None:
+    """Steps along the x axis, whole numbers. A run of a few steps gets dots, since one step makes no line."""
+    low, high = (float(steps[0]), float(steps[-1])) if len(steps) else (0.0, 0.0)
+    room = max(0.01 * (high - low), 0.5)
+    axes.set_xlim(low - room, high + room)
+    axes.xaxis.set_major_locator(MaxNLocator(most, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    if len(steps) < _DOTTED:
+        for line in axes.lines:
+            line.set(marker="o", markersize=3.5)
 
 
 def short(value: float, _: int | None) -> str:

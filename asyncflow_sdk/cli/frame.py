@@ -8,6 +8,8 @@ Lines are laid out by hand: a table of rich costs more CPU than all of this, twi
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections.abc import Sequence
 
 from rich.cells import cell_len
@@ -15,8 +17,10 @@ from rich.text import Text
 
 from .board import Board, Worker
 
-STATES = ("waiting", "ready", "leased", "done")
-_WIDE = 112
+STATES = ("waiting", "ready", "selected", "leased", "done")
+_WIDE, _ROWS_WIDTH = 128, 57
+_TALL = 20
+_PATIENCE_S = 1.0
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█━╸─●○·…–", "_..-=+*##--*o.~-")
 _LABEL = 11
@@ -33,19 +37,18 @@ def frame(board: Board, *, title: str, now_s: float, width: int, height: int, as
     inner = width - 2
     top = [*_header(board, title, now_s, inner), [], *_numbers(board, inner), []]
     foot: list[list[Cell]] = []
-    if board.note:
+    if board.note and height >= _TALL:
         foot = [[], [(printable(board.note), "dim")]]
     room = max(height - len(top) - len(foot), 4)
     if width >= _WIDE:
-        left_width = 54
-        left = _rows(board, left_width, room)
-        right = _workers(board, now_s, inner - left_width - 3, room)
-        body = _beside(left, right, left_width)
+        left = _rows(board, _ROWS_WIDTH, room)
+        right = _workers(board, now_s, inner - _ROWS_WIDTH - 3, room)
+        body = _beside(left, right, _ROWS_WIDTH)
     else:
         rows = _rows(board, inner, max(room // 2, 3))
         body = [*rows, [], *_workers(board, now_s, inner, max(room - len(rows) - 1, 2))]
     lines = [_text(line, inner) for line in [*top, *body, *foot]][:height]
-    return [Text(line.plain.translate(_ASCII)) for line in lines] if ascii_only else lines
+    return [Text(_plain(line.plain), no_wrap=True) for line in lines] if ascii_only else lines
 
 
 def sparkline(values: Sequence[float], low: float, high: float) -> str:
@@ -73,6 +76,10 @@ def number(value: float, digits: int = 2) -> str:
 def printable(text: str) -> str:
     """``text`` on one line, without control characters: what workers write must not drive the terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _plain(text: str) -> str:
+    return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
 
 
 def _header(board: Board, title: str, now_s: float, width: int) -> list[list[Cell]]:
@@ -120,15 +127,16 @@ def _numbers(board: Board, width: int) -> list[list[Cell]]:
 
 
 def _rows(board: Board, width: int, room: int) -> list[list[Cell]]:
-    others = sorted({s for counts in board.rows.values() for s in counts if s not in STATES})
-    states = (*STATES, *others)
+    found = {state for counts in board.rows.values() for state in counts}
+    states = [*(s for s in STATES if s in found or not found), *sorted(found.difference(STATES))]
     tasks = list(board.rows)
     shown = tasks if len(tasks) <= room - 2 else tasks[: max(room - 3, 1)]
     first = min(max([_LABEL, *(cell_len(t) + 2 for t in shown)]), 24)
     wide = 9
     if first + wide * len(states) > width:
-        first, wide = 10, 7
-    lines: list[list[Cell]] = [[_head("ROWS", first), *((f"{s:>{wide}}", "dim") for s in states)]]
+        first = 8
+        wide = 8 if first + 8 * len(states) <= width else 7
+    lines: list[list[Cell]] = [[_head("ROWS", first), *((f"{s[: wide - 1]:>{wide}}", "dim") for s in states)]]
     for task in shown:
         counts = board.rows[task]
         cells = [(f"{counts.get(s, 0):>{wide},}", "" if counts.get(s) else "dim") for s in states]
@@ -162,19 +170,25 @@ def _workers(board: Board, now_s: float, width: int, room: int) -> list[list[Cel
     lines: list[list[Cell]] = [
         [_head("WORKERS", first), (f"{'state':<12}", "dim"), (f"{'weights':<9}", "dim"), ("doing", "dim")]
     ]
+    left = max(width - first - 21, 8)
+    spare = room - 2 - len(shown)
     for name in shown:
         worker = board.workers.get(name, Worker())
         style = _STATE_STYLE.get(worker.state, "yellow" if worker.state else "dim")
         version = "" if worker.version is None else f"v{worker.version}"
+        text, tone = _doing(worker, board.waiting.get(name, ""), now_s, left)
+        parts = textwrap.wrap(text, left, max_lines=2 if spare > 0 else 1, placeholder="…") or [""]
+        spare -= len(parts) - 1
         lines.append(
             [
                 ("● " if worker.state not in ("stopped", "") else "○ ", style),
                 (_fit(name, first - 2), ""),
                 (f"{worker.state or '–':<12}", style),
                 (f"{version:<9}", ""),
-                _doing(worker, board.waiting.get(name, ""), now_s),
+                (parts[0], tone),
             ]
         )
+        lines += [[(" " * (first + 21), ""), (part, tone)] for part in parts[1:]]
     if len(shown) < len(names):
         lines.append([(f"and {len(names) - len(shown)} more workers", "dim")])
     return lines
@@ -184,18 +198,32 @@ def _calm(state: str) -> int:
     return {"failed": 0, "restarting": 1, "starting": 2, "stopped": 4}.get(state, 3)
 
 
-def _doing(worker: Worker, waiting: str, now_s: float) -> Cell:
+def _doing(worker: Worker, waiting: str, now_s: float, width: int) -> tuple[str, str]:
     if worker.state not in ("ready", ""):
         why = [printable(line) for line in worker.detail.strip().splitlines()[-1:]]
         since = f"for {duration(now_s - worker.since_s)}"
         return f"{since}: {why[0]}" if why else since, "dim" if worker.state == "stopped" else ""
-    if waiting:
-        text = printable(waiting)
-        return text if text.startswith("wait") else f"waits for {text}", "yellow"
     whole = math.fsum(worker.seconds.values())
     kinds = sorted(worker.seconds.items(), key=lambda item: -item[1])[:3]
     shares = [f"{kind} {100 * seconds / whole:.0f}%" for kind, seconds in kinds if seconds > 0.005 * whole]
+    if waiting and (not shares or _waited_s(waiting) >= _PATIENCE_S):
+        return _why(printable(waiting), width), "yellow"
     return printable(" · ".join(shares)) or "–", ""
+
+
+def _waited_s(waiting: str) -> float:
+    """The ledger's words begin "after 1.5 s: "; others count as a long wait."""
+    found = re.match(r"after ([\d.]+) s: ", waiting)
+    return float(found[1]) if found else math.inf
+
+
+def _why(text: str, width: int) -> str:
+    """What is waited for; where it does not fit, the reason goes before the name of the task."""
+    text = text if text.startswith("wait") else f"waiting {text.removeprefix('after ')}"
+    since, colon, rest = text.partition(": ")
+    if colon and cell_len(text) > width and "; " in rest:
+        text = f"{since}: {rest.partition('; ')[2]}"
+    return text
 
 
 def _label(name: str) -> Cell:

@@ -34,7 +34,7 @@ p{margin:0}
 .tile b{display:block;font-size:22px;line-height:1.25;font-variant-numeric:tabular-nums}
 .tile span,.tile i{display:block;color:var(--dim);font-size:13px;font-style:normal}
 .card{padding:16px 18px;margin-bottom:12px}
-.card>p{color:var(--dim);margin:2px 0 10px;max-width:78ch}
+.card>p{color:var(--dim);margin:2px 0 10px;max-width:100ch}
 .say{display:block;border-radius:8px;padding:8px 12px;margin-bottom:12px;white-space:pre-wrap;overflow-wrap:anywhere}
 .card .say{margin:8px 0 12px}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:0 12px;align-items:start}

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from .board import TRAILING
-from .canvas import ACCENT, IDLE, INK, Series, short, svg, thin, time_axis, trailing
+from .canvas import ACCENT, IDLE, INK, Series, short, step_axis, svg, thin, time_axis, trailing
 from .record import Record
 from .timeline import WAIT, Piece, flatten, lag_curve, order, shares, steady_window
 
@@ -53,7 +53,7 @@ def reward_curve(record: Record) -> str:
         means = trailing(rewards, TRAILING)
         axes.plot(*thin(steps, means), color=ACCENT, lw=2, label=f"mean of the last {TRAILING} steps")
         axes.set(xlabel="step", ylabel="mean reward")
-        axes.margins(x=0.01)
+        step_axis(axes, steps)
         axes.legend(loc="best")
 
     return svg("reward", "Reward over steps", 3.0, draw)
@@ -64,7 +64,7 @@ def staleness_and_lag(record: Record) -> str:
     mean_steps, means = _finite(record, "staleness_mean")
     max_steps, most = _finite(record, "staleness_max")
     times, lags = lag_curve(record.events)
-    if not len(means) and not len(most) and not lags:
+    if not len(means) and not len(most) and len(lags) < 2:
         return ""
 
     def draw(figure: Figure) -> None:
@@ -73,7 +73,7 @@ def staleness_and_lag(record: Record) -> str:
         upper.plot(*thin(mean_steps, means), color=ACCENT, lw=1.2, label="mean over tokens")
         upper.set(xlabel="step", ylabel="staleness\n(versions)")
         upper.set_ylim(0, max(1.0, *_at_least_one(most), *_at_least_one(means)) * 1.4)
-        upper.margins(x=0.01)
+        step_axis(upper, mean_steps if len(mean_steps) else max_steps)
         upper.legend(loc="upper right", ncols=2)
         start, end = _bounds(record)
         ends = [*(t - start for t in times), end - start]
@@ -95,6 +95,9 @@ def whole_run(record: Record) -> str:
         return ""
     start, end = _bounds(record)
     slices = int(np.clip(_CELLS // len(pieces), 40, 240))
+    if 4 * len(record.steps) > slices:
+        # Slices about as long as a step would show the beat between the two instead of the work.
+        slices = min(max(len(record.steps) // 2, 40), slices)
     edges = np.linspace(start, end, slices + 1)
 
     def draw(figure: Figure) -> None:
@@ -178,7 +181,7 @@ def time_shares(record: Record) -> str:
 def small_multiples(record: Record) -> str:
     """The other metrics of the steps, each in a small picture of its own."""
     named = {name for step in record.steps for name in step.metrics} - set(_SHOWN_ELSEWHERE)
-    names = [*(n for n in _SMALL if n in named), *sorted(named - set(_SMALL))][:9]
+    names = [*(n for n in _SMALL if n in named), *sorted(named - set(_SMALL))][:12]
     series = {name: found for name in names if len((found := _finite(record, name))[0])}
     if not series:
         return ""
@@ -191,8 +194,7 @@ def small_multiples(record: Record) -> str:
             axes.plot(*thin(steps, values), color=ACCENT, lw=0.6, alpha=0.45)
             axes.plot(*thin(steps, trailing(values, TRAILING)), color=ACCENT, lw=1.5)
             axes.set_title(_SMALL.get(name, name))
-            axes.margins(x=0.02)
-            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+            step_axis(axes, steps, most=5)
             axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
             axes.yaxis.set_major_formatter(FuncFormatter(short))
 

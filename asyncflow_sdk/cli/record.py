@@ -123,7 +123,8 @@ def _step_with_nan(line: bytes) -> Event | None:
 
 def _summary(path: Path, remarks: list[str]) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return {key: value for key, value in found.items() if value is not None}
     except FileNotFoundError:
         remarks.append(f"There is no {SUMMARY}: the run is still going on, or was killed.")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

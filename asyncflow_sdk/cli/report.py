@@ -122,10 +122,14 @@ def _tiles(record: Record) -> list[tuple[str, str, str]]:
     return [
         ("Reward", number(float(last), 3), f"from {number(float(first), 3)}"),
         ("Steps", f"{steps:,}", f"of {summary['steps_wanted']:,}" if "steps_wanted" in summary else "trained"),
-        ("Wall time", duration(float(wall_s)), f"{number(whole_s / max(len(record.steps), 1))} s a step"),
+        (
+            "Wall time",
+            duration(float(wall_s)),
+            f"{number(whole_s / len(record.steps))} s a step" if record.steps else "",
+        ),
         ("Staleness", number(float(most), 0), "versions at most"),
         ("Rows", f"{sum(_ended(record).values()):,}", accounting(summary)[2]),
-        ("Generated", f"{tokens / whole_s if whole_s > 0 else 0:,.0f}", "tokens/s, whole run"),
+        ("Generated", f"{tokens / whole_s if whole_s > 0 else 0:,.0f}", "tokens/s overall"),
     ]
 
 

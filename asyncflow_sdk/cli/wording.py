@@ -28,31 +28,28 @@ _NAMES = {
 
 def outcome(summary: Mapping[str, Any]) -> tuple[str, str, str]:
     """How a run ended: a word, its tone, a sentence."""
-    status = str(summary.get("status") or "no summary")
-    sentence = []
-    if "steps" in summary:
-        wanted = f" of {_text('steps', summary['steps_wanted'])}" if "steps_wanted" in summary else ""
-        sentence.append(f"{_text('steps', summary['steps'])}{wanted} steps")
-    if "wall_s" in summary:
-        sentence.append(f"in {_text('wall_s', summary['wall_s'])}")
-    if "model" in summary:
-        sentence.append(f"· model {summary['model']}")
-    if "seed" in summary:
-        sentence.append(f"· seed {summary['seed']}")
-    return status, _TONES.get(status, _WARN), " ".join(sentence).removeprefix("· ")
+    said = {key: _text(key, value) for key, value in summary.items() if value is not None}
+    parts = []
+    if "steps" in said:
+        wanted = f" of {said['steps_wanted']}" if "steps_wanted" in said else ""
+        took = f" in {said['wall_s']}" if "wall_s" in said else ""
+        parts.append(f"{said['steps']}{wanted} steps{took}")
+    parts += [f"{key} {said[key]}" for key in ("model", "seed") if key in said]
+    status = said.get("status", "no summary")
+    return status, _TONES.get(status, _WARN), " · ".join(parts)
 
 
 def accounting(summary: Mapping[str, Any]) -> tuple[str, str, str]:
     """Whether every row is accounted for: a sentence, its tone, and the same in two words."""
     ended = summary.get("rows")
-    if not isinstance(ended, Mapping) or "balanced" not in summary:
+    if not isinstance(ended, Mapping) or summary.get("balanced") is None:
         return (
             "Balance unknown: the run wrote no totals. What follows was counted from its events.",
             _WARN,
             "balance unknown",
         )
     total = sum(ended.values())
-    put = summary.get("rows_put", total)
+    put = total if summary.get("rows_put") is None else summary["rows_put"]
     if summary["balanced"]:
         return f"Balanced: {put:,} rows were put, and each ended in exactly one state.", _GOOD, "all accounted for"
     missing = put - total
@@ -65,7 +62,7 @@ def accounting(summary: Mapping[str, Any]) -> tuple[str, str, str]:
 def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and value of what a summary holds, the known ones first; rows are told apart."""
     keys = [key for key in _NAMES if summary.get(key) is not None]
-    keys += [key for key in summary if key not in (*_NAMES, "rows", "balanced")]
+    keys += [key for key in summary if key not in (*_NAMES, "rows", "balanced") and summary[key] is not None]
     return [(_NAMES.get(key, key), _text(key, summary[key])) for key in keys]
 
 

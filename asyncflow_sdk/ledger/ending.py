@@ -52,7 +52,7 @@ class Ending(State):
         at = rows.at(ids)
         for name, task in self.tasks.items():
             states = rows.task(name, "state")[at]
-            task.undone -= int((states != DONE).sum())
+            self._through(task, int((states != DONE).sum()))
             for token, count in zip(
                 *np.unique(rows.task(name, "token")[at][states == LEASED], return_counts=True), strict=True
             ):
@@ -60,7 +60,6 @@ class Ending(State):
                 lease.left -= int(count)
                 if not lease.left:
                     del self.leases[lease.token]
-            self._dirty.add(f"task {name}")
         self.unselected -= int((rows.step[at] == NONE).sum())
         rows.finish(ids, state)
         self._effects.retired.append(ids)
@@ -76,7 +75,7 @@ class Ending(State):
         self._end_groups(live[step == NONE], CANCELLED, reason)
 
     def _cancel_what_cannot_fill(self) -> None:
-        """After the end: rows too few to fill the step that is open."""
+        """After the end: rows too few to fill the step that is open. None follows it."""
         steps, rows = self.steps, self.rows
         if not self.ended or steps is None or steps.window.finished:
             return
@@ -84,4 +83,4 @@ class Ending(State):
             live = rows.live_ids()
             step = rows.step[rows.at(live)]
             self._end_groups(live[(step == NONE) | (step == steps.window.step)], CANCELLED, "too few to fill a step")
-            self._wake_all()
+            steps.window.stop()

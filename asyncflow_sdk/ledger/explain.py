@@ -15,16 +15,33 @@ def explain(ledger: State, waiter: Waiter, now: float) -> str:
     waited = f"after {now - waiter.since:.1f} s: "
     command = waiter.command
     if isinstance(command, cmd.Put):
-        live = ledger.put_total - int(ledger.rows.ended.sum())
-        holding = (
-            _holding(ledger, list(ledger.tasks), now) or "no task has any of them; declare a task or end the run"
-        )
-        return f"{waited}the queue is full with {live} of {ledger.capacity_rows} rows; {holding}"
+        return f"{waited}{_why_no_room(ledger, command.groups * command.group_size, now)}"
     if isinstance(command, cmd.AwaitVersion):
         return f"{waited}no version newer than {command.after}; {_why_no_version(ledger, now)}"
     if isinstance(command, cmd.Wanted):
+        if ledger.steps is None:
+            return f"{waited}no task with batch_rows (train) is declared, so nothing says how many rows are wanted"
+        if ledger.steps.window.slots is None:
+            return f"{waited}no number of steps was configured, so any number of rows is wanted"
         return f"{waited}the queue has all the rows its steps can take"
     return f"{waited}task {command.task!r} has nothing to give; {_why_task(ledger, waiter, now)}"
+
+
+def _why_no_room(ledger: State, count: int, now: float) -> str:
+    live = ledger.put_total - int(ledger.rows.ended.sum())
+    if live + count <= ledger.capacity_rows:
+        return "rows put earlier wait for room, and these come after them"
+    full = f"{count} more rows do not fit: the queue has {live} of {ledger.capacity_rows} rows"
+    if ledger.steps is not None:
+        window = ledger.steps.window
+        lacks = window.free - ledger.unselected
+        if lacks > 0 and not window.finished and count + window.batch_rows - lacks > ledger.capacity_rows:
+            return (
+                f"{full}, and step {window.step} cannot fill without {lacks} more;"
+                " put fewer at a time, or set a larger capacity_rows"
+            )
+    holding = _holding(ledger, list(ledger.tasks), now) or "no task has any of them; declare a task or end the run"
+    return f"{full}; {holding}"
 
 
 def _why_task(ledger: State, waiter: Waiter, now: float) -> str:
@@ -38,7 +55,10 @@ def _why_task(ledger: State, waiter: Waiter, now: float) -> str:
     if task.spec.batch_rows is not None:
         assert ledger.steps is not None
         window = ledger.steps.window
-        fill = f"step {window.step} lacks {window.free} of {window.batch_rows} rows; "
+        fill = (
+            f"step {window.step} lacks {window.free} of {window.batch_rows} rows, and the queue has"
+            f" {ledger.unselected} that may fill it; "
+        )
     else:
         fill = ""
     return fill + (_missing(ledger, task, now) or _holding(ledger, [task.spec.name], now))
@@ -70,6 +90,7 @@ def _why_no_version(ledger: State, now: float) -> str:
 
 def _missing(ledger: State, task: Task, now: float) -> str:
     """Who should write the columns a task needs: the tasks before it that have rows in hand."""
+    columns = _lacking(ledger, task)
     names: list[str] = []
     pending = [task]
     while pending:
@@ -78,11 +99,22 @@ def _missing(ledger: State, task: Task, now: float) -> str:
             if name not in names and name != task.spec.name and needs & set(other.spec.gives):
                 names.append(name)
                 pending.append(other)
-    given = {column for other in ledger.tasks.values() for column in other.spec.gives} | set(ledger.schema)
-    unknown = [column for column in task.spec.needs if column not in given]
-    if unknown:
-        return f"nobody gives column {', '.join(map(repr, unknown))}: no task declares it and no put brought it"
-    return _holding(ledger, names, now)
+    return "; ".join(part for part in (*columns, _holding(ledger, names, now)) if part)
+
+
+def _lacking(ledger: State, task: Task) -> list[str]:
+    """Columns that rows of a task still lack, and who gives them."""
+    rows = ledger.rows
+    have = rows.columns[rows.at(rows.live_ids())]
+    parts: list[str] = []
+    for column in task.spec.needs:
+        count = int((have & ledger._bit(column) == 0).sum())
+        givers = " or ".join(repr(name) for name, other in ledger.tasks.items() if column in other.spec.gives)
+        if count and givers:
+            parts.append(f"{count} rows lack column {column!r}, which task {givers} gives")
+        elif count:
+            parts.append(f"nobody gives column {column!r}: no task declares it, and {count} rows were put without it")
+    return parts
 
 
 def _holding(ledger: State, names: list[str], now: float) -> str:

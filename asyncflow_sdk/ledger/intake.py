@@ -9,11 +9,8 @@ from ..errors import ConfigError, Ended, SchemaError
 from . import commands as cmd
 from .commands import TaskSpec
 from .leasing import Leasing
-from .state import (
-    Session,
-    Steps,
-    Task,
-)
+from .ready import ReadyQueue
+from .state import MAX_NUMBER, Session, Steps, Task
 from .window import Window
 
 
@@ -31,21 +28,21 @@ class Intake(Leasing):
         return cmd.Done()
 
     def _drop_session(self, session: int, reason: str, blame: bool) -> None:
-        if self.sessions.pop(session, None) is None:
-            return
-        for place, waiting in self.waiters.items():
-            self.waiters[place] = [w for w in waiting if w.session != session]
+        self._unpark(lambda waiter: waiter.session == session)
         for lease in [held for held in self.leases.values() if held.session == session]:
             self._return(lease, self._outstanding(lease), reason, blame)
+        self.sessions.pop(session, None)
 
     def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:
         for name in ("capacity_rows", "max_staleness", "steps"):
             value = getattr(command, name)
-            if value is not None and value < (0 if name == "max_staleness" else 1):
+            if value is not None and not (0 if name == "max_staleness" else 1) <= value <= MAX_NUMBER:
                 raise ConfigError(f"{name} cannot be {value}")
         changes_rule = {command.max_staleness, command.steps} != {None}
         if changes_rule and self.steps is not None:
             raise ConfigError("max_staleness and steps are set before the task with batch_rows is declared")
+        if self.steps is not None and command.capacity_rows is not None:
+            _check_capacity(self.steps.window.batch_rows, command.capacity_rows)
         self.max_staleness = self.max_staleness if command.max_staleness is None else command.max_staleness
         self.last_steps = self.last_steps if command.steps is None else command.steps
         self.capacity_rows = self.capacity_rows if command.capacity_rows is None else command.capacity_rows
@@ -59,23 +56,40 @@ class Intake(Leasing):
             if known.spec != spec:
                 raise ConfigError(f"task {spec.name!r} is already declared as {known.spec}, not {spec}")
             return cmd.Done()
-        if spec.batch_rows is not None:
-            self._check_step_task(spec)
+        self._check_task(spec)
         bits = np.uint64(0)
         for column in spec.needs:
             bits |= self._bit(column)
+        for column in spec.gives:
+            self._bit(column)
         rows, name = self.rows, spec.name
         rows.add_task(name)
-        self.tasks[name] = task = Task(spec, bits, self._ready_queue(name))
+        self.tasks[name] = task = Task(spec, bits, ReadyQueue(rows, name))
         if spec.batch_rows is not None:
             self.steps = Steps(task, Window(spec.batch_rows, self.max_staleness, self.last_steps))
             self._dirty.update(f"task {t}" for t in self.tasks)
-            self._dirty.add("wanted")
+            self._dirty.update(("wanted", "put"))
         live = rows.live_ids()
         rows.todo[rows.at(live)] += 1
         task.undone = len(live)
         self._make_ready(live, np.zeros(len(live), np.uint64), only=task)
         return cmd.Done()
+
+    def _check_task(self, spec: TaskSpec) -> None:
+        if not (spec.lease_s > 0 and spec.max_attempts > 0):
+            raise ConfigError(f"task {spec.name!r}: lease_s and max_attempts must be above 0")
+        if spec.admits:
+            if self.steps is not None and (self.steps.window.step or self.steps.filling):
+                raise ConfigError(f"task {spec.name!r} admits, so it is declared before the first step fills")
+            other = next((name for name, task in self.tasks.items() if task.spec.admits), None)
+            if other is not None or spec.batch_rows is not None:
+                raise ConfigError(
+                    f"task {spec.name!r} cannot admit: a queue has one such task"
+                    + (" besides the one that makes the steps" if other is None else f", and {other!r} is it")
+                )
+        if spec.batch_rows is not None:
+            self._check_step_task(spec)
+        self._check_places((*spec.needs, *spec.gives))
 
     def _check_step_task(self, spec: TaskSpec) -> None:
         if self.steps is not None:
@@ -83,12 +97,15 @@ class Intake(Leasing):
                 f"task {self.steps.task.spec.name!r} already makes the steps; a queue has one such task"
             )
         assert spec.batch_rows is not None
-        if spec.batch_rows < 1 or spec.batch_rows > self.capacity_rows:
+        _check_capacity(spec.batch_rows, self.capacity_rows)
+        sizes = set(self.rows.size[self.rows.at(self.rows.live_ids())].tolist())
+        sizes |= {self.group_size} - {None}
+        if len(sizes) > 1:
             raise ConfigError(
-                f"a step of {spec.batch_rows} rows cannot fill in a queue of capacity_rows={self.capacity_rows}"
+                f"rows are in groups of {' and '.join(map(str, sorted(sizes)))}; steps need groups of one size"
             )
-        if self.group_size is not None:
-            _check_groups_fill(spec.batch_rows, self.group_size)
+        for size in sizes:
+            _check_groups_fill(spec.batch_rows, size)
 
     def _put(self, session: Session, command: cmd.Put) -> cmd.Reply | None:
         if command.key in self._keys:
@@ -113,7 +130,7 @@ class Intake(Leasing):
         if not command.columns:
             raise SchemaError("a put needs at least one column")
         self._check_columns(command.columns)
-        if self.put_total - int(self.rows.ended.sum()) + count > self.capacity_rows:
+        if self.put_total - int(self.rows.ended.sum()) + count > self.capacity_rows or self._must_queue(command):
             return None
         bits = self._bits(command.columns)
         self.group_size = command.group_size
@@ -132,12 +149,25 @@ class Intake(Leasing):
         self._make_ready(ids, np.zeros(count, np.uint64))
         return reply
 
+    def _must_queue(self, command: cmd.Put) -> bool:
+        """Whether parked puts go first: no large put is overtaken for ever. But where the open step lacks
+        rows, any put that fits may bring them, or a put too large to fit beside that step would stop the run."""
+        parked = self.waiters.get("put")
+        if not parked or parked[0].command is command:
+            return False
+        return self.steps is None or self.steps.window.finished or self.unselected >= self.steps.window.free
+
     def _end(self, session: Session, command: cmd.End) -> cmd.Reply:
         self.ended = True
         if command.cancel:
             self._cancel_unselected("cancelled at the end")
         self._wake_all()
         return cmd.Done()
+
+
+def _check_capacity(batch_rows: int, capacity_rows: int) -> None:
+    if not 1 <= batch_rows <= capacity_rows:
+        raise ConfigError(f"a step of {batch_rows} rows cannot fill in a queue of capacity_rows={capacity_rows}")
 
 
 def _check_groups_fill(batch_rows: int, group_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from ..errors import Ended, LeaseLost, SchemaError, WriteOnceError
 from ..types import events as ev
 from . import commands as cmd
 from .commands import Ids, pack_ids
-from .rows import DONE, LEASED, LIVE, NONE, READY, SELECTED
+from .rows import DONE, LEASED, LIVE, NONE, READY, SELECTED, WAITING
 from .state import (
     CONSUMED,
     FAILED,
@@ -29,16 +30,14 @@ class Leasing(Stepping):
         task = self._task(command.task)
         if command.count < 1:
             raise SchemaError(f"a lease needs a count of 1 or more, not {command.count}")
-        if task.spec.batch_rows is not None:
-            reply = self._lease_step(session, task)
-        elif task.spec.admits:
-            reply = self._lease_admitted(session, task, command.count)
-        else:
-            ids = task.ready.take(command.count)
-            reply = self._grant(session, task, ids) if len(ids) else None
-        if reply is None and self._exhausted(task):
+        if self._exhausted(task):
             raise Ended(f"task {command.task!r} has had every row it will get")
-        return reply
+        if task.spec.batch_rows is not None:
+            return self._lease_step(session, task)
+        if task.spec.admits:
+            return self._lease_admitted(session, task, command.count)
+        ids = task.ready.take(command.count)
+        return self._grant(session, task, ids) if len(ids) else None
 
     def _lease_step(self, session: Session, task: Task) -> cmd.Reply | None:
         assert self.steps is not None
@@ -56,6 +55,7 @@ class Leasing(Stepping):
         loaded, rows, window = session.loaded, self.rows, self.steps.window
         while task.redo:
             ids = task.redo[0][task.ready.is_ready(task.redo[0])]
+            ids = ids[rows.deadline[rows.at(ids)] != NONE]  # else its whole group came back since
             if not len(ids):
                 task.redo.popleft()
                 continue
@@ -66,10 +66,11 @@ class Leasing(Stepping):
         room = window.room(loaded + self.max_staleness)
         ids = task.ready.take_groups(count, room)
         if len(ids):
-            at = rows.at(ids)
+            waiting = rows.task(self.steps.task.spec.name, "state")[rows.at(ids)] == WAITING
+            at = rows.at(ids[waiting])  # what a step can take as it is needs no admission
             rows.version[at] = loaded
             rows.deadline[at] = loaded + self.max_staleness
-            window.admit(len(ids), loaded + self.max_staleness)
+            window.admit(len(at), loaded + self.max_staleness)
             return self._grant(session, task, ids, version=loaded)
         group = task.ready.peek_group()
         if len(group) and self.version > loaded and window.room(self.version + self.max_staleness) >= len(group):
@@ -104,14 +105,14 @@ class Leasing(Stepping):
         at = rows.at(mine)
         before = rows.columns[at].copy()
         for name in command.columns:
-            twice = (before & self._bit(name)) != 0
-            if twice.any():
+            if name in self.schema and (twice := (before & self._bit(name)) != 0).any():
                 raise WriteOnceError(f"column {name!r} of row {mine[twice][0]} is already written")
-        rows.columns[at] |= self._bits(command.columns)
+        if len(mine):
+            rows.columns[at] |= self._bits(command.columns)
         rows.task(lease.task, "state")[at] = DONE
         rows.task(lease.task, "token")[at] = NONE
         rows.todo[at] -= 1
-        task.undone -= len(mine)
+        self._through(task, len(mine))
         lease.left -= len(mine)
         if not lease.left:
             del self.leases[lease.token]
@@ -122,12 +123,15 @@ class Leasing(Stepping):
                 self._finish(dropped, FILTERED, "no gradient in the step")
         alive = rows.state[at] == LIVE
         self._make_ready(mine[alive], before[alive])
-        at = rows.at(mine)
-        through = (rows.state[at] == LIVE) & (rows.todo[at] == 0)
-        if through.any() and any(not t.spec.gives for t in self.tasks.values()):
-            self._finish(mine[through], CONSUMED)
-        self._dirty.add(f"task {lease.task}")
+        self._consume(mine)
         return cmd.Completed(revoked=pack_ids(ids[~held]))
+
+    def _consume(self, ids: Ids) -> None:
+        """Those that every task is through with, one of them an end, are consumed."""
+        at = self.rows.at(ids)
+        through = (self.rows.state[at] == LIVE) & (self.rows.todo[at] == 0)
+        if through.any() and any(not task.spec.gives for task in self.tasks.values()):
+            self._finish(ids[through], CONSUMED)
 
     def _give_back(self, session: Session, command: cmd.GiveBack) -> cmd.Reply:
         lease = self._held(session, command.token)
@@ -160,7 +164,7 @@ class Leasing(Stepping):
         if task.spec.batch_rows is not None:
             assert self.steps is not None
             rows.task(name, "state")[at] = SELECTED
-            self.steps.closed.appendleft((lease.step, ids))
+            self.steps.closed = deque(sorted([(lease.step, ids), *self.steps.closed], key=lambda filled: filled[0]))
         else:
             rows.task(name, "state")[at] = READY
             rows.task(name, "attempts")[at] += blame
@@ -172,8 +176,9 @@ class Leasing(Stepping):
                 if len(given_up):  # its trainer has the row already: only this task goes without it
                     rows.task(name, "state")[rows.at(given_up)] = DONE
                     rows.todo[rows.at(given_up)] -= 1
-                    task.undone -= len(given_up)
+                    self._through(task, len(given_up))
                     self.reasons[f"skipped: {tries}"] += len(given_up)
+                    self._consume(given_up)
                 state = rows.task(name, "state")[rows.at(ids)]
                 ids = ids[(rows.state[rows.at(ids)] == LIVE) & (state == READY)]
             if task.spec.admits:
@@ -184,16 +189,21 @@ class Leasing(Stepping):
 
     def _return_admitted(self, task: Task, ids: Ids) -> None:
         """Groups nobody has begun lose their admission; of others, the missing rows are done again."""
-        rows, name = self.rows, task.spec.name
+        assert self.steps is not None
+        rows, name, step = self.rows, task.spec.name, self.steps.task.spec.name
         for first in np.unique(rows.first[rows.at(ids)])[::-1]:
-            members = rows.members(np.array([first]))
-            at = rows.at(members)
-            if (rows.task(name, "state")[at] == READY).all():
-                self._withdraw(members)
-                rows.version[at] = rows.deadline[at] = NONE
-                task.ready.push_front(members)
+            back = ids[rows.first[rows.at(ids)] == first]
+            group = rows.members(back)
+            at = rows.at(group)
+            begun = (rows.task(name, "state")[at] != READY) | (rows.task(step, "state")[at] != WAITING)
+            if rows.deadline[rows.at(back[0])] == NONE:
+                task.ready.push_front(back)
+            elif begun.any():
+                task.redo.appendleft(back)
             else:
-                task.redo.appendleft(ids[rows.first[rows.at(ids)] == first])
+                self._withdraw(group)
+                rows.version[at] = rows.deadline[at] = NONE
+                task.ready.push_front(group)
 
     def _held(self, session: Session, token: int) -> Held:
         lease = self.leases.get(token)
@@ -206,10 +216,7 @@ class Leasing(Stepping):
     def _named(self, lease: Held, index: bytes | None) -> tuple[Ids, Any]:
         """The rows a command names, and which of them the lease still holds."""
         ids = lease.ids if index is None else lease.ids[_positions(index, len(lease.ids))]
-        at = self.rows.at(ids)
-        kept = at >= 0
-        held = kept & (self.rows.state[at] == LIVE) & (self.rows.task(lease.task, "token")[at] == lease.token)
-        return ids, held
+        return ids, self.rows.having(lease.task, "token", lease.token, ids)
 
     def _outstanding(self, lease: Held) -> Ids:
         ids, held = self._named(lease, None)

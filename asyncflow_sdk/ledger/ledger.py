@@ -45,8 +45,8 @@ class Ledger(Versioning):
             cmd.Wanted: self._wanted,
             cmd.End: self._end,
             cmd.Leave: self._leave,
-            cmd.GetAudit: lambda s, c: self.audit(),
-            cmd.GetStatus: lambda s, c: self.status(),
+            cmd.GetAudit: self._get_audit,
+            cmd.GetStatus: self._get_status,
         }
 
     def apply(self, session: int, command: cmd.Command, now: float, ticket: int) -> None:
@@ -70,7 +70,7 @@ class Ledger(Versioning):
             self._answer(ticket, reply)
         else:
             waiter = Waiter(ticket, session, command, now, now + command.timeout_s)  # type: ignore[attr-defined]
-            if waiter.deadline <= now:
+            if not waiter.deadline > now:  # not a number is no deadline
                 self._answer(ticket, DeadlineExceeded(explain(self, waiter, now)))
             else:
                 self.waiters.setdefault(_place(command), []).append(waiter)
@@ -83,10 +83,12 @@ class Ledger(Versioning):
             limit = self.tasks[lease.task].spec.lease_s
             self._return(lease, self._outstanding(lease), f"the lease expired after {limit:g} s", blame=True)
         self._settle()
-        for waiting in self.waiters.values():
-            for waiter in [w for w in waiting if w.deadline <= now]:
-                self._answer(waiter.ticket, DeadlineExceeded(explain(self, waiter, now)))
-                waiting.remove(waiter)
+        late = [waiter for waiting in self.waiters.values() for waiter in waiting if waiter.deadline <= now]
+        for waiter in late:
+            self._answer(waiter.ticket, DeadlineExceeded(explain(self, waiter, now)))
+        if late:
+            self._unpark(lambda waiter: waiter.deadline <= now)
+            self._settle()
 
     def next_deadline(self) -> float | None:
         """When ``tick`` has something to do."""
@@ -102,8 +104,8 @@ class Ledger(Versioning):
 
     def forget(self, ticket: int) -> None:
         """Nobody waits for a parked request any more."""
-        for place, waiting in self.waiters.items():
-            self.waiters[place] = [w for w in waiting if w.ticket != ticket]
+        self._unpark(lambda waiter: waiter.ticket == ticket)
+        self._settle()
 
     def drain(self) -> Effects:
         """Everything since the last call."""
@@ -111,10 +113,11 @@ class Ledger(Versioning):
         return effects
 
     def _settle(self) -> None:
-        """Try the parked requests that what happened may have made possible."""
+        """Try the parked requests that what happened may have made possible, in an order a replay repeats."""
         self._refill()
         while self._dirty:
-            place = self._dirty.pop()
+            place = min(self._dirty)
+            self._dirty.remove(place)
             for waiter in list(self.waiters.get(place, ())):
                 session = self.sessions[waiter.session]
                 try:
@@ -126,8 +129,6 @@ class Ledger(Versioning):
                 if reply is not None:
                     self.waiters[place].remove(waiter)
                     self._answer(waiter.ticket, reply)
-                elif place == "put":
-                    break  # a large put is not overtaken for ever by small ones
             self._refill()
 
     def _wanted(self, session: Session, command: cmd.Wanted) -> cmd.Reply | None:
@@ -137,6 +138,12 @@ class Ledger(Versioning):
             return None
         count = self.steps.window.slots - self.unselected
         return cmd.RowsWanted(count=count) if count > 0 else None
+
+    def _get_audit(self, session: Session, command: cmd.GetAudit) -> cmd.Reply:
+        return self.audit()
+
+    def _get_status(self, session: Session, command: cmd.GetStatus) -> cmd.Reply:
+        return self.status()
 
     def audit(self) -> cmd.Audit:
         """The balance, its live rows counted afresh."""

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from .commands import Ids
+from .rows import READY, Rows
 
 NOBODY: Ids = np.empty(0, np.int64)
+CHUNK = 512  # rows of a chunk: each take looks at one chunk more than it gives
 
 
 class ReadyQueue:
     """FIFO. Rows that stopped being ready stay in it and are skipped when their turn comes."""
 
-    def __init__(self, is_ready: Callable[[Ids], npt.NDArray[np.bool_]], firsts: Callable[[Ids], Ids]) -> None:
+    def __init__(self, rows: Rows, task: str) -> None:
+        self._rows = rows
+        self._task = task
         self._chunks: deque[Ids] = deque()
-        self.is_ready = is_ready
-        self._firsts = firsts
 
     def push(self, ids: Ids) -> None:
-        self._chunks.append(ids)
+        self._chunks.extend(self._split(ids))
 
     def push_front(self, ids: Ids) -> None:
-        self._chunks.appendleft(ids)
+        self._chunks.extendleft(reversed(self._split(ids)))
+
+    def is_ready(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        return self._rows.having(self._task, "state", READY, ids)
 
     def take(self, count: int) -> Ids:
         """Up to ``count`` rows."""
@@ -63,6 +67,17 @@ class ReadyQueue:
         """The rows of the first group; empty when nothing is ready."""
         chunk = self._head()
         return NOBODY if chunk is None else chunk[self._firsts(chunk) == self._firsts(chunk[:1])]
+
+    def _firsts(self, ids: Ids) -> Ids:
+        return self._rows.first[self._rows.at(ids)]
+
+    def _split(self, ids: Ids) -> list[Ids]:
+        """Chunks that end where groups end."""
+        if len(ids) <= CHUNK:
+            return [ids]
+        ends = np.flatnonzero(np.diff(self._firsts(ids))) + 1
+        after = np.searchsorted(ends, np.arange(CHUNK, len(ids), CHUNK))
+        return np.split(ids, np.unique(ends[after[after < len(ends)]]))
 
     def _head(self) -> Ids | None:
         """The first chunk with ready rows, rid of those that are not."""

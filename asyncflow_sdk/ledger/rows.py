@@ -71,6 +71,14 @@ class Rows:
         """Places of rows in the arrays."""
         return ids - self.base
 
+    def having(self, task: str, field: str, value: int, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of ``ids`` live and have this value in a task."""
+        at = self.at(ids)
+        kept = at >= 0  # a row forgotten since had ended, and its place is another's
+        at = np.where(kept, at, 0)
+        found: npt.NDArray[np.bool_] = kept & (self.state[at] == LIVE) & (self._tasks[task][field][at] == value)
+        return found
+
     def live_ids(self) -> Ids:
         return np.flatnonzero(self.state[: self.count] == LIVE) + self.base
 

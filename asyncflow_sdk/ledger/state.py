@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +15,12 @@ from ..types import events as ev
 from . import commands as cmd
 from .commands import TERMINAL, Ids, TaskSpec
 from .ready import ReadyQueue
-from .rows import LIVE, NONE, READY, Rows
+from .rows import NONE, Rows
 from .window import Window
 
 CONSUMED, FILTERED, EXPIRED, FAILED, CANCELLED = range(1, 1 + len(TERMINAL))
 MAX_COLUMNS = 64
+MAX_NUMBER = 1 << 61  # of a version or a limit: sums of two fit int64
 
 
 @dataclass
@@ -128,41 +130,47 @@ class State:
         return self.sessions[session].name if session in self.sessions else f"session {session}"
 
     def _bit(self, column: str) -> np.uint64:
-        """The bit of a column, known or to come."""
-        place = self._places.setdefault(column, len(self._places))
-        if place >= MAX_COLUMNS:
-            raise SchemaError(f"a queue holds at most {MAX_COLUMNS} columns; {column!r} is one too many")
-        return np.uint64(1 << place)
+        """The bit of a column, known or to come; ``_check_places`` came first."""
+        return np.uint64(1 << self._places.setdefault(column, len(self._places)))
+
+    def _check_places(self, columns: Iterable[str]) -> None:
+        new = sorted(set(columns) - self._places.keys())
+        if len(self._places) + len(new) > MAX_COLUMNS:
+            raise SchemaError(f"a queue holds at most {MAX_COLUMNS} columns; {new[-1]!r} is one too many")
 
     def _check_columns(self, columns: cmd.Columns) -> None:
         for name, spec in columns.items():
             known = self.schema.get(name)
             if known is not None and known != spec:
                 raise SchemaError(f"column {name!r} is {known}; it cannot take {spec}")
-            self._bit(name)
+        self._check_places(columns)
 
     def _bits(self, columns: cmd.Columns) -> np.uint64:
         bits = np.uint64(0)
         for name, spec in columns.items():
-            self.schema.setdefault(name, spec)
+            if name not in self.schema:
+                self.schema[name] = spec
+                self._dirty.add("put")  # one that says otherwise can be refused now
             bits |= self._bit(name)
         return bits
-
-    def _ready_queue(self, name: str) -> ReadyQueue:
-        rows = self.rows
-
-        def is_ready(ids: Ids) -> Any:
-            at = rows.at(ids)
-            kept = at >= 0  # rows forgotten since had ended
-            return kept & (rows.state[at] == LIVE) & (rows.task(name, "state")[at] == READY)
-
-        return ReadyQueue(is_ready, lambda ids: rows.first[rows.at(ids)])
 
     def _answer(self, ticket: int, reply: cmd.Reply | AsyncFlowError) -> None:
         self._effects.answers.append((ticket, reply))
 
     def _exhausted(self, task: Task) -> bool:
         return self.ended and not task.undone
+
+    def _through(self, task: Task, count: int) -> None:
+        """Rows are through with a task: done, or ended."""
+        task.undone -= count
+        self._dirty.add(f"task {task.spec.name}")
+        if self._exhausted(task):
+            self._dirty.add("version")
+
+    def _unpark(self, gone: Callable[[Waiter], bool]) -> None:
+        for place, waiting in self.waiters.items():
+            self.waiters[place] = [waiter for waiter in waiting if not gone(waiter)]
+        self._dirty.add("put")  # the next in line may go
 
     def _wake_all(self) -> None:
         self._dirty.update(self.waiters)

@@ -8,6 +8,7 @@ import numpy as np
 
 from .commands import Ids
 from .ending import Ending
+from .ready import ReadyQueue
 from .rows import NONE, READY, SELECTED
 from .state import (
     Task,
@@ -50,7 +51,7 @@ class Stepping(Ending):
         for deadline in np.unique(deadlines).tolist():
             key = None if deadline == NONE else deadline
             if key not in self.steps.ready:
-                self.steps.ready[key] = self._ready_queue(self.steps.task.spec.name)
+                self.steps.ready[key] = ReadyQueue(self.rows, self.steps.task.spec.name)
             self.steps.ready[key].push(ids[deadlines == deadline])
 
     def _select(self) -> None:
@@ -85,7 +86,7 @@ class Stepping(Ending):
         steps.filling = []
         steps.window.close()
         steps.ready = {d: q for d, q in steps.ready.items() if d is None or d >= steps.window.step}
-        self._dirty.add(f"task {steps.task.spec.name}")
+        self._dirty.update((f"task {steps.task.spec.name}", "put"))
         if steps.window.finished:
             self.ended = True
             self._cancel_unselected("more than the steps needed")

@@ -6,9 +6,7 @@ from ..errors import ConfigError, Ended
 from ..types import events as ev
 from . import commands as cmd
 from .intake import Intake
-from .state import (
-    Session,
-)
+from .state import MAX_NUMBER, Session
 
 
 class Versioning(Intake):
@@ -20,6 +18,8 @@ class Versioning(Intake):
                 f"version {command.version} cannot be published: {self.version} is already current, and a number"
                 " is never used again"
             )
+        if command.version > MAX_NUMBER:
+            raise ConfigError(f"version {command.version} is past the largest number, {MAX_NUMBER}")
         self.version, self.version_since = command.version, self._now
         self.versions[command.version] = command
         for old in [v for v in self.versions if v < command.version - 1]:
@@ -48,9 +48,10 @@ class Versioning(Intake):
         )
 
     def _loaded(self, session: Session, command: cmd.Loaded) -> cmd.Reply:
-        if command.version > max(self.version, 0):
+        if not 0 <= command.version <= max(self.version, 0):
             raise ConfigError(f"version {command.version} was never published; {self.version} is the newest")
         session.loaded = command.version
+        self._dirty.update(f"task {t}" for t, task in self.tasks.items() if task.spec.admits)
         lag = max(self.version - command.version, 0)
         self._effects.events.append(
             ev.Loaded(time_s=self._now, worker=session.name, version=command.version, lag=lag)

@@ -46,8 +46,7 @@ class Window:
         """How many rows may be admitted with this deadline."""
         if deadline < self.step or self.finished:
             return 0
-        end = self.step + self.max_staleness
-        room = min(self._slack(j) for j in range(deadline, max(end, deadline) + 1))
+        room = min(self._slack(j) for j in {deadline, *self._admitted} if j >= deadline)
         if self.slots is not None:
             room = min(room, self.slots - sum(self._admitted.values()))
         return max(0, room)
@@ -56,8 +55,8 @@ class Window:
         """How many ready rows of this deadline may join the step, leaving room for earlier ones."""
         if self.finished:
             return 0
-        end = self.step + self.max_staleness + 1 if deadline is None else deadline
-        return max(0, min([self.free, *(self._slack(j) for j in range(self.step, end))]))
+        earlier = [j for j in {self.step, *self._admitted} if j >= self.step and (deadline is None or j < deadline)]
+        return max(0, min([self.free, *(self._slack(j) for j in earlier)]))
 
     def admit(self, rows: int, deadline: int) -> None:
         self._admitted[deadline] += rows
@@ -75,6 +74,11 @@ class Window:
         """Rows of the step being filled ended: their slots are free again."""
         self.free += rows
 
+    def stop(self) -> None:
+        """No step will be filled from here on; the open one is empty again."""
+        assert self.free == self.batch_rows
+        self.steps = self.step
+
     def close(self) -> None:
         """The step is full; the next one fills."""
         assert self.free == 0 and self.load(self.step) == 0, "a step closes full, leaving nothing overdue"
@@ -84,8 +88,9 @@ class Window:
 
     def holds(self) -> bool:
         """Whether invariant H holds now."""
-        last = max(self._admitted, default=self.step)
-        return all(self._slack(j) >= 0 for j in range(self.step, last + 1)) and self.load(self.step - 1) == 0
+        due = [j for j in {self.step, *self._admitted} if j >= self.step]
+        return all(self._slack(j) >= 0 for j in due) and self.load(self.step - 1) == 0
 
     def _slack(self, j: int) -> int:
+        """What H leaves at j. Between admitted deadlines it only grows, so they are all that need checking."""
         return self.free + (j - self.step) * self.batch_rows - self.load(j)

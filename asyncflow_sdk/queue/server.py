@@ -38,7 +38,7 @@ class _Pending:
 
 
 class QueueServer:
-    """Serves a queue and versions at ``addresses``.
+    """Serves a queue and versions, at a socket of its own on this host and at ``addresses``.
 
     ``on_event`` and ``on_step`` (step, version trained, its rows with every column they have) are called in
     the server's thread and must return at once.
@@ -51,6 +51,7 @@ class QueueServer:
         on_step: Callable[[int, Batch], None] | None = None,
     ) -> None:
         self.directory = SharedDirectory()
+        addresses = [f"ipc://{self.directory.path}/queue", *addresses]
         self.ledger = Ledger()
         self._places = Places()
         self._mapper = Mapper(self.directory.path)

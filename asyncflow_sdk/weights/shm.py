@@ -63,7 +63,7 @@ class ShmSender(WeightSender):
         for name, tensor in weights:
             if name in arrays:
                 raise WeightMismatch(f"version {version}: tensor {name!r} is sent twice")
-            arrays[name] = from_torch(tensor) if is_torch(tensor) else np.ascontiguousarray(tensor)
+            arrays[name] = from_torch(tensor) if is_torch(tensor) else np.asarray(tensor, order="C")
         if not arrays:
             raise WeightMismatch(f"version {version} has no tensors")
         tensors, nbytes = _layout(arrays)

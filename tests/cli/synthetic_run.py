@@ -124,19 +124,27 @@ def _metrics(k: int, rng: random.Random) -> dict[str, float]:
 
 
 def _status(now: float, k: int, rng: random.Random) -> Status:
-    done = (k + 1) * BATCH
+    ready = rng.randint(8, 40)
     rows = {
-        "rollout": {"waiting": 0, "ready": 128, "leased": BATCH, "done": done + BATCH},
-        "reward": {"waiting": BATCH, "ready": rng.randint(0, 8), "leased": 8, "done": done + BATCH - 16},
-        "train": {"waiting": 16, "ready": rng.randint(8, 40), "leased": 0, "done": done},
+        "rollout": _counts(ready=128, leased=BATCH, done=BATCH),
+        "reward": _counts(waiting=BATCH, ready=rng.randint(0, 8), leased=8, done=BATCH),
+        "train": _counts(waiting=16, ready=ready, selected=BATCH - ready, leased=BATCH),
     }
     return Status(
         time_s=now,
         rows=rows,
-        ended={"consumed": (k + 1) * (BATCH - 2), "filtered": (k + 1) * 2},
-        waiting={"reward-0": "rows of task reward, since 0.4 s", "train-0": "24 more rows of task train"},
+        ended={"consumed": (k + 1) * (BATCH - 2), "filtered": (k + 1) * 2, "expired": 0, "failed": 0, "cancelled": 0},
+        waiting={
+            "reward-0": f"after {rng.uniform(0.1, 3):.1f} s: task 'reward' has nothing to give; 64 rows are leased in"
+            " task 'rollout', the oldest by rollout-0 for 0.6 s",
+            "train-0": f"after 0.2 s: task 'train' has nothing to give; step {k + 1} lacks {BATCH - ready} rows",
+        },
         bytes=3 << 20,
     )
+
+
+def _counts(**states: int) -> dict[str, int]:
+    return dict.fromkeys(("waiting", "ready", "selected", "leased", "done"), 0) | states
 
 
 def _restart(now: float) -> list[Event]:

@@ -1,0 +1,11 @@
+"""The engines that ship for tests."""
+
+from ..plugins import AdapterSpec, hookimpl
+
+
+@hookimpl
+def asyncflow_adapters() -> list[AdapterSpec]:
+    return [
+        AdapterSpec(kind="rollout", name="echo", factory="asyncflow_sdk.testing.echo:EchoRollout"),
+        AdapterSpec(kind="train", name="echo", factory="asyncflow_sdk.testing.echo:EchoTrain"),
+    ]

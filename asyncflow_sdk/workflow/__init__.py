@@ -1,0 +1,23 @@
+"""Runs and workflows: producers, consumers, stages, supervision."""
+
+from .consumer import Consumer
+from .producer import Producer
+from .recorder import read_steps, staleness_of
+from .run import Run, connect, serve
+from .specs import Rollout, Stage, Train
+from .workflow import Result, Workflow
+
+__all__ = [
+    "Consumer",
+    "Producer",
+    "Result",
+    "Rollout",
+    "Run",
+    "Stage",
+    "Train",
+    "Workflow",
+    "connect",
+    "read_steps",
+    "serve",
+    "staleness_of",
+]

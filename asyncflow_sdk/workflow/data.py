@@ -1,0 +1,117 @@
+"""Prompts: what users hand in as data becomes columns, and is fed to the queue as it is wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..errors import ConfigError, DeadlineExceeded, Ended
+from ..queue import TransferQueue
+from ..types import Batch
+
+Prompts = str | Path | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+
+
+def load_prompts(prompts: Prompts, column: str) -> Batch:
+    """A batch with one row a prompt. Takes a list of texts, a list of records, columns by name, or the path of a
+    .jsonl file of records. Raises ConfigError for no data and for records without the prompt column."""
+    if isinstance(prompts, (str, Path)):
+        prompts = _read_jsonl(Path(prompts))
+    if not isinstance(prompts, Mapping):
+        rows = list(prompts)
+        if all(isinstance(row, str) for row in rows):
+            prompts = {column: rows}
+        else:
+            prompts = _columns(rows)  # type: ignore[arg-type]
+    if column not in prompts:
+        raise ConfigError(f"the data has no column {column!r}; it has: {', '.join(prompts) or 'none'}")
+    batch = Batch.of(prompts)
+    if not batch.rows:
+        raise ConfigError("the data set is empty: there is nothing to train on")
+    return batch
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    records = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read prompts from {path}: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            records.append(msgspec.json.decode(line, type=dict[str, Any]))
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path}, line {number}: not a JSON object: {error}") from None
+    return records
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    names = list(rows[0])
+    for number, row in enumerate(rows):
+        if set(row) != set(names):
+            odd = ", ".join(sorted(set(row) ^ set(names)))
+            raise ConfigError(f"record {number} differs from the first in its columns: {odd}")
+    return {name: [row[name] for row in rows] for name in names}
+
+
+class Feeder:
+    """Puts prompts while the steps lack rows: epoch after epoch, each in an order of its own, no more than a
+    chunk ahead of what the queue has room for. A group that failed is replaced by the next prompt.
+
+    Runs in a thread; ``on_failure`` hears of what it could not put.
+    """
+
+    def __init__(
+        self,
+        queue: TransferQueue,
+        data: Batch,
+        *,
+        group_size: int,
+        chunk: int,
+        seed: int,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._queue, self._data, self._group_size, self._chunk = queue, data, group_size, chunk
+        self._seed, self._on_failure = seed, on_failure
+        self._order = np.empty(0, np.int64)
+        self._epoch = 0
+        self.fed = 0
+        self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def next(self, groups: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Positions of the next prompts in the data."""
+        while len(self._order) < groups:
+            shuffled = np.random.default_rng([self._seed, self._epoch]).permutation(self._data.rows)
+            self._order = np.concatenate([self._order, shuffled])
+            self._epoch += 1
+        taken, self._order = self._order[:groups], self._order[groups:]
+        return taken
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    wanted = self._queue.wanted(timeout_s=3600.0)
+                except DeadlineExceeded:
+                    continue  # enough rows are there, and will be for as long as training takes
+                groups = min(self._chunk, -(-wanted // self._group_size))
+                rows = self._data.take(self.next(groups))
+                self._queue.put(dict(rows), group_size=self._group_size, key=f"prompts-{self.fed}", timeout_s=86400.0)
+                self.fed += groups
+        except Ended:
+            pass
+        except Exception as error:
+            self._on_failure(error)

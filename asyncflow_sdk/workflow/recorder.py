@@ -1,0 +1,115 @@
+"""What a run leaves behind: its events, the rows of every step, and a summary, in one directory.
+
+workflow.json       what was asked for
+events.jsonl        one event a line
+steps/000017.npz    the rows of step 17, every column: ids, groups, and a ragged column as name and name.offsets
+summary.json        the outcome
+logs/               what each worker wrote
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..errors import ConfigError
+from ..types import VERSION_SPANS, Batch, Column, ColumnSpec, Event, Ragged, carrier, dtype_name, token_staleness
+from ..types import events as ev
+
+Sink = Callable[[Event], None]
+
+
+class Recorder:
+    """Writes in a thread of its own, so that neither the queue nor a trainer waits for the disk. ``sinks`` are
+    called there too, one event at a time. A sink or a disk that fails stops being used, and is named once."""
+
+    def __init__(self, directory: Path, sinks: list[Sink]) -> None:
+        if (directory / "events.jsonl").exists():
+            raise ConfigError(f"{directory} already holds a run; choose another directory, or move it away")
+        (directory / "steps").mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._sinks: list[Callable[[Event], None]] = [self._write, *sinks]
+        self._log = (directory / "events.jsonl").open("ab")
+        self._inbox: queue.SimpleQueue[Event | tuple[int, Batch] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self.rewards: list[float] = []
+        self.steps = 0
+        self.staleness_max = 0
+        self.errors: list[str] = []
+        self._thread.start()
+
+    def event(self, event: Event) -> None:
+        self._inbox.put(event)
+
+    def step(self, step: int, batch: Batch) -> None:
+        self._inbox.put((step, batch))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._inbox.put(None)
+        self._thread.join()
+        self._log.close()
+
+    def _run(self) -> None:
+        while (item := self._inbox.get()) is not None:
+            if isinstance(item, tuple):
+                try:
+                    self._record(*item)
+                except OSError as error:
+                    self.errors.append(f"step {item[0]} was not recorded: {error}")
+                continue
+            if isinstance(item, ev.StepTrained):
+                self.steps += 1
+                self.rewards.append(item.metrics.get("reward", float("nan")))
+            for sink in list(self._sinks):
+                try:
+                    sink(item)
+                except Exception as error:
+                    self._sinks.remove(sink)
+                    self.errors.append(f"{getattr(sink, '__qualname__', sink)} failed and was left out: {error!r}")
+
+    def _write(self, event: Event) -> None:
+        self._log.write(msgspec.json.encode(event) + b"\n")
+        if self._inbox.empty():
+            self._log.flush()
+
+    def _record(self, step: int, batch: Batch) -> None:
+        if VERSION_SPANS in batch:
+            late = token_staleness(batch.ragged(VERSION_SPANS), step)
+            self.staleness_max = max(self.staleness_max, int(late.max(initial=0)))
+        arrays: dict[str, Any] = {"ids": batch.ids, "groups": batch.groups}
+        for name, column in batch.columns.items():
+            values = column.values
+            if values.dtype.kind not in "?iufc":  # bfloat16 and the like, which .npy has no name for
+                values = values.view(np.uint8)
+            arrays[f"{name}:{column.spec.kind}:{dtype_name(column.values.dtype)}"] = values
+            if column.offsets is not None:
+                arrays[f"{name}.offsets"] = column.offsets
+        np.savez(self._directory / "steps" / f"{step:06d}.npz", **arrays)
+
+
+def read_steps(directory: str | Path) -> Iterator[tuple[int, Batch]]:
+    """The rows of every recorded step of a run directory: (step = version trained, batch), in order."""
+    for path in sorted(Path(directory, "steps").glob("*.npz")):
+        with np.load(path, allow_pickle=False) as stored:
+            columns: dict[str, Column] = {}
+            for key in stored.files:
+                if ":" not in key:
+                    continue
+                name, kind, dtype = key.rsplit(":", 2)
+                values = stored[key].view(carrier(dtype))
+                offsets = stored.get(f"{name}.offsets")
+                columns[name] = Column(ColumnSpec(kind, dtype, values.shape[1:]), values, offsets)
+            yield int(path.stem), Batch(stored["ids"], stored["groups"], columns)
+
+
+def staleness_of(directory: str | Path) -> Ragged:
+    """Staleness of every trained token, from the stored version spans: int64, one row a step."""
+    late = [token_staleness(batch.ragged(VERSION_SPANS), step) for step, batch in read_steps(directory)]
+    return Ragged.of(late, np.int64)

@@ -1,0 +1,292 @@
+"""Run: the handle of a run, in the process that serves it or in any other on this host.
+
+with af.serve("runs/mine") as run:                    # the driver
+    run.queue.put({"prompt": prompts}, group_size=8, key="epoch-0")
+    run.start(af.Rollout("transformers", model="m"))
+    for step in run.consumer("train", batch_size=256): ...
+
+with af.connect(address) as run: ...                  # another process
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import msgspec
+
+from ..errors import AsyncFlowError, ConfigError, Ended, WorkerFailed
+from ..interfaces import TRAIN_COLUMNS
+from ..ledger import Audit
+from ..plugins import import_path
+from ..queue import Connection, LeasedBatch, QueueServer, TransferQueue, open_queue
+from ..types import Batch, Event
+from ..weights import WeightPublisher
+from . import roles
+from .consumer import Consumer
+from .launch import GRACE_S, LocalProcess
+from .specs import Rollout, Stage, Train
+from .worker import RolloutJob, StageJob, TrainJob, WorkerConfig
+
+
+class Run:
+    """A connection to a run: its queue, its weights, and the workers started from here. Thread-safe."""
+
+    def __init__(
+        self, connection: Connection, server: QueueServer | None = None, directory: Path | None = None
+    ) -> None:
+        self.queue: TransferQueue = open_queue(connection)
+        self.directory = directory
+        self._connection = connection
+        self._server = server
+        self._workers: list[Worker] = []
+        self._counts: dict[str, int] = {}
+        self._changed = threading.Event()  # a worker ended, or something failed
+        self.failure: BaseException | None = None
+
+    @property
+    def address(self) -> str:
+        """What ``connect`` takes."""
+        return self._connection.wire.address
+
+    def start(self, spec: Rollout | Stage | Train, **job: Any) -> list[Worker]:
+        """Declare the task of ``spec`` and start its workers. Raises ConfigError before any is started.
+
+        A worker that ends for good sets ``failure``, and consumers of this run raise it.
+        """
+        if isinstance(spec, Train):
+            return [self._launch(spec, "train", self._train_job(spec, **job))]
+        declared = spec.declare()
+        self.queue.declare(**task_arguments(declared))
+        if isinstance(spec, Rollout):
+            return [self._launch(spec, "rollout", self._rollout_job(spec, **job)) for _ in range(spec.replicas)]
+        path = import_path(spec.function)
+        if path is None:
+            return [self._thread(spec, declared.gives)]
+        return [self._launch(spec, spec.task, StageJob(path, spec.task, declared.gives, spec.batch))]
+
+    def consumer(
+        self,
+        task: str = "train",
+        *,
+        batch_size: int | None = None,
+        count: int = 1,
+        needs: tuple[str, ...] = TRAIN_COLUMNS,
+        timeout_s: float = 3600.0,
+    ) -> Consumer:
+        """Iterate over the batches of a task. With ``batch_size`` the task is declared here: each batch is one
+        whole step of that many rows, whose version the staleness rule counts from."""
+        if batch_size is not None:
+            self.queue.declare(task, needs=needs, batch_rows=batch_size, lease_s=timeout_s)
+        return _Watched(self, self.queue, task, count=count, timeout_s=timeout_s)
+
+    def weight_publisher(self, transport: str = "shm") -> WeightPublisher:
+        """The publishing end for a trainer in this process."""
+        return WeightPublisher(self.queue, transport)
+
+    def audit(self) -> Audit:
+        """Every row by where it ended; always adds up."""
+        return self.queue.audit()
+
+    def wait(self, worker: Worker) -> None:
+        """Wait until a worker has ended. Raises the failure of any worker at once."""
+        while not worker.ended.is_set():
+            self.check()
+            self._changed.wait()
+            self._changed.clear()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what made a worker fail for good, if one did."""
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        """End the stream, let workers finish what they hold or stop them, and leave. Idempotent."""
+        if self._connection.wire.closed:
+            return
+        try:
+            self.finish()
+        finally:
+            self._connection.close()
+            if self._server is not None:
+                self._server.close()
+
+    def finish(self) -> None:
+        """End the stream, cancel rows that no step holds, and stop the workers started from here."""
+        if self._server is not None or self._workers:
+            self.queue.end(cancel=True)
+        self.stop_workers()
+
+    def stop_workers(self) -> None:
+        """Stop the workers started from here; those that do not end within seconds are killed."""
+        for worker in self._workers:
+            worker.stop()
+        for worker in self._workers:
+            worker.join(GRACE_S)
+
+    def join_workers(self, timeout_s: float) -> None:
+        """Wait for workers to end by themselves, then stop those that have not."""
+        until = time.monotonic() + timeout_s
+        for worker in self._workers:
+            worker.ended.wait(max(0.0, until - time.monotonic()))
+        self.stop_workers()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- workers
+
+    def _rollout_job(self, spec: Rollout, needs_first: bool = False) -> RolloutJob:
+        return RolloutJob(
+            spec.engine, spec.model, spec.options, spec.sampling, spec.prompt, spec.tokenizer, needs_first
+        )
+
+    def _train_job(self, spec: Train, export: str = "") -> TrainJob:
+        return TrainJob(spec.engine, spec.model, spec.algorithm, spec.options, export)
+
+    def _launch(self, spec: Rollout | Stage | Train, role: str, job: RolloutJob | StageJob | TrainJob) -> Worker:
+        name = self._name(role)
+        config = WorkerConfig(name, self.address, job, [os.path.abspath(entry or ".") for entry in sys.path])
+        try:
+            msgspec.json.encode(config)
+        except TypeError as error:
+            raise ConfigError(f"worker {name!r}: options travel as JSON, and one does not fit: {error}") from None
+        log = (self.directory or Path(".")) / "logs" / f"{name}.log"
+        self._workers.append(LocalProcess(config, spec.place, log, self._report, self.fail, self._changed.set))
+        return self._workers[-1]
+
+    def _thread(self, spec: Stage, gives: tuple[str, ...]) -> Worker:
+        connection = Connection(self.address, self._name(spec.task))
+        self._workers.append(_Thread(spec, gives, connection, self.fail, self._changed.set))
+        return self._workers[-1]
+
+    def _name(self, role: str) -> str:
+        number = self._counts.get(role, 0)
+        self._counts[role] = number + 1
+        return f"{role}-{number}"
+
+    def _report(self, event: Event) -> None:
+        self._connection.report(event)
+        with contextlib.suppress(AsyncFlowError):  # the run may be over
+            self.queue.flush()
+
+    def fail(self, error: BaseException) -> None:
+        """Something without which the run cannot go on has failed: whoever waits is told."""
+        if self.failure is None:
+            self.failure = error
+            self._changed.set()
+            with contextlib.suppress(AsyncFlowError):
+                self.queue.end(cancel=True)  # whoever waits for rows learns of it now
+
+
+class Worker(Protocol):
+    """A worker started from here. ``ended`` is set when it has."""
+
+    name: str
+    ended: threading.Event
+
+    def stop(self) -> None: ...
+
+    def join(self, timeout_s: float) -> bool: ...
+
+
+class _Watched(Consumer):
+    """A consumer that raises a worker's failure instead of waiting for rows that will not come."""
+
+    def __init__(self, run: Run, queue: TransferQueue, task: str, *, count: int, timeout_s: float) -> None:
+        super().__init__(queue, task, count=count, timeout_s=timeout_s)
+        self._run = run
+
+    def _get(self) -> LeasedBatch:
+        try:
+            return super()._get()
+        except Ended:
+            self._run.check()
+            raise
+
+
+class _Thread:
+    """A stage whose function no other process can import, in a thread of this one."""
+
+    def __init__(
+        self,
+        spec: Stage,
+        gives: tuple[str, ...],
+        connection: Connection,
+        on_failure: Callable[[BaseException], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.name = connection.name
+        self.ended = threading.Event()
+        self._stopping, self._on_end = False, on_end
+        self._spec, self._gives, self._connection, self._on_failure = spec, gives, connection, on_failure
+        threading.Thread(target=self._work, name=self.name, daemon=True).start()
+
+    def stop(self) -> None:
+        """The end of the stream ends it; there is nothing else to tell a thread."""
+        self._stopping = True
+
+    def join(self, timeout_s: float) -> bool:
+        return self.ended.wait(timeout_s)
+
+    def _work(self) -> None:
+        try:
+            roles.stage(
+                open_queue(self._connection), self._spec.function, task=self._spec.task, gives=self._gives,
+                batch=self._spec.batch,
+            )  # fmt: skip
+            self._connection.close()
+        except Exception as error:
+            if not self._stopping:
+                self._on_failure(WorkerFailed(f"stage {self.name!r} failed: {error}", self.name))
+        finally:
+            self.ended.set()
+            self._on_end()
+
+
+def serve(
+    directory: str | Path | None = None,
+    *,
+    address: str | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    on_step: Callable[[int, Batch], None] | None = None,
+    name: str = "driver",
+    max_staleness: int = 1,
+    capacity_rows: int = 100_000,
+    steps: int | None = None,
+) -> Run:
+    """Serve a run from this process. ``directory``: where workers log. ``address``: also listen there
+    (``tcp://127.0.0.1:0`` picks a port); a socket of the run is always there."""
+    path = Path(directory) if directory is not None else None
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+    server = QueueServer([address] if address else [], on_event=on_event, on_step=on_step)
+    try:
+        run = Run(Connection(server.addresses[-1], name), server, path)
+        run.queue.configure(max_staleness=max_staleness, capacity_rows=capacity_rows, steps=steps)
+    except BaseException:
+        server.close()
+        raise
+    return run
+
+
+def connect(address: str, *, name: str = "client") -> Run:
+    """Connect to a run on this host."""
+    return Run(Connection(address, name))
+
+
+def task_arguments(spec: Any) -> dict[str, Any]:
+    return {field: getattr(spec, field) for field in spec.__struct_fields__}

@@ -1,0 +1,145 @@
+"""What must hold of a ledger after every command, worked out afresh from its rows by plain loops."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from asyncflow_sdk.errors import AsyncFlowError
+from asyncflow_sdk.ledger import TERMINAL, Ledger
+from asyncflow_sdk.ledger.ready import ReadyQueue
+from asyncflow_sdk.ledger.rows import DONE, LEASED, LIVE, NONE, READY, SELECTED, TASK_STATES, Rows
+
+from naive import Naive
+
+
+def freeze(thing: Any, seen: dict[int, Any] | None = None) -> Any:
+    """All of a ledger's state as plain values; entries of ready queues that are dead already are left out."""
+    seen = {} if seen is None else seen
+    if isinstance(thing, np.ndarray):
+        return thing.dtype.str, thing.tobytes()
+    if isinstance(thing, np.generic | int | float | str | bytes | None):
+        return thing
+    if id(thing) in seen:
+        return "seen"
+    seen[id(thing)] = thing
+    if isinstance(thing, ReadyQueue):
+        return [i for chunk in thing._chunks for i in chunk[thing.is_ready(chunk)].tolist()]
+    if isinstance(thing, Rows):
+        kept = {name: values[: thing.count].tobytes() for name, values in thing._fields.items()}
+        tasks = {t: {f: v[: thing.count].tobytes() for f, v in fields.items()} for t, fields in thing._tasks.items()}
+        arrivals = {t: v[: thing.count].tobytes() for t, v in thing._arrivals.items()}
+        return thing.base, thing.count, kept, tasks, arrivals, thing.ended.tobytes()
+    if isinstance(thing, dict):
+        return type(thing).__name__, [(freeze(k, seen), freeze(v, seen)) for k, v in thing.items()]
+    if isinstance(thing, list | tuple | set) or type(thing).__name__ == "deque":
+        return type(thing).__name__, [freeze(item, seen) for item in thing]
+    names = getattr(thing, "__struct_fields__", None) or vars(thing)
+    hidden = ("_now", "_effects", "_handlers", "_dirty", "redo")
+    return type(thing).__name__, [(n, freeze(getattr(thing, n), seen)) for n in names if n not in hidden]
+
+
+def check_counters(ledger: Ledger) -> None:
+    """Every counter equals what recounting the rows gives; leases do not overlap; the balance adds up."""
+    rows, n = ledger.rows, ledger.rows.count
+    live = [i for i in range(n) if rows.state[i] == LIVE]
+    ended = Counter(int(s) for s in rows.state[:n])
+    assert all(rows.ended[1 + s] >= ended[1 + s] for s in range(len(TERMINAL)))
+    assert ledger.put_total == rows.base + n
+    assert ledger.put_total == len(live) + int(rows.ended.sum())
+    audit = ledger.audit()
+    assert audit.balanced
+    assert audit.live == len(live)
+    assert ledger.unselected == sum(rows.step[i] == NONE for i in live)
+    held: Counter[int] = Counter()
+    for name, task in ledger.tasks.items():
+        states, tokens = rows.task(name, "state"), rows.task(name, "token")
+        assert task.undone == sum(states[i] != DONE for i in live), name
+        for i in live:
+            assert (states[i] == LEASED) == (tokens[i] != NONE), TASK_STATES[states[i]]
+            if states[i] == LEASED:
+                held[int(tokens[i])] += 1
+                assert i + rows.base in ledger.leases[int(tokens[i])].ids
+                assert ledger.leases[int(tokens[i])].task == name
+    for i in live:
+        assert rows.todo[i] == sum(rows.task(t, "state")[i] != DONE for t in ledger.tasks)
+    assert held == {token: lease.left for token, lease in ledger.leases.items()}
+    assert all(lease.left > 0 and lease.session in ledger.sessions for lease in ledger.leases.values())
+    if ledger.steps is not None:
+        _check_window(ledger, live)
+
+
+def _check_window(ledger: Ledger, live: list[int]) -> None:
+    steps, rows = ledger.steps, ledger.rows
+    assert steps is not None
+    window, name = steps.window, steps.task.spec.name
+    filling = [i for i in live if rows.step[i] == window.step]
+    assert window.free == window.batch_rows - len(filling)
+    assert sorted(i for part in steps.filling for i in part.tolist()) == [i + rows.base for i in filling]
+    loads = Counter(int(rows.deadline[i]) for i in live if rows.step[i] == NONE and rows.deadline[i] != NONE)
+    assert +window._admitted == loads
+    assert min(window._admitted.values(), default=0) >= 0
+    for j in range(window.step, max([window.step + window.max_staleness, *loads]) + 1):
+        load = sum(count for deadline, count in loads.items() if deadline <= j)
+        assert load <= window.free + (j - window.step) * window.batch_rows, f"invariant H at {j}"
+    assert not any(deadline < window.step for deadline in loads), "an admitted row is overdue"
+    assert window.holds()
+    for i in live:
+        if rows.step[i] != NONE and rows.version[i] != NONE:
+            assert rows.step[i] - rows.version[i] <= window.max_staleness, "a row is too old for its step"
+    assert [step for step, _ in steps.closed] == sorted({step for step, _ in steps.closed})
+    for step, ids in steps.closed:
+        assert (rows.step[rows.at(ids)] == step).all()
+        assert (rows.task(name, "state")[rows.at(ids)] == SELECTED).all()
+
+
+def check_same(ledger: Ledger, naive: Naive) -> None:
+    """The ledger and the naive model say the same of every row."""
+    rows = ledger.rows
+    assert naive.invariant_h()
+    assert (ledger.ended, ledger.version, len(ledger.tasks)) == (naive.ended, naive.version, len(naive.tasks))
+    assert rows.base + rows.count == len(naive.rows)
+    for i, row in naive.rows.items():
+        if i < rows.base:
+            assert row.ended is not None, f"row {i} is forgotten and lives"
+            continue
+        at = i - rows.base
+        state = int(rows.state[at])
+        assert (TERMINAL[state - 1] if state else None) == row.ended, f"row {i}"
+        if state:
+            continue
+        for name, task in naive.tasks.items():
+            shown = TASK_STATES[rows.task(name, "state")[at]]
+            assert shown == naive.shown_state(i, task), f"row {i} in task {name}"
+            assert rows.task(name, "attempts")[at] == row.attempts.get(name, 0)
+            assert rows.task(name, "token")[at] == row.token.get(name, NONE)
+        assert rows.deadline[at] == (NONE if row.deadline is None else row.deadline), f"row {i}"
+        assert rows.version[at] == (NONE if row.version is None else row.version), f"row {i}"
+        assert rows.step[at] == (NONE if row.step is None else row.step), f"row {i}"
+    if ledger.steps is not None:
+        assert ledger.steps.window.step == naive.step
+        assert ledger.steps.window.finished == naive.finished
+
+
+def check_no_lost_wakeup(ledger: Ledger) -> None:
+    """No parked request could be answered now."""
+    if not any(ledger.waiters.values()):
+        return
+    twin = copy.deepcopy(ledger)
+    for waiting in twin.waiters.values():
+        for waiter in list(waiting):
+            session = twin.sessions[waiter.session]
+            try:
+                reply = twin._handlers[type(waiter.command)](session, waiter.command)
+            except AsyncFlowError as error:
+                reply = error
+            assert reply is None, f"{waiter.command} is parked, but could have {reply!r}"
+
+
+def ready_rows(ledger: Ledger, task: str) -> int:
+    rows = ledger.rows
+    states = rows.task(task, "state")[: rows.count]
+    return int(((states == READY) & (rows.state[: rows.count] == LIVE)).sum())
