@@ -11,6 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .cli.live import LiveView as LiveView
+    from .cli.report import write_report as write_report
     from .errors import AsyncFlowError as AsyncFlowError
     from .interfaces import Capabilities as Capabilities
     from .interfaces import Completion as Completion
@@ -56,7 +58,9 @@ _WHERE = {
     "TrainEngine": "interfaces",
     "VersionSpan": "types",
     "WeightUpdate": "interfaces",
+    "LiveView": "cli.live",
     "hookimpl": "plugins",
+    "write_report": "cli.report",
     "Consumer": "workflow",
     "Producer": "workflow",
     "Result": "workflow",

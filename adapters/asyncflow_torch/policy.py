@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from asyncflow_sdk.errors import ConfigError, WeightMismatch
+from asyncflow_sdk.errors import ConfigError, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.types import Manifest
 
@@ -74,18 +74,18 @@ def assign(model: Any, update: WeightUpdate) -> set[str]:
             for name, tensor in update:
                 target = targets[name]
                 # Hazard: copy_ would broadcast and convert, so an update unlike its manifest would pass.
-                if tensor.shape != target.shape or tensor.dtype != target.dtype:
-                    raise WeightMismatch(f"{name}: the update has {_type_of(tensor)}, its manifest promised else")
+                if _type_of(tensor) != _type_of(target):
+                    raise WeightMismatch(f"{name} is {_type_of(tensor)}, not {_type_of(target)} as promised")
                 target.copy_(tensor)
                 taken.add(name)
+        if taken != targets.keys():
+            raise WeightMismatch(f"it did not bring {', '.join(sorted(targets.keys() - taken))}")
     except BaseException as error:
         raise Torn(f"version {update.version} was written in part: {type(error).__name__}: {error}") from error
-    if taken != targets.keys():
-        raise Torn(f"version {update.version} did not bring {', '.join(sorted(targets.keys() - taken))}")
     return taken
 
 
-class Torn(WeightMismatch):
+class Torn(WeightError):
     """Raised when a load stopped half-way: the model holds a mixture and must not be used."""
 
 

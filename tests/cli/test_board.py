@@ -8,7 +8,17 @@ import pytest
 from synthetic_run import BATCH, START_S, synthetic_run, synthetic_summary
 
 from asyncflow_sdk.cli.board import Board, Curve, Rate
-from asyncflow_sdk.types.events import Event, Loaded, Note, Published, RowsEnded, Span, Status, StepTrained, WorkerState
+from asyncflow_sdk.types.events import (
+    Event,
+    Loaded,
+    Note,
+    Published,
+    RowsEnded,
+    Span,
+    Status,
+    StepTrained,
+    WorkerState,
+)
 
 
 def folded(events: list[Event], total_steps: int = 300) -> Board:

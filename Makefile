@@ -1,0 +1,42 @@
+# make demo: run the main job.   make test: run every test.   Both install what they need into .venv first.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+export HF_HUB_OFFLINE = 1
+
+.PHONY: help install demo test lint bench-demo clean
+
+help:
+	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
+	@echo "make test        run the whole test suite"
+	@echo "make lint        ruff, mypy, import contracts"
+	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
+
+install: $(READY)
+
+# torch first and by itself: a pip that finds a CPU build takes it, and the rest then adds no other.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -e '.[torch,report,dev]'
+	touch $(READY)
+
+demo: install
+	$(BIN)/asyncflow demo $(ARGS)
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench-demo: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.demo $(if $(JSON),--json $(JSON)) $(ARGS)
+
+clean:
+	rm -rf $(VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis

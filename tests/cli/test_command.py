@@ -1,0 +1,275 @@
+"""The command: what it prints, what it returns, and that it loads nothing heavy."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+from synthetic_run import synthetic_run, synthetic_summary, write_run
+from typer.testing import CliRunner, Result
+
+import asyncflow_sdk.cli
+from asyncflow_sdk import __version__
+from asyncflow_sdk.cli import listing
+from asyncflow_sdk.cli.app import app
+from asyncflow_sdk.cli.table import summary_table
+from asyncflow_sdk.errors import ConfigError, Interrupted, WorkerFailed
+from asyncflow_sdk.plugins import Adapter, AdapterSpec, Registry
+
+COMMAND = str(Path(sys.executable).parent / "asyncflow")
+WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args), env=WIDE)
+
+
+def execute(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(args, capture_output=True, text=True, env=os.environ | WIDE | env, check=False)
+
+
+def given_adapters(monkeypatch: pytest.MonkeyPatch, *adapters: Adapter, problems: tuple[str, ...] = ()) -> None:
+    monkeypatch.setattr(listing, "registry", lambda: Registry(adapters, problems))
+
+
+ECHO = Adapter(AdapterSpec(kind="rollout", name="echo", factory="a:B", tested="itself"), "mine 1.0")
+LACKING = Adapter(
+    AdapterSpec(
+        kind="rollout",
+        name="far",
+        factory="far:Engine",
+        requires=["no-such-distribution>=2"],
+        install="pip install 'asyncflow-sdk[far]'",
+    ),
+    "asyncflow-far 0.3",
+)
+
+
+def test_the_room_exports_main_only() -> None:
+    assert asyncflow_sdk.cli.__all__ == ["main"]
+
+
+def test_importing_it_loads_no_engine_no_socket_and_no_plots() -> None:
+    heavy = ("torch", "zmq", "matplotlib", "numpy")
+    done = execute(
+        sys.executable, "-c", f"import asyncflow_sdk.cli, sys; print([m for m in {heavy} if m in sys.modules])"
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_says_what_it_is_and_three_uses() -> None:
+    done = execute(COMMAND, "--help")
+    assert done.returncode == 0
+    assert "any inference engine and any training engine" in " ".join(done.stdout.split())
+    for use in ("asyncflow demo", "asyncflow plugins", "asyncflow report runs/NAME", "--version", "--debug"):
+        assert use in done.stdout
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.output.strip()) == (0, f"asyncflow-sdk {__version__}")
+
+
+def test_plugins_lists_engines_and_how_to_get_the_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_adapters(monkeypatch, LACKING, ECHO)
+    result = run("plugins")
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    assert result.exit_code == 0
+    assert "rollout echo mine 1.0 built in itself" in lines
+    assert "rollout far asyncflow-far 0.3 needs no-such-distribution, which is not installed" in lines
+    assert lines[lines.index("to get rollout far:") + 1] == "pip install 'asyncflow-sdk[far]'"
+    assert "PROBLEM" not in result.output
+
+
+def test_plugins_is_loud_about_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_adapters(monkeypatch, ECHO, problems=("plugin 'x' of y: ImportError: no z",))
+    result = run("plugins")
+    assert result.exit_code == 1
+    assert "1 PROBLEM\n  plugin 'x' of y: ImportError: no z" in result.output
+    assert "echo" in result.output
+
+
+def test_plugins_reports_a_requirement_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = Adapter(AdapterSpec(kind="train", name="bad", factory="a:B", requires=["torch >= = 2"]), "mine 1.0")
+    given_adapters(monkeypatch, ECHO, bad)
+    result = run("plugins")
+    assert result.exit_code == 1
+    assert "train adapter 'bad' of mine 1.0" in result.output
+    assert "echo" in result.output
+
+
+def test_plugins_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_adapters(monkeypatch, ECHO, LACKING, problems=("p",))
+    result = run("plugins", "--json")
+    found = json.loads(result.output)
+    assert result.exit_code == 1
+    assert found["problems"] == ["p"]
+    assert [(a["name"], a["missing"], a["install"]) for a in found["adapters"]] == [
+        ("echo", [], ""),
+        ("far", ["no-such-distribution, which is not installed"], "pip install 'asyncflow-sdk[far]'"),
+    ]
+
+
+def test_plugins_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_adapters(monkeypatch)
+    result = run("plugins")
+    assert (result.exit_code, result.output.strip()) == (0, "No adapter was found.")
+
+
+def test_a_broken_plugin_of_a_real_environment_does_not_hide_a_good_one(tmp_path: Path) -> None:
+    # given: two installed distributions, as pip leaves them
+    for name, body in (
+        ("af_good", "import asyncflow_sdk as af\n@af.hookimpl\ndef asyncflow_adapters():\n"
+         "    return [af.AdapterSpec(kind='tracker', name='goodtracker', factory='af_good:T')]\n"),
+        ("af_broken", "raise RuntimeError('broken on purpose')\n"),
+    ):  # fmt: skip
+        (tmp_path / f"{name}.py").write_text(body)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[asyncflow_sdk]\n{name} = {name}\n")
+
+    done = execute(COMMAND, "plugins", PYTHONPATH=str(tmp_path))
+
+    assert done.returncode == 1
+    assert "goodtracker" in done.stdout
+    assert "plugin 'af_broken' of af_broken 1.0: RuntimeError: broken on purpose" in done.stdout
+
+
+def test_report_prints_the_path_of_the_page(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", synthetic_run(12, None), synthetic_summary(12))
+    result = run("report", str(run_dir))
+    assert result.exit_code == 0
+    assert result.output.strip() == str(run_dir / "report.html")
+    assert (run_dir / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_an_error_is_one_line_without_a_traceback(tmp_path: Path) -> None:
+    result = run("report", str(tmp_path))
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        f"error: {tmp_path} has no events.jsonl: give the directory of a run, such as runs/demo"
+    ]
+
+
+@pytest.mark.parametrize("args", [("--debug", "report"), ("report", "--debug")])
+def test_debug_adds_the_traceback(tmp_path: Path, args: tuple[str, ...]) -> None:
+    result = run(*args, str(tmp_path))
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "in read_record" in result.stderr
+
+
+Demo = Callable[..., int]
+
+
+def given_demo(monkeypatch: pytest.MonkeyPatch, run_demo: Demo) -> None:
+    module: Any = ModuleType("asyncflow_torch.demo.run")
+    module.run_demo = run_demo
+    monkeypatch.setitem(sys.modules, "asyncflow_torch.demo.run", module)
+
+
+def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = []
+    given_demo(monkeypatch, lambda *args: calls.append(args) or 7)
+    result = run(
+        "demo", "--out", str(tmp_path / "d"), "--steps", "5", "--seed", "3", "--max-staleness", "0",
+        "--model", str(tmp_path),
+    )  # fmt: skip
+    assert result.exit_code == 7
+    assert calls[0][:5] == (tmp_path / "d", 5, 3, 0, tmp_path)
+    assert isinstance(calls[0][5], Console)
+
+
+def test_demo_has_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.chdir(tmp_path)
+    given_demo(monkeypatch, lambda *args: calls.append(args) or 0)
+    assert run("demo").exit_code == 0
+    out, *rest = calls[0][:5]
+    assert out.parent == Path("runs")
+    assert out.name.startswith("demo-2")
+    assert rest == [300, 0, 1, None]
+
+
+def test_demo_never_writes_into_another_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given_demo(monkeypatch, lambda *_: pytest.fail("must not start"))
+    (tmp_path / "events.jsonl").touch()
+    result = run("demo", "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert "is not empty: name a new directory" in result.stderr
+
+
+@pytest.mark.parametrize("args", [("--steps", "0"), ("--max-staleness", "-1"), ("--model", "no/such/folder")])
+def test_demo_refuses_impossible_options(monkeypatch: pytest.MonkeyPatch, args: tuple[str, str]) -> None:
+    given_demo(monkeypatch, lambda *_: pytest.fail("must not start"))
+    result = run("demo", *args)
+    assert result.exit_code == 2
+    assert args[0] in result.stderr
+
+
+def test_demo_without_torch_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "asyncflow_torch.demo.run", None)
+    result = run("demo", "--out", str(tmp_path / "d"))
+    assert result.exit_code == 2
+    assert result.stderr.strip().endswith("install them with: pip install 'asyncflow-sdk[torch]'")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("bad [red] option"), 2, "error: bad [red] option"),
+        (
+            WorkerFailed("worker a failed", "a", "Traceback\n  x\nValueError: y"),
+            2,
+            "error: worker a failed: ValueError: y",
+        ),
+        (Interrupted("stopped after 12 steps"), 130, "interrupted: stopped after 12 steps"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_how_the_demo_may_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException, code: int, line: str
+) -> None:
+    def run_demo(*_: object) -> int:
+        raise error
+
+    given_demo(monkeypatch, run_demo)
+    result = run("demo", "--out", str(tmp_path / "d"))
+    assert (result.exit_code, result.stderr.splitlines()) == (code, [line])
+
+
+def printed(summary: dict[str, object], width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(summary_table(summary))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_summary_table_of_a_whole_run() -> None:
+    text = printed(synthetic_summary())
+    for words in ("completed", "4:11", "0.8713", "consumed 18,600", "report.html", "Balanced: 19,264 rows were put"):
+        assert words in text
+
+
+def test_the_summary_table_of_a_run_that_failed() -> None:
+    text = printed(
+        {"status": "failed", "error": "[red]no", "rows": {"consumed": 3}, "rows_put": 4, "balanced": False}
+    )
+    assert "[red]no" in text
+    assert "NOT BALANCED: 4 rows were put, 3 ended; 1 never ended." in text
+
+
+def test_the_summary_table_of_nothing_and_of_a_narrow_terminal() -> None:
+    assert printed({}).strip()
+    assert max(map(len, printed(synthetic_summary(), 40).splitlines())) <= 40

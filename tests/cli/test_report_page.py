@@ -1,0 +1,284 @@
+"""The report page: complete, self-contained, safe to open, and written from whatever a run left behind."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from synthetic_run import START_S, synthetic_run, synthetic_summary, write_run
+
+from asyncflow_sdk.cli.record import read_record
+from asyncflow_sdk.cli.report import write_report
+from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.types.events import Event, Note, Span, StepTrained, WorkerState
+
+VOID = {"meta", "img", "br", "link"}
+
+
+class Page(HTMLParser):
+    """What a browser would see: text by section, ids, and whether every tag was closed in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.ids: Counter[str] = Counter()
+        self.links: list[str] = []
+        self.words: list[str] = []
+        self.feed(html)
+        self.close()
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        for name, value in attrs:
+            if name == "id":
+                self.ids[value or ""] += 1
+            if name in ("src", "href", "xlink:href"):
+                self.links.append(value or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.words.append(data)
+
+
+def report(directory: Path, events: list[Event], summary: dict[str, object] | None, tail: bytes = b"") -> Page:
+    path = write_report(write_run(directory, events, summary, tail))
+    assert path == directory / "report.html"
+    return Page(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torn = b'{"event":"worker","time_s":5'
+    return write_run(tmp_path_factory.mktemp("runs") / "demo", synthetic_run(), synthetic_summary(), torn)
+
+
+@pytest.fixture(scope="module")
+def page(whole: Path) -> Page:
+    return Page(write_report(whole).read_text(encoding="utf-8"))
+
+
+def test_every_picture_and_every_table_is_there(page: Page) -> None:
+    for heading in (
+        "Reward",
+        "Staleness and publish lag",
+        "Who did what: the whole run",
+        "Who did what: 10 steps in the middle",
+        "Where the time went",
+        "Other metrics",
+        "Rows",
+        "Workers",
+        "Summary",
+        "What happened",
+    ):
+        assert heading in page.text
+    assert page.tags["svg"] == 6
+    assert page.tags["table"] == 4
+    assert page.open == []
+    for words in ("mean of the last 20 steps", "oldest token of the step", "publish lag", "gradient norm", "failed"):
+        assert words in page.text
+
+
+def test_kinds_have_a_legend_and_colours_of_their_own(whole: Path, page: Page) -> None:
+    gantt = next(svg for svg in svgs(whole) if "over the whole run" in svg)
+    colours = re.findall(r"fill: (#[0-9a-f]{6}|var\(--idle\))", gantt)
+    assert {"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "var(--idle)"} <= set(colours)
+    for kind in ("generate", "train", "reward", "publish", "load", "wait"):
+        assert re.search(rf">{kind}</text>", gantt)
+    for worker in ("rollout-0", "train-0", "reward-0"):
+        assert re.search(rf">{worker}</text>", gantt)
+
+
+def test_the_zoom_names_the_versions_at_work(whole: Path) -> None:
+    zoom = next(svg for svg in svgs(whole) if "during some steps" in svg)
+    versions = [int(v) for v in re.findall(r">v(\d+)</text>", zoom)]
+    assert len(versions) > 15
+    assert max(versions) - min(versions) <= 12
+
+
+def svgs(run_dir: Path) -> list[str]:
+    return re.findall(r"<svg.*?</svg>", (run_dir / "report.html").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_pictures_are_well_formed_and_do_not_share_ids(whole: Path, page: Page) -> None:
+    for svg in svgs(whole):
+        root = ElementTree.fromstring(svg)
+        assert root.get("viewBox")
+        assert root.get("width") is None
+    assert [name for name, count in page.ids.items() if count > 1] == []
+    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
+
+
+def test_nothing_is_fetched_and_nothing_runs(whole: Path, page: Page) -> None:
+    html = (whole / "report.html").read_text(encoding="utf-8")
+    assert all(link.startswith("#") for link in page.links)
+    assert not page.tags["script"] + page.tags["link"] + page.tags["img"]
+    assert "@import" not in html
+    assert set(re.findall(r"https?://[^\s\"<]+", html)) <= {
+        "http://www.w3.org/1999/xlink",
+        "http://www.w3.org/2000/svg",
+    }
+    assert len(html) < 1_500_000
+
+
+def test_the_figures_are_those_of_the_summary(page: Page) -> None:
+    assert "300 of 300 steps in 4:11 · model runs/demo/model · seed 0" in page.text
+    assert "0.871 from 0.104" in page.text
+    assert "Balanced: 19,264 rows were put, and each ended in exactly one state." in page.text
+    assert "consumed 18,600 96.6%" in page.text
+    assert "filtered 600 3.1% no gradient (600)" in page.text
+    assert "cancelled 64 0.3% over-supply at the end (64)" in page.text
+    assert "rollout-0 stopped 1 9" in page.text, "one restart, busy more than 90%"
+    assert "rollout-0 failed: killed by signal 9" in page.text
+    assert "64 rows given back to rollout: rollout-0 died" in page.text
+
+
+def test_a_torn_last_line_is_counted(page: Page) -> None:
+    assert "1 line of events.jsonl could not be read" in page.text
+
+
+def test_it_is_written_again_in_place(whole: Path) -> None:
+    first = (whole / "report.html").read_bytes()
+    assert write_report(whole).read_bytes() == first
+    assert sorted(p.name for p in whole.iterdir()) == ["events.jsonl", "report.html", "summary.json"]
+
+
+def test_events_of_a_newer_sdk_are_skipped_and_counted(tmp_path: Path) -> None:
+    newer = b'{"event":"teleported","time_s":1}\n\xff\xfe\n[]\n\n{"event":"note","time_s":1,"text":"x","more":1}\n'
+    record = read_record(write_run(tmp_path, synthetic_run(3, None), None, newer))
+    assert record.skipped == 3
+    assert isinstance(record.events[-1], Note)
+    assert len(record.steps) == 3
+
+
+def test_a_step_whose_loss_became_nan_is_kept(tmp_path: Path) -> None:
+    # given: JSON has no NaN, msgspec writes null
+    events = synthetic_run(5, None)
+    at = next(i for i, e in enumerate(events) if isinstance(e, StepTrained) and e.step == 2)
+    step = events[at]
+    assert isinstance(step, StepTrained)
+    events[at] = msgspec.structs.replace(step, metrics={**step.metrics, "loss": float("nan")})
+
+    page = report(tmp_path / "run", events, None)
+    record = read_record(tmp_path / "run")
+
+    assert (len(record.steps), record.skipped) == (5, 0)
+    assert [value == value for value in record.metric("loss")] == [True, True, False, True, True]
+    assert "loss" in page.text
+
+
+def test_a_run_that_was_killed(tmp_path: Path) -> None:
+    page = report(tmp_path / "run", synthetic_run()[:900], None, b'{"eve')
+    assert "There is no summary.json: the run is still going on, or was killed." in page.text
+    assert "Balance unknown" in page.text
+    assert "consumed" in page.text
+    assert page.tags["svg"] == 6
+
+
+def test_a_summary_that_cannot_be_read(tmp_path: Path) -> None:
+    write_run(tmp_path, synthetic_run(3, None))
+    (tmp_path / "summary.json").write_text('{"status": "comp')
+    assert "summary.json could not be read" in Page(write_report(tmp_path).read_text()).text
+
+
+def test_a_failed_run_says_why_and_that_rows_are_missing(tmp_path: Path) -> None:
+    summary: dict[str, object] = {
+        "status": "failed",
+        "error": "worker train-0 failed\nValueError: nan",
+        "steps": 12,
+        "steps_wanted": None,
+        "reward_first": None,
+        "rows": {"consumed": 90, "failed": 4},
+        "rows_put": 100,
+        "balanced": False,
+    }
+    page = report(tmp_path / "run", synthetic_run(12, None), summary)
+    assert "ValueError: nan" in page.text
+    assert "NOT BALANCED: 100 rows were put, 94 ended; 6 never ended." in page.text
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_run_of_hardly_any_steps(tmp_path: Path, steps: int) -> None:
+    events = synthetic_run(steps, None) if steps else synthetic_run(1, None)[:7]
+    page = report(tmp_path / "run", events, None)
+    assert ("No step was trained." in page.text) == (steps == 0)
+    assert ("Who did what: one step" in page.text) == (steps == 2)
+
+
+def test_a_run_without_a_single_event(tmp_path: Path) -> None:
+    assert "No step was trained." in report(tmp_path / "run", [], None).text
+
+
+def test_names_and_messages_are_text_never_markup(tmp_path: Path) -> None:
+    evil = '<script>alert("1")</script>$x_1$ & 工人'
+    events = [
+        msgspec.structs.replace(e, worker=evil) if e.worker == "train-0" else e for e in synthetic_run(30, None)
+    ]
+    events.append(Span(time_s=START_S + 3, worker="w", kind="<i>odd</i>", seconds=5))
+    events.append(Note(time_s=START_S + 4, text="</style><script>2</script>", level="error", worker="<b>"))
+    events.append(WorkerState(time_s=START_S + 4, worker="x", state="failed", detail="<img src=x onerror=y>"))
+
+    page = report(tmp_path / "a<b>c", events, {"status": "<u>", "model": "<img src=x>", "error": "</p>", "rows": {}})
+
+    assert not page.tags["script"] + page.tags["img"] + page.tags["b"] - 6 + page.tags["u"]
+    assert page.open == []
+    assert evil in page.text
+    assert "<i>odd</i>" in page.text
+    assert "a<b>c" in page.text
+    assert "<img src=x onerror=y>" in page.text
+
+
+def test_many_workers_stay_legible_and_small(tmp_path: Path) -> None:
+    one = synthetic_run(60, None)
+    events = list(one)
+    for i in range(1, 33):
+        events += [msgspec.structs.replace(e, worker=f"rollout-{i}") for e in one if e.worker == "rollout-0"]
+    page = report(tmp_path / "run", events, None)
+    assert (tmp_path / "run" / "report.html").stat().st_size < 1_500_000
+    assert page.text.index("rollout-2 ") < page.text.index("rollout-10 ")
+
+
+def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no events\.jsonl: give the directory of a run"):
+        write_report(tmp_path)
+
+
+def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", synthetic_run(2, None))
+    (run_dir / "report.html").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be written to .*report\.html"):
+        write_report(run_dir)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", synthetic_run(2, None))
+    program = (
+        "import sys, pathlib; sys.modules['matplotlib'] = None\n"
+        "from asyncflow_sdk.cli.report import write_report\n"
+        "write_report(pathlib.Path(sys.argv[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(run_dir)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("asyncflow_sdk.errors.PluginError: the report page needs matplotlib")
+    assert last.endswith("pip install 'asyncflow-sdk[report]'")
+    assert not (run_dir / "report.html").exists()
