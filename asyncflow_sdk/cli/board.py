@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -33,6 +34,11 @@ TRAILING = 20
 RATE_WINDOW_S = 30.0
 _GONE = ("stopped", "failed")
 _WORKERS_KEPT = 256
+
+
+def by_name(name: str) -> list[tuple[int, str]]:
+    """Sorting key that counts: rollout-2 before rollout-10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 class Curve:

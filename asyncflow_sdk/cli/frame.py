@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
-from .board import Board, Worker
+from .board import Board, Worker, by_name
 
 STATES = ("waiting", "ready", "selected", "leased", "done")
 _WIDE, _ROWS_WIDTH = 128, 57
@@ -164,7 +164,7 @@ def _wrapped(parts: Sequence[str], width: int) -> list[str]:
 def _workers(board: Board, now_s: float, width: int, room: int) -> list[list[Cell]]:
     names = [*board.workers, *(name for name in board.waiting if name not in board.workers)]
     # Who needs attention comes first, so that it is not what is cut off.
-    names.sort(key=lambda n: (_calm(board.workers.get(n, Worker()).state), n))
+    names.sort(key=lambda n: (_calm(board.workers.get(n, Worker()).state), by_name(n)))
     shown = names if len(names) <= room - 1 else names[: max(room - 2, 1)]
     first = min(max([_LABEL + 2, *(cell_len(n) + 4 for n in shown)]), 28, max(width // 3, 13))
     lines: list[list[Cell]] = [

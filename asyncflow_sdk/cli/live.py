@@ -9,6 +9,7 @@ not more than one in ten seconds. Warnings, errors and what happens to workers i
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -104,7 +105,8 @@ class LiveView:
             self._draw()
         finally:
             # Also after a second Ctrl-C in the lines above: this is what gives the cursor back.
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.stop()
 
     def lines(self) -> list[Text]:
         """The picture as it would be drawn now."""
@@ -130,7 +132,8 @@ class LiveView:
         try:
             while self._messages:
                 text, style = self._messages.popleft()
-                self._console.print(Text(text, style=style))
+                lines = [printable(line) for line in text.splitlines()]
+                self._console.print(Text("\n".join(lines), style=style))
             self._live.update(Group(*self.lines()), refresh=True)
         except (OSError, ValueError):
             self._muted = True  # the terminal went away; the run goes on

@@ -10,7 +10,6 @@ know. Neither stops the reading: such lines are counted in ``skipped``, the rest
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ import msgspec
 
 from ..errors import ConfigError
 from ..types.events import Event, Span, StepTrained, WorkerState
-from .board import Board
+from .board import Board, by_name
 
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
@@ -72,11 +71,6 @@ class Record:
     def metric(self, name: str) -> list[float]:
         """A metric, one value a step; nan where a step lacks it."""
         return [step.metrics.get(name, math.nan) for step in self.steps]
-
-
-def by_name(name: str) -> list[tuple[int, str]]:
-    """Sorting key that counts: rollout-2 before rollout-10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def read_record(run_dir: Path) -> Record:

@@ -6,6 +6,7 @@ from ..errors import ConfigError, Ended
 from ..types import events as ev
 from . import commands as cmd
 from .intake import Intake
+from .rows import NONE
 from .state import MAX_NUMBER, Session
 
 
@@ -38,7 +39,7 @@ class Versioning(Intake):
         return cmd.Done()
 
     def _await_version(self, session: Session, command: cmd.AwaitVersion) -> cmd.Reply | None:
-        if self.version <= command.after:
+        if self.version <= max(command.after, NONE):
             if self.ended and all(self._exhausted(t) for t in self.tasks.values() if t.spec.admits):
                 raise Ended("no rollout will need another version")
             return None

@@ -225,6 +225,8 @@ class Producer:
 
     async def _complete(self, work: _Work) -> None:
         rows, work.done = work.done, deque()
+        if not rows:
+            return  # they went with an earlier command, sent while this one was due
         index = [i for i, _ in rows]
         done = [c for _, c in rows]
         ids = Ragged.of([np.asarray(c.token_ids, np.int32) for c in done])

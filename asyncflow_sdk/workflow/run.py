@@ -20,8 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-import msgspec
-
 from ..errors import AsyncFlowError, ConfigError, Ended, WorkerFailed
 from ..interfaces import TRAIN_COLUMNS
 from ..ledger import Audit
@@ -160,10 +158,6 @@ class Run:
     def _launch(self, spec: Rollout | Stage | Train, role: str, job: RolloutJob | StageJob | TrainJob) -> Worker:
         name = self._name(role)
         config = WorkerConfig(name, self.address, job, [os.path.abspath(entry or ".") for entry in sys.path])
-        try:
-            msgspec.json.encode(config)
-        except TypeError as error:
-            raise ConfigError(f"worker {name!r}: options travel as JSON, and one does not fit: {error}") from None
         log = (self.directory or Path(".")) / "logs" / f"{name}.log"
         self._workers.append(LocalProcess(config, spec.place, log, self._report, self.fail, self._changed.set))
         return self._workers[-1]

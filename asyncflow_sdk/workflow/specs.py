@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..errors import ConfigError
 from ..interfaces import TRAIN_COLUMNS
 from ..ledger import TaskSpec
@@ -54,7 +56,7 @@ class Rollout:
             raise ConfigError(f"group_size and replicas must be 1 or more, not {group_size} and {replicas}")
         self.engine, self.model, self.group_size, self.replicas = engine, str(model), group_size, replicas
         self.sampling = sampling or Sampling()
-        self.prompt, self.options = prompt, options
+        self.prompt, self.options = prompt, _plain(engine, options)
         self.place = Place(python=python, env=dict(env or {}), max_restarts=max_restarts)
         file = Path(tokenizer if tokenizer is not None else model or "-")
         file = file / "tokenizer.json" if file.suffix != ".json" else file
@@ -130,12 +132,28 @@ class Train:
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        self.engine, self.model, self.options = engine, str(model), options
+        self.engine, self.model, self.options = engine, str(model), _plain(engine, options)
         self.algorithm = algorithm if algorithm is not None else GRPO()
         self.place = Place(python=python, env=dict(env or {}), max_restarts=0)
 
     def declare(self, batch_rows: int) -> TaskSpec:
         return TaskSpec(name=self.task, needs=TRAIN_COLUMNS, batch_rows=batch_rows, lease_s=3600.0)
+
+
+def _plain(engine: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options travel to the worker as JSON: paths become text, and what does not fit is named."""
+    for name, value in options.items():
+        try:
+            options[name] = msgspec.json.decode(msgspec.json.encode(value, enc_hook=_path))
+        except TypeError as error:
+            raise ConfigError(f"engine {engine!r}, option {name!r}: options travel as JSON, and {error}") from None
+    return options
+
+
+def _path(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} has no such form")
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:

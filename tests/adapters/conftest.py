@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,7 @@ def write_model(folder: Path, seed: int = 0, **options: Any) -> str:
             initializer_range=0.2,  # far from uniform, so that drawing and cutting have something to show
             pad_token_id=0,
             bos_token_id=1,
-            eos_token_id=2,
-            **{"tie_word_embeddings": False} | options,
+            **{"tie_word_embeddings": False, "eos_token_id": 2} | options,
         )
         Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -126,6 +125,24 @@ def collect(engine: TransformersEngine, requests: list[Request]) -> list[list[Co
 @pytest.fixture(scope="session")
 def generate() -> Callable[[TransformersEngine, list[Request]], list[list[Completion]]]:
     return collect
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for what happens in the decode thread."""
+    while not condition():  # noqa: ASYNC110 - the thread tells nobody
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(scope="session")
+def busy() -> Callable[[TransformersEngine], Awaitable[None]]:
+    """Waits until an engine decodes something."""
+    return lambda engine: until(lambda: engine._thread._decoder.rows)
+
+
+@pytest.fixture(scope="session")
+def idle() -> Callable[[TransformersEngine], Awaitable[None]]:
+    """Waits until an engine decodes nothing."""
+    return lambda engine: until(lambda: not engine._thread._decoder.rows)
 
 
 @pytest.fixture(scope="session")

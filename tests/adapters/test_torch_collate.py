@@ -79,6 +79,11 @@ GOOD: dict[str, Any] = {
 }
 
 
+def _check(batch: Batch) -> None:
+    check_tokens(batch, vocabulary=43, context=9)
+    check_training(batch)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -95,15 +100,11 @@ GOOD: dict[str, Any] = {
     ],
 )
 def test_rows_that_cannot_be_trained_on_are_refused_by_id(change: dict[str, Any], message: str) -> None:
-    batch = Batch.of(GOOD | change)
     with pytest.raises(SchemaError, match=message):
-        check_tokens(batch, vocabulary=43, context=9)
-        check_training(batch)
+        _check(Batch.of(GOOD | change))
 
 
 def test_good_rows_pass_and_an_empty_batch_does_not() -> None:
-    batch = Batch.of(GOOD)
-    check_tokens(batch, vocabulary=43, context=9)
-    check_training(batch)
+    _check(Batch.of(GOOD))
     with pytest.raises(SchemaError, match="no rows"):
-        check_tokens(batch.take([]), vocabulary=43, context=9)
+        _check(Batch.of(GOOD).take([]))

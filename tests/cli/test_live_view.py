@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pty
 import re
@@ -55,8 +56,7 @@ def test_a_pipe_gets_a_line_every_ten_steps_and_ten_seconds() -> None:
     assert steps == sorted(set(steps))
     assert steps[-1] == 300
     assert 15 < len(lines) <= 31
-    between = list(zip(lines[:-1], lines[1:-1], strict=False))
-    assert all(seconds(later) - seconds(earlier) >= 9 for earlier, later in between)
+    assert all(seconds(later) - seconds(earlier) >= 9 for earlier, later in itertools.pairwise(lines[:-1]))
     assert re.search(
         r"reward 0\.\d{3} \(mean of 20: 0\.\d{3}\)  staleness \d\.\d\d \(max 1\)  lag \d  \d+ tokens/s  left ",
         lines[len(lines) // 2],
@@ -108,6 +108,11 @@ def test_what_a_worker_wrote_cannot_drive_the_terminal() -> None:
     board.add(Status(time_s=0, rows={"a\x1bb": {"ready": 1}}, ended={}, waiting={"w\x1b": "x\x1b\ny"}))
     drawn = frame(board, title="t\x1b", now_s=1, width=80, height=24)
     assert not any("\x1b" in line.plain for line in drawn)
+    console = terminal()
+    with LiveView(1, "demo", console) as view:
+        view(evil)
+    assert "[2Jgone" in written(console)
+    assert "\x1b[2J" not in written(console)
 
 
 def test_a_pipe_whose_reader_left_does_not_stop_the_run() -> None:
@@ -226,6 +231,7 @@ def test_a_terminal_that_vanishes_does_not_stop_the_run() -> None:
             raise OSError(5, "Input/output error")
 
         view._live.update = gone  # type: ignore[union-attr, method-assign, assignment]
+        view._live.stop = gone  # type: ignore[union-attr, method-assign]
         for event in synthetic_run(5, None):
             view(event)
     assert view.board.done == 5

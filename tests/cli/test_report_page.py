@@ -239,7 +239,7 @@ def test_names_and_messages_are_text_never_markup(tmp_path: Path) -> None:
 
     page = report(tmp_path / "a<b>c", events, {"status": "<u>", "model": "<img src=x>", "error": "</p>", "rows": {}})
 
-    assert not page.tags["script"] + page.tags["img"] + page.tags["b"] - 6 + page.tags["u"]
+    assert [tag for tag in ("script", "img", "u") if page.tags[tag]] == []
     assert page.open == []
     assert evil in page.text
     assert "<i>odd</i>" in page.text

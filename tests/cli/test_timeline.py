@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,7 +31,7 @@ def span(kind: str, start: float, end: float, version: int = -1) -> Span:
 @given(SPANS)
 def test_pieces_cover_exactly_what_the_spans_cover(spans: list[Span]) -> None:
     pieces = flatten(spans)
-    assert all(a.end <= b.start for a, b in zip(pieces[:-1], pieces[1:], strict=True))
+    assert all(a.end <= b.start for a, b in itertools.pairwise(pieces))
     for tick in range(8 * 15):
         moment = (tick + 0.5) / 8
         kinds = {s.kind for s in spans if s.time_s <= moment < s.time_s + s.seconds}

@@ -480,7 +480,7 @@ class Naive:
         self.loaded[session] = c.version
 
     def _awaitversion(self, session: int, c: cmd.AwaitVersion, outcome: Any) -> None:
-        if self.version > c.after:
+        if self.version > max(c.after, -1):
             new = self.published[-1]
             self._is(
                 outcome,

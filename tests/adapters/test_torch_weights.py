@@ -1,0 +1,184 @@
+"""Loading weights into a rollout engine: all of a version, or nothing of it, or an engine that says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncflow_sdk.errors import EngineError, WeightError, WeightMismatch
+from asyncflow_sdk.interfaces import Request
+from asyncflow_sdk.types import Sampling
+from asyncflow_torch.policy import named_weights
+from asyncflow_torch.rollout import TransformersEngine
+
+Make = Callable[..., TransformersEngine]
+REQUEST = Request(np.array([5, 6], np.int32), Sampling(max_tokens=12, temperature=0), n=1)
+
+
+def _weights(engine: Any) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in named_weights(engine._model)}
+
+
+def _moved(weights: dict[str, Any]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: t + torch.randn(t.shape, generator=generator) for name, t in weights.items()}
+
+
+def test_a_version_is_loaded_whole_and_generated_from(
+    tiny: str, rollout: Make, generate: Any, make_update: Any, trainer: Any, batch: Any
+) -> None:
+    # given a trainer that has moved on
+    engine, train = rollout(tiny), trainer(lr=0.01)
+    before = generate(engine, [REQUEST])
+    train.train_step(batch)
+    weights = dict(train.named_weights())
+
+    # when
+    taken = asyncio.run(engine.load_weights(make_update(weights)))
+
+    # then every name is taken, every bit is there, and the engine generates differently
+    assert taken == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in _weights(engine).items())
+    after = generate(engine, [REQUEST])
+    assert (after[0][0].token_ids.tolist(), after[0][0].logprobs.tolist()) != (
+        before[0][0].token_ids.tolist(),
+        before[0][0].logprobs.tolist(),
+    )
+
+
+def test_a_version_that_does_not_fit_is_refused_by_name_and_nothing_is_written(
+    tiny: str, rollout: Make, make_update: Any
+) -> None:
+    # given a version wrong in four ways
+    engine = rollout(tiny)
+    old = _weights(engine)
+    new = _moved(old)
+    new["model.norm.weight"] = torch.zeros(63)
+    new["lm_head.weight"] = new["lm_head.weight"].to(torch.bfloat16)
+    new["model.layers.7.mlp.weight"] = torch.zeros(2)
+    del new["model.layers.1.mlp.up_proj.weight"]
+
+    # when
+    with pytest.raises(WeightMismatch) as caught:
+        asyncio.run(engine.load_weights(make_update(new, version=9)))
+
+    # then the message lists all four, and the model is what it was to the bit
+    message = str(caught.value)
+    assert "version 9 does not fit" in message
+    assert "model.norm.weight: the version has float32[63], the model float32[64]" in message
+    assert "lm_head.weight: the version has bfloat16[43, 64], the model float32[43, 64]" in message
+    assert "model.layers.7.mlp.weight: the model has no such weight" in message
+    assert "model.layers.1.mlp.up_proj.weight: missing from the version" in message
+    assert message.count("\n") == 4
+    assert all(torch.equal(tensor, old[name]) for name, tensor in _weights(engine).items())
+
+
+def test_after_a_load_that_broke_off_the_engine_refuses_until_a_version_is_whole(
+    tiny: str, rollout: Make, generate: Any, make_update: Any
+) -> None:
+    # given an update that is not what its manifest promised, half-way
+    engine = rollout(tiny)
+    old = _weights(engine)
+    bad = _moved(old)
+    bad["model.norm.weight"] = torch.zeros(1)
+
+    # when
+    with pytest.raises(WeightError, match=r"written in part: .*model\.norm\.weight is float32\[1\]"):
+        asyncio.run(engine.load_weights(make_update(bad, promised=old)))
+
+    # then nothing is generated from the mixture
+    with pytest.raises(EngineError, match="mixture"):
+        generate(engine, [REQUEST])
+
+    # and a whole version mends it
+    assert asyncio.run(engine.load_weights(make_update(old))) == old.keys()
+    assert generate(engine, [REQUEST])[0][0].token_ids.size
+
+
+def test_an_update_that_ends_early_is_a_mixture(tiny: str, rollout: Make, make_update: Any) -> None:
+    engine = rollout(tiny)
+    old = _weights(engine)
+    short = dict(list(old.items())[:-1])
+    with pytest.raises(WeightError, match=r"did not bring lm_head\.weight"):
+        asyncio.run(engine.load_weights(make_update(short, promised=old)))
+
+
+def test_loading_is_refused_while_something_runs_and_possible_after_an_abort(
+    endless: str, rollout: Make, make_update: Any, busy: Any
+) -> None:
+    engine = rollout(endless)
+    weights = _moved(_weights(engine))
+
+    async def scenario() -> set[str]:
+        # given a request that runs
+        request = Request(np.array([5], np.int32), Sampling(max_tokens=127), n=8)
+        running = asyncio.ensure_future(anext(engine.generate(request)))
+        await busy(engine)
+        # when / then
+        with pytest.raises(EngineError, match="while 1 requests are running"):
+            await engine.load_weights(make_update(weights))
+        running.cancel()
+        await asyncio.wait([running])
+        return set(await engine.load_weights(make_update(weights)))
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 30)) == weights.keys()
+
+
+def test_a_cancelled_load_ends_before_the_caller_may_release_the_update(
+    tiny: str, rollout: Make, make_update: Any
+) -> None:
+    # given an update whose tensors come one by one, the caller cancelling at the first
+    engine = rollout(tiny)
+    weights = _moved(_weights(engine))
+    update = make_update(weights)
+    read = 0
+
+    async def scenario() -> int:
+        loop = asyncio.get_running_loop()
+
+        def tensors() -> Any:
+            nonlocal read
+            for item in weights.items():
+                read += 1
+                if read == 1:
+                    loop.call_soon_threadsafe(loading.cancel)
+                yield item
+
+        type(update).__iter__, before = lambda _self: tensors(), type(update).__iter__
+        try:
+            loading = asyncio.ensure_future(engine.load_weights(update))
+            # when
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+            return read
+        finally:
+            type(update).__iter__ = before
+
+    # then the error comes when all are read
+    assert asyncio.run(asyncio.wait_for(scenario(), 30)) == len(weights)
+
+
+def test_tied_weights_are_one_weight_under_either_name(tied: str, rollout: Make, make_update: Any) -> None:
+    # given a model whose output layer is its embedding
+    engine = rollout(tied)
+    weights = _moved(_weights(engine))
+    assert "model.embed_tokens.weight" in weights
+    assert "lm_head.weight" not in weights
+
+    # when it comes under its second name
+    renamed = {n.replace("model.embed_tokens", "lm_head"): t for n, t in weights.items()}
+    assert asyncio.run(engine.load_weights(make_update(renamed))) == renamed.keys()
+
+    # then it is in both places
+    assert torch.equal(engine._model.lm_head.weight, weights["model.embed_tokens.weight"])
+    assert torch.equal(engine._model.model.embed_tokens.weight, weights["model.embed_tokens.weight"])
+
+    # and a version that has it twice is refused
+    both = weights | {"lm_head.weight": torch.zeros_like(engine._model.lm_head.weight)}
+    with pytest.raises(WeightMismatch, match=r"lm_head\.weight: comes twice"):
+        asyncio.run(engine.load_weights(make_update(both)))

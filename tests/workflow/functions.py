@@ -1,0 +1,33 @@
+"""Stage functions that worker processes can import."""
+
+import math
+import time
+
+
+def length(response_ids):
+    return [float(len(row)) for row in response_ids]
+
+
+def slow_length(response_ids):
+    time.sleep(0.05)
+    return length(response_ids)
+
+
+def raises(response_ids):
+    raise KeyError("no such answer")
+
+
+def nan(response_ids):
+    return [math.nan for _ in response_ids]
+
+
+def too_few(response_ids):
+    return [1.0]
+
+
+def doubled(reward):
+    return [2 * float(value) for value in reward]
+
+
+def two_columns(response_ids):
+    return {"reward": [1.0 for _ in response_ids], "note": ["ok" for _ in response_ids]}

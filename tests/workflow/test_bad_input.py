@@ -1,0 +1,94 @@
+"""What users get wrong: a clear error before anything starts, or at once when it happens, with the data kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import echo_workflow
+from functions import length, nan, raises, too_few
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError, PluginError, WorkerFailed
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout": {"group_size": 1}}, "group_size is 1.*use groups of 2 or more"),
+        ({"batch_size": 18}, "no number of groups of 4 fills a batch of 18 rows; use batch_size=16"),
+        ({"batch_size": 2}, "no number of groups of 4 fills a batch of 2 rows; use batch_size=4"),
+        ({"steps": 0}, "steps must be 1 or more"),
+        ({"prompts": []}, "the data set is empty"),
+        ({"prompts": {"prompt_ids": af.Ragged.of([])}}, "the data set is empty"),
+        ({"prompts": {"question": ["a"]}}, "no column 'prompt_ids'; it has: question"),
+        ({"prompts": [{"prompt_ids": [1]}, {"prompt_id": [1]}]}, "record 1 differs from the first in its columns"),
+        ({"rollout": {"model": "/no/such/folder"}}, "'/no/such/folder' is no model folder: it has no config.json"),
+        ({"reward": af.Stage(length, needs=["answer"], task="reward")}, "'reward' needs 'answer'.*There are"),
+        ({"reward": af.Stage(length, task="reward", gives=["score"])}, "training needs \\['reward'\\]"),
+        ({"reward": af.Stage(length, task="train", gives=["reward"])}, "two tasks have the same name"),
+        ({"rollout": {"prompt": "prompt"}, "prompts": ["a"]}, "has no\n? ?tokenizer.json"),
+        ({"rollout": {"replicas": 0}}, "replicas must be 1 or more"),
+        ({"rollout": {"delay_s": object()}}, "options travel as JSON"),
+    ],
+)
+def test_refused_before_anything_starts(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        echo_workflow(**changes).run(tmp_path / "run")
+
+
+def test_an_unknown_engine_lists_the_known_ones() -> None:
+    with pytest.raises(PluginError, match=r"no rollout adapter is named 'vlm'; installed: .*echo"):
+        af.Workflow(
+            prompts={"prompt_ids": [[1]]}, rollout=af.Rollout("vlm", prompt="prompt_ids"), reward=length,
+            train=af.Train("echo"), batch_size=8, steps=1,
+        )  # fmt: skip
+
+
+def test_a_prompt_that_does_not_fit_the_context_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))
+
+    with pytest.raises(ConfigError, match=r"prompt 1 has 12 tokens, and 1 of 2 prompts do not fit.*context is 16"):
+        echo_workflow(
+            prompts={"prompt_ids": [[1], [1] * 12]}, rollout={"model": tmp_path, "sampling": af.Sampling(max_tokens=8)}
+        )
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (raises, r"raises\(\) raised KeyError: 'no such answer' \(called with response_ids of row"),
+        (nan, r"nan\(\) returned nan for row \d+, given"),
+        (too_few, r"too_few\(\) returned 1 values for"),
+    ],
+)
+@pytest.mark.parametrize("local", [False, True])
+def test_a_wrong_reward_function_ends_the_run_at_once(tmp_path: Path, reward: Any, message: str, local: bool) -> None:
+    function = (lambda response_ids: reward(response_ids)) if local else reward
+    with pytest.raises(WorkerFailed, match=message.replace(reward.__name__, ".*") if local else message):
+        echo_workflow(reward=af.Stage(function, task="reward", needs=["response_ids"])).run(tmp_path / "run")
+
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["balanced"]
+    assert summary["rows_put"] > 0
+
+
+def test_an_option_the_engine_does_not_have_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"engine 'echo': .*'delay'; it takes: .*delay_s"):
+        echo_workflow(train={"delay": 1}).run(tmp_path / "run")
+
+
+def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot start '/no/python'"):
+        echo_workflow(rollout={"python": "/no/python"}).run(tmp_path / "run")
+
+
+def test_prompts_from_a_file_name_the_bad_line(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"prompt_ids": [1, 2]}\n{"prompt_ids": [3]\n')
+
+    with pytest.raises(ConfigError, match=r"data.jsonl, line 2: not a JSON object"):
+        echo_workflow(prompts=str(file))
+    file.write_text('{"prompt_ids": [1, 2]}\n\n{"prompt_ids": [3]}\n')
+    assert echo_workflow(prompts=file).data.rows == 2

@@ -1,0 +1,141 @@
+"""Processes that die at the worst moment: the run finishes by itself, or says who died and why."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import alive, echo_workflow, segments, trained_rows, until
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import WorkerFailed
+from asyncflow_sdk.types.events import Event, LeaseReturned, StepTrained, WorkerState
+
+
+class Killer:
+    """Kills a worker each time training reaches one of the given steps."""
+
+    def __init__(self, worker: str, at: list[int]) -> None:
+        self.worker, self.at, self.pid, self.killed = worker, list(at), 0, 0
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, WorkerState) and event.worker == self.worker and event.state == "ready":
+            self.pid = event.pid
+        if isinstance(event, StepTrained) and self.at and event.step >= self.at[0] and self.pid:
+            self.at.pop(0)
+            os.kill(self.pid, signal.SIGKILL)
+            self.pid, self.killed = 0, self.killed + 1
+
+
+@pytest.mark.parametrize("worker", ["rollout-0", "reward-0"])
+def test_a_killed_worker_is_started_again_and_the_books_balance(tmp_path: Path, worker: str) -> None:
+    killer = Killer(worker, at=[8, 20])
+
+    result = echo_workflow(steps=40, train={"delay_s": 0.02}).run(tmp_path / "run", on_event=killer)
+
+    assert killer.killed == 2
+    rows = trained_rows(tmp_path / "run")
+    assert len(rows) == len(set(rows)) == 40 * 16
+    assert result.summary["balanced"]
+    assert result.summary["rows"]["consumed"] == 40 * 16
+    assert af.staleness_of(tmp_path / "run").values.max() <= 1
+    restarts = [e for e in killer.events if isinstance(e, WorkerState) and e.state == "restarting"]
+    assert [e.worker for e in restarts] == [worker] * 2
+    assert "SIGKILL" in restarts[0].detail
+
+
+def test_one_of_two_replicas_dies_and_its_rows_move_on(tmp_path: Path) -> None:
+    killer = Killer("rollout-1", at=[5])
+
+    result = echo_workflow(steps=30, rollout={"replicas": 2, "max_rows": 8, "delay_s": 0.02}).run(
+        tmp_path / "run", on_event=killer
+    )
+
+    assert result.summary["rows"]["consumed"] == 30 * 16
+    returned = [e for e in killer.events if isinstance(e, LeaseReturned) and e.worker]
+    assert all("process ended" in e.reason for e in returned)
+
+
+def test_a_worker_that_keeps_dying_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    killer = Killer("rollout-0", at=list(range(0, 100)))
+
+    with pytest.raises(WorkerFailed, match=r"rollout-0.*killed by SIGKILL after 2 restarts"):
+        echo_workflow(steps=1000, rollout={"max_restarts": 2}).run(tmp_path / "run", on_event=killer)
+
+
+def test_a_trainer_that_fails_ends_the_run_with_its_traceback_and_keeps_the_data(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="told to fail at step 5") as caught:
+        echo_workflow(train={"fail_at": 5}).run(tmp_path / "run")
+
+    assert caught.value.worker == "train-0"
+    assert "Traceback" in caught.value.detail or "RuntimeError" in caught.value.detail
+    assert len(trained_rows(tmp_path / "run")) == 5 * 16
+    summary = (tmp_path / "run" / "summary.json").read_text()
+    assert '"failed"' in summary
+    assert '"balanced": true' in summary
+
+
+def driver(directory: Path, steps: int = 100_000) -> "subprocess.Popen[str]":
+    script = Path(__file__).parent / "driver.py"
+    return subprocess.Popen(
+        [sys.executable, str(script), str(directory), str(steps)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def read_until(process: "subprocess.Popen[str]", start: str) -> list[int]:
+    """Read lines until one starts so; the worker pids told on the way."""
+    pids = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("ready"):
+            pids.append(int(line.split()[2]))
+        if line.startswith(start):
+            return pids
+    raise AssertionError(f"the driver ended early: {process.stderr.read() if process.stderr else ''}")
+
+
+@pytest.mark.parametrize("moment", ["ready reward-0", "step 0", "step 30"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_by_signal_leaves_no_process_and_no_memory(tmp_path: Path, moment: str, number: int) -> None:
+    process = driver(tmp_path / "run")
+    pids = read_until(process, moment)
+
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+
+    assert process.returncode != 0
+    assert "Interrupted" in errors
+    assert not [pid for pid in pids if alive(pid)]
+    assert not segments()
+    assert '"interrupted"' in (tmp_path / "run" / "summary.json").read_text()
+
+
+def test_impatient_ctrl_c_is_as_clean(tmp_path: Path) -> None:
+    process = driver(tmp_path / "run")
+    pids = read_until(process, "step 3")
+
+    for _ in range(5):
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+
+    assert not [pid for pid in pids if alive(pid)]
+    assert not segments()
+
+
+def test_a_killed_driver_takes_its_workers_and_its_memory_with_it(tmp_path: Path) -> None:
+    process = driver(tmp_path / "run")
+    pids = read_until(process, "step 3")
+
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    process.stderr.close()
+
+    until(lambda: not [pid for pid in pids if alive(pid)], "the end of all workers")
+    until(lambda: not segments(), "the removal of shared memory")
