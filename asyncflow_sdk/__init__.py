@@ -10,10 +10,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from .cli.live import LiveView as LiveView
     from .cli.report import write_report as write_report
     from .errors import AsyncFlowError as AsyncFlowError
+    from .errors import ConfigError as ConfigError
+    from .errors import DeadlineExceeded as DeadlineExceeded
+    from .errors import Ended as Ended
+    from .errors import EngineError as EngineError
+    from .errors import Interrupted as Interrupted
+    from .errors import LeaseLost as LeaseLost
+    from .errors import SchemaError as SchemaError
+    from .errors import WorkerFailed as WorkerFailed
     from .interfaces import Capabilities as Capabilities
     from .interfaces import Completion as Completion
     from .interfaces import Request as Request
@@ -38,6 +48,7 @@ if TYPE_CHECKING:
     from .workflow import Train as Train
     from .workflow import Workflow as Workflow
     from .workflow import connect as connect
+    from .workflow import load_prompts as load_prompts
     from .workflow import read_steps as read_steps
     from .workflow import serve as serve
     from .workflow import staleness_of as staleness_of
@@ -45,6 +56,14 @@ if TYPE_CHECKING:
 _WHERE = {
     "AdapterSpec": "plugins",
     "AsyncFlowError": "errors",
+    "EngineError": "errors",
+    "SchemaError": "errors",
+    "ConfigError": "errors",
+    "WorkerFailed": "errors",
+    "Interrupted": "errors",
+    "LeaseLost": "errors",
+    "Ended": "errors",
+    "DeadlineExceeded": "errors",
     "Batch": "types",
     "Capabilities": "interfaces",
     "Completion": "interfaces",
@@ -70,11 +89,11 @@ _WHERE = {
     "Train": "workflow",
     "Workflow": "workflow",
     "connect": "workflow",
+    "load_prompts": "workflow",
     "read_steps": "workflow",
     "serve": "workflow",
     "staleness_of": "workflow",
 }
-__version__ = "0.1.0"
 __all__ = sorted([*_WHERE, "__version__"])
 
 

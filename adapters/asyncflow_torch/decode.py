@@ -60,13 +60,14 @@ class Decoder:
 
     def step(self) -> Finished | None:
         """One token for each row of the wave whose turn it is."""
-        wave = self._waves.popleft()
+        wave = self._waves[0]
+        self._waves.rotate(-1)
         with torch.inference_mode():
             finished = wave.draw(wave.read(self._model), self._ends)
             if 2 * wave.rows < len(wave.lanes):
                 wave.compact()
-        if wave.rows:
-            self._waves.append(wave)
+        if not wave.rows:
+            self._waves.remove(wave)
         return finished
 
     def _joined(self, wave: _Wave) -> bool:

@@ -66,7 +66,7 @@ def _debug(ctx: typer.Context, value: bool) -> None:
 
 def _version(value: bool) -> None:
     if value:
-        from .. import __version__
+        from .._version import __version__
 
         typer.echo(f"asyncflow-sdk {__version__}")
         raise typer.Exit

@@ -58,6 +58,7 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.labelcolor": INK,
     "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.08,
 }
 
 

@@ -69,7 +69,7 @@ def staleness_and_lag(record: Record) -> str:
 
     def draw(figure: Figure) -> None:
         upper, lower = figure.subplots(2, 1)
-        upper.plot(*thin(max_steps, most, np.max), color=_ORANGE, lw=1.4, label="oldest token of the step")
+        upper.plot(*thin(max_steps, most, np.max), color=_ORANGE, lw=3, alpha=0.6, label="oldest token of the step")
         upper.plot(*thin(mean_steps, means), color=ACCENT, lw=1.2, label="mean over tokens")
         upper.set(xlabel="step", ylabel="staleness\n(versions)")
         upper.set_ylim(0, max(1.0, *_at_least_one(most), *_at_least_one(means)) * 1.4)
@@ -193,7 +193,7 @@ def small_multiples(record: Record) -> str:
             axes = figure.add_subplot(rows, columns, i + 1)
             axes.plot(*thin(steps, values), color=ACCENT, lw=0.6, alpha=0.45)
             axes.plot(*thin(steps, trailing(values, TRAILING)), color=ACCENT, lw=1.5)
-            axes.set_title(_SMALL.get(name, name))
+            axes.set_title(_SMALL.get(name, name.replace("_", " ")))
             step_axis(axes, steps, most=5)
             axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
             axes.yaxis.set_major_formatter(FuncFormatter(short))

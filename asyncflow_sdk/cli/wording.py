@@ -50,20 +50,30 @@ def accounting(summary: Mapping[str, Any]) -> tuple[str, str, str]:
         )
     total = sum(ended.values())
     put = total if summary.get("rows_put") is None else summary["rows_put"]
-    if summary["balanced"]:
+    live = summary.get("rows_live") or 0
+    missing = put - total - live
+    if summary["balanced"] and not missing:
+        if live:
+            return (
+                f"Balanced: {put:,} rows were put; {total:,} ended in exactly one state each, and {live:,} were still"
+                " live when the run ended.",
+                _GOOD,
+                "all accounted for",
+            )
         return f"Balanced: {put:,} rows were put, and each ended in exactly one state.", _GOOD, "all accounted for"
-    missing = put - total
     what = f"{missing:,} never ended" if missing > 0 else f"{-missing:,} more ended than were put"
     if not missing:
         what = "the totals agree, but the ledger's audit does not"
-    return f"NOT BALANCED: {put:,} rows were put, {total:,} ended; {what}.", _BAD, "NOT BALANCED"
+    held = f", {live:,} were still live" if live else ""
+    return f"NOT BALANCED: {put:,} rows were put, {total:,} ended{held}; {what}.", _BAD, "NOT BALANCED"
 
 
 def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and value of what a summary holds, the known ones first; rows are told apart."""
-    keys = [key for key in _NAMES if summary.get(key) is not None]
-    keys += [key for key in summary if key not in (*_NAMES, "rows", "balanced") and summary[key] is not None]
-    return [(_NAMES.get(key, key), _text(key, summary[key])) for key in keys]
+    said = {key: _text(key, value) for key, value in summary.items() if value is not None}
+    keys = [key for key in _NAMES if said.get(key)]
+    keys += [key for key, text in said.items() if text and key not in (*_NAMES, "rows", "balanced")]
+    return [(_NAMES.get(key, key.replace("_", " ")), said[key]) for key in keys]
 
 
 def _text(key: str, value: object) -> str:
@@ -75,4 +85,8 @@ def _text(key: str, value: object) -> str:
         if key == "wall_s":
             return duration(value)
         return f"{value:.4g}" if math.isfinite(value) else "–"
+    if isinstance(value, Mapping):
+        return "\n".join(f"{name}: {_text('', item)}" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return "\n".join(_text("", item) for item in value)
     return str(value)

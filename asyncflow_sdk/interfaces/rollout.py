@@ -96,5 +96,10 @@ class RolloutEngine(abc.ABC):
         raises, offers the version loaded before. After it no token may come from an old cache.
         """
 
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds the engine's own threads have spent so far; 0.0 where nobody counts them."""
+        return 0.0
+
     async def close(self) -> None:
         """Free what the engine holds. Called once; nothing is called after it."""

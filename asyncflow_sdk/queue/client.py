@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from .. import __version__
+from .._version import __version__
 from ..errors import ProtocolError, VersionNeeded
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from .. import __version__
+from .._version import __version__
 from ..errors import AsyncFlowError, ProtocolError, SchemaError
 from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd

@@ -1,6 +1,7 @@
 """Runs and workflows: producers, consumers, stages, supervision."""
 
 from .consumer import Consumer
+from .data import load_prompts
 from .producer import Producer
 from .recorder import read_steps, staleness_of
 from .run import Run, connect, serve
@@ -17,6 +18,7 @@ __all__ = [
     "Train",
     "Workflow",
     "connect",
+    "load_prompts",
     "read_steps",
     "serve",
     "staleness_of",

@@ -17,7 +17,7 @@ from ..types import Batch
 Prompts = str | Path | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
-def load_prompts(prompts: Prompts, column: str) -> Batch:
+def load_prompts(prompts: Prompts, column: str = "prompt") -> Batch:
     """A batch with one row a prompt. Takes a list of texts, a list of records, columns by name, or the path of a
     .jsonl file of records. Raises ConfigError for no data and for records without the prompt column."""
     if isinstance(prompts, (str, Path)):

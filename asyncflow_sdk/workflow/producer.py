@@ -81,8 +81,9 @@ class Producer:
         self._finished: dict[int, _Work] = {}
         self._flush_wanted = asyncio.Event()
         self._refused = 0
-        self._requests = 0
+        self._cpu_s = 0.0
         self._failure: BaseException | None = None
+        self._idle_since: float | None = time.monotonic()
 
     async def run(self) -> None:
         """Generate until the stream ends. Raises what the engine raised, and DeadlineExceeded with the reason."""
@@ -129,8 +130,7 @@ class Producer:
         return True
 
     async def _first_of(self, *waits: Awaitable[Any]) -> None:
-        """Wait for one of several things; time in which nothing is generated is shown as waiting."""
-        began, idle = time.monotonic(), not self._running
+        """Wait for one of several things."""
         tasks = [asyncio.ensure_future(wait) for wait in waits]
         done, _ = await asyncio.wait(tasks, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         for task, wait in zip(tasks, waits, strict=True):
@@ -138,8 +138,6 @@ class Producer:
                 task.cancel()
         if not done:
             raise DeadlineExceeded(f"nothing came for {WAIT_S:g} s: no version to load, no row to finish")
-        if idle and time.monotonic() - began > 0.001:
-            self._span("wait", began, time.monotonic() - began)
 
     # ---- generating
 
@@ -153,6 +151,7 @@ class Producer:
             texts = batch.texts(self._prompt)
             prompts = self._text.encode([texts[i] for i in firsts])
         assert self._loaded is not None
+        self._end_wait()
         work = _Work(batch, [], self._loaded, time.monotonic(), groups=len(firsts))
         self._rows += batch.rows
         for first, stop, prompt in zip(firsts, np.append(firsts[1:], batch.rows), prompts, strict=True):
@@ -191,9 +190,10 @@ class Producer:
             work.groups -= 1
             self._rows -= stop - first
             if not work.groups:
+                cpu_s, self._cpu_s = self._engine.cpu_s - self._cpu_s, self._engine.cpu_s
                 self._span(
                     "generate", work.began, time.monotonic() - work.began, rows=work.batch.rows, tokens=work.tokens,
-                    version=work.version,
+                    version=work.version, cpu_s=cpu_s,
                 )  # fmt: skip
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -201,6 +201,8 @@ class Producer:
         if not task.cancelled() and task.exception() is not None and self._failure is None:
             self._failure = task.exception()
             self._swap_wanted.set()
+        if not self._running:
+            self._idle_since = time.monotonic()
         self._room.set()
 
     # ---- completing
@@ -264,6 +266,7 @@ class Producer:
         update, self._staged = self._staged, None
         self._swap_wanted.clear()
         assert update is not None
+        self._end_wait()
         began = time.monotonic()
         try:
             names = await self._engine.load_weights(update)
@@ -271,7 +274,8 @@ class Producer:
         finally:
             update.release()
         self._loaded = update.version
-        self._span("load", began, time.monotonic() - began, version=update.version)
+        self._idle_since = time.monotonic()
+        self._span("load", began, self._idle_since - began, version=update.version)
 
     async def _drain(self) -> None:
         while self._running:
@@ -280,20 +284,15 @@ class Producer:
         if self._failure is not None:
             raise self._failure
 
-    def _span(
-        self, kind: str, began: float, seconds: float, rows: int = 0, tokens: int = 0, version: int = -1
-    ) -> None:
-        self._connection.report(
-            ev.Span(
-                time_s=began,
-                worker=self._connection.name,
-                kind=kind,
-                seconds=seconds,
-                rows=rows,
-                tokens=tokens,
-                version=version,
-            )
-        )
+    def _end_wait(self) -> None:
+        """Something is done again: show the time in which nothing was."""
+        if self._idle_since is not None and (waited := time.monotonic() - self._idle_since) > 0.001:
+            self._span("wait", self._idle_since, waited)
+        self._idle_since = None
+
+    def _span(self, kind: str, began: float, seconds: float, **more: Any) -> None:
+        name = self._connection.name
+        self._connection.report(ev.Span(time_s=began, worker=name, kind=kind, seconds=seconds, **more))
 
     def _note(self, text: str, level: str) -> None:
         self._connection.report(

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from ..errors import AsyncFlowError, ConfigError, Ended, WorkerFailed
+from ..errors import AsyncFlowError, Ended, WorkerFailed
 from ..interfaces import TRAIN_COLUMNS
 from ..ledger import Audit
 from ..plugins import import_path

@@ -150,4 +150,3 @@ def _end_with_driver(directory: Path) -> None:
         pass
     remove_if_ownerless(directory)
     os._exit(0)
-

@@ -130,7 +130,7 @@ def generate() -> Callable[[TransformersEngine, list[Request]], list[list[Comple
 async def until(condition: Callable[[], object]) -> None:
     """Wait for what happens in the decode thread."""
     while not condition():  # noqa: ASYNC110 - the thread tells nobody
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)  # spinning would keep the interpreter's lock from it
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from asyncflow_sdk import __version__
 from asyncflow_sdk.cli import listing
 from asyncflow_sdk.cli.app import app
 from asyncflow_sdk.cli.table import summary_table
+from asyncflow_sdk.cli.wording import accounting
 from asyncflow_sdk.errors import ConfigError, Interrupted, WorkerFailed
 from asyncflow_sdk.plugins import Adapter, AdapterSpec, Registry
 
@@ -268,6 +269,41 @@ def test_the_summary_table_of_a_run_that_failed() -> None:
     )
     assert "[red]no" in text
     assert "NOT BALANCED: 4 rows were put, 3 ended; 1 never ended." in text
+
+
+@pytest.mark.parametrize(
+    ("summary", "text"),
+    [
+        ({"rows": {"consumed": 9}, "rows_put": 9, "balanced": True}, "Balanced: 9 rows were put, and each ended"),
+        (
+            {"rows": {"consumed": 7}, "rows_live": 2, "rows_put": 9, "balanced": True},
+            "Balanced: 9 rows were put; 7 ended in exactly one state each, and 2 were still live",
+        ),
+        (
+            {"rows": {"consumed": 7}, "rows_put": 9, "balanced": True},
+            "NOT BALANCED: 9 rows were put, 7 ended; 2 never",
+        ),
+        (
+            {"rows": {"consumed": 7}, "rows_live": 3, "rows_put": 9, "balanced": False},
+            "NOT BALANCED: 9 rows were put, 7 ended, 3 were still live; 1 more ended than were put",
+        ),
+        (
+            {"rows": {"consumed": 9}, "rows_put": 9, "balanced": False},
+            "the totals agree, but the ledger's audit does not",
+        ),
+        ({}, "Balance unknown"),
+    ],
+)
+def test_balance_is_said_plainly_and_believed_only_if_it_adds_up(summary: dict[str, object], text: str) -> None:
+    assert text in accounting(summary)[0]
+
+
+def test_the_summary_table_of_what_it_was_not_told_of() -> None:
+    text = printed({"reasons": {"filtered: no gradient": 1456}, "warnings": [], "rows_live": 0, "error": None})
+    assert "filtered: no gradient: 1,456" in text
+    assert "rows live" in text
+    assert "warnings" not in text
+    assert "error" not in text
 
 
 def test_the_summary_table_of_nothing_and_of_a_narrow_terminal() -> None:

@@ -7,13 +7,12 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+from naive import Naive
 
 from asyncflow_sdk.errors import AsyncFlowError
 from asyncflow_sdk.ledger import TERMINAL, Ledger
 from asyncflow_sdk.ledger.ready import ReadyQueue
 from asyncflow_sdk.ledger.rows import DONE, LEASED, LIVE, NONE, READY, SELECTED, TASK_STATES, Rows
-
-from naive import Naive
 
 
 def freeze(thing: Any, seen: dict[int, Any] | None = None) -> Any:

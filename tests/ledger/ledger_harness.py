@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from ledger_checks import check_counters, check_no_lost_wakeup, check_same, freeze
+from naive import PARKED, Naive, Parked
+
 from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, LeaseLost, WriteOnceError
 from asyncflow_sdk.ledger import TERMINAL, Ledger, TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger.rows import Rows
 from asyncflow_sdk.types import ColumnSpec
 from asyncflow_sdk.types import events as ev
-
-from ledger_checks import check_counters, check_no_lost_wakeup, check_same, freeze
-from naive import PARKED, Naive, Parked
 
 COLUMN = ColumnSpec("ragged", "int64")
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from functions import length
+
 import asyncflow_sdk as af
 from asyncflow_sdk.types.events import StepTrained, WorkerState
-from functions import length
 
 
 def show(event: object) -> None:

@@ -50,7 +50,8 @@ def test_a_prompt_that_does_not_fit_the_context_is_named(tmp_path: Path) -> None
 
     with pytest.raises(ConfigError, match=r"prompt 1 has 12 tokens, and 1 of 2 prompts do not fit.*context is 16"):
         echo_workflow(
-            prompts={"prompt_ids": [[1], [1] * 12]}, rollout={"model": tmp_path, "sampling": af.Sampling(max_tokens=8)}
+            prompts={"prompt_ids": [[1], [1] * 12]},
+            rollout={"model": tmp_path, "sampling": af.Sampling(max_tokens=8)},
         )
 
 

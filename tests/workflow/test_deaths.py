@@ -56,8 +56,8 @@ def test_one_of_two_replicas_dies_and_its_rows_move_on(tmp_path: Path) -> None:
     )
 
     assert result.summary["rows"]["consumed"] == 30 * 16
-    returned = [e for e in killer.events if isinstance(e, LeaseReturned) and e.worker]
-    assert all("process ended" in e.reason for e in returned)
+    returned = [e for e in killer.events if isinstance(e, LeaseReturned) and "process ended" in e.reason]
+    assert {e.worker for e in returned} <= {"rollout-1"}
 
 
 def test_a_worker_that_keeps_dying_ends_the_run_with_its_name(tmp_path: Path) -> None:
@@ -82,7 +82,10 @@ def test_a_trainer_that_fails_ends_the_run_with_its_traceback_and_keeps_the_data
 def driver(directory: Path, steps: int = 100_000) -> "subprocess.Popen[str]":
     script = Path(__file__).parent / "driver.py"
     return subprocess.Popen(
-        [sys.executable, str(script), str(directory), str(steps)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(script), str(directory), str(steps)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 

@@ -52,7 +52,9 @@ def test_every_trained_row_was_made_by_the_weights_it_names(tmp_path: Path) -> N
 
 def test_two_replicas_share_the_work(tmp_path: Path) -> None:
     events: list[Event] = []
-    echo_workflow(rollout={"replicas": 2, "max_rows": 8, "delay_s": 0.01}, steps=20).run(tmp_path / "run", on_event=events.append)
+    echo_workflow(rollout={"replicas": 2, "max_rows": 8, "delay_s": 0.01}, steps=20).run(
+        tmp_path / "run", on_event=events.append
+    )
 
     who = {event.worker for event in events if isinstance(event, Span) and event.kind == "generate"}
     assert who == {"rollout-0", "rollout-1"}
@@ -60,7 +62,9 @@ def test_two_replicas_share_the_work(tmp_path: Path) -> None:
 
 def test_stages_chain_and_may_give_several_columns(tmp_path: Path) -> None:
     stages = [af.Stage(doubled, gives=["doubled"])]
-    echo_workflow(reward=af.Stage(two_columns, task="reward", gives=["reward", "note"]), stages=stages).run(tmp_path / "run")
+    echo_workflow(reward=af.Stage(two_columns, task="reward", gives=["reward", "note"]), stages=stages).run(
+        tmp_path / "run"
+    )
 
     _, batch = next(iter(af.read_steps(tmp_path / "run")))
     assert set(batch.texts("note")) == {"ok"}
@@ -68,7 +72,9 @@ def test_stages_chain_and_may_give_several_columns(tmp_path: Path) -> None:
 
 def test_a_function_no_process_can_import_runs_in_the_driver(tmp_path: Path) -> None:
     seen = []
-    result = echo_workflow(reward=lambda response_ids: [seen.append(1) or 3.0 for _ in response_ids]).run(tmp_path / "run")
+    result = echo_workflow(reward=lambda response_ids: [seen.append(1) or 3.0 for _ in response_ids]).run(
+        tmp_path / "run"
+    )
 
     assert result.rewards == (3.0, 3.0)
     assert len(seen) == 12 * 16
@@ -82,7 +88,11 @@ def test_the_directory_tells_the_run_again(tmp_path: Path) -> None:
     events = [msgspec.json.decode(line, type=Event) for line in (tmp_path / "run" / "events.jsonl").open("rb")]
     assert [e.version for e in events if isinstance(e, Published)] == list(range(13))
     assert json.loads((tmp_path / "run" / "workflow.json").read_text())["steps"] == 12
-    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"reward-0.log", "rollout-0.log", "train-0.log"}
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {
+        "reward-0.log",
+        "rollout-0.log",
+        "train-0.log",
+    }
     assert json.loads((tmp_path / "run" / "model" / "echo.json").read_text()) == {"steps": 12}
 
 

@@ -1,0 +1,93 @@
+"""The demo's asynchronous run, timed from its own events.
+
+``python -m benchmarks.async_run MODEL STEPS SEED MAX_STALENESS`` prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import asyncflow_sdk as af
+from asyncflow_sdk.types import events as ev
+from asyncflow_torch.demo.run import demo_workflow
+
+FROM_STEP = 10  # what comes before is start-up
+
+
+class Meter:
+    """CPU time of all processes of the run between two steps, and how much of it generate and train calls took.
+
+    Also a live view's work: the demo draws while it trains, so its cost belongs to the run.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.pids = {"driver": os.getpid()}
+        self.record: list[dict[str, float]] = []
+        self.generate_s: list[float] = []
+        self.train_s: list[float] = []
+        self.engine_cpu = self.total_cpu = 0.0
+        self._began: float | None = None
+        self._start_cpu: float | None = None
+        self._last = steps - 1
+        self._view = af.LiveView(
+            steps, "bench", console=Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
+        )
+
+    def __enter__(self) -> Meter:
+        self._view.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._view.__exit__(*exc)
+
+    def __call__(self, event: ev.Event) -> None:
+        self._view(event)
+        if isinstance(event, ev.WorkerState) and event.pid:
+            self.pids[event.worker] = event.pid
+        if isinstance(event, ev.Span) and event.kind in ("generate", "train"):
+            self._began = event.time_s if self._began is None else self._began
+            if self._start_cpu is not None and not self.total_cpu:
+                self.engine_cpu += event.cpu_s
+                (self.generate_s if event.kind == "generate" else self.train_s).append(event.seconds)
+        if isinstance(event, ev.StepTrained):
+            assert self._began is not None
+            self.record.append({"reward": event.metrics["reward"], "at_s": event.time_s - self._began})
+            if event.step == FROM_STEP:
+                self._start_cpu = self._cpu()
+            elif event.step == self._last and self._start_cpu is not None:
+                self.total_cpu = self._cpu() - self._start_cpu
+
+    def _cpu(self) -> float:
+        ticks = 0
+        for pid in self.pids.values():
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def main(folder: str, steps: int, seed: int, max_staleness: int) -> None:
+    with tempfile.TemporaryDirectory() as out, Meter(steps) as meter:
+        summary = (
+            demo_workflow(Path(folder), steps, seed, max_staleness).run(Path(out) / "run", on_event=meter).summary
+        )
+    print(
+        json.dumps(
+            {
+                "steps": meter.record, "generate_s": meter.generate_s, "train_s": meter.train_s,
+                "total_cpu_s": meter.total_cpu, "engine_cpu_s": meter.engine_cpu,
+                "balanced": summary["balanced"], "staleness_max": summary["staleness_max"],
+            }
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:5]))

@@ -1,0 +1,35 @@
+"""The common form of every benchmark's result."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured piece of work: ours beside a peer and beside what the machine allows; None where there is none."""
+
+    work: str
+    unit: str
+    ours: float
+    peer: float | None = None
+    ratio_to_peer: float | None = None
+    limit: float | None = None
+    ratio_to_limit: float | None = None
+
+
+def show(title: str, rows: list[Row], path: Path | None) -> None:
+    table = Table(title=title)
+    for name in ("work", "unit", "ours", "peer", "ratio to peer", "limit", "ratio to limit"):
+        table.add_column(name, justify="left" if name in ("work", "unit") else "right")
+    for row in rows:
+        values = list(asdict(row).values())
+        table.add_row(*values[:2], *("" if v is None else f"{v:.3g}" for v in values[2:]))
+    Console(width=140).print(table)
+    if path is not None:
+        path.write_text(json.dumps([asdict(row) for row in rows], indent=2))
