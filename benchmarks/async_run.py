@@ -20,6 +20,7 @@ from asyncflow_sdk.types import events as ev
 from asyncflow_torch.demo.run import demo_workflow
 
 FROM_STEP = 10  # what comes before is start-up
+BEFORE_END = 5  # rollouts end some steps before training does
 
 
 class Meter:
@@ -36,7 +37,7 @@ class Meter:
         self.engine_cpu = self.total_cpu = 0.0
         self._began: float | None = None
         self._start_cpu: float | None = None
-        self._last = steps - 1
+        self._last = steps - BEFORE_END
         self._view = af.LiveView(
             steps, "bench", console=Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
         )

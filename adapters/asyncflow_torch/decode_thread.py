@@ -101,7 +101,7 @@ class DecodeThread:
                 calls, self._calls = self._calls, []
                 admitted = [] if aborted else self._admissible()
                 if aborted:
-                    pass
+                    self._pending = deque(job for job in self._pending if job not in aborted)
             try:
                 self._turn(aborted, calls, admitted)
             except BaseException as error:

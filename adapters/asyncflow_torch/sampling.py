@@ -70,5 +70,6 @@ def _truncated(probs: Any, top_k: Any, top_p: Any) -> Any:
     rank = torch.arange(probs.shape[-1], device=probs.device)
     ordered = ordered.masked_fill((rank >= top_k[:, None]) & (top_k > 0)[:, None], 0)
     mass = ordered.cumsum(-1)
-    keep = (mass - ordered < top_p[:, None] * mass[:, -1:]) & (ordered > 0)
+    within = (mass - ordered < top_p[:, None] * mass[:, -1:]) | (top_p >= 1)[:, None]
+    keep = within & (ordered > 0)
     return probs * torch.zeros_like(keep).scatter_(-1, order, keep)

@@ -62,6 +62,10 @@ class WeightSender(abc.ABC):
         announces both through the ledger; until then nobody fetches them.
         """
 
+    def withdraw(self, version: int) -> None:
+        """The version just sent was refused and will never be announced: keep the ones before it instead.
+        Optional; the default keeps it until newer ones push it out."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Stop keeping versions. Updates that receivers still hold stay valid."""

@@ -30,9 +30,10 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     ``needs``: columns a row must have; ``gives``: columns it writes. ``lease_s``: ledger seconds until
     unfinished rows go back. ``max_attempts``: leases a row may lose before its group fails. ``admits``:
-    the staleness rule decides when its groups are leased (rollout). ``batch_rows``: rows of one step;
-    whole groups are selected into steps, each leased whole (train). Without ``gives`` it is an end of the
-    stream: a row is consumed when every task, one of them an end, has completed it.
+    the staleness rule decides when its groups are leased (rollout); groups that a step can take as they were
+    put skip it. ``batch_rows``: rows of one step; whole groups are selected into steps, each leased whole
+    (train). Without ``gives`` it is an end of the stream: a row is consumed when every task, one of them an
+    end, has completed it.
     """
 
     name: str

@@ -10,6 +10,7 @@ from . import commands as cmd
 from .commands import TaskSpec
 from .leasing import Leasing
 from .ready import ReadyQueue
+from .rows import WAITING
 from .state import MAX_NUMBER, Session, Steps, Task
 from .window import Window
 
@@ -73,14 +74,14 @@ class Intake(Leasing):
         rows.todo[rows.at(live)] += 1
         task.undone = len(live)
         self._make_ready(live, np.zeros(len(live), np.uint64), only=task)
+        if spec.admits and self.steps is not None:
+            self._skip(task, live[rows.task(self.steps.task.spec.name, "state")[rows.at(live)] != WAITING])
         return cmd.Done()
 
     def _check_task(self, spec: TaskSpec) -> None:
         if not (spec.lease_s > 0 and spec.max_attempts > 0):
             raise ConfigError(f"task {spec.name!r}: lease_s and max_attempts must be above 0")
         if spec.admits:
-            if self.steps is not None and (self.steps.window.step or self.steps.filling):
-                raise ConfigError(f"task {spec.name!r} admits, so it is declared before the first step fills")
             other = next((name for name, task in self.tasks.items() if task.spec.admits), None)
             if other is not None or spec.batch_rows is not None:
                 raise ConfigError(

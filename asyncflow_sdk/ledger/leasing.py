@@ -66,11 +66,10 @@ class Leasing(Stepping):
         room = window.room(loaded + self.max_staleness)
         ids = task.ready.take_groups(count, room)
         if len(ids):
-            waiting = rows.task(self.steps.task.spec.name, "state")[rows.at(ids)] == WAITING
-            at = rows.at(ids[waiting])  # what a step can take as it is needs no admission
+            at = rows.at(ids)
             rows.version[at] = loaded
             rows.deadline[at] = loaded + self.max_staleness
-            window.admit(len(at), loaded + self.max_staleness)
+            window.admit(len(ids), loaded + self.max_staleness)
             return self._grant(session, task, ids, version=loaded)
         group = task.ready.peek_group()
         if len(group) and self.version > loaded and window.room(self.version + self.max_staleness) >= len(group):
@@ -196,9 +195,7 @@ class Leasing(Stepping):
             group = rows.members(back)
             at = rows.at(group)
             begun = (rows.task(name, "state")[at] != READY) | (rows.task(step, "state")[at] != WAITING)
-            if rows.deadline[rows.at(back[0])] == NONE:
-                task.ready.push_front(back)
-            elif begun.any():
+            if begun.any():
                 task.redo.appendleft(back)
             else:
                 self._withdraw(group)

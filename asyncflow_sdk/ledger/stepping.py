@@ -9,7 +9,7 @@ import numpy as np
 from .commands import Ids
 from .ending import Ending
 from .ready import ReadyQueue
-from .rows import NONE, READY, SELECTED
+from .rows import DONE, NONE, READY, SELECTED
 from .state import (
     Task,
 )
@@ -48,11 +48,21 @@ class Stepping(Ending):
     def _ready_for_step(self, ids: Ids) -> None:
         assert self.steps is not None
         deadlines = self.rows.deadline[self.rows.at(ids)]
+        for task in self.tasks.values():
+            if task.spec.admits:
+                self._skip(task, ids[deadlines == NONE])
         for deadline in np.unique(deadlines).tolist():
             key = None if deadline == NONE else deadline
             if key not in self.steps.ready:
                 self.steps.ready[key] = ReadyQueue(self.rows, self.steps.task.spec.name)
             self.steps.ready[key].push(ids[deadlines == deadline])
+
+    def _skip(self, task: Task, ids: Ids) -> None:
+        """Rows that the step can take as they came need no generating."""
+        at = self.rows.at(ids)
+        self.rows.task(task.spec.name, "state")[at] = DONE
+        self.rows.todo[at] -= 1
+        self._through(task, len(ids))
 
     def _select(self) -> None:
         """Fill the step with ready groups, earliest deadline first, as far as the rule allows."""

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import MemoryFull
+from ..errors import AsyncFlowError, MemoryFull, ServerLost
 
 HEADER_BYTES = 64
 ALIGN = 64
@@ -50,13 +50,17 @@ class _Segment:
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
         self.generation, self.used, self.blocks = 0, HEADER_BYTES, 0
-        self.fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        self.fd = -1
         try:
+            self.fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             os.posix_fallocate(self.fd, 0, size)  # a full file system is an error here, not a SIGBUS later
             self.map = mmap.mmap(self.fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
-            os.close(self.fd)
-            path.unlink(missing_ok=True)
+            if self.fd >= 0:
+                os.close(self.fd)
+                path.unlink(missing_ok=True)
+            if error.errno == errno.ENOENT:
+                raise ServerLost(f"{path.parent} is gone: the run whose segments it held has ended") from None
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
                 raise MemoryFull(
                     f"no room for a segment of {size} bytes in {path.parent}: {os.strerror(error.errno)}. Free"
@@ -85,13 +89,15 @@ class _Segment:
 
 
 class Arena:
-    """The segments one session writes. Thread-safe. Files are named ``prefix`` and a number, never reused."""
+    """The segments one session writes. Thread-safe. Files are named ``prefix`` and a number, never reused.
+    Refuses to work in a child after a bare fork, which would write into what its parent writes."""
 
     def __init__(self, directory: Path, prefix: str, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._directory, self._prefix, self._segment_bytes = directory, prefix, segment_bytes
         self._segments: dict[str, _Segment] = {}
         self._current: _Segment | None = None
         self._made = 0
+        self._pid = os.getpid()
         self._lock = threading.Lock()
 
     @property
@@ -102,6 +108,10 @@ class Arena:
 
     def allocate(self, nbytes: int) -> Allocation:
         """Room for a block, aligned to 64 bytes. Raises MemoryFull."""
+        if os.getpid() != self._pid:
+            raise AsyncFlowError(
+                "shared memory cannot be written in a child made by fork(); connect again in the child"
+            )
         with self._lock:
             segment = self._with_room(nbytes)
             start = segment.used
@@ -133,17 +143,40 @@ class Arena:
                 current.renew()
             if current.size - current.used >= nbytes:
                 return current
-        idle = [s for s in self._segments.values() if not s.blocks and s.size - HEADER_BYTES >= nbytes]
-        for segment in sorted(idle, key=lambda s: s.size):
-            if segment is not current and segment.renew():
+        idle = sorted((s for s in self._segments.values() if not s.blocks), key=lambda s: s.size)
+        for segment in idle:
+            if segment is not current and segment.size - HEADER_BYTES >= nbytes and segment.renew():
                 self._current = segment
                 return segment
-        size = max(self._segment_bytes, -(-(nbytes + HEADER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE)
+        for segment in idle:  # one that was made for a larger block, and is too small now, would wait for ever
+            if self._segment_bytes < segment.size < nbytes + HEADER_BYTES:
+                self._remove(segment)
+        self._current = self._make(
+            max(self._segment_bytes, -(-(nbytes + HEADER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE)
+        )
+        return self._current
+
+    def _make(self, size: int) -> _Segment:
         self._made += 1
-        segment = _Segment(self._directory / f"{self._prefix}{self._made}", size)
-        self._segments[segment.path.name] = segment
-        self._current = segment
+        path = self._directory / f"{self._prefix}{self._made}"
+        try:
+            segment = _Segment(path, size)
+        except MemoryFull:
+            idle = [s for s in self._segments.values() if not s.blocks]
+            if not idle:
+                raise
+            for each in idle:
+                self._remove(each)
+            segment = _Segment(path, size)
+        self._segments[path.name] = segment
         return segment
+
+    def _remove(self, segment: _Segment) -> None:
+        """An idle segment goes. Views of it stay valid."""
+        if segment is self._current:
+            self._current = None
+        del self._segments[segment.path.name]
+        segment.unlink()
 
 
 def generation_of(mapped: Any) -> int:

@@ -13,10 +13,12 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 PREFIX = "asyncflow-"
 SMALL_BYTES = 256 << 20
+LEFTOVER_S = 60.0
 
 
 class SharedDirectory:
@@ -27,10 +29,10 @@ class SharedDirectory:
         if base is None:
             base, self.warning = _choose_base()
         sweep(base)
-        self.path = base / f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.path.mkdir(mode=0o700)
-        self._lock = os.open(self.path / "owner", os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path, self._lock = _make(base)
+        while not os.fstat(self._lock).st_nlink:  # swept up by another start, between its making and its lock
+            os.close(self._lock)
+            self.path, self._lock = _make(base)
 
     def close(self) -> None:
         """Remove the directory. Views that processes still hold stay valid. Idempotent."""
@@ -38,6 +40,15 @@ class SharedDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def _make(base: Path) -> tuple[Path, int]:
+    """A new directory and the descriptor that holds its lock."""
+    path = base / f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
+    path.mkdir(mode=0o700)
+    lock = os.open(path / "owner", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return path, lock
 
 
 def sweep(base: Path) -> list[Path]:
@@ -49,8 +60,11 @@ def remove_if_ownerless(path: Path) -> bool:
     """Remove a run's directory if the server that owned it is gone."""
     try:
         lock = os.open(path / "owner", os.O_RDWR)
-    except OSError:
-        # Being made or removed by somebody else this moment; if it is a leftover, age tells.
+    except OSError:  # being made or removed by somebody else this moment; or their leftover, which age tells
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > LEFTOVER_S:
+                shutil.rmtree(path, ignore_errors=True)
+                return True
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,7 @@
 """TransferQueue: ledger, shared memory and wire as one queue; the server and its clients."""
 
-from .client import AsyncTransferQueue, Connection, LoopPort, Port, Rows, TransferQueue, open_queue
+from .client import AsyncTransferQueue, Rows, TransferQueue, open_queue
+from .connection import Connection, LoopPort, Port
 from .leased import AsyncLeasedBatch, LeasedBatch
 from .server import QueueServer
 

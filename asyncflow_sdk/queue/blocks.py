@@ -86,6 +86,15 @@ def write(arena: Arena, columns: Mapping[str, Column]) -> tuple[Block, Allocatio
     return Block(space.segment, space.generation, rows, placed), space
 
 
+def extent(block: Block) -> int:
+    """Where a block ends, in bytes from the start of its segment."""
+    values = max(placed.values + placed.nbytes for placed in block.columns)
+    offsets = max(
+        (placed.offsets + 8 * (block.rows + 1) for placed in block.columns if placed.offsets >= 0), default=0
+    )
+    return max(values, offsets)
+
+
 class Reader:
     """Reads located rows into columns. Thread-safe."""
 
@@ -128,8 +137,7 @@ class Reader:
 
     def _views(self, block: Block, names: tuple[str, ...], schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
         """All entries of a block, as read-only views."""
-        stop = max(max(p.values + p.nbytes, p.offsets + 8 * (block.rows + 1)) for p in block.columns)
-        memory = self._mapper.view(block.segment, block.generation, 0, stop)
+        memory = self._mapper.view(block.segment, block.generation, 0, extent(block))
         out: dict[str, Column] = {}
         for placed in block.columns:
             if placed.name not in names:

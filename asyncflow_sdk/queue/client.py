@@ -8,31 +8,23 @@ with queue.get("reward", count=64, timeout_s=30) as batch:
 
 from __future__ import annotations
 
-import os
-import threading
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
-from .._version import __version__
-from ..errors import ProtocolError, VersionNeeded
+from ..errors import AsyncFlowError, VersionNeeded
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..ledger.commands import Audit, StatusReport, TaskSpec
-from ..memory import Arena, Mapper
-from ..types import Column, Event
-from ..wire import Client, process_key
+from ..types import Column
 from . import blocks
 from ._once import drive, sync
+from .connection import BlockingPort, Connection, LoopPort, Port
 from .leased import AsyncLeasedBatch, Lease, LeasedBatch
-from .protocol import Answer, Call, Hello, Welcome, decode_answer, encode
+from .protocol import Answer
 
 B = TypeVar("B", bound=Lease)
-CALL_S = 30.0
-"""How long a call that waits for nothing may take before the server counts as lost (seconds)."""
 
 
 @dataclass(frozen=True)
@@ -42,101 +34,6 @@ class Rows:
     first: int
     count: int
     again: bool
-
-
-class Connection:
-    """A session with a queue server on this host, and the memory it writes and reads. Thread-safe."""
-
-    def __init__(self, address: str, name: str) -> None:
-        self.name = name
-        self.wire = Client(address)
-        self._events: list[Event] = []
-        self._lock = threading.Lock()
-        hello = Hello(name, os.getpid(), process_key(os.getpid()), __version__)
-        answer = decode_answer(self.wire.ask(encode(Call(hello)), CALL_S))
-        answer.raise_error()
-        assert isinstance(answer.reply, Welcome)
-        self.directory = Path(answer.reply.directory)
-        self.session = answer.reply.session
-        if not self.directory.is_dir():
-            self.wire.close()
-            raise ProtocolError(f"{self.directory} is not here: the server at {address} runs on another host")
-        self.arena = Arena(self.directory, f"s{self.session}-")
-        self.mapper = Mapper(self.directory)
-        self.reader = blocks.Reader(self.mapper)
-
-    def report(self, *events: Event) -> None:
-        """Tell the run something; it goes with the next call."""
-        with self._lock:
-            self._events.extend(events)
-
-    def call(self, command: cmd.AnyCommand | None, block: blocks.Block | None = None) -> bytes:
-        """The encoded call, with the events that were waiting."""
-        with self._lock:
-            events, self._events = tuple(self._events), []
-        return encode(Call(command, block, events))
-
-    def answered(self, body: bytes) -> Answer:
-        """The answer, its notices taken. Raises what the server reported."""
-        answer = decode_answer(body)
-        for segment, generation, count in answer.freed:
-            self.arena.free(segment, generation, count)
-        answer.raise_error()
-        return answer
-
-    def close(self) -> None:
-        """Leave: leases go back. Views of batches stay valid. Idempotent."""
-        if self.wire.closed:
-            return
-        try:
-            self.wire.ask(self.call(cmd.Leave()), 0.0)
-        finally:
-            self.wire.close()
-            self.arena.close(unlink=False)
-            self.mapper.close()
-
-
-class Port:
-    """How verbs reach the server: ``send`` blocks the thread or suspends the task."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-
-    async def ask(self, body: bytes, timeout_s: float) -> bytes:
-        raise NotImplementedError
-
-    async def answer(self, command: cmd.AnyCommand | None, block: blocks.Block | None = None) -> Answer:
-        body = self.connection.call(command, block)
-        timeout_s: float = getattr(command, "timeout_s", CALL_S)
-        return self.connection.answered(await self.ask(body, timeout_s))
-
-    async def send(self, command: cmd.AnyCommand) -> Any:
-        return (await self.answer(command)).reply
-
-    async def send_columns(self, command: cmd.Put | cmd.Complete, columns: Mapping[str, Any]) -> Any:
-        """Write columns to shared memory and send the command with their place."""
-        if not columns:
-            return await self.send(command)
-        packed = blocks.pack_columns(columns)
-        specs = {name: column.spec for name, column in packed.items()}
-        block, space = blocks.write(self.connection.arena, packed)
-        reply: Any = None
-        try:
-            reply = (await self.answer(msgspec.structs.replace(command, columns=specs), block)).reply
-        finally:
-            if reply is None or getattr(reply, "again", False):
-                self.connection.arena.free(space.segment, space.generation)
-        return reply
-
-
-class BlockingPort(Port):
-    async def ask(self, body: bytes, timeout_s: float) -> bytes:
-        return self.connection.wire.ask(body, timeout_s)
-
-
-class LoopPort(Port):
-    async def ask(self, body: bytes, timeout_s: float) -> bytes:
-        return await self.connection.wire.aask(body, timeout_s)
 
 
 class Verbs(Generic[B]):
@@ -183,7 +80,7 @@ class Verbs(Generic[B]):
         packed = blocks.pack_columns(columns)
         count = len(next(iter(packed.values()))) if packed else 0
         command = cmd.Put(groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s)
-        reply = await self._port.send_columns(command, {} if not count else columns)
+        reply = await self._port.send_columns(command, packed if count else {})
         return Rows(reply.first, reply.count, reply.again)
 
     async def _get(self, task: str, count: int = 1, *, timeout_s: float = 60.0) -> B:
@@ -198,8 +95,18 @@ class Verbs(Generic[B]):
         if isinstance(lease, cmd.LoadFirst):
             raise VersionNeeded(f"task {task!r} gives nothing more before version {lease.version} is loaded")
         assert isinstance(lease, cmd.Leased)
-        ids = unpack_ids(lease.ids)
-        reader = self._port.connection.reader
+        try:
+            batch = self._read(answer, lease)
+        except BaseException:  # rows that cannot be read must not stay ours
+            with contextlib.suppress(AsyncFlowError):
+                await self._port.send(cmd.GiveBack(token=lease.token, reason="reading the rows failed"))
+            raise
+        batch._bind(self._port, lease)
+        return batch
+
+    def _read(self, answer: Answer, lease: cmd.Leased) -> B:
+        """Views and copies of the rows leased."""
+        ids, reader = unpack_ids(lease.ids), self._port.connection.reader
         columns: dict[str, Column] = {}
         for located in answer.located:
             columns.update(reader.read(located, answer.schema, len(ids)))
@@ -208,9 +115,7 @@ class Verbs(Generic[B]):
         def writable(name: str) -> Any:
             return reader.writable(where[name], name, answer.schema, len(ids))
 
-        batch = self._batch(ids, unpack_ids(lease.groups), columns, writable)
-        batch._bind(self._port, lease)
-        return batch
+        return self._batch(ids, unpack_ids(lease.groups), columns, writable)
 
     async def _loaded(self, version: int) -> None:
         """Say that this session's replica generates with ``version`` from now on."""

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import LeaseLost
+from ..errors import LeaseLost, SchemaError
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..types import Batch
 from ._once import drive, sync
+from .blocks import pack_columns
 
 if TYPE_CHECKING:
-    from .client import Port
+    from .connection import Port
 
 
 class Lease(Batch):
@@ -49,26 +50,30 @@ class Lease(Batch):
     ) -> npt.NDArray[np.int64]:
         """Write columns and acknowledge the rows, all or nothing.
 
-        ``index``: positions in this batch, of those to complete now (default: all); ``columns`` have one
-        entry for each. ``filtered``: bool, one for each, True for rows to drop.
+        ``index``: positions in this batch (or a bool mask of it), of those to complete now (default: all);
+        ``columns`` have one entry for each. ``filtered``: bool, one for each, True for rows to drop.
         Returns the ids that were no longer this lease's because their group had ended; nothing was written
         for them. Raises LeaseLost, SchemaError, WriteOnceError; then nothing had an effect.
         """
-        rows = None if index is None else np.asarray(index, dtype="<i4")
+        rows = None if index is None else _positions(index)
+        count = self.rows if rows is None else len(rows)
         drop = None
-        if filtered is not None and np.asarray(filtered).any():
-            drop = np.flatnonzero(np.asarray(filtered, bool)).astype("<i4").tobytes()
+        if filtered is not None:
+            mask = np.asarray(filtered)
+            if mask.shape != (count,) or mask.dtype != bool:
+                raise SchemaError(f"filtered must be bool of shape ({count},), not {mask.dtype} of {mask.shape}")
+            drop = _positions(mask).tobytes() if mask.any() else None
         command = cmd.Complete(
             token=self.token, columns={}, index=None if rows is None else rows.tobytes(), filtered=drop
         )
-        reply = await self._port.send_columns(command, columns or {})
+        reply = await self._port.send_columns(command, pack_columns(columns or {}))
         assert isinstance(reply, cmd.Completed)
-        self._left -= self.rows if rows is None else len(rows)
+        self._left -= count
         return unpack_ids(reply.revoked)
 
     async def _give_back(self, *, index: npt.ArrayLike | None = None, reason: str = "", blame: bool = False) -> None:
         """Return rows for others to take. ``blame``: the attempt counts; after too many the group fails."""
-        rows = None if index is None else np.asarray(index, dtype="<i4")
+        rows = None if index is None else _positions(index)
         await self._port.send(
             cmd.GiveBack(token=self.token, index=None if rows is None else rows.tobytes(), reason=reason, blame=blame)
         )
@@ -128,3 +133,14 @@ class LeasedBatch(Lease):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         drive(self._close(error))
+
+
+def _positions(index: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """Positions as they travel, from positions or a bool mask. What does not name a row, the ledger refuses."""
+    at = np.asarray(index)
+    if at.dtype == bool:
+        at = np.flatnonzero(at)
+    if at.ndim != 1 or (at.dtype.kind not in "iu" and len(at)):
+        raise SchemaError(f"positions must be integers in one dimension, not {at.dtype} of shape {at.shape}")
+    packed: npt.NDArray[np.int32] = np.clip(at, -1, (1 << 31) - 1).astype("<i4")
+    return packed

@@ -3,6 +3,8 @@ together, indexed like the ledger's rows; no loop over rows."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +36,7 @@ class Places:
         self._capacity = 1024
         self._blocks: dict[int, _Live] = {}
         self._next_block = 0
+        self._segments: defaultdict[str, Counter[str]] = defaultdict(Counter)  # owner → segment → blocks
 
     def add(self, ids: Ids, block: Block, owner: str, entries: npt.NDArray[np.int64]) -> None:
         """Row ids[i] finds the columns of ``block`` at entry entries[i]."""
@@ -47,6 +50,7 @@ class Places:
         self._reserve(int(ids.max()))
         number, self._next_block = self._next_block, self._next_block + 1
         self._blocks[number] = _Live(block, owner, len(ids))
+        self._segments[owner][block.segment] += 1
         self._families[family][ids - self._base] = (number << _SHIFT) + entries
 
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[Located, ...]:
@@ -86,12 +90,21 @@ class Places:
                 live.rows -= count
                 if not live.rows:
                     del self._blocks[number]
+                    self._forget(live)
                     freed.append((live.owner, live.block))
         return freed
 
-    def segments_of(self, owner: str) -> set[str]:
+    def segments_of(self, owner: str) -> Collection[str]:
         """Segments of an owner that rows still need."""
-        return {live.block.segment for live in self._blocks.values() if live.owner == owner}
+        return self._segments.get(owner, ())
+
+    def _forget(self, live: _Live) -> None:
+        segments = self._segments[live.owner]
+        segments[live.block.segment] -= 1
+        if not segments[live.block.segment]:
+            del segments[live.block.segment]
+            if not segments:
+                del self._segments[live.owner]
 
     def _reserve(self, highest: int) -> None:
         """Room for row ``highest``: forget the front where nothing is placed, or double."""

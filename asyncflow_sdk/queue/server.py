@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +17,16 @@ from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..memory import Mapper, SharedDirectory
-from ..types import Batch, ColumnSpec, Event, carrier
+from ..types import Batch, ColumnSpec, Event
 from ..types import events as ev
 from ..wire import Server
 from .blocks import Block, Located, Reader
+from .files import Files, owns
 from .places import Places
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
 
 STATUS_EVERY_S = 0.5
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class QueueServer:
     """Serves a queue and versions, at a socket of its own on this host and at ``addresses``.
 
     ``on_event`` and ``on_step`` (step, version trained, its rows with every column they have) are called in
-    the server's thread and must return at once.
+    the server's thread and must return at once. What they raise is logged and changes nothing.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class QueueServer:
         addresses = [f"ipc://{self.directory.path}/queue", *addresses]
         self.ledger = Ledger()
         self._places = Places()
+        self._files = Files(self.directory.path)
         self._mapper = Mapper(self.directory.path)
         self._reader = Reader(self._mapper)
         self._on_event = on_event
@@ -94,21 +98,26 @@ class QueueServer:
         except msgspec.MsgspecError as error:
             self._answer(ticket, session, ProtocolError(f"the server cannot read this call: {error}"))
         except AsyncFlowError as error:
-            self._pending.pop(ticket, None)
             self._answer(ticket, session, error)
+        except Exception as error:  # a call that should have been refused: it fails alone
+            _log.exception("the queue server failed at a call")
+            self._answer(ticket, session, ProtocolError(f"the server failed at this call: {error!r}"))
 
-    def dropped(self, ticket: int, answer: bytes | None) -> None:
+    def dropped(self, session: str, ticket: int, answer: bytes | None) -> None:
         if answer is None:
-            self._pending.pop(ticket, None)
+            pending = self._pending.pop(ticket, None)
+            if pending is not None and pending.block is not None:
+                self._free(session, pending.block)
             self.ledger.forget(ticket)
-            return
-        reply = decode_answer(answer).reply
-        if isinstance(reply, cmd.Leased):
-            lease = self.ledger.leases.get(reply.token)
-            if lease is not None:
-                back = cmd.GiveBack(token=reply.token, reason="the request for it was cancelled")
+        else:
+            unread = decode_answer(answer)
+            for segment, generation, count in unread.freed:
+                self._free_later(session, segment, generation, count)
+            if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self.ledger.leases:
+                lease = self.ledger.leases[unread.reply.token]
+                back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled")
                 self.ledger.apply(lease.session, back, time.monotonic(), 0)
-                self._flush()
+        self._flush()
 
     def gone(self, session: str, reason: str) -> None:
         number = self._sessions.pop(session, None)
@@ -151,25 +160,40 @@ class QueueServer:
         number = self._sessions[session]
         if isinstance(command, cmd.Join):
             raise ProtocolError("join is said by hello")
-        ids, step = None, -1
-        if isinstance(command, (cmd.Put, cmd.Complete)):
-            _check_block(call.block, command.columns)
-        if isinstance(command, cmd.Complete):
-            lease = self.ledger.leases.get(command.token)
-            if lease is not None:
-                ids, step = lease.ids, lease.step
-                if command.index is not None:
-                    at = np.frombuffer(command.index[: len(command.index) // 4 * 4], "<i4")
-                    ids = ids[at[(at >= 0) & (at < len(ids))]]  # the ledger refuses the command if any is not
-                if call.block is not None and call.block.rows != len(ids):
-                    raise SchemaError(f"{len(ids)} rows are completed with {call.block.rows} values")
-        self._pending[ticket] = _Pending(session, command, call.block, ids, step)
-        record = self._record(command, ids, step)
-        self.ledger.apply(number, command, time.monotonic(), ticket)
+        try:
+            ids, step = self._check(number, command, call.block)
+            record = self._record(command, ids, step)
+            self._pending[ticket] = _Pending(session, command, call.block, ids, step)
+            self.ledger.apply(number, command, time.monotonic(), ticket)
+        except Exception:
+            self._pending.pop(ticket, None)
+            if call.block is not None and owns(number, call.block.segment):
+                self._free(session, call.block)
+            raise
         self._flush(record)
         if isinstance(command, cmd.Leave):
             del self._sessions[session]
             self._close_session(session, number)
+
+    def _check(self, number: int, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
+        """A command's block fits it. Returns the rows a completion names, in its order, and their step."""
+        if isinstance(command, (cmd.Put, cmd.Complete)):
+            self._files.check(number, block, command.columns)
+        elif block is not None:
+            raise SchemaError("this command takes no payload")
+        if isinstance(command, cmd.Put) and block is not None and block.rows != command.groups:
+            raise SchemaError(f"{command.groups} groups are put with {block.rows} values")
+        lease = self.ledger.leases.get(command.token) if isinstance(command, cmd.Complete) else None
+        if lease is None:
+            return None, -1
+        assert isinstance(command, cmd.Complete)
+        ids = lease.ids
+        if command.index is not None:
+            at = np.frombuffer(command.index[: len(command.index) // 4 * 4], "<i4")
+            ids = ids[at[(at >= 0) & (at < len(ids))]]  # the ledger refuses the command if any is not
+        if block is not None and block.rows != len(ids):
+            raise SchemaError(f"{len(ids)} rows are completed with {block.rows} values")
+        return ids, lease.step
 
     def _record(self, command: cmd.AnyCommand, ids: Ids | None, step: int) -> tuple[int, Batch] | None:
         """The rows of a step about to be acknowledged, before their memory may go."""
@@ -208,7 +232,10 @@ class QueueServer:
         located: tuple[Located, ...] = ()
         schema: dict[str, ColumnSpec] = {}
         block = pending.block
-        if isinstance(reply, cmd.PutDone) and not reply.again:
+        if isinstance(reply, AsyncFlowError) or (isinstance(reply, cmd.PutDone) and reply.again):
+            if block is not None:  # once sent, a block is its writer's again by the server's word alone
+                self._free(pending.session, block)
+        elif isinstance(reply, cmd.PutDone):
             assert block is not None
             assert isinstance(pending.command, cmd.Put)
             ids = np.arange(reply.first, reply.first + reply.count)
@@ -216,8 +243,10 @@ class QueueServer:
             self._places.add(ids, block, pending.session, entries)
         elif isinstance(reply, cmd.Completed):
             self._place_completion(pending, unpack_ids(reply.revoked))
-            if record is not None and self._on_step is not None:
-                self._on_step(*record)
+            if record is not None:
+                self._tell(self._on_step, *record)
+        elif isinstance(pending.command, cmd.Publish):
+            self._files.published(pending.command.version, self._sessions[pending.session], self.ledger.versions)
         elif isinstance(reply, cmd.Leased):
             needs = self.ledger.tasks[reply.task].spec.needs
             located, schema = self._locate(unpack_ids(reply.ids), needs)
@@ -234,20 +263,20 @@ class QueueServer:
 
     def _free(self, owner: str, block: Block) -> None:
         if owner in self._sessions:
-            freed = self._freed.setdefault(owner, {})
-            key = (block.segment, block.generation)
-            freed[key] = freed.get(key, 0) + 1
+            self._free_later(owner, block.segment, block.generation, 1)
         elif block.segment not in self._places.segments_of(owner):
-            (self.directory.path / block.segment).unlink(missing_ok=True)
+            self._files.remove(block.segment)
+
+    def _free_later(self, owner: str, segment: str, generation: int, blocks: int) -> None:
+        """With the owner's next answer."""
+        freed = self._freed.setdefault(owner, {})
+        freed[segment, generation] = freed.get((segment, generation), 0) + blocks
 
     def _close_session(self, session: str, number: int) -> None:
-        """Its segments go, but for those that rows still need."""
         self._wire.forget(session)
         self._freed.pop(session, None)
-        needed = self._places.segments_of(session)
-        for path in self.directory.path.glob(f"s{number}-*"):
-            if path.name not in needed:
-                path.unlink(missing_ok=True)
+        self._pending = {ticket: pending for ticket, pending in self._pending.items() if pending.session != session}
+        self._files.ended(number, self._places.segments_of(session))
 
     def _answer(
         self,
@@ -272,22 +301,11 @@ class QueueServer:
         self._emit(ev.Status(time_s=now, rows=status.rows, ended=status.ended, waiting=status.waiting, bytes=held))
 
     def _emit(self, event: Event) -> None:
-        if self._on_event is not None:
-            self._on_event(event)
+        self._tell(self._on_event, event)
 
-
-def _check_block(block: Block | None, columns: cmd.Columns) -> None:
-    """What a client says of its block fits what it says of its columns; the bytes are checked when read."""
-    if (block is None) != (not columns):
-        raise SchemaError("columns and payload belong together")
-    if block is None:
-        return
-    if {placed.name for placed in block.columns} != set(columns) or "/" in block.segment or block.rows < 0:
-        raise SchemaError("the payload is not that of the columns named")
-    for placed in block.columns:
-        spec = columns[placed.name]
-        size = carrier(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
-        if min(placed.values, placed.nbytes) < 0 or (placed.offsets < 0) != (spec.kind == "fixed"):
-            raise SchemaError(f"column {placed.name!r} lies nowhere")
-        if spec.kind == "fixed" and placed.nbytes != size * block.rows:
-            raise SchemaError(f"column {placed.name!r} has {placed.nbytes} bytes, not {size * block.rows}")
+    def _tell(self, listener: Callable[..., None] | None, *what: object) -> None:
+        if listener is not None:
+            try:
+                listener(*what)
+            except Exception:
+                _log.exception("a listener of the queue server failed")

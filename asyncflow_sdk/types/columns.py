@@ -84,12 +84,18 @@ def _pack_sequence(rows: list[Any]) -> Column:
             raise SchemaError(f"text that is not valid Unicode: {error}") from None
         return _pack_bytes("text", encoded)
     if all(issubclass(k, (bytes, bytearray, memoryview)) for k in kinds):
-        return _pack_bytes("bytes", rows)
+        return _pack_bytes("bytes", [row.tobytes() if isinstance(row, memoryview) else row for row in rows])
+    if any(issubclass(k, (str, bytes, bytearray, memoryview)) for k in kinds):
+        raise SchemaError(f"entries of different types are mixed: {', '.join(sorted(k.__name__ for k in kinds))}")
     if any(is_torch(row) for row in rows):
         rows = [from_torch(row) if is_torch(row) else row for row in rows]
     numbers = [isinstance(row, (bool, int, float, complex, np.generic)) or np.ndim(row) == 0 for row in rows]
     if all(numbers):
         array = np.asarray(rows)
+        if array.dtype.kind == "f" and any(
+            int(a) != row for a, row in zip(array, rows, strict=True) if type(row) is int
+        ):
+            raise SchemaError("whole numbers that neither int64 nor float64 can hold exactly")
         return Column(ColumnSpec("fixed", dtype_name(array.dtype)), array, None)
     if any(numbers):
         raise SchemaError("single numbers and arrays are mixed; give one or the other")
@@ -113,11 +119,12 @@ def _plain(array: Array) -> Array:
 
 
 def unpack(column: Column) -> Values:
-    """What a reader sees: an array, a Ragged, or a list of str or bytes."""
-    if column.offsets is None:
-        return column.values
-    if column.spec.kind == "ragged":
-        return Ragged(column.values, column.offsets)
+    """What a reader sees: an array, a Ragged, or a list of str or bytes. Arrays are read-only, wherever they lie."""
+    if column.spec.kind in ("fixed", "ragged"):
+        values = column.values.view()
+        values.flags.writeable = False
+        return values if column.offsets is None else Ragged(values, column.offsets)
+    assert column.offsets is not None
     raw = column.values.tobytes()
     ends = column.offsets.tolist()
     pieces = [raw[a:b] for a, b in itertools.pairwise(ends)]

@@ -1,7 +1,8 @@
 """Names of element types, as torch says them, and the numpy dtype that carries each.
 
-A dtype numpy has no number for (``complex32``, packed 4-bit floats) is carried as opaque bytes of the
-same size: values are moved bit for bit, never interpreted.
+A dtype numpy has no number for (``complex32``, packed 4-bit floats, torch's sub-byte integers, which take a
+byte each) is carried as opaque bytes of the same size: values are moved bit for bit, never interpreted.
+Quantised tensors are refused: their values lie in a scale and a zero point beside the bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ _CARRIER: dict[str, np.dtype[Any]] = {
 } | {
     "complex32": np.dtype([("re", np.float16), ("im", np.float16)]),
     "float4_e2m1fn_x2": np.dtype([("float4_x2", np.uint8)]),
-    "bits8": np.dtype([("bits8", np.uint8)]),
     "bits16": np.dtype([("bits16", np.uint16)]),
+} | {
+    name: np.dtype([(name, np.uint8)])
+    for name in (
+        "bits8", "bits1x8", "bits2x4", "bits4x2",
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    )
 }  # fmt: skip
 _NAME: dict[np.dtype[Any], str] = {dtype: name for name, dtype in _CARRIER.items()}
 
@@ -61,12 +67,18 @@ def from_torch(tensor: Any) -> np.ndarray[Any, Any]:
     """A numpy view of a tensor's elements (a copy only when it is not contiguous or not on the CPU).
 
     Shape (*tensor.shape,), the carrier of its dtype. Raises SchemaError for layouts and dtypes that have
-    no plain bytes (sparse, quantised).
+    no plain bytes (sparse, quantised, meta).
     """
     torch = sys.modules["torch"]
     name = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout != torch.strided or tensor.is_quantized:
+    if tensor.is_quantized:
+        raise SchemaError(
+            f"a quantised tensor of {name} cannot be stored; store its int_repr(), scale and zero point"
+        )
+    if tensor.layout != torch.strided:
         raise SchemaError(f"a {tensor.layout} tensor of {name} cannot be stored; make it dense first")
+    if tensor.is_meta:
+        raise SchemaError(f"a tensor of {name} on the meta device holds no values")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     dtype = carrier(name)
     raw = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)

@@ -39,17 +39,18 @@ class Ragged:
     def of(cls, rows: Sequence[Any], dtype: npt.DTypeLike | None = None) -> Ragged:
         """Pack a sequence of arrays or lists. The dtype and trailing shape must agree between rows."""
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
-        full = [a for a in arrays if a.size] or arrays[:1]
-        if not full:
+        if not arrays:
             return cls(np.empty(0, dtype or np.int64), np.zeros(1, np.int64))
-        trailing = full[0].shape[1:]
+        model = next((a for a in arrays if a.size), arrays[0])  # an empty list has no dtype of its own
+        trailing = model.shape[1:]
         for i, array in enumerate(arrays):
-            if array.ndim == 0 or (array.size and array.shape[1:] != trailing):
+            if array.ndim == 0 or (len(array) and array.shape[1:] != trailing):
                 raise SchemaError(f"row {i} has shape {array.shape}; expected (length, {trailing})")
+        full = [a for a in arrays if len(a)]
         found = {a.dtype for a in full}
-        if len(found) > 1 and dtype is None:
+        if len(found) > 1:
             raise SchemaError(f"rows have different dtypes: {sorted(map(str, found))}")
-        values = np.concatenate([a.reshape(-1, *trailing) for a in full])
+        values = np.concatenate(full) if full else np.empty((0, *trailing), model.dtype)
         return cls(values, cls._offsets(np.array([len(a) for a in arrays], np.int64)))
 
     @classmethod

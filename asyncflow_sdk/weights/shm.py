@@ -49,7 +49,7 @@ class ShmSender(WeightSender):
 
     def __init__(self, directory: Path, prefix: str, *, keep: int = 2, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._arena = Arena(directory, prefix, segment_bytes=1 << 20)
-        self._kept: deque[Allocation] = deque()
+        self._kept: deque[tuple[int, Allocation]] = deque()  # oldest first
         self._keep = keep
         self._bucket_bytes = bucket_bytes
 
@@ -63,21 +63,31 @@ class ShmSender(WeightSender):
         for name, tensor in weights:
             if name in arrays:
                 raise WeightMismatch(f"version {version}: tensor {name!r} is sent twice")
-            arrays[name] = from_torch(tensor) if is_torch(tensor) else np.asarray(tensor, order="C")
+            arrays[name] = _plain(tensor)
         if not arrays:
             raise WeightMismatch(f"version {version} has no tensors")
         tensors, nbytes = _layout(arrays)
         while len(self._kept) >= self._keep:
-            oldest = self._kept.popleft()
-            self._arena.free(oldest.segment, oldest.generation)
-        space = self._arena.allocate(nbytes)
-        self._kept.append(space)
-        digests = _copy(arrays, tensors, space.memory, self._bucket_bytes)
+            self._free(self._kept.popleft()[1])
+        space = self._arena.allocate(max(nbytes, 1))
+        try:
+            digests = _copy(arrays, tensors, space.memory[:nbytes], self._bucket_bytes)
+        except BaseException:
+            self._free(space)
+            raise
+        self._kept.append((version, space))
         manifest = Manifest(version, tensors, nbytes, self._bucket_bytes, digests)
         return manifest, msgspec.msgpack.encode(_Where(space.segment, space.generation, space.start))
 
+    def withdraw(self, version: int) -> None:
+        if self._kept and self._kept[-1][0] == version:
+            self._free(self._kept.pop()[1])
+
     def close(self) -> None:
         self._arena.close(unlink=False)
+
+    def _free(self, space: Allocation) -> None:
+        self._arena.free(space.segment, space.generation)
 
 
 class ShmReceiver(WeightReceiver):
@@ -122,6 +132,14 @@ class ShmUpdate(WeightUpdate):
         self._memory = None
 
 
+def _plain(tensor: Any) -> Array:
+    """Contiguous, in native byte order; a view where it is so already."""
+    if is_torch(tensor):
+        return from_torch(tensor)
+    array = np.asarray(tensor, order="C")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
 def _layout(arrays: dict[str, Array]) -> tuple[tuple[TensorInfo, ...], int]:
     tensors, end = [], 0
     for name, array in arrays.items():
@@ -157,6 +175,9 @@ def _copy(
 
 
 def _verify(manifest: Manifest, memory: Array) -> None:
+    buckets = -(-manifest.nbytes // manifest.bucket_bytes)
+    if len(manifest.digests) != buckets:
+        raise DigestMismatch(f"version {manifest.version}: {len(manifest.digests)} digests for {buckets} buckets")
     for index, wanted in enumerate(manifest.digests):
         part = manifest.bucket(index)
         if digest(memoryview(memory[part])) != wanted:  # type: ignore[arg-type]

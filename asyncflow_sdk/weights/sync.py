@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import Ended, VersionGone, WeightMismatch
+from ..errors import ConfigError, DeadlineExceeded, Ended, VersionGone, WeightMismatch
 from ..interfaces import WeightReceiver, WeightTransport, WeightUpdate
 from ..ledger import commands as cmd
 from ..plugins import registry
@@ -22,6 +22,8 @@ from ..queue import LoopPort, TransferQueue
 from ..queue._once import drive
 from ..types import Manifest
 from ..types import events as ev
+
+ASK_AGAIN_S = 60.0
 
 
 def transport_named(name: str) -> WeightTransport:
@@ -51,7 +53,11 @@ class WeightPublisher:
             version=version, manifest=msgspec.msgpack.encode(manifest), transport=self.transport,
             where=where, root=manifest.root, nbytes=manifest.nbytes,
         )  # fmt: skip
-        drive(self._port.send(command))
+        try:
+            drive(self._port.send(command))
+        except ConfigError:
+            self._sender.withdraw(version)
+            raise
         took = time.monotonic() - began
         self._connection.report(
             ev.Span(time_s=began, worker=self._connection.name, kind="publish", seconds=took, version=version)
@@ -80,7 +86,9 @@ class WeightUpdates:
         """Each newest version above ``after``, once it lies verified on this host. Ends with the run."""
         while True:
             try:
-                version = await self._port.send(cmd.AwaitVersion(after=after, timeout_s=3600.0))
+                version = await self._port.send(cmd.AwaitVersion(after=after, timeout_s=ASK_AGAIN_S))
+            except DeadlineExceeded:  # a step may take hours; a server that is gone is noticed
+                continue
             except Ended:
                 return
             after = version.version

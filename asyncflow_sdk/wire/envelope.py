@@ -1,8 +1,8 @@
 """Framing: what every message carries around its body, and how bad ones are told apart.
 
-A request is (protocol, session, seq, done, dropped, body); a reply is (protocol, seq, body). ``session`` and
-``seq`` make a retry recognisable; ``done`` lets the server forget replies that arrived; ``dropped`` names
-requests nobody waits for any more.
+A request is (protocol, session, seq, done, settled, dropped, body); a reply is (protocol, seq, body). ``session``
+and ``seq`` make a retry recognisable. ``done``: everything below it is over; ``settled``: requests from there on
+whose answers arrived; both let the server forget answers. ``dropped``: requests nobody waits for any more.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     session: str
     seq: int
     done: int
+    settled: tuple[int, ...]
     dropped: tuple[int, ...]
     body: bytes
 

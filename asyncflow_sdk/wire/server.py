@@ -1,7 +1,8 @@
 """The serving end: one thread owns a ROUTER socket; requests come in order, answers go out whenever they are known.
 
 A request repeated by (session, seq) is not carried out again: it gets the answer it had, or waits for it.
-Garbage is counted and dropped; the server and its other sessions go on.
+Garbage is counted and dropped; the server and its other sessions go on. A message past the size limit cuts
+only the connection that it came over.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +21,9 @@ from ..errors import ConfigError, ProtocolError
 from .envelope import MAX_BYTES, PROTOCOL, Request, Response, decode_request, encode
 from .processes import watch
 
+MAX_WAIT_S = 3600.0
+"""The longest sleep between two rounds, whatever deadline comes next: a deadline may be infinite."""
+
 
 class Handler(Protocol):
     """What a server calls, always from its one thread."""
@@ -26,8 +31,9 @@ class Handler(Protocol):
     def request(self, session: str, ticket: int, body: bytes) -> None:
         """Carry out a request; ``Server.answer`` may be called now or later."""
 
-    def dropped(self, ticket: int, answer: bytes | None) -> None:
-        """Nobody waits for a request any more. ``answer``: what it was answered; None if it was not."""
+    def dropped(self, session: str, ticket: int, answer: bytes | None) -> None:
+        """Nobody waits for a request any more, nor read its answer. ``answer``: what it was; None if there was
+        none yet."""
 
     def gone(self, session: str, reason: str) -> None:
         """The process of a session ended."""
@@ -38,12 +44,30 @@ class Handler(Protocol):
 
 @dataclass
 class _Session:
-    """Answers a session may still ask for again, and where to send them."""
+    """Answers a session may still ask for again, and where to send them. What lies below ``done``, or is in
+    ``over``, is through: a late copy of such a request must not be carried out."""
 
     answers: dict[int, bytes] = field(default_factory=dict)
     tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket, unanswered
     routes: dict[int, bytes] = field(default_factory=dict)  # seq → socket it came from last
+    over: set[int] = field(default_factory=set)
     done: int = 0
+
+    def is_over(self, seq: int) -> bool:
+        return seq < self.done or seq in self.over
+
+    def settle(self, seq: int) -> None:
+        """Its answer arrived."""
+        if self.answers.pop(seq, None) is not None:
+            del self.routes[seq]
+            self.over.add(seq)
+
+    def raise_done(self, done: int) -> None:
+        """Everything below is over."""
+        self.done = done
+        self.over = {seq for seq in self.over if seq >= done}
+        for seq in [s for s in self.answers if s < done]:
+            del self.answers[seq], self.routes[seq]
 
 
 class Server:
@@ -55,7 +79,7 @@ class Server:
         self._by_ticket: dict[int, tuple[str, int]] = {}
         self._next_ticket = 1
         self._pidfds: dict[int, str] = {}
-        self._calls: list[Callable[[], None]] = []
+        self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self.garbage = 0
         self._context: zmq.Context[Any] = zmq.Context.instance()
@@ -63,7 +87,11 @@ class Server:
         self._router.linger = 200  # milliseconds: last answers leave
         self._router.maxmsgsize = MAX_BYTES
         self._router.sndhwm = self._router.rcvhwm = 0  # bounded by one request a client thread, not by drops
-        self.addresses = [self._bind(address) for address in addresses]
+        try:
+            self.addresses = [self._bind(address) for address in addresses]
+        except BaseException:
+            self._router.close()
+            raise
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
@@ -109,17 +137,18 @@ class Server:
             self._poller.register(fd, zmq.POLLIN)
 
     def forget(self, session: str) -> None:
-        """A session ended: what it may ask for again is dropped."""
+        """A session ended: what it may ask for again is dropped, and its process no longer watched for it."""
         known = self._sessions.pop(session, None)
         for ticket in known.tickets.values() if known else ():
             self._by_ticket.pop(ticket, None)
+        for fd in [fd for fd, watched in self._pidfds.items() if watched == session]:
+            self._unwatch(fd)
 
     def _bind(self, address: str) -> str:
-        if address.startswith("tcp://") and address.split("//")[1].rsplit(":", 1)[0] not in (
-            "127.0.0.1",
-            "localhost",
-            "[::1]",
-        ):
+        transport, _, rest = address.partition("://")
+        if transport not in ("inproc", "ipc", "tcp"):
+            raise ConfigError(f"cannot listen on {address}: known transports are inproc, ipc and tcp")
+        if transport == "tcp" and rest.rsplit(":", 1)[0] not in ("127.0.0.1", "localhost", "[::1]"):
             raise ConfigError(f"{address} is not on loopback; only 127.0.0.1 is served without keys")
         try:
             self._router.bind(address)
@@ -134,9 +163,10 @@ class Server:
         try:
             while not self._stopping:
                 timeout = self._handler.idle()
-                ready = dict(self._poller.poll(None if timeout is None else int(max(0.0, timeout) * 1000) + 1))
+                wait_s = MAX_WAIT_S if timeout is None else min(max(0.0, timeout), MAX_WAIT_S)
+                ready = dict(self._poller.poll(int(wait_s * 1000) + 1))
                 for fd in [f for f in ready if f in self._pidfds]:
-                    self._ended(fd)
+                    self._handler.gone(self._unwatch(fd), "its process ended")
                 if self._wake_out in ready:
                     self._run_calls()
                 if self._router in ready:
@@ -150,15 +180,14 @@ class Server:
     def _run_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_out, 4096)
-        calls, self._calls = self._calls, []
-        for function in calls:
-            function()
+        while self._calls:
+            self._calls.popleft()()
 
-    def _ended(self, fd: int) -> None:
+    def _unwatch(self, fd: int) -> str:
         session = self._pidfds.pop(fd)
         self._poller.unregister(fd)
         os.close(fd)
-        self._handler.gone(session, "its process ended")
+        return session
 
     def _receive(self) -> None:
         """All requests that have come, but not for ever: deaths and deadlines get their turn."""
@@ -179,11 +208,12 @@ class Server:
     def _accept(self, route: bytes, request: Request) -> None:
         session = self._sessions.setdefault(request.session, _Session())
         for seq in request.dropped:
-            self._drop(session, seq)
-        for seq in [s for s in session.answers if s < request.done]:
-            del session.answers[seq], session.routes[seq]
-        session.done = max(session.done, request.done)
-        if request.seq < session.done or not request.body:
+            self._drop(request.session, session, seq)
+        for seq in request.settled:
+            session.settle(seq)
+        if request.done > session.done:
+            session.raise_done(request.done)
+        if not request.body or session.is_over(request.seq):
             return
         session.routes[request.seq] = route
         if request.seq in session.answers:
@@ -194,15 +224,18 @@ class Server:
             self._by_ticket[ticket] = (request.session, request.seq)
             self._handler.request(request.session, ticket, request.body)
 
-    def _drop(self, session: _Session, seq: int) -> None:
+    def _drop(self, session_id: str, session: _Session, seq: int) -> None:
+        if session.is_over(seq):
+            return
+        session.over.add(seq)
         session.routes.pop(seq, None)
         ticket = session.tickets.pop(seq, None)
         answer = session.answers.pop(seq, None)
         if ticket is not None:
             self._by_ticket.pop(ticket, None)
-            self._handler.dropped(ticket, None)
+            self._handler.dropped(session_id, ticket, None)
         elif answer is not None:
-            self._handler.dropped(0, answer)
+            self._handler.dropped(session_id, 0, answer)
 
     def _send(self, route: bytes, seq: int, body: bytes) -> None:
         with contextlib.suppress(zmq.ZMQError):  # its client is gone; the answer stays for a retry

@@ -62,7 +62,9 @@ def test_log_probs_equal_the_train_engines(
 
 def test_completions_say_which_they_are_and_why_they_ended(tiny: str, rollout: Make, generate: Any) -> None:
     # given enough rows that some draw the end token and some reach the limit
-    ((*group,),) = generate(rollout(tiny), [Request(np.array([5, 6], np.int32), Sampling(max_tokens=6), n=64)])
+    ((*group,),) = generate(
+        rollout(tiny), [Request(np.array([5, 6], np.int32), Sampling(max_tokens=6), n=64, seed=0)]
+    )
 
     # then
     assert [c.index for c in group] == list(range(64))
@@ -164,6 +166,29 @@ def test_cancelling_one_generation_aborts_its_rows_and_no_others(endless: str, r
         return engine._thread._decoder.rows
 
     assert asyncio.run(asyncio.wait_for(scenario(), LIMIT_S)) == 0
+
+
+def test_a_request_cancelled_while_it_waits_is_never_decoded(endless: str, rollout: Make, busy: Any) -> None:
+    engine = rollout(endless, max_rows=1)
+
+    async def scenario() -> int:
+        # given a full engine and two requests that wait
+        async def count(tokens: int) -> int:
+            request = Request(np.array([5], np.int32), Sampling(max_tokens=tokens))
+            return len([c async for c in engine.generate(request)])
+
+        first, doomed, last = (asyncio.create_task(count(tokens)) for tokens in (40, 127, 1))
+        await busy(engine)
+        passes: list[Any] = []
+        engine._model.register_forward_pre_hook(lambda *_: passes.append(1))
+
+        # when
+        doomed.cancel()
+        assert (await first, await last) == (1, 1)
+        return len(passes)
+
+    # then no pass was spent on it
+    assert asyncio.run(asyncio.wait_for(scenario(), LIMIT_S)) <= 41
 
 
 def test_leaving_the_iteration_early_aborts_the_rest(endless: str, rollout: Make, busy: Any, idle: Any) -> None:

@@ -159,9 +159,11 @@ def test_a_saved_engine_goes_on_as_if_it_had_not_stopped(trainer: Any, batch: Ba
 def test_an_engine_saved_before_its_first_step_can_be_loaded(trainer: Any, batch: Batch, tmp_path: Path) -> None:
     engine = trainer()
     engine.save(tmp_path)
-    wanted = engine.train_step(batch).metrics
+    engine.train_step(batch)
+    wanted = _weights(engine)
     engine.load(tmp_path)
-    assert engine.train_step(batch).metrics == wanted
+    engine.train_step(batch)
+    assert _equal(_weights(engine), wanted)
 
 
 def test_what_is_no_checkpoint_of_this_model_is_refused(trainer: Any, tied: str, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def _check_window(ledger: Ledger, live: list[int]) -> None:
     loads = Counter(int(rows.deadline[i]) for i in live if rows.step[i] == NONE and rows.deadline[i] != NONE)
     assert +window._admitted == loads
     assert min(window._admitted.values(), default=0) >= 0
-    for j in range(window.step, max([window.step + window.max_staleness, *loads]) + 1):
+    for j in sorted({*range(window.step, window.step + window.max_staleness + 2), *(d for d in loads)}):
         load = sum(count for deadline, count in loads.items() if deadline <= j)
         assert load <= window.free + (j - window.step) * window.batch_rows, f"invariant H at {j}"
     assert not any(deadline < window.step for deadline in loads), "an admitted row is overdue"

@@ -6,7 +6,8 @@ from collections import Counter
 from typing import Any
 
 from ledger_checks import check_counters, check_no_lost_wakeup, check_same, freeze
-from naive import PARKED, Naive, Parked
+from naive import PARKED, Naive
+from naive_rows import Parked
 
 from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, LeaseLost, WriteOnceError
 from asyncflow_sdk.ledger import TERMINAL, Ledger, TaskSpec
@@ -186,7 +187,8 @@ class Fair:
                 cancel = unlimited = False
             if ledger.ended and not harness.naive.live():
                 break
-            if not any([self.turn(role) for role in self.roles if role == "feeder" or role in ledger.tasks]):
+            moved = [self.turn(role) for role in self.roles if role == "feeder" or role in ledger.tasks]
+            if not any(moved):
                 deadline = ledger.next_deadline()
                 if deadline is None and not ledger.ended:
                     harness.send(admin, cmd.End())

@@ -121,7 +121,7 @@ class LedgerMachine(RuleBasedStateMachine):
             columns = {"fresh": COLUMN, "prompt": WRONG}
         if spoil == "empty":
             columns = {}
-        if spoil == "offline" and self.offline and "rollout" in self.run.naive.tasks:
+        if spoil == "offline" and self.offline:
             columns |= {"response": COLUMN, "reward": COLUMN}
         if spoil == "dtype" and "prompt" not in self.run.naive.schema:
             return

@@ -227,14 +227,18 @@ class Trainer(Worker):
             ids = cmd.unpack_ids(reply.ids)
             rows = self.world.ledger.rows
             assert len(set(ids.tolist())) == len(ids) == self.batch
-            assert set(Counter(cmd.unpack_ids(reply.groups).tolist()).values()) == set(rows.size[rows.at(ids)].tolist())
+            assert set(Counter(cmd.unpack_ids(reply.groups).tolist()).values()) == set(
+                rows.size[rows.at(ids)].tolist()
+            )
             assert (reply.version - rows.version[rows.at(ids)] <= self.limit).all(), "staleness"
             assert self.given.setdefault(reply.step, set(ids.tolist())) == set(ids.tolist()), "the same step, whole"
         super().got(reply)
 
     def work(self, reply: Any) -> None:
         drop = [at for at in range(self.batch) if self.world.random.random() < 0.2]
-        self.later(self.world.soon(), lambda: self.publish(reply.step + 1, lambda said: self.acknowledge(said, reply, drop)))
+        self.later(
+            self.world.soon(), lambda: self.publish(reply.step + 1, lambda said: self.acknowledge(said, reply, drop))
+        )
 
     def acknowledge(self, said: Any, lease: cmd.Leased, drop: list[int]) -> None:
         assert isinstance(said, cmd.Done | ConfigError)  # published already, before it died with the step

@@ -1,20 +1,12 @@
-import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import asyncflow_sdk as af
-
 sys.path.insert(0, str(Path(__file__).parent))  # as a user's script has its own folder on the path
 
-
-def segments() -> set[str]:
-    """The directories of runs in shared memory."""
-    return {path.name for path in Path("/dev/shm").glob("asyncflow-*")}
+from echo_runs import segments
 
 
 @pytest.fixture(autouse=True)
@@ -23,43 +15,3 @@ def nothing_left_behind() -> Iterator[None]:
     before = segments()
     yield
     assert segments() <= before
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def until(condition: Any, what: str, seconds: float = 30.0) -> None:
-    """Wait for something that must come; the limit only ends a test that would hang."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"never came: {what}"
-        time.sleep(0.02)
-
-
-def echo_workflow(**changes: Any) -> af.Workflow:
-    """A workflow of echo engines; ``rollout``, ``train`` are options of theirs."""
-    from functions import length
-
-    rollout = {"group_size": 4, "prompt": "prompt_ids", "delay_s": 0.002, "spread": 1.0} | changes.pop("rollout", {})
-    arguments: dict[str, Any] = {
-        "prompts": {"prompt_ids": af.Ragged.of([[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]])},
-        "rollout": af.Rollout("echo", **rollout),
-        "reward": length,
-        "train": af.Train("echo", **changes.pop("train", {})),
-        "batch_size": 16,
-        "steps": 12,
-    }
-    return af.Workflow(**(arguments | changes))
-
-
-def trained_rows(directory: Path) -> list[int]:
-    """Ids of all rows of all recorded steps."""
-    return [row for _, batch in af.read_steps(directory) for row in batch.ids.tolist()]
-
-
-__all__ = ["alive", "echo_workflow", "os", "segments", "trained_rows", "until"]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import echo_workflow
+from echo_runs import echo_workflow
 from functions import length, nan, raises, too_few
 
 import asyncflow_sdk as af

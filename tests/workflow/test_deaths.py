@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import alive, echo_workflow, segments, trained_rows, until
+from echo_runs import alive, echo_workflow, segments, trained_rows, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed

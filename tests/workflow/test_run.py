@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from conftest import echo_workflow, trained_rows
+from echo_runs import echo_workflow, trained_rows
 from functions import doubled, two_columns
 
 import asyncflow_sdk as af

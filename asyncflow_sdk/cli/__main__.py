@@ -1,0 +1,5 @@
+"""``python -m asyncflow_sdk.cli``: the command ``asyncflow``."""
+
+from . import main
+
+main()

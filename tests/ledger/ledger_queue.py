@@ -1,0 +1,130 @@
+"""A ledger with its clock and its usual tasks, for tests that read given / when / then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from ledger_checks import check_counters
+
+from asyncflow_sdk.errors import (
+    AsyncFlowError,
+)
+from asyncflow_sdk.ledger import Ledger, TaskSpec, unpack_ids
+from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.rows import Rows
+from asyncflow_sdk.types import ColumnSpec
+
+TEXT = ColumnSpec("text", "uint8")
+TOKENS = ColumnSpec("ragged", "int64")
+NUMBER = ColumnSpec("fixed", "float32")
+
+ROLLOUT = TaskSpec(name="rollout", needs=("prompt",), gives=("response",), lease_s=10, admits=True)
+REWARD = TaskSpec(name="reward", needs=("response",), gives=("reward",), lease_s=10)
+TRAIN = TaskSpec(name="train", needs=("response", "reward"), batch_rows=4, lease_s=100)
+PLAIN = TaskSpec(name="plain", needs=("prompt",), gives=("answer",), lease_s=10)
+LAST = TaskSpec(name="last", needs=("answer",), lease_s=10)
+
+
+class Queue:
+    """A ledger and its clock. ``do`` returns the reply or raises the error; None means it waits."""
+
+    def __init__(self, *tasks: TaskSpec, capacity: int = 1024, **limits: Any) -> None:
+        self.ledger = Ledger()
+        self.ledger.rows = Rows(capacity)
+        self.now = 0.0
+        self.tickets = 0
+        self.answers: dict[int, Any] = {}
+        self.events: list[Any] = []
+        self.ended: list[int] = []
+        self.admin = self.join("admin")
+        if limits:
+            self.do(self.admin, cmd.Configure(**limits))
+        for task in tasks:
+            self.do(self.admin, cmd.Declare(task=task))
+
+    def _take(self) -> None:
+        effects = self.ledger.drain()
+        for ticket, answer in effects.answers:
+            assert ticket not in self.answers, "answered twice"
+            self.answers[ticket] = answer
+        self.events += effects.events
+        self.ended += [i for ids in effects.retired for i in ids.tolist()]
+        check_counters(self.ledger)
+
+    def ask(self, session: int, command: Any) -> int:
+        """The ticket."""
+        self.tickets += 1
+        self.ledger.apply(session, command, self.now, self.tickets)
+        self._take()
+        return self.tickets
+
+    def do(self, session: int, command: Any) -> Any:
+        answer = self.answers.get(self.ask(session, command))
+        if isinstance(answer, AsyncFlowError):
+            raise answer
+        return answer
+
+    def join(self, name: str) -> int:
+        return int(self.do(0, cmd.Join(name=name)).session)
+
+    def die(self, session: int) -> None:
+        self.ledger.session_died(session, self.now, "killed")
+        self._take()
+
+    def at(self, now: float) -> None:
+        self.now = now
+        self.ledger.tick(now)
+        self._take()
+
+    def put(self, groups: int, size: int = 1, *, wait: float = 0.0, key: str = "", **columns: ColumnSpec) -> Any:
+        put = cmd.Put(groups=groups, group_size=size, columns=columns or {"prompt": TEXT}, timeout_s=wait, key=key)
+        return self.do(self.admin, put)
+
+    def lease(self, session: int, task: str, count: int = 100, wait: float = 0.0) -> Any:
+        return self.do(session, cmd.Lease(task=task, count=count, timeout_s=wait))
+
+    def complete(
+        self, session: int, lease: cmd.Leased, *at: int, drop: tuple[int, ...] = (), **columns: ColumnSpec
+    ) -> Any:
+        gives = self.ledger.tasks[lease.task].spec.gives
+        command = cmd.Complete(
+            token=lease.token,
+            columns=columns or dict.fromkeys(gives, TOKENS),
+            index=packed(*at) if at else None,
+            filtered=packed(*drop) if drop else None,
+        )
+        return self.do(session, command)
+
+    def publish(self, version: int) -> None:
+        self.do(self.admin, cmd.Publish(version=version, manifest=b"", transport="shm", where=b""))
+
+    def load(self, session: int, version: int) -> None:
+        self.do(session, cmd.Loaded(version=version))
+
+    def audit(self) -> cmd.Audit:
+        return self.ledger.audit()
+
+
+def packed(*at: int) -> bytes:
+    return np.array(at, "<i4").tobytes()
+
+
+def ids(lease: cmd.Leased) -> list[int]:
+    return list(unpack_ids(lease.ids).tolist())
+
+
+def running(*, batch: int = 4, **limits: Any) -> tuple[Queue, int, int, int]:
+    """A run with version 0 loaded: (queue, replica, judge, trainer)."""
+    train = TaskSpec(name="train", needs=("response", "reward"), batch_rows=batch, lease_s=100)
+    queue = Queue(ROLLOUT, REWARD, train, **limits)
+    replica, judge, trainer = queue.join("gen-0"), queue.join("judge-0"), queue.join("train-0")
+    queue.publish(0)
+    queue.load(replica, 0)
+    return queue, replica, judge, trainer
+
+
+def produce(queue: Queue, replica: int, judge: int, count: int) -> None:
+    """Generate and score ``count`` rows."""
+    queue.complete(replica, queue.lease(replica, "rollout", count))
+    queue.complete(judge, queue.lease(judge, "reward", count))

@@ -1,0 +1,272 @@
+"""What a naive ledger knows and what happens in it by itself: dicts, lists and loops over every row.
+
+Written from DESIGN.md §5. Nothing is counted or kept sorted: what is ready, free or admitted is worked out anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncflow_sdk.ledger import TaskSpec
+from asyncflow_sdk.ledger import commands as cmd
+
+
+@dataclass
+class Row:
+    group: tuple[int, ...]
+    columns: set[str]
+    state: dict[str, str]  # task -> open, leased or done
+    token: dict[str, int] = field(default_factory=dict)
+    attempts: dict[str, int] = field(default_factory=dict)
+    version: int | None = None
+    deadline: int | None = None
+    step: int | None = None
+    ended: str | None = None
+
+
+@dataclass
+class Lease:
+    task: str
+    session: int
+    ids: list[int]
+    expires: float
+
+
+@dataclass
+class Parked:
+    ticket: int
+    session: int
+    command: Any
+    deadline: float
+
+
+class NaiveRows:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.rows: dict[int, Row] = {}
+        self.tasks: dict[str, TaskSpec] = {}
+        self.loaded: dict[int, int | None] = {}  # by session
+        self.leases: dict[int, Lease] = {}
+        self.parked: list[Parked] = []
+        self.schema: dict[str, Any] = {}
+        self.named_columns: set[str] = set()
+        self.keys: dict[str, cmd.PutDone] = {}
+        self.capacity: float = float("inf")
+        self.max_staleness = 1
+        self.steps: int | None = None
+        self.step = 0
+        self.stopped = False
+        self.ended = False
+        self.published: list[cmd.Publish] = []
+        self.last_group_size: int | None = None
+        self.became_ready: dict[int, int] = {}  # first id of a group -> when it became ready for the step
+
+    # ---- what can be seen by looking at the rows
+
+    def live(self) -> dict[int, Row]:
+        return {i: row for i, row in self.rows.items() if row.ended is None}
+
+    def train(self) -> TaskSpec | None:
+        return next((t for t in self.tasks.values() if t.batch_rows is not None), None)
+
+    def rollouts(self) -> list[TaskSpec]:
+        return [t for t in self.tasks.values() if t.admits]
+
+    @property
+    def version(self) -> int:
+        return self.published[-1].version if self.published else -1
+
+    @property
+    def finished(self) -> bool:
+        return self.stopped or (self.steps is not None and self.step >= self.steps)
+
+    @property
+    def free(self) -> int:
+        train = self.train()
+        assert train is not None
+        assert train.batch_rows is not None
+        return train.batch_rows - sum(row.step == self.step for row in self.live().values())
+
+    @property
+    def unselected(self) -> int:
+        return sum(row.step is None for row in self.live().values())
+
+    @property
+    def slots(self) -> int | None:
+        """Rows that this step and all later ones can still take."""
+        train = self.train()
+        if self.steps is None or train is None:
+            return 0 if self.stopped else None
+        return 0 if self.finished else self.free + (self.steps - 1 - self.step) * (train.batch_rows or 0)
+
+    def load(self, j: int) -> int:
+        """L_j of the staleness rule."""
+        rows = self.live().values()
+        return sum(r.step is None and r.deadline is not None and r.deadline <= j for r in rows)
+
+    def horizon(self) -> int:
+        deadlines = [r.deadline for r in self.live().values() if r.deadline is not None]
+        return max([self.step + self.max_staleness, *deadlines])
+
+    def slack(self, j: int) -> int:
+        train = self.train()
+        assert train is not None
+        return self.free + (j - self.step) * (train.batch_rows or 0) - self.load(j)
+
+    def invariant_h(self) -> bool:
+        if self.train() is None:
+            return True
+        return all(self.slack(j) >= 0 for j in range(self.step, self.horizon() + 1)) and not self.load(self.step - 1)
+
+    def may_admit(self, count: int, loaded: int) -> bool:
+        deadline = loaded + self.max_staleness
+        if deadline < self.step or self.finished:
+            return False
+        if self.slots is not None and self.load(self.horizon()) + count > self.slots:
+            return False
+        return all(self.slack(j) >= count for j in range(deadline, max(deadline, self.horizon()) + 1))
+
+    def may_select(self, count: int, deadline: int | None) -> bool:
+        if self.finished or count > self.free:
+            return False
+        end = self.horizon() + 1 if deadline is None else deadline
+        return all(self.slack(j) >= count for j in range(self.step, end))
+
+    def has_needs(self, row: Row, task: TaskSpec) -> bool:
+        return set(task.needs) <= row.columns
+
+    def is_ready(self, i: int, task: TaskSpec) -> bool:
+        row = self.rows[i]
+        if row.ended is not None or row.state[task.name] != "open" or (task.batch_rows and row.step is not None):
+            return False
+        if task.admits or task.batch_rows:
+            return all(self.has_needs(self.rows[m], task) for m in row.group)
+        return self.has_needs(row, task)
+
+    def ready(self, task: TaskSpec) -> list[int]:
+        return [i for i in self.live() if self.is_ready(i, task)]
+
+    def shown_state(self, i: int, task: TaskSpec) -> str:
+        row = self.rows[i]
+        if row.state[task.name] != "open":
+            return row.state[task.name]
+        if task.batch_rows and row.step is not None:
+            return "selected"
+        return "ready" if self.is_ready(i, task) else "waiting"
+
+    def held(self, token: int) -> list[int]:
+        lease = self.leases[token]
+        live = self.live()
+        return [i for i in lease.ids if i in live and live[i].token.get(lease.task) == token]
+
+    def exhausted(self, task: TaskSpec) -> bool:
+        return self.ended and all(row.state[task.name] == "done" for row in self.live().values())
+
+    # ---- what happens by itself
+
+    def drop(self, session: int, blame: bool) -> None:
+        """A session left, or its process died."""
+        if session in self.loaded:
+            self.parked = [p for p in self.parked if p.session != session]
+            for token in [t for t, lease in self.leases.items() if lease.session == session]:
+                self._return(token, self.held(token), blame)
+            del self.loaded[session]
+
+    def expire(self) -> None:
+        for token, lease in list(self.leases.items()):
+            if lease.expires <= self.now:
+                self._return(token, self.held(token), blame=True)
+
+    def settle(self) -> None:
+        """Ready groups join steps, earliest deadline first, then first come; rows that are through end."""
+        self._skip()
+        while self._consume() or self._select_one() or self._cancel_leftover():
+            pass
+
+    def _skip(self) -> None:
+        """Groups that the step can take as they came need no rollout."""
+        train = self.train()
+        for rollout in self.rollouts() if train is not None else []:
+            for i, row in self.live().items():
+                if row.deadline is None and self.shown_state(i, train) != "waiting":
+                    self._done(i, rollout)
+
+    def _consume(self) -> bool:
+        through = [
+            row
+            for row in self.live().values()
+            if all(s == "done" for s in row.state.values()) and any(not t.gives for t in self.tasks.values())
+        ]
+        for row in through:
+            row.ended = "consumed"
+        return bool(through)
+
+    def _select_one(self) -> bool:
+        train = self.train()
+        if train is None or self.finished:
+            return False
+        firsts = sorted({self.rows[i].group[0] for i in self.ready(train)})
+        for first in firsts:
+            self.became_ready.setdefault(first, len(self.became_ready))
+
+        def turn(first: int) -> tuple[Any, ...]:
+            deadline = self.rows[first].deadline
+            return deadline is None, deadline, self.became_ready[first]
+
+        for first in sorted(firsts, key=turn):
+            group = self.rows[first].group
+            if self.may_select(len(group), self.rows[first].deadline):
+                for i in group:
+                    self.rows[i].step = self.step
+                if not self.free:
+                    self.step += 1
+                    if self.finished:
+                        self.ended = True
+                        self._cancel(filling=False)
+                return True
+        return False
+
+    def _cancel_leftover(self) -> bool:
+        if self.train() is None or not self.ended or self.finished or self.unselected >= self.free:
+            return False
+        self._cancel(filling=True)
+        self.stopped = True
+        return True
+
+    def _cancel(self, filling: bool) -> None:
+        for row in self.live().values():
+            if row.step is None or (filling and row.step == self.step):
+                row.ended = "cancelled"
+
+    def _done(self, i: int, task: TaskSpec) -> None:
+        self.rows[i].state[task.name] = "done"
+        self.rows[i].token.pop(task.name, None)
+
+    def _end_group(self, i: int, how: str) -> None:
+        """A group succeeds or fails as a whole; but what is in a full step belongs to its trainer."""
+        for m in self.rows[i].group:
+            row = self.rows[m]
+            if row.ended is None and (row.step is None or (row.step == self.step and not self.finished)):
+                row.ended = how
+
+    def _return(self, token: int, ids: list[int], blame: bool) -> None:
+        lease = self.leases[token]
+        task, held = self.tasks[lease.task], self.held(token)
+        back = held if task.batch_rows is not None else [i for i in ids if i in held]
+        for i in back:
+            self.rows[i].state[task.name] = "open"
+            del self.rows[i].token[task.name]
+            if task.batch_rows is None:
+                self.rows[i].attempts[task.name] = self.rows[i].attempts.get(task.name, 0) + blame
+        for i in back:
+            if self.rows[i].attempts.get(task.name, 0) >= task.max_attempts:
+                self._end_group(i, "failed")
+                if self.rows[i].ended is None:  # its trainer has it: only this task goes without it
+                    self._done(i, task)
+        if task.admits:
+            for group in {self.rows[i].group for i in back}:
+                states = {(self.rows[m].state[task.name], self.shown_state(m, self.train())) for m in group}
+                if states == {("open", "waiting")}:  # nobody has begun it
+                    for m in group:
+                        self.rows[m].version = self.rows[m].deadline = None

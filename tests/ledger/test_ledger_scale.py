@@ -1,0 +1,125 @@
+"""What a long and large run costs, by counts; and that a replay goes the same way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ledger_queue import (
+    LAST,
+    NUMBER,
+    PLAIN,
+    REWARD,
+    ROLLOUT,
+    TOKENS,
+    TRAIN,
+    Queue,
+    ids,
+    packed,
+    running,
+)
+
+from asyncflow_sdk.errors import (
+    LeaseLost,
+)
+from asyncflow_sdk.ledger import TaskSpec
+from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.ready import ReadyQueue
+from asyncflow_sdk.types import ColumnSpec
+
+
+def test_ended_rows_are_forgotten_and_their_ids_never_come_again() -> None:
+    # given room for 8 rows, two rows that stay, and a ready queue that nobody looks into
+    queue = Queue(PLAIN, TaskSpec(name="idle", needs=("prompt",), gives=("x",)), LAST, capacity=8)
+    worker = queue.join("w")
+    seen: set[int] = set()
+    stale = None
+    for _ in range(60):
+        put = queue.put(5)
+        seen |= set(range(put.first, put.first + put.count))
+        lease = queue.lease(worker, "plain")
+        stale = stale or lease
+        queue.complete(worker, lease, drop=tuple(range(len(ids(lease)))))
+    # then every id was new, the arrays stayed small, and what was forgotten is not asked about
+    assert seen == set(range(300))
+    assert queue.ledger.rows.base > 200
+    assert len(queue.ledger.rows.state) <= 32
+    assert sorted(queue.ended) == list(range(300))
+    assert stale is not None
+    with pytest.raises(LeaseLost):
+        queue.complete(worker, stale)
+    queue.put(1)
+    assert ids(queue.lease(worker, "idle", 50)) == [300]
+
+
+def calls_and_rows(live: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Calls made, and rows looked at in ready queues, by one turn of each task with ``live`` rows there."""
+    queue, replica, judge, _ = running(batch=1 << 17, max_staleness=0)
+    queue.put(live // 8, 8)
+    looked = []
+    is_ready = ReadyQueue.is_ready
+    monkeypatch.setattr(ReadyQueue, "is_ready", lambda self, ids: (looked.append(len(ids)), is_ready(self, ids))[1])
+    calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    def turn(session: int, task: str, columns: dict[str, ColumnSpec]) -> None:
+        queue.ledger.apply(session, cmd.Lease(task=task, count=16), 0.0, 0)
+        lease = queue.ledger.drain().answers[0][1]
+        assert len(ids(lease)) == 16
+        for part in ((0, 1, 2), (3,)):
+            done = cmd.Complete(token=lease.token, columns=columns, index=packed(*part))
+            queue.ledger.apply(session, done, 0.0, 0)
+        queue.ledger.apply(
+            session, cmd.Complete(token=lease.token, columns=columns, index=packed(*range(4, 16))), 0.0, 0
+        )
+        queue.ledger.drain()
+
+    turn(replica, "rollout", {"response": TOKENS})  # what is made on first use is made
+    turn(judge, "reward", {"reward": NUMBER})
+    looked.clear()
+    sys.setprofile(count)
+    try:
+        turn(replica, "rollout", {"response": TOKENS})
+        turn(judge, "reward", {"reward": NUMBER})
+        queue.ledger.tick(0.0)
+        queue.ledger.next_deadline()
+    finally:
+        sys.setprofile(None)
+        monkeypatch.undo()
+    return calls, sum(looked)
+
+
+def test_the_cost_of_a_command_does_not_follow_the_rows_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_calls, few_rows = calls_and_rows(1_024, monkeypatch)
+    many_calls, many_rows = calls_and_rows(50_000, monkeypatch)
+    assert many_calls == few_calls
+    assert many_rows == few_rows < 4_096
+
+
+def wakings() -> str:
+    """The order in which one command wakes requests that wait at different places."""
+    queue = Queue(ROLLOUT, REWARD, TRAIN, PLAIN, LAST, capacity_rows=4)
+    for task in ("train", "last", "reward"):
+        queue.ask(queue.admin, cmd.Lease(task=task, count=1, timeout_s=9))
+    queue.ask(queue.admin, cmd.AwaitVersion(after=0, timeout_s=9))
+    queue.ask(queue.admin, cmd.Wanted(timeout_s=9))
+    queue.ledger.apply(queue.admin, cmd.End(), 0.0, 99)
+    return str([ticket for ticket, _ in queue.ledger.drain().answers])
+
+
+def test_a_replay_wakes_requests_in_the_same_order() -> None:
+    code = "import test_ledger_scale; print(test_ledger_scale.wakings())"
+    for seed in ("1", "2", "3"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert run.stdout.strip() == wakings()

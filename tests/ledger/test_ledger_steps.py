@@ -1,0 +1,378 @@
+"""The ledger's guarantees about a run, one test each: groups, the staleness rule, steps, and the end."""
+
+from __future__ import annotations
+
+import pytest
+from ledger_queue import (
+    LAST,
+    PLAIN,
+    ROLLOUT,
+    TEXT,
+    TOKENS,
+    TRAIN,
+    Queue,
+    ids,
+    packed,
+    produce,
+    running,
+)
+
+from asyncflow_sdk.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Ended,
+    LeaseLost,
+)
+from asyncflow_sdk.ledger import TaskSpec, unpack_ids
+from asyncflow_sdk.ledger import commands as cmd
+
+# ---- groups
+
+
+def test_a_group_fails_as_a_whole_after_max_attempts_and_the_reason_is_kept() -> None:
+    queue = Queue(TaskSpec(name="plain", needs=("prompt",), gives=("answer",), max_attempts=2), LAST)
+    worker = queue.join("w")
+    queue.put(2, 2)
+    for reason in ("first failure", "engine crashed"):
+        lease = queue.lease(worker, "plain", 1)
+        assert ids(lease) == [0]
+        queue.do(worker, cmd.GiveBack(token=lease.token, reason=reason, blame=True))
+    audit = queue.audit()
+    assert (audit.failed, audit.live) == (2, 2)
+    assert audit.reasons == {"failed: failed 2 times in task 'plain'; last: engine crashed": 2}
+    assert sorted(queue.ended) == [0, 1]
+    assert ids(queue.lease(worker, "plain")) == [2, 3]
+
+
+def test_rows_given_back_without_blame_never_fail() -> None:
+    queue = Queue(PLAIN)
+    worker = queue.join("w")
+    queue.put(1)
+    for _ in range(10):
+        queue.do(worker, cmd.GiveBack(token=queue.lease(worker, "plain").token))
+    assert queue.audit().live == 1
+
+
+def test_filtering_a_row_ends_its_group_and_revokes_it_elsewhere() -> None:
+    queue = Queue(PLAIN, TaskSpec(name="side", needs=("prompt",), gives=("score",)))
+    worker, other = queue.join("w"), queue.join("o")
+    queue.put(2, 2)
+    held = queue.lease(other, "side")
+    queue.complete(worker, queue.lease(worker, "plain", 1), drop=(0,))
+    assert (queue.audit().filtered, sorted(queue.ended)) == (2, [0, 1])
+    done = queue.complete(other, held)
+    assert unpack_ids(done.revoked).tolist() == [0, 1]
+
+
+def test_a_side_task_that_gives_up_leaves_the_row_to_its_trainer() -> None:
+    # given rows that were trained, while a side task still holds them
+    side = TaskSpec(name="side", needs=("prompt",), gives=("score",), max_attempts=1)
+    queue = Queue(side, TaskSpec(name="train", needs=("prompt",), batch_rows=2))
+    worker, trainer = queue.join("w"), queue.join("t")
+    queue.put(2)
+    lease = queue.lease(worker, "side")
+    queue.complete(trainer, queue.lease(trainer, "train"))
+    assert queue.audit().live == 2
+    # when the side task fails for good
+    queue.do(worker, cmd.GiveBack(token=lease.token, reason="no judge", blame=True))
+    # then they are consumed, and it says what was skipped
+    audit = queue.audit()
+    assert (audit.consumed, audit.live) == (2, 0)
+    assert audit.reasons == {"skipped: failed 1 times in task 'side'; last: no judge": 2}
+
+
+@pytest.mark.parametrize("declared_first", [True, False])
+def test_a_batch_that_no_number_of_groups_fills_is_refused(declared_first: bool) -> None:
+    train = TaskSpec(name="train", needs=("prompt",), batch_rows=10)
+    queue = Queue(*([train] if declared_first else []))
+    text = r"no number of groups of 4 fills a batch of 10 rows; use a batch of 8 or 12, or another group size"
+    if declared_first:
+        with pytest.raises(ConfigError, match=text):
+            queue.put(5, 4)
+        assert queue.audit().put == 0
+    else:
+        queue.put(5, 4)
+        with pytest.raises(ConfigError, match=text):
+            queue.do(queue.admin, cmd.Declare(task=train))
+
+
+def test_steps_need_groups_of_one_size() -> None:
+    train = TaskSpec(name="train", needs=("prompt",), batch_rows=6)
+    queue = Queue()
+    queue.put(1, 3)
+    queue.put(1, 2)
+    with pytest.raises(ConfigError, match="groups of 2 and 3; steps need groups of one size"):
+        queue.do(queue.admin, cmd.Declare(task=train))
+    queue = Queue(train)
+    queue.put(1, 3)
+    with pytest.raises(ConfigError, match="this run has groups of 3"):
+        queue.put(1, 2)
+
+
+# ---- the staleness rule
+
+
+def test_staleness_0_is_synchronous() -> None:
+    # given one step's rows generated with version 0, and more prompts than that
+    queue, replica, judge, trainer = running(max_staleness=0)
+    queue.put(12)
+    produce(queue, replica, judge, 100)
+    # then nothing more may start before that step is trained and its version is loaded
+    waiting = queue.ask(replica, cmd.Lease(task="rollout", count=4, timeout_s=60))
+    step = queue.lease(trainer, "train")
+    assert (len(ids(step)), step.step) == (4, 0)
+    queue.complete(trainer, step)
+    assert waiting not in queue.answers
+    queue.publish(1)
+    assert queue.answers[waiting] == cmd.LoadFirst(version=1)
+    queue.load(replica, 1)
+    lease = queue.lease(replica, "rollout")
+    assert (len(ids(lease)), lease.version) == (4, 1)
+
+
+def test_staleness_1_generates_the_next_step_while_one_trains() -> None:
+    queue, replica, judge, trainer = running(max_staleness=1)
+    queue.put(12)
+    produce(queue, replica, judge, 4)
+    queue.lease(trainer, "train")
+    produce(queue, replica, judge, 100)  # step 1, still with version 0
+    with pytest.raises(DeadlineExceeded):
+        queue.lease(replica, "rollout")  # step 2 would be too old
+    assert queue.lease(trainer, "train").step == 1
+
+
+def test_a_lagging_replica_is_told_to_load_first() -> None:
+    queue, lagging, judge, trainer = running(max_staleness=1)
+    queue.put(16)
+    fresh = queue.join("gen-1")
+    assert queue.lease(fresh, "rollout") == cmd.LoadFirst(version=0)  # it has nothing loaded
+    for version in (1, 2):
+        produce(queue, lagging if version == 1 else fresh, judge, 4)
+        queue.complete(trainer, queue.lease(trainer, "train"))
+        queue.publish(version)
+        queue.load(fresh, version)
+    assert queue.lease(lagging, "rollout") == cmd.LoadFirst(version=2)
+    queue.load(lagging, 1)  # late again, but not too late
+    assert queue.lease(lagging, "rollout", 1).version == 1
+
+
+def test_rows_of_a_lost_producer_are_done_again_by_none_older() -> None:
+    # given a group begun with version 1, half of it done, and then its producer dies
+    queue, replica, judge, _ = running(max_staleness=2)
+    older = queue.join("older")
+    queue.load(older, 0)
+    queue.publish(1)
+    queue.load(replica, 1)
+    queue.put(3, 2)
+    queue.complete(replica, queue.lease(replica, "rollout", 2), 0)
+    queue.die(replica)
+    # then an older replica must load first, and the row keeps its version
+    assert queue.lease(older, "rollout", 2) == cmd.LoadFirst(version=1)
+    queue.load(older, 1)
+    again = queue.lease(older, "rollout", 2)
+    assert ids(again) == [1]
+    queue.complete(older, again)
+    queue.complete(judge, queue.lease(judge, "reward"))
+    assert queue.ledger.rows.version[:2].tolist() == [1, 1]
+
+
+def test_a_group_given_back_in_parts_starts_again_as_a_whole() -> None:
+    # given a group whose rows went back in two parts, so that nobody has begun it
+    queue, replica, judge, trainer = running(max_staleness=1)
+    queue.put(1, 4)
+    lease = queue.lease(replica, "rollout")
+    queue.do(replica, cmd.GiveBack(token=lease.token, index=packed(0, 1)))
+    queue.do(replica, cmd.GiveBack(token=lease.token, index=packed(2, 3)))
+    assert queue.ledger.rows.version[:4].tolist() == [-1] * 4
+    # then it is leased and admitted whole, and trained as one group
+    assert ids(queue.lease(replica, "rollout", 1)) == [0, 1, 2, 3]
+    assert queue.ledger.rows.version[:4].tolist() == [0] * 4
+    queue.die(replica)
+    replica = queue.join("gen-1")
+    queue.load(replica, 0)
+    produce(queue, replica, judge, 4)
+    assert ids(queue.lease(trainer, "train")) == [0, 1, 2, 3]
+
+
+def test_loading_wakes_a_parked_lease() -> None:
+    queue = Queue(ROLLOUT, TRAIN)
+    replica = queue.join("gen-0")
+    queue.put(4)
+    waiting = queue.ask(replica, cmd.Lease(task="rollout", count=4, timeout_s=60))
+    assert waiting not in queue.answers  # no version was published
+    queue.load(replica, 0)  # it starts from a checkpoint of its own
+    assert queue.answers[waiting].version == 0
+
+
+def test_versions_far_ahead_of_the_steps_cost_nothing() -> None:
+    queue, replica, judge, trainer = running(max_staleness=1)
+    queue.publish(10**15)
+    queue.load(replica, 10**15)
+    queue.put(8)
+    produce(queue, replica, judge, 8)
+    assert queue.lease(trainer, "train").step == 0
+    for version in (1 << 70, 5, -1):
+        with pytest.raises(ConfigError):
+            queue.publish(version)
+    for version in (1 << 70, 10**15 + 1, -1):
+        with pytest.raises(ConfigError, match="was never published"):
+            queue.load(replica, version)
+
+
+def test_rows_that_come_complete_skip_the_rollout() -> None:
+    # given rows that bring all that a step needs, and rows that do not
+    queue = Queue(ROLLOUT, TaskSpec(name="train", needs=("response",), batch_rows=4), max_staleness=0)
+    replica, trainer = queue.join("gen"), queue.join("train")
+    queue.publish(0)
+    queue.load(replica, 0)
+    queue.put(2, prompt=TEXT, response=TOKENS)
+    queue.put(4)
+    # then only the others are generated, as many as the step has slots for
+    lease = queue.lease(replica, "rollout", 100)
+    assert ids(lease) == [2, 3]
+    queue.complete(replica, lease)
+    step = queue.lease(trainer, "train")
+    assert ids(step) == [0, 1, 2, 3]
+    queue.complete(trainer, step)
+    assert queue.audit().consumed == 4
+
+
+# ---- steps
+
+
+def test_a_step_whose_trainer_dies_is_leased_again_with_the_same_rows() -> None:
+    queue, replica, judge, trainer = running(max_staleness=1)
+    queue.put(8)
+    produce(queue, replica, judge, 8)
+    first, second = queue.lease(trainer, "train"), queue.lease(trainer, "train")
+    queue.die(trainer)
+    # then both come back, in order, and row by row the same
+    other = queue.join("train-1")
+    again = [queue.lease(other, "train") for _ in range(2)]
+    assert [(lease.step, ids(lease)) for lease in again] == [(0, ids(first)), (1, ids(second))]
+    with pytest.raises(LeaseLost):
+        queue.complete(trainer, first)
+    queue.complete(other, again[0], drop=(1, 2))
+    audit = queue.audit()
+    assert (audit.consumed, audit.filtered, audit.live) == (2, 2, 4)
+    assert audit.reasons == {"filtered: no gradient in the step": 2}
+
+
+def test_giving_part_of_a_step_back_gives_back_all_of_it() -> None:
+    queue, replica, judge, trainer = running()
+    queue.put(4)
+    produce(queue, replica, judge, 4)
+    lease = queue.lease(trainer, "train")
+    queue.do(trainer, cmd.GiveBack(token=lease.token, index=packed(2)))
+    assert ids(queue.lease(trainer, "train")) == ids(lease)
+
+
+def test_a_group_that_fails_leaves_the_open_step_to_others() -> None:
+    side = TaskSpec(name="side", needs=("prompt",), gives=("score",))
+    queue = Queue(side, TaskSpec(name="train", needs=("prompt",), batch_rows=4))
+    worker, trainer = queue.join("w"), queue.join("t")
+    queue.put(1, 2)
+    queue.complete(worker, queue.lease(worker, "side", 1), drop=(0,))
+    queue.put(2, 2)
+    assert ids(queue.lease(trainer, "train")) == [2, 3, 4, 5]
+
+
+def test_wanted_counts_what_the_steps_still_lack() -> None:
+    queue, replica, judge, _ = running(steps=2)
+    assert queue.do(queue.admin, cmd.Wanted()).count == 8
+    queue.put(8)
+    waiting = queue.ask(queue.admin, cmd.Wanted(timeout_s=60))
+    assert waiting not in queue.answers
+    queue.complete(replica, queue.lease(replica, "rollout", 1))
+    queue.complete(judge, queue.lease(judge, "reward"), drop=(0,))
+    assert queue.answers[waiting] == cmd.RowsWanted(count=1)
+
+
+# ---- the end
+
+
+def test_the_end_of_the_steps_ends_every_task_and_cancels_what_is_left() -> None:
+    queue, replica, judge, trainer = running(steps=1)
+    queue.put(6)
+    produce(queue, replica, judge, 4)
+    asked = [
+        queue.ask(replica, cmd.AwaitVersion(after=0, timeout_s=60)),
+        queue.ask(queue.admin, cmd.Wanted(timeout_s=9)),
+    ]
+    queue.complete(trainer, queue.lease(trainer, "train"))
+    for session, task in ((replica, "rollout"), (judge, "reward"), (trainer, "train")):
+        with pytest.raises(Ended, match=f"task '{task}' has had every row it will get"):
+            queue.lease(session, task, wait=60)
+    for ticket in asked:
+        assert isinstance(queue.answers[ticket], Ended)
+    with pytest.raises(Ended, match="the stream has ended"):
+        queue.put(1)
+    audit = queue.audit()
+    assert (audit.consumed, audit.cancelled, audit.live) == (4, 2, 0)
+    assert audit.reasons == {"cancelled: more than the steps needed": 2}
+
+
+def test_after_end_full_steps_are_trained_and_a_short_rest_is_cancelled() -> None:
+    queue, replica, judge, trainer = running()
+    queue.put(6)
+    waiting = queue.ask(trainer, cmd.Lease(task="train", count=1, timeout_s=60))
+    queue.do(queue.admin, cmd.End())
+    assert queue.audit().cancelled == 0  # 6 rows still fill a step
+    produce(queue, replica, judge, 6)
+    assert len(ids(queue.answers[waiting])) == 4
+    assert queue.audit().reasons == {"cancelled: too few to fill a step": 2}
+    queue.complete(trainer, queue.answers[waiting])
+    assert queue.audit().live == 0
+    with pytest.raises(Ended):
+        queue.lease(trainer, "train")
+
+
+def test_end_with_requests_parked_everywhere_answers_them_all() -> None:
+    queue, replica, _, trainer = running(capacity_rows=4)
+    queue.put(2)
+    asked = [
+        queue.ask(trainer, cmd.Lease(task="train", count=1, timeout_s=60)),
+        queue.ask(queue.admin, cmd.Wanted(timeout_s=60)),
+        queue.ask(queue.admin, cmd.Put(groups=3, group_size=1, columns={"prompt": TEXT}, timeout_s=60)),
+        queue.ask(replica, cmd.AwaitVersion(after=0, timeout_s=60)),
+    ]
+    queue.do(queue.admin, cmd.End())
+    assert all(isinstance(queue.answers[ticket], Ended) for ticket in asked)
+    assert (queue.audit().cancelled, queue.audit().live) == (2, 0)
+
+
+def test_end_with_cancel_leaves_full_steps_to_the_trainer() -> None:
+    queue, replica, judge, trainer = running()
+    queue.put(6)
+    produce(queue, replica, judge, 5)
+    queue.do(queue.admin, cmd.End(cancel=True))
+    assert (queue.audit().cancelled, queue.audit().live) == (2, 4)
+    queue.complete(trainer, queue.lease(trainer, "train"))
+
+
+def test_a_replica_that_waits_for_weights_learns_that_none_are_needed() -> None:
+    queue, replica, *_ = running()
+    queue.put(4)
+    lease = queue.lease(replica, "rollout")
+    queue.do(queue.admin, cmd.End())
+    waiting = queue.ask(replica, cmd.AwaitVersion(after=0, timeout_s=60))
+    assert waiting not in queue.answers
+    queue.complete(replica, lease)  # the last row that any replica makes
+    assert isinstance(queue.answers[waiting], Ended)
+    late = queue.join("gen-9")
+    with pytest.raises(Ended):  # rather than: load first
+        queue.lease(late, "rollout")
+
+
+def test_without_an_end_a_stream_of_plain_tasks_is_consumed() -> None:
+    queue = Queue(PLAIN, LAST)
+    worker = queue.join("w")
+    queue.put(2)
+    queue.complete(worker, queue.lease(worker, "plain"))
+    assert queue.audit().live == 2
+    queue.complete(worker, queue.lease(worker, "last"))
+    assert queue.audit().consumed == 2
+    queue.do(queue.admin, cmd.End())
+    for task in ("plain", "last"):
+        with pytest.raises(Ended):
+            queue.lease(worker, task, wait=9)

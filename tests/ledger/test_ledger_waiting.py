@@ -1,0 +1,138 @@
+"""What a request says when its deadline passes: what is missing, and who should bring it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ledger_queue import (
+    PLAIN,
+    ROLLOUT,
+    TEXT,
+    TRAIN,
+    Queue,
+    ids,
+    produce,
+    running,
+)
+
+from asyncflow_sdk.errors import (
+    DeadlineExceeded,
+)
+from asyncflow_sdk.ledger import TaskSpec
+from asyncflow_sdk.ledger import commands as cmd
+
+
+def deadline_of(queue: Queue, session: int, command: Any) -> str:
+    """What a request says when its time is over; it waits from 2 s to 5 s."""
+    queue.at(2.0)
+    ticket = queue.ask(session, command)
+    queue.at(4.9)
+    assert ticket not in queue.answers
+    queue.at(5.0)
+    assert isinstance(queue.answers[ticket], DeadlineExceeded)
+    return str(queue.answers[ticket])
+
+
+def test_a_deadline_of_a_stage_says_which_column_is_missing_and_who_makes_it() -> None:
+    queue, replica, judge, _ = running()
+    queue.put(4)
+    queue.lease(replica, "rollout", 3)
+    text = deadline_of(queue, judge, cmd.Lease(task="reward", count=1, timeout_s=3))
+    assert text == (
+        "after 3.0 s: task 'reward' has nothing to give; 4 rows lack column 'response', which task 'rollout' gives;"
+        " 1 rows are ready for task 'rollout', and nobody asks for them; 3 rows are leased in task 'rollout', the"
+        " oldest by gen-0 for 5.0 s"
+    )
+
+
+def test_a_deadline_of_the_trainer_says_what_the_step_lacks() -> None:
+    queue, replica, judge, trainer = running()
+    queue.put(3)
+    produce(queue, replica, judge, 1)
+    queue.complete(replica, queue.lease(replica, "rollout", 1))
+    queue.lease(judge, "reward")
+    text = deadline_of(queue, trainer, cmd.Lease(task="train", count=1, timeout_s=3))
+    assert "task 'train' has nothing to give; step 0 lacks 3 of 4 rows, and the queue has 2 that may fill it" in text
+    assert "2 rows lack column 'reward', which task 'reward' gives" in text
+    assert "1 rows are leased in task 'reward', the oldest by judge-0 for 5.0 s" in text
+    assert "1 rows are ready for task 'rollout', and nobody asks for them" in text
+
+
+def test_a_deadline_names_a_column_that_nobody_gives() -> None:
+    queue = Queue(TaskSpec(name="judge", needs=("prompt", "truth"), gives=("score",)))
+    queue.put(2)
+    text = deadline_of(queue, queue.join("j"), cmd.Lease(task="judge", count=1, timeout_s=3))
+    assert "nobody gives column 'truth': no task declares it, and 2 rows were put without it" in text
+
+
+def test_a_deadline_of_a_replica_says_who_trains() -> None:
+    queue, replica, judge, trainer = running(max_staleness=0)
+    queue.put(8)
+    produce(queue, replica, judge, 4)
+    queue.lease(trainer, "train")
+    text = deadline_of(queue, replica, cmd.Lease(task="rollout", count=1, timeout_s=3))
+    assert "with version 0 loaded and max_staleness 0 no group may start" in text
+    assert "version 0 is current since 5.0 s" in text
+    assert "4 rows are leased in task 'train', the oldest by train-0 for 5.0 s" in text
+    with pytest.raises(DeadlineExceeded, match=r"no version newer than 0; .* the oldest by train-0"):
+        queue.do(replica, cmd.AwaitVersion(after=0))
+
+
+def test_a_deadline_of_a_replica_before_any_version_says_so() -> None:
+    queue = Queue(ROLLOUT, TRAIN)
+    queue.put(4)
+    text = deadline_of(queue, queue.join("gen"), cmd.Lease(task="rollout", count=1, timeout_s=3))
+    assert "no version is loaded; no version was published yet and no trainer holds a step" in text
+    queue = Queue(ROLLOUT)
+    text = deadline_of(queue, queue.join("gen"), cmd.Lease(task="rollout", count=1, timeout_s=3))
+    assert "no task with batch_rows (train) is declared" in text
+
+
+def test_a_deadline_of_a_put_says_who_keeps_the_queue_full() -> None:
+    queue, replica, *_ = running(capacity_rows=4)
+    queue.put(4)
+    queue.lease(replica, "rollout", 3)
+    put = cmd.Put(groups=1, group_size=1, columns={"prompt": TEXT}, timeout_s=3)
+    text = deadline_of(queue, queue.admin, put)
+    assert "1 more rows do not fit: the queue has 4 of 4 rows" in text
+    assert "1 rows are ready for task 'rollout', and nobody asks for them" in text
+    assert "3 rows are leased in task 'rollout', the oldest by gen-0 for 5.0 s" in text
+
+
+def test_a_deadline_of_a_put_that_can_never_fit_says_what_to_do() -> None:
+    queue, *_ = running(capacity_rows=6)
+    queue.put(2)
+    text = deadline_of(queue, queue.admin, cmd.Put(groups=5, group_size=1, columns={"prompt": TEXT}, timeout_s=3))
+    assert "5 more rows do not fit: the queue has 2 of 6 rows, and step 0 cannot fill without 2 more" in text
+    assert "put fewer at a time, or set a larger capacity_rows" in text
+
+
+def test_a_deadline_of_wanted_says_why_nothing_is() -> None:
+    queue = Queue()
+    with pytest.raises(DeadlineExceeded, match="no task with batch_rows"):
+        queue.do(queue.admin, cmd.Wanted())
+    queue = Queue(TRAIN)
+    with pytest.raises(DeadlineExceeded, match="no number of steps was configured"):
+        queue.do(queue.admin, cmd.Wanted())
+    queue = Queue(TRAIN, steps=1)
+    queue.put(4)
+    with pytest.raises(DeadlineExceeded, match="all the rows its steps can take"):
+        queue.do(queue.admin, cmd.Wanted(timeout_s=float("nan")))  # which is no time at all
+
+
+def test_a_forgotten_request_takes_nothing() -> None:
+    queue = Queue(PLAIN)
+    worker = queue.join("w")
+    ticket = queue.ask(worker, cmd.Lease(task="plain", count=1, timeout_s=60))
+    queue.ledger.forget(ticket)
+    queue.put(1)
+    assert ticket not in queue.answers
+    assert ids(queue.lease(worker, "plain")) == [0]
+
+
+def test_a_request_for_the_oldest_of_versions_waits() -> None:
+    queue = Queue()
+    waiting = queue.ask(queue.admin, cmd.AwaitVersion(after=-7, timeout_s=60))
+    queue.publish(0)
+    assert queue.answers[waiting].version == 0

@@ -1,0 +1,83 @@
+"""The demo as `make demo` runs it, in fewer steps: a real model, real engines, real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import asyncflow_sdk as af
+from asyncflow_sdk.types.events import Event, StepTrained, WorkerState
+
+pytest.importorskip("torch")
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from asyncflow_torch.demo.model import warm_up
+
+    folder = tmp_path_factory.mktemp("demo") / "start"
+    warm_up(folder, seed=0)
+    return folder
+
+
+@pytest.mark.timeout(300)
+def test_it_learns_and_its_directory_tells_it(tmp_path: Path, start: Path) -> None:
+    command = [sys.executable, "-m", "asyncflow_sdk.cli", "demo", "--model", str(start), "--steps", str(STEPS)]
+
+    done = subprocess.run([*command, "--out", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["steps"] == STEPS
+    assert summary["reward_last"] - summary["reward_first"] > 0.2
+    assert summary["balanced"]
+    assert summary["rows"]["consumed"] + summary["rows"]["filtered"] == STEPS * 256
+    assert summary["staleness_max"] == 1
+    assert af.staleness_of(tmp_path / "run").values.max() == 1
+    assert (tmp_path / summary["report"]).read_text().count("<svg") >= 3
+    assert summary["report"] in done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_its_rollout_killed_half_way_it_finishes_and_no_row_is_trained_twice(tmp_path: Path, start: Path) -> None:
+    from asyncflow_torch.demo.run import demo_workflow
+
+    pids: list[int] = []
+    killed: list[int] = []
+
+    def kill(event: Event) -> None:
+        if isinstance(event, WorkerState) and event.worker == "rollout-0" and event.state == "ready":
+            pids.append(event.pid)
+        if isinstance(event, StepTrained) and event.step == 6 and not killed:
+            killed.append(pids[-1])
+            os.kill(pids[-1], signal.SIGKILL)
+
+    summary = demo_workflow(start, 12, 0, 1).run(tmp_path / "run", on_event=kill).summary
+
+    assert killed
+    assert len(pids) == 2
+    rows = np.concatenate([batch.ids for _, batch in af.read_steps(tmp_path / "run")])
+    assert len(rows) == len(np.unique(rows)) == 12 * 256
+    assert summary["balanced"]
+    assert summary["steps"] == 12
+    assert af.staleness_of(tmp_path / "run").values.max() <= 1
+
+
+def test_the_trained_model_is_a_model_folder(tmp_path: Path, start: Path) -> None:
+    from asyncflow_torch.demo.run import demo_workflow
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    demo_workflow(start, 2, 0, 0).run(tmp_path / "run")
+
+    before = AutoModelForCausalLM.from_pretrained(start).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    assert before.keys() == after.keys()
+    assert any((before[name] != after[name]).any() for name in before)
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model")("31425=")["input_ids"]

@@ -1,0 +1,109 @@
+"""The code people copy: every block of the documents and every example runs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+BLOCK = re.compile(r"(?:<!-- test: (?P<how>\w+) -->\n)?```python\n(?P<code>.*?)```", re.S)
+DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model, not warmed up, and its data as a file."""
+    pytest.importorskip("torch")
+    from asyncflow_torch.demo import model
+    from asyncflow_torch.demo.task import prompts
+
+    folder = tmp_path_factory.mktemp("start")
+    model._save(model.tiny_model(), model.tokenizer(), folder / "model")
+    rows = prompts(16, 0)
+    records = [{"prompt": p, "answer": a} for p, a in zip(rows["prompt"], rows["answer"], strict=True)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return folder
+
+
+def python(directory: Path, *arguments: str, path: Path | None = None) -> str:
+    env = {**os.environ, "PYTHONPATH": str(path or "")}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=directory, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert not done.returncode, done.stdout + done.stderr
+    return done.stdout
+
+
+def blocks(how: str) -> list[str]:
+    found = [match for document in DOCUMENTS for match in BLOCK.finditer(document.read_text())]
+    assert all(match["how"] for match in found), "every block says how it is tested"
+    return [match["code"] for match in found if match["how"] == how]
+
+
+@pytest.mark.parametrize("code", blocks("run"))
+def test_a_block_runs_as_it_stands(tmp_path: Path, start: Path, code: str) -> None:
+    given = f"import asyncflow_sdk as af\nmodel = {str(start / 'model')!r}\nprompts = af.load_prompts({str(start / 'data.jsonl')!r})\n"
+    (tmp_path / "block.py").write_text(given + code)
+
+    out = python(tmp_path, "block.py")
+
+    assert "put=128, live=0" in out  # the audit it prints
+
+
+def test_the_plugin_of_the_readme_is_found_and_runs(tmp_path: Path) -> None:
+    (code,) = blocks("plugin")
+    assert len(code.splitlines()) <= 40
+    (tmp_path / "mine.py").write_text(code)
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[asyncflow_sdk]\nmine = mine\n")
+    (tmp_path / "use.py").write_text(
+        "import asyncflow_sdk as af\n"
+        "from asyncflow_sdk.types import Batch\n"
+        "class Train(af.TrainEngine): pass\n"
+        "with af.serve('run', max_staleness=1) as run:\n"
+        "    run.queue.put({'prompt_ids': [[1, 2], [3]] * 8}, group_size=4)\n"
+        "    run.queue.end()\n"
+        "    run.start(af.Rollout('mine', prompt='prompt_ids', group_size=4, sampling=af.Sampling(max_tokens=5), vocabulary=9))\n"
+        "    run.start(af.Stage(lambda response_ids: [float(len(r)) for r in response_ids], task='reward'))\n"
+        "    weights = run.weight_publisher('shm')\n"
+        "    for step in run.consumer('train', batch_size=16):\n"
+        "        assert step.array('reward').tolist() == [5.0] * 16\n"
+        "        weights.publish(step.version + 1, {'w': step.array('reward')}.items())\n"
+        "        step.ack()\n"
+        "    print(run.audit())\n"
+    )
+
+    assert "mine 1.0" in python(tmp_path, "-m", "asyncflow_sdk.cli", "plugins", "--json", path=tmp_path)
+    assert "consumed=64" in python(tmp_path, "use.py", path=tmp_path)
+
+
+def test_example_own_loop(tmp_path: Path, start: Path) -> None:
+    script = REPOSITORY / "examples" / "own_loop.py"
+    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")
+    assert "step 1: reward" in out
+    assert "put=128, live=0" in out
+
+
+def test_example_whole_workflow(tmp_path: Path, start: Path) -> None:
+    script = REPOSITORY / "examples" / "whole_workflow.py"
+    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run", "3")
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert "run/report.html" in out
+
+
+def test_example_queue_alone(tmp_path: Path) -> None:
+    out = python(tmp_path, str(REPOSITORY / "examples" / "queue_alone.py"))
+    assert "{'a': 1.0, 'bb': 2.0, 'ccc': 3.0}" in out
+    assert "consumed=3" in out
+
+
+def test_links_of_the_documents_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
