@@ -117,20 +117,12 @@ class Registry:
 @lru_cache(maxsize=1)
 def registry() -> Registry:
     """Find every plugin of this environment. A broken one is reported and does not stop the others."""
-    manager = pluggy.PluginManager(GROUP)
-    manager.add_hookspecs(HookSpecs)
     adapters: dict[tuple[str, str], Adapter] = {}
     problems: list[str] = []
     for entry in sorted(metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
         source = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
         try:
-            manager.register(entry.load(), name=f"{source}: {entry.name}")
-            hooks = [
-                h
-                for h in manager.hook.asyncflow_adapters.get_hookimpls()
-                if h.plugin_name.endswith(f": {entry.name}")
-            ]
-            found = [spec for hook in hooks for spec in hook.function()]
+            found = _adapters_of(entry.load())
         except Exception as error:
             problems.append(f"plugin {entry.name!r} of {source}: {type(error).__name__}: {error}")
             continue
@@ -144,6 +136,21 @@ def registry() -> Registry:
                 continue
             adapters[spec.kind, spec.name] = Adapter(spec, source)
     return Registry(tuple(adapters.values()), tuple(problems))
+
+
+def _adapters_of(plugin: object) -> list[AdapterSpec]:
+    """What one plugin registers. A manager of its own, so that nothing it does wrong touches another."""
+    manager = pluggy.PluginManager(GROUP)
+    manager.add_hookspecs(HookSpecs)
+    manager.register(plugin)
+    manager.check_pending()
+    found = [spec for specs in manager.hook.asyncflow_adapters() for spec in specs]
+    if not found:
+        raise PluginError("it registers nothing: give it a function asyncflow_adapters with @asyncflow_sdk.hookimpl")
+    for spec in found:
+        if not isinstance(spec, AdapterSpec):
+            raise PluginError(f"asyncflow_adapters returned {spec!r}, which is no AdapterSpec")
+    return found
 
 
 def _unmet(requirement: str) -> str:

@@ -71,8 +71,9 @@ def test_its_rollout_killed_half_way_it_finishes_and_no_row_is_trained_twice(tmp
 
 
 def test_the_trained_model_is_a_model_folder(tmp_path: Path, start: Path) -> None:
-    from asyncflow_torch.demo.run import demo_workflow
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from asyncflow_torch.demo.run import demo_workflow
 
     demo_workflow(start, 2, 0, 0).run(tmp_path / "run")
 

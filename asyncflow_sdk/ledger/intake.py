@@ -147,6 +147,7 @@ class Intake(Leasing):
         reply = cmd.PutDone(first=int(ids[0]), count=count, again=False)
         if command.key:
             self._keys[command.key] = reply
+            self._dirty.add("put")  # one that waits with the same key need not
         self._make_ready(ids, np.zeros(count, np.uint64))
         return reply
 

@@ -11,6 +11,7 @@ A reader that comes late finds another generation and not somebody else's data.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -85,7 +86,13 @@ class _Segment:
 
     def unlink(self) -> None:
         self.path.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
         os.close(self.fd)
+        self.bytes = self.bytes[:0].copy()
+        with contextlib.suppress(BufferError):  # blocks still in somebody's hand keep the mapping until they go
+            self.map.close()
 
 
 class Arena:
@@ -132,7 +139,7 @@ class Arena:
         """Stop writing. ``unlink``: remove the files too; else whoever owns the directory does."""
         with self._lock:
             for segment in self._segments.values():
-                segment.unlink() if unlink else os.close(segment.fd)
+                segment.unlink() if unlink else segment.close()
             self._segments.clear()
             self._current = None
 

@@ -17,7 +17,7 @@ from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..memory import Mapper, SharedDirectory
-from ..types import Batch, ColumnSpec, Event
+from ..types import Batch, Column, ColumnSpec, Event
 from ..types import events as ev
 from ..wire import Server
 from .blocks import Block, Located, Reader
@@ -41,20 +41,23 @@ class _Pending:
 
 
 class QueueServer:
-    """Serves a queue and versions, at a socket of its own on this host and at ``addresses``.
+    """Serves a queue and versions, at a socket of its own on this host and at ``addresses``, and to
+    its own process at ``here``.
 
-    ``on_event`` and ``on_step`` (step, version trained, its rows with every column they have) are called in
-    the server's thread and must return at once. What they raise is logged and changes nothing.
+    ``on_event``, and ``on_step`` with the number of an acknowledged step and a function that reads its rows
+    (every column they have; in any thread, once), are called in the server's thread and must return at
+    once. What they raise is logged and changes nothing.
     """
 
     def __init__(
         self,
         addresses: list[str],
         on_event: Callable[[Event], None] | None = None,
-        on_step: Callable[[int, Batch], None] | None = None,
+        on_step: Callable[[int, Callable[[], Batch]], None] | None = None,
     ) -> None:
         self.directory = SharedDirectory()
-        addresses = [f"ipc://{self.directory.path}/queue", *addresses]
+        self.here = f"inproc://{self.directory.path.name}"
+        addresses = [self.here, f"ipc://{self.directory.path}/queue", *addresses]
         self.ledger = Ledger()
         self._places = Places()
         self._files = Files(self.directory.path)
@@ -162,7 +165,6 @@ class QueueServer:
             raise ProtocolError("join is said by hello")
         try:
             ids, step = self._check(number, command, call.block)
-            record = self._record(command, ids, step)
             self._pending[ticket] = _Pending(session, command, call.block, ids, step)
             self.ledger.apply(number, command, time.monotonic(), ticket)
         except Exception:
@@ -170,7 +172,7 @@ class QueueServer:
             if call.block is not None and owns(number, call.block.segment):
                 self._free(session, call.block)
             raise
-        self._flush(record)
+        self._flush((step, ids) if step >= 0 and ids is not None else None)
         if isinstance(command, cmd.Leave):
             del self._sessions[session]
             self._close_session(session, number)
@@ -195,16 +197,21 @@ class QueueServer:
             raise SchemaError(f"{len(ids)} rows are completed with {block.rows} values")
         return ids, lease.step
 
-    def _record(self, command: cmd.AnyCommand, ids: Ids | None, step: int) -> tuple[int, Batch] | None:
-        """The rows of a step about to be acknowledged, before their memory may go."""
-        if self._on_step is None or step < 0 or ids is None or not isinstance(command, cmd.Complete):
-            return None
+    def _keep(self, ids: Ids) -> Callable[[], Batch]:
+        """A way to read rows with every column they have, in any thread, also after their memory was freed."""
         located, schema = self._locate(ids, tuple(self.ledger.schema))
-        columns = {}
-        for part in located:
-            columns.update(self._reader.read(part, schema, len(ids)))
-        at = self.ledger.rows.at(ids)
-        return step, Batch(ids, self.ledger.rows.first[at], columns)
+        groups = self.ledger.rows.first[self.ledger.rows.at(ids)]
+        segments = {(b.segment, b.generation) for part in located for b in part.blocks}
+        held = [self._mapper.view(segment, generation, 0, 1) for segment, generation in segments]
+
+        def read() -> Batch:
+            columns: dict[str, Column] = {}
+            for part in located:
+                columns.update(self._reader.read(part, schema, len(ids)))
+            held.clear()  # the columns hold their segments themselves, where they are views
+            return Batch(ids, groups, columns)
+
+        return read
 
     def _locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[tuple[Located, ...], dict[str, ColumnSpec]]:
         have = self.ledger.rows.columns[self.ledger.rows.at(ids)]
@@ -214,21 +221,23 @@ class QueueServer:
 
     # ---- what came of them
 
-    def _flush(self, record: tuple[int, Batch] | None = None) -> None:
+    def _flush(self, step: tuple[int, Ids] | None = None) -> None:
+        """Answer, tell, and free. ``step``: number and rows of a step of which rows are being acknowledged."""
         effects = self.ledger.drain()
         for ticket, reply in effects.answers:
             pending = self._pending.pop(ticket, None)
             if pending is not None:
-                self._carry_out(ticket, pending, reply, record)
+                self._carry_out(ticket, pending, reply)
+        done = any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
+        if step is not None and self._on_step is not None and done:
+            self._tell(self._on_step, step[0], self._keep(step[1]))
         for event in effects.events:
             self._emit(event)
         for ids in effects.retired:
             for owner, block in self._places.retire(ids):
                 self._free(owner, block)
 
-    def _carry_out(
-        self, ticket: int, pending: _Pending, reply: cmd.Reply | AsyncFlowError, record: tuple[int, Batch] | None
-    ) -> None:
+    def _carry_out(self, ticket: int, pending: _Pending, reply: cmd.Reply | AsyncFlowError) -> None:
         located: tuple[Located, ...] = ()
         schema: dict[str, ColumnSpec] = {}
         block = pending.block
@@ -243,8 +252,6 @@ class QueueServer:
             self._places.add(ids, block, pending.session, entries)
         elif isinstance(reply, cmd.Completed):
             self._place_completion(pending, unpack_ids(reply.revoked))
-            if record is not None:
-                self._tell(self._on_step, *record)
         elif isinstance(pending.command, cmd.Publish):
             self._files.published(pending.command.version, self._sessions[pending.session], self.ledger.versions)
         elif isinstance(reply, cmd.Leased):

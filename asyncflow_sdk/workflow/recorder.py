@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import AsyncFlowError, ConfigError
 from ..types import VERSION_SPANS, Batch, Column, ColumnSpec, Event, Ragged, carrier, dtype_name, token_staleness
 from ..types import events as ev
 
@@ -36,7 +36,7 @@ class Recorder:
         self._directory = directory
         self._sinks: list[Callable[[Event], None]] = [self._write, *sinks]
         self._log = (directory / "events.jsonl").open("ab")
-        self._inbox: queue.SimpleQueue[Event | tuple[int, Batch] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Event | tuple[int, Callable[[], Batch]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self.rewards: list[float] = []
         self.steps = 0
@@ -47,8 +47,8 @@ class Recorder:
     def event(self, event: Event) -> None:
         self._inbox.put(event)
 
-    def step(self, step: int, batch: Batch) -> None:
-        self._inbox.put((step, batch))
+    def step(self, step: int, read: Callable[[], Batch]) -> None:
+        self._inbox.put((step, read))
 
     def close(self) -> None:
         """Write what is left."""
@@ -60,8 +60,8 @@ class Recorder:
         while (item := self._inbox.get()) is not None:
             if isinstance(item, tuple):
                 try:
-                    self._record(*item)
-                except OSError as error:
+                    self._record(item[0], item[1]())
+                except (OSError, AsyncFlowError) as error:
                     self.errors.append(f"step {item[0]} was not recorded: {error}")
                 continue
             if isinstance(item, ev.StepTrained):

@@ -52,7 +52,7 @@ class Run:
     @property
     def address(self) -> str:
         """What ``connect`` takes."""
-        return self._connection.wire.address
+        return self._connection.wire.address if self._server is None else self._server.addresses[-1]
 
     def start(self, spec: Rollout | Stage | Train, **job: Any) -> list[Worker]:
         """Declare the task of ``spec`` and start its workers. Raises ConfigError before any is started.
@@ -256,7 +256,7 @@ def serve(
     *,
     address: str | None = None,
     on_event: Callable[[Event], None] | None = None,
-    on_step: Callable[[int, Batch], None] | None = None,
+    on_step: Callable[[int, Callable[[], Batch]], None] | None = None,
     name: str = "driver",
     max_staleness: int = 1,
     capacity_rows: int = 100_000,
@@ -269,7 +269,7 @@ def serve(
         path.mkdir(parents=True, exist_ok=True)
     server = QueueServer([address] if address else [], on_event=on_event, on_step=on_step)
     try:
-        run = Run(Connection(server.addresses[-1], name), server, path)
+        run = Run(Connection(server.here, name), server, path)
         run.queue.configure(max_staleness=max_staleness, capacity_rows=capacity_rows, steps=steps)
     except BaseException:
         server.close()

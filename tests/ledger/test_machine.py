@@ -63,23 +63,31 @@ class LedgerMachine(RuleBasedStateMachine):
             steps=draw(st.sampled_from([None, 1, 2, 4])),
         )
         self.run.send(self.sessions[0], limits)
-        for at in draw(st.permutations(range(len(self.tasks))))[: draw(small)]:
-            self.run.send(self.sessions[0], cmd.Declare(task=self.tasks[at]))
+        order = draw(st.permutations(self.tasks), "order of declaration")
+        if draw(st.integers(0, 3), "starts from nothing") == 0:
+            order = order[: draw(small)]
+        for task in order:
+            self.run.send(self.sessions[0], cmd.Declare(task=task))
+        if len(order) == len(self.tasks):  # a run that is under way
+            self.run.send(self.sessions[0], cmd.Publish(version=0, manifest=b"", transport="t", where=b""))
+            for session in self.sessions[: draw(st.integers(0, 3))]:
+                self.run.send(session, cmd.Loaded(version=0))
+            for _ in range(draw(st.integers(0, 4))):
+                put = cmd.Put(groups=1, group_size=self.size, columns={"prompt": COLUMN})
+                self.run.send(self.sessions[0], put)
 
     def session(self, at: int) -> int:
         return self.sessions[at % len(self.sessions)]
 
-    @rule()
-    def join(self) -> None:
-        if len(self.sessions) < 6:
-            self.sessions.append(self.run.join(f"worker {len(self.sessions)}"))
-
-    @rule(who=small, how=st.sampled_from(["leave", "die"]))
-    def go(self, who: int, how: str) -> None:
+    @rule(who=small, how=st.sampled_from(["leave", "die"]), back=st.booleans())
+    def go(self, who: int, how: str, back: bool) -> None:
+        """A session ends; its worker may come back with another, or go on with a dead one."""
         if how == "leave":
             self.run.send(self.session(who), cmd.Leave())
         else:
             self.run.die(self.session(who))
+        if back:
+            self.sessions[who % len(self.sessions)] = self.run.join(f"worker {who}")
 
     @rule(which=small, spoil=st.sampled_from(["no", "no", "no", "other", "attempts", "admits", "batch"]))
     def declare(self, which: int, spoil: str) -> None:
@@ -129,7 +137,7 @@ class LedgerMachine(RuleBasedStateMachine):
         command = cmd.Put(groups=groups, group_size=size, columns=columns, key=key, timeout_s=wait)
         self.run.send(self.session(groups), command)
 
-    @rule(who=small, which=small, count=st.integers(0, 6), wait=waits)
+    @rule(who=small, which=small, count=st.sampled_from([0, 1, 1, 2, 3, 6, 9]), wait=waits)
     def lease(self, who: int, which: int, count: int, wait: float) -> None:
         task = self.tasks[which % len(self.tasks)].name
         self.run.send(self.session(who), cmd.Lease(task=task, count=count, timeout_s=wait))
@@ -140,6 +148,13 @@ class LedgerMachine(RuleBasedStateMachine):
             return None
         token, lease = leases[at % len(leases)]
         return token, lease, self.run.naive.tasks[lease.task]
+
+    @rule(at=small)
+    def complete_all(self, at: int) -> None:
+        held = self._held(at)
+        if held is not None:
+            token, lease, task = held
+            self.run.send(lease.session, cmd.Complete(token=token, columns=dict.fromkeys(task.gives, COLUMN)))
 
     @rule(
         at=small,
@@ -177,7 +192,7 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         owner = lease.session
         if spoil == "thief":
-            owner = next((s for s in self.run.naive.loaded if s != owner), 10**6)
+            owner = next((s for s in reversed(self.run.naive.loaded) if s != owner), 10**6)
         self.run.send(owner, command)
 
     @rule(at=st.integers(0, 30), what=st.sampled_from(["complete", "filter", "give back", "renew"]))
@@ -195,6 +210,15 @@ class LedgerMachine(RuleBasedStateMachine):
         stale = token not in self.run.ledger.leases
         outcome = self.run.send(session, commands[what])  # the harness sees to it that an error has no effect
         assert not stale or isinstance(outcome, LeaseLost)
+
+    @rule(who=small, which=small, count=st.integers(1, 9))
+    def lease_at_once(self, who: int, which: int, count: int) -> None:
+        """Once more, as nothing happens without leases; by a worker that loads what it is told to."""
+        task = self.tasks[which % len(self.tasks)].name
+        outcome = self.run.send(self.session(who), cmd.Lease(task=task, count=count))
+        if isinstance(outcome, cmd.LoadFirst):
+            self.run.send(self.session(who), cmd.Loaded(version=outcome.version))
+            self.run.send(self.session(who), cmd.Lease(task=task, count=count))
 
     @rule(at=small, part=st.none() | st.lists(small, max_size=3, unique=True), blame=st.booleans())
     def give_back(self, at: int, part: list[int] | None, blame: bool) -> None:
@@ -267,7 +291,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=2000 if LONG else 60,
+    max_examples=3000 if LONG else 150,
     stateful_step_count=80 if LONG else 30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -279,7 +279,7 @@ class Feeder(Worker):
 
 
 @pytest.mark.timeout(300)
-@settings(max_examples=1500 if LONG else 40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1500 if LONG else 100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32),
     staleness=st.sampled_from([0, 1, 2, 4]),

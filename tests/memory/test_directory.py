@@ -1,0 +1,82 @@
+"""Every run's segments lie in one directory that goes with it, or with the next start after a kill -9."""
+
+import os
+from pathlib import Path
+
+import pytest
+from children import Child
+from memory_children import own, start_and_close
+
+from asyncflow_sdk.memory import SharedDirectory, remove_if_ownerless, sweep
+from asyncflow_sdk.memory import directory as rules
+
+
+def test_the_next_start_removes_what_a_killed_run_left_and_nothing_of_a_living_one(tmp_path: Path) -> None:
+    # given two runs, one of which is killed
+    with Child(own, str(tmp_path)) as killed, Child(own, str(tmp_path)) as living:
+        left, kept = Path(killed.hear()), Path(living.hear())
+        killed.kill()
+        assert left.exists()
+        # when
+        mine = SharedDirectory(tmp_path)
+        # then
+        assert not left.exists()
+        assert (kept / "s1-1").read_bytes() == b"payload"
+        # and a frozen run is a living one
+        living.stop()
+        assert sweep(tmp_path) == []
+        assert not remove_if_ownerless(kept)
+        assert kept.exists()
+        living.kill()
+        assert sweep(tmp_path) == [kept]
+        mine.close()
+
+
+def test_closing_removes_it_and_may_be_repeated(tmp_path: Path) -> None:
+    directory = SharedDirectory(tmp_path)
+    assert directory.path.stat().st_mode & 0o777 == 0o700
+    (directory.path / "s1-1").touch()
+    directory.close()
+    directory.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_start_at_the_same_time_do_not_sweep_each_other_away(tmp_path: Path) -> None:
+    # given
+    with Child(start_and_close, str(tmp_path), 300) as one, Child(start_and_close, str(tmp_path), 300) as two:
+        # when
+        for each in (one, two):
+            each.say("go")
+        # then
+        assert [one.hear(), two.hear()] == ["done", "done"]
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_without_an_owner_goes_when_it_is_old(tmp_path: Path) -> None:
+    # given what a run leaves that is killed while it makes or removes its directory
+    path = tmp_path / f"{rules.PREFIX}{os.getuid()}-1-0"
+    path.mkdir()
+    (path / "s1-1").touch()
+    # when / then: it may be somebody's who is at it this moment
+    assert sweep(tmp_path) == []
+    os.utime(path, (0, 0))
+    assert sweep(tmp_path) == [path]
+    assert not path.exists()
+
+
+def test_other_users_and_other_files_are_left_alone(tmp_path: Path) -> None:
+    for name in ("asyncflow-notes", f"{rules.PREFIX}{os.getuid() + 1}-1-0", "else"):
+        (tmp_path / name).mkdir()
+    assert sweep(tmp_path) == []
+
+
+def test_a_small_shared_memory_falls_back_to_files_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # given
+    monkeypatch.setattr(rules, "SMALL_BYTES", 1 << 60)
+    monkeypatch.setattr(rules.tempfile, "gettempdir", lambda: str(tmp_path))
+    # when
+    directory = SharedDirectory()
+    # then
+    assert directory.path.parent == tmp_path
+    assert "segments go to files" in directory.warning
+    directory.close()
