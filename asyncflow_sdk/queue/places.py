@@ -68,6 +68,15 @@ class Places:
         out += [self._scattered(name, at) for name in columns if name not in covered]
         return tuple(out)
 
+    def columns_of(self, ids: Ids) -> tuple[str, ...]:
+        """The columns that every one of these rows has."""
+        at = ids - self._base
+        return tuple(
+            name
+            for name, families in self._of_column.items()
+            if np.any([self._families[family][at] >= 0 for family in families], axis=0).all()
+        )
+
     def _scattered(self, name: str, at: Ids) -> Located:
         """A column that different rows got in different company."""
         place = np.full(len(at), _NOWHERE, np.int64)

@@ -37,7 +37,6 @@ class _Pending:
     command: cmd.AnyCommand
     block: Block | None
     ids: Ids | None  # of a completion, in the order of the block's entries
-    step: int
 
 
 class QueueServer:
@@ -165,14 +164,19 @@ class QueueServer:
             raise ProtocolError("join is said by hello")
         try:
             ids, step = self._check(number, command, call.block)
-            self._pending[ticket] = _Pending(session, command, call.block, ids, step)
+            trained = (
+                (step, ids, self.ledger.rows.first[self.ledger.rows.at(ids)])
+                if ids is not None and step >= 0
+                else None
+            )
+            self._pending[ticket] = _Pending(session, command, call.block, ids)
             self.ledger.apply(number, command, time.monotonic(), ticket)
         except Exception:
             self._pending.pop(ticket, None)
             if call.block is not None and owns(number, call.block.segment):
                 self._free(session, call.block)
             raise
-        self._flush((step, ids) if step >= 0 and ids is not None else None)
+        self._flush(trained)
         if isinstance(command, cmd.Leave):
             del self._sessions[session]
             self._close_session(session, number)
@@ -197,10 +201,14 @@ class QueueServer:
             raise SchemaError(f"{len(ids)} rows are completed with {block.rows} values")
         return ids, lease.step
 
-    def _keep(self, ids: Ids) -> Callable[[], Batch]:
-        """A way to read rows with every column they have, in any thread, also after their memory was freed."""
-        located, schema = self._locate(ids, tuple(self.ledger.schema))
-        groups = self.ledger.rows.first[self.ledger.rows.at(ids)]
+    def _keep(self, ids: Ids, groups: Ids) -> Callable[[], Batch]:
+        """A way to read rows with every column they have, in any thread, also after their memory was freed.
+
+        The ledger may have forgotten them by now; their places are known until they are retired.
+        """
+        columns_of = self._places.columns_of(ids)
+        located = self._places.locate(ids, columns_of)
+        schema = {name: self.ledger.schema[name] for name in columns_of}
         segments = {(b.segment, b.generation) for part in located for b in part.blocks}
         held = [self._mapper.view(segment, generation, 0, 1) for segment, generation in segments]
 
@@ -221,16 +229,17 @@ class QueueServer:
 
     # ---- what came of them
 
-    def _flush(self, step: tuple[int, Ids] | None = None) -> None:
-        """Answer, tell, and free. ``step``: number and rows of a step of which rows are being acknowledged."""
+    def _flush(self, trained: tuple[int, Ids, Ids] | None = None) -> None:
+        """Answer, tell, and free. ``trained``: step, rows and groups of rows of a step being acknowledged."""
         effects = self.ledger.drain()
         for ticket, reply in effects.answers:
             pending = self._pending.pop(ticket, None)
             if pending is not None:
                 self._carry_out(ticket, pending, reply)
         done = any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
-        if step is not None and self._on_step is not None and done:
-            self._tell(self._on_step, step[0], self._keep(step[1]))
+        if trained is not None and self._on_step is not None and done:
+            step, ids, groups = trained
+            self._tell(self._on_step, step, self._keep(ids, groups))
         for event in effects.events:
             self._emit(event)
         for ids in effects.retired:

@@ -182,7 +182,9 @@ class Producer:
         except EngineError as error:
             self._refused += 1
             if self._refused >= GIVE_UP_AFTER:
-                raise ConfigError(f"{self._refused} prompts in a row were refused, the last because: {error}") from error
+                raise ConfigError(
+                    f"{self._refused} prompts in a row were refused, the last because: {error}"
+                ) from error
             self._note(f"a prompt was refused: {error}", "warning")
             with contextlib.suppress(LeaseLost):
                 await work.batch.give_back(index=sorted(waiting), reason=f"EngineError: {error}", blame=True)

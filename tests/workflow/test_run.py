@@ -28,6 +28,16 @@ def test_a_run_trains_every_row_once_within_its_staleness(tmp_path: Path, max_st
     assert result.summary["staleness_max"] == late.max()
 
 
+def test_a_long_run_records_every_step_whole(tmp_path: Path) -> None:
+    """More rows than the ledger keeps at a time: those of a step are forgotten as soon as it is acknowledged."""
+    result = echo_workflow(steps=300).run(tmp_path / "run")
+
+    steps = list(af.read_steps(tmp_path / "run"))
+    assert [number for number, _ in steps] == list(range(300))
+    assert all({"response_ids", "logprobs", "version_spans", "reward"} <= set(batch) for _, batch in steps)
+    assert result.summary["warnings"] == []
+
+
 def test_steps_are_whole_groups_of_one_prompt(tmp_path: Path) -> None:
     echo_workflow().run(tmp_path / "run")
 
