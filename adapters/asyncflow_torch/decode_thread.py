@@ -7,6 +7,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -76,6 +77,13 @@ class DecodeThread:
             self._calls.append((function, future))
             self._changed.notify()
         return future
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds this thread has used; torch's further threads, where it has any, are not counted."""
+        if not self._thread.is_alive() or self._thread.ident is None:
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Stop after the step that runs and wait for that; every open job and call gets an EngineError."""

@@ -109,6 +109,10 @@ class TransformersEngine(RolloutEngine):
             await asyncio.wait([future])
             raise
 
+    @property
+    def cpu_s(self) -> float:
+        return self._thread.cpu_s
+
     async def close(self) -> None:
         """Stop the thread; requests still running get an EngineError."""
         await asyncio.to_thread(self._thread.close)

@@ -9,7 +9,7 @@ import numpy as np
 from .commands import Ids
 from .ending import Ending
 from .ready import ReadyQueue
-from .rows import DONE, NONE, READY, SELECTED
+from .rows import DONE, NONE, READY, SELECTED, WAITING
 from .state import (
     Task,
 )
@@ -35,6 +35,7 @@ class Stepping(Ending):
         name = task.spec.name
         if task.spec.grouped:
             ids = self.rows.arrive(name, ids)
+            ids = ids[self.rows.task(name, "state")[self.rows.at(ids)] == WAITING]  # not if skipped already
             if not len(ids):
                 return
         self.rows.task(name, "state")[self.rows.at(ids)] = READY

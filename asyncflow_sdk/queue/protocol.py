@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import numpy as np
 
 from ..errors import AsyncFlowError, by_name
 from ..ledger.commands import AnyCommand, AnyReply
@@ -50,7 +53,14 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
             raise by_name(*self.error)
 
 
-encode = msgspec.msgpack.Encoder().encode
+def _plain(value: Any) -> Any:
+    """A numpy scalar, as counts and versions often are, is a number."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot be sent to a queue server: {value!r}")
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 decode_call = msgspec.msgpack.Decoder(Call).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
 

@@ -196,7 +196,9 @@ class QueueServer:
         ids = lease.ids
         if command.index is not None:
             at = np.frombuffer(command.index[: len(command.index) // 4 * 4], "<i4")
-            ids = ids[at[(at >= 0) & (at < len(ids))]]  # the ledger refuses the command if any is not
+            if len(at) and not 0 <= at.min() <= at.max() < len(ids):
+                return None, -1  # the ledger refuses it
+            ids = ids[at]
         if block is not None and block.rows != len(ids):
             raise SchemaError(f"{len(ids)} rows are completed with {block.rows} values")
         return ids, lease.step

@@ -47,7 +47,7 @@ class WeightPublisher:
         ``version`` must be above every one published before. Raises ConfigError, WeightMismatch, MemoryFull;
         then the version before stays current.
         """
-        began = time.monotonic()
+        began, version = time.monotonic(), int(version)
         manifest, where = self._sender.send(version, weights)
         command = cmd.Publish(
             version=version, manifest=msgspec.msgpack.encode(manifest), transport=self.transport,

@@ -8,8 +8,11 @@ for step in run.consumer("train", batch_size=256):
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 from ..errors import Ended
 from ..queue import LeasedBatch, TransferQueue
@@ -19,17 +22,54 @@ from ..types import events as ev
 class Consumer:
     """Iterates over leased batches until the stream ends. Each must be acknowledged (or completed) before the
     next is asked for; one that is not is given back. ``timeout_s``: the longest it waits for one batch before
-    DeadlineExceeded says what is missing."""
+    DeadlineExceeded says what is missing. ``ahead``: lease the next batch while this one is worked on, for
+    loops that run to their end: what is leased ahead goes back only when the connection closes.
+    """
 
-    def __init__(self, queue: TransferQueue, task: str, *, count: int = 1, timeout_s: float = 3600.0) -> None:
-        self._queue, self._task, self._count, self._timeout_s = queue, task, count, timeout_s
+    def __init__(
+        self, source: TransferQueue, task: str, *, count: int = 1, timeout_s: float = 3600.0, ahead: bool = False
+    ) -> None:
+        self._queue, self._task, self._count, self._timeout_s = source, task, count, timeout_s
+        self._ahead = ahead
 
     def __iter__(self) -> Iterator[LeasedBatch]:
+        if not self._ahead:
+            return self._each(self._get)
+        return self._each_ahead()
+
+    def _each_ahead(self) -> Iterator[LeasedBatch]:
+        asked: queue.SimpleQueue[Future[LeasedBatch] | None] = queue.SimpleQueue()
+
+        def ask() -> None:
+            while (future := asked.get()) is not None:
+                try:
+                    future.set_result(self._get())
+                except BaseException as error:
+                    future.set_exception(error)
+
+        # A thread of this loop's own; daemon, because nobody may be left to end a wait when the loop fails.
+        threading.Thread(target=ask, name="asyncflow-ahead", daemon=True).start()
+        coming: Future[LeasedBatch] = Future()
+        asked.put(coming)
+
+        def take() -> LeasedBatch:
+            nonlocal coming
+            batch = coming.result()
+            coming = Future()
+            asked.put(coming)
+            return batch
+
+        try:
+            yield from self._each(take)
+        finally:
+            asked.put(None)
+
+    def _each(self, take: Callable[[], LeasedBatch]) -> Iterator[LeasedBatch]:
         connection = self._queue._port.connection
         while True:
             began = time.monotonic()
             try:
-                batch = self._get()
+                batch = take()
             except Ended:
                 return
             waited = time.monotonic() - began

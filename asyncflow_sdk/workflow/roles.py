@@ -35,7 +35,7 @@ def train(
     publisher = WeightPublisher(queue, transport)
     try:
         publisher.publish(0, engine.named_weights())
-        for step in Consumer(queue, task):
+        for step in Consumer(queue, task, ahead=True):
             began, cpu = time.monotonic(), time.process_time()
             result = engine.train_step(step)
             took, cpu_s = time.monotonic() - began, time.process_time() - cpu

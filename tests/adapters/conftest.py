@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncflow_sdk.interfaces import Completion, Request, WeightUpdate
 from asyncflow_sdk.types import Batch, Manifest, Sampling, TensorInfo
@@ -68,6 +68,18 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
     layers = ["full_attention", "sliding_attention"]
     folder = tmp_path_factory.mktemp("windowed")
     return write_model(folder, use_sliding_window=True, sliding_window=8, layer_types=layers)
+
+
+@pytest.fixture(scope="session")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model folder of another family: learned positions, which end at the context, and tied weights."""
+    folder = tmp_path_factory.mktemp("learned")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=43, n_positions=128, n_embd=64, n_layer=2, n_head=2, initializer_range=0.2)
+        config.bos_token_id = config.eos_token_id = None
+        GPT2LMHeadModel(config).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture

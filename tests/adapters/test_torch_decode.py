@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncflow_sdk.types import Sampling
+from asyncflow_sdk.types import Batch, Sampling
 from asyncflow_torch import kv
 from asyncflow_torch.decode import Decoder, end_tokens
 from asyncflow_torch.lanes import Finished, Work
@@ -162,6 +162,27 @@ def test_a_cache_with_sliding_windows_is_never_joined_but_right(windowed: str) -
             table = model(ids).logits[0].log_softmax(-1)[11:-1]
         wanted = table.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
+
+
+def test_rows_that_ended_do_not_run_out_of_learned_positions(learned: str, trainer: Any) -> None:
+    # given a row that ends near the end of the context, kept beside one that goes on for long
+    decoder = Decoder(load_policy(learned, dtype="float32", device="cpu"))
+    works = [_work(0, 120, 4, n=1), _work(1, 3, 100, n=1)]
+
+    # when
+    got = _run(decoder, {0: works})
+
+    # then both have the log-probs the train engine gives them
+    keys = sorted(got)
+    batch = Batch.of(
+        {
+            "prompt_ids": [works[work].prompt for work, _ in keys],
+            "response_ids": [np.array(got[key][0], np.int32) for key in keys],
+        }
+    )
+    assert batch.ragged("response_ids").lengths.tolist() == [4, 100]
+    wanted = trainer(learned).logprobs(batch)
+    np.testing.assert_allclose(np.concatenate([got[key][1] for key in keys]), wanted.values, atol=1e-4)
 
 
 def test_end_tokens_come_from_the_generation_configuration_first(tiny: str) -> None:

@@ -85,6 +85,21 @@ def test_top_p_keeps_the_fewest_tokens_that_hold_it() -> None:
         assert set(token.tolist()) == kept
 
 
+def test_a_row_that_cuts_nothing_draws_alike_beside_rows_that_do() -> None:
+    # given a tail of tokens too unlikely for rounding to tell, and numbers that fall into it
+    logits = torch.cat([torch.zeros(1), torch.full((1000,), -22.0)]).expand(50, -1)
+    uniform = 1 - torch.arange(1, 51) * 2.0**-24
+    plain, _ = draw(logits, torch.ones(50), uniform)
+    assert (plain > 0).any()
+
+    # when
+    off = {"top_k": torch.zeros(50, dtype=torch.int64), "top_p": torch.ones(50)}
+    beside, _ = draw(logits, torch.ones(50), uniform, **off)
+
+    # then
+    assert beside.tolist() == plain.tolist()
+
+
 def test_greedy_rows_take_the_likeliest_token_and_others_are_not_disturbed() -> None:
     # given a greedy row among sampled ones
     logits = torch.tensor([[0.0, 3.0, 1.0]]).expand(4, -1)

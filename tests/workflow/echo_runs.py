@@ -1,5 +1,6 @@
 """What the tests of runs share: a workflow of echo engines, and looking at what runs leave."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,18 @@ from functions import length
 import asyncflow_sdk as af
 
 
-def segments() -> set[str]:
-    """The directories of runs in shared memory."""
-    return {path.name for path in Path("/dev/shm").glob("asyncflow-*")}
-
-
 def alive(pid: int) -> bool:
     """Whether a process runs (a zombie does not)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def segments() -> set[str]:
+    """Directories of runs in shared memory that this process, or one that has ended, made."""
+    found = {path.name: int(path.name.split("-")[2]) for path in Path("/dev/shm").glob("asyncflow-*")}
+    return {name for name, pid in found.items() if pid == os.getpid() or not alive(pid)}
 
 
 def until(condition: Any, what: str, seconds: float = 30.0) -> None:
