@@ -34,9 +34,10 @@ class Meter:
         self.record: list[dict[str, float]] = []
         self.generate_s: list[float] = []
         self.train_s: list[float] = []
-        self.engine_cpu = self.total_cpu = 0.0
+        self.engine_cpu: dict[str, float] = {}
+        self.total_cpu: dict[str, float] = {}
         self._began: float | None = None
-        self._start_cpu: float | None = None
+        self._start_cpu: dict[str, float] | None = None
         self._last = steps - BEFORE_END
         self._view = af.LiveView(
             steps, "bench", console=Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
@@ -56,7 +57,7 @@ class Meter:
         if isinstance(event, ev.Span) and event.kind in ("generate", "train"):
             self._began = event.time_s if self._began is None else self._began
             if self._start_cpu is not None and not self.total_cpu:
-                self.engine_cpu += event.cpu_s
+                self.engine_cpu[event.worker] = self.engine_cpu.get(event.worker, 0.0) + event.cpu_s
                 (self.generate_s if event.kind == "generate" else self.train_s).append(event.seconds)
         if isinstance(event, ev.StepTrained):
             assert self._began is not None
@@ -64,14 +65,14 @@ class Meter:
             if event.step == FROM_STEP:
                 self._start_cpu = self._cpu()
             elif event.step == self._last and self._start_cpu is not None:
-                self.total_cpu = self._cpu() - self._start_cpu
+                self.total_cpu = {name: cpu_s - self._start_cpu[name] for name, cpu_s in self._cpu().items()}
 
-    def _cpu(self) -> float:
-        ticks = 0
-        for pid in self.pids.values():
+    def _cpu(self) -> dict[str, float]:
+        seconds = {}
+        for name, pid in self.pids.items():
             fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+            seconds[name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return seconds
 
 
 def main(folder: str, steps: int, seed: int, max_staleness: int) -> None:

@@ -153,8 +153,14 @@ def summarise(results: dict[str, list[dict[str, Any]]]) -> list[Row]:
         rows.append(
             Row(f"time to reward {GOAL}, against TRL", "s", goal["async"], goal["trl"], goal["trl"] / goal["async"])
         )
-    share = median("async", lambda r: 1 - r["engine_cpu_s"] / r["total_cpu_s"])
+    share = median("async", lambda r: 1 - sum(r["engine_cpu_s"].values()) / sum(r["total_cpu_s"].values()))
     rows.append(Row("CPU time outside generate and train calls", "share", share))
+    for name in results["async"][0]["total_cpu_s"]:
+        part = median(
+            "async",
+            lambda r, n=name: (r["total_cpu_s"][n] - r["engine_cpu_s"].get(n, 0.0)) / sum(r["total_cpu_s"].values()),
+        )
+        rows.append(Row(f"  of it {name}", "share", part))
     return rows
 
 
