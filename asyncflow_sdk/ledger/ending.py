@@ -45,7 +45,6 @@ class Ending(State):
         for deadline, count in zip(*np.unique(open_ones[open_ones != NONE], return_counts=True), strict=True):
             self.steps.window.withdraw(int(count), int(deadline))
         self._reselect = True
-        self._dirty.update(f"task {t}" for t, task in self.tasks.items() if task.spec.admits)
 
     def _finish(self, ids: Ids, state: int, reason: str = "") -> None:
         rows = self.rows

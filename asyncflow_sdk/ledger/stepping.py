@@ -85,7 +85,6 @@ class Stepping(Ending):
                 self.unselected -= len(ids)
                 steps.filling.append(ids)
                 moved = True
-                self._dirty.update(f"task {t}" for t, task in self.tasks.items() if task.spec.admits)
                 if not window.free:
                     self._close_step()
                     break

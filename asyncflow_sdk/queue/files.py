@@ -6,13 +6,8 @@ has ended, each is removed as soon as no live row lies in it, and no version tha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from pathlib import Path
-
-from ..errors import SchemaError
-from ..types import ColumnSpec, carrier
-from .blocks import Block, extent
 
 
 class Files:
@@ -22,32 +17,6 @@ class Files:
         self._directory = directory
         self._publishers: dict[int, int] = {}  # version → session
         self._ended: set[int] = set()  # sessions whose weights are still kept
-
-    def check(self, session: int, block: Block | None, columns: dict[str, ColumnSpec]) -> None:
-        """A block fits what is said of its columns and lies in a segment of its session. Raises SchemaError."""
-        if (block is None) != (not columns):
-            raise SchemaError("columns and payload belong together")
-        if block is None:
-            return
-        if {placed.name for placed in block.columns} != set(columns) or block.rows < 0:
-            raise SchemaError("the payload is not that of the columns named")
-        for placed in block.columns:
-            spec = columns[placed.name]
-            size = carrier(spec.dtype).itemsize
-            for length in spec.shape:
-                size *= length
-            if min(placed.values, placed.nbytes, size) < 0 or (placed.offsets < 0) != (spec.kind == "fixed"):
-                raise SchemaError(f"column {placed.name!r} lies nowhere")
-            if spec.kind == "fixed" and placed.nbytes != size * block.rows:
-                raise SchemaError(f"column {placed.name!r} has {placed.nbytes} bytes, not {size * block.rows}")
-        if not owns(session, block.segment) or "/" in block.segment or extent(block) > self._size(block.segment):
-            raise SchemaError(f"segment {block.segment!r} holds no such payload of this session")
-
-    def _size(self, segment: str) -> int:
-        try:
-            return os.stat(f"{self._directory}/{segment}").st_size
-        except (OSError, ValueError):
-            return -1
 
     def remove(self, segment: str) -> None:
         """The last row of a segment whose session has ended is through."""
@@ -72,7 +41,3 @@ class Files:
             self._ended.discard(session)
             for path in self._directory.glob(f"w{session}-*"):
                 path.unlink(missing_ok=True)
-
-
-def owns(session: int, segment: str) -> bool:
-    return segment.startswith(f"s{session}-")

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from .._version import __version__
-from ..errors import AsyncFlowError, ProtocolError, SchemaError
+from ..errors import AsyncFlowError, ProtocolError
 from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
@@ -21,7 +21,8 @@ from ..types import Batch, Column, ColumnSpec, Event
 from ..types import events as ev
 from ..wire import Server
 from .blocks import Block, Located, Reader
-from .files import Files, owns
+from .checks import check_call, owns
+from .files import Files
 from .places import Places
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
 
@@ -163,7 +164,7 @@ class QueueServer:
         if isinstance(command, cmd.Join):
             raise ProtocolError("join is said by hello")
         try:
-            ids, step = self._check(number, command, call.block)
+            ids, step = check_call(self.ledger, self.directory.path, number, command, call.block)
             trained = (
                 (step, ids, self.ledger.rows.first[self.ledger.rows.at(ids)])
                 if ids is not None and step >= 0
@@ -180,28 +181,6 @@ class QueueServer:
         if isinstance(command, cmd.Leave):
             del self._sessions[session]
             self._close_session(session, number)
-
-    def _check(self, number: int, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
-        """A command's block fits it. Returns the rows a completion names, in its order, and their step."""
-        if isinstance(command, (cmd.Put, cmd.Complete)):
-            self._files.check(number, block, command.columns)
-        elif block is not None:
-            raise SchemaError("this command takes no payload")
-        if isinstance(command, cmd.Put) and block is not None and block.rows != command.groups:
-            raise SchemaError(f"{command.groups} groups are put with {block.rows} values")
-        lease = self.ledger.leases.get(command.token) if isinstance(command, cmd.Complete) else None
-        if lease is None:
-            return None, -1
-        assert isinstance(command, cmd.Complete)
-        ids = lease.ids
-        if command.index is not None:
-            at = np.frombuffer(command.index[: len(command.index) // 4 * 4], "<i4")
-            if len(at) and not 0 <= at.min() <= at.max() < len(ids):
-                return None, -1  # the ledger refuses it
-            ids = ids[at]
-        if block is not None and block.rows != len(ids):
-            raise SchemaError(f"{len(ids)} rows are completed with {block.rows} values")
-        return ids, lease.step
 
     def _keep(self, ids: Ids, groups: Ids) -> Callable[[], Batch]:
         """A way to read rows with every column they have, in any thread, also after their memory was freed.

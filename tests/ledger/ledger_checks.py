@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 from naive import Naive
 
@@ -20,8 +21,8 @@ def freeze(thing: Any, seen: dict[int, Any] | None = None) -> Any:
     seen = {} if seen is None else seen
     if isinstance(thing, np.ndarray):
         return thing.dtype.str, thing.tobytes()
-    if isinstance(thing, np.generic | int | float | str | bytes | None):
-        return thing
+    if isinstance(thing, np.generic | int | float | str | bytes | msgspec.Struct | None):
+        return thing  # never changes
     if id(thing) in seen:
         return "seen"
     seen[id(thing)] = thing
@@ -36,9 +37,8 @@ def freeze(thing: Any, seen: dict[int, Any] | None = None) -> Any:
         return type(thing).__name__, [(freeze(k, seen), freeze(v, seen)) for k, v in thing.items()]
     if isinstance(thing, list | tuple | set) or type(thing).__name__ == "deque":
         return type(thing).__name__, [freeze(item, seen) for item in thing]
-    names = getattr(thing, "__struct_fields__", None) or vars(thing)
     hidden = ("_now", "_effects", "_handlers", "_dirty", "redo")
-    return type(thing).__name__, [(n, freeze(getattr(thing, n), seen)) for n in names if n not in hidden]
+    return type(thing).__name__, [(n, freeze(value, seen)) for n, value in vars(thing).items() if n not in hidden]
 
 
 def check_counters(ledger: Ledger) -> None:
@@ -100,6 +100,8 @@ def check_same(ledger: Ledger, naive: Naive) -> None:
     rows = ledger.rows
     assert naive.invariant_h()
     assert (ledger.ended, ledger.version, len(ledger.tasks)) == (naive.ended, naive.version, len(naive.tasks))
+    assert ledger.schema == naive.schema
+    assert set(ledger._places) == naive.named_columns
     assert rows.base + rows.count == len(naive.rows)
     for i, row in naive.rows.items():
         if i < rows.base:

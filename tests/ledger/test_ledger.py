@@ -245,6 +245,22 @@ def test_a_put_that_cannot_fit_beside_the_open_step_does_not_stop_those_that_can
     assert isinstance(queue.answers[large], DeadlineExceeded)
 
 
+def test_a_small_put_goes_as_soon_as_a_new_step_lacks_rows() -> None:
+    # given a full step's rows there, and a large and a small put waiting
+    queue, replica, judge, _ = running(capacity_rows=7)
+    queue.put(4)
+    waiting = [
+        queue.ask(queue.admin, cmd.Put(groups=groups, group_size=1, columns={"prompt": TEXT}, timeout_s=50))
+        for groups in (7, 2)
+    ]
+    assert not queue.answers.keys() & set(waiting)
+    # when that step is full, and the next one has nothing
+    produce(queue, replica, judge, 4)
+    # then what fits goes in; the large one has its turn when the queue is empty
+    assert queue.answers[waiting[1]].count == 2
+    assert waiting[0] not in queue.answers
+
+
 def test_a_put_larger_than_the_queue_is_refused_at_once() -> None:
     queue = Queue(capacity_rows=4)
     with pytest.raises(SchemaError, match=r"5 rows in one put .* \(capacity_rows=4\); put fewer at a time"):

@@ -194,6 +194,28 @@ def test_a_group_given_back_in_parts_starts_again_as_a_whole() -> None:
     assert ids(queue.lease(trainer, "train")) == [0, 1, 2, 3]
 
 
+def test_a_group_that_joined_a_step_meanwhile_keeps_its_admission() -> None:
+    # given a group given back by its producer when a step, which needs nothing of that, has it already
+    scored = TaskSpec(name="reward", needs=("prompt",), gives=("reward",))
+    queue = Queue(ROLLOUT, scored, TaskSpec(name="train", needs=("reward",), batch_rows=4), max_staleness=0)
+    replica, judge, trainer = queue.join("gen"), queue.join("judge"), queue.join("train")
+    queue.publish(0)
+    queue.load(replica, 0)
+    queue.put(1, 2)
+    lease = queue.lease(replica, "rollout")
+    queue.complete(judge, queue.lease(judge, "reward"))
+    queue.do(replica, cmd.GiveBack(token=lease.token))
+    # then it is generated again under the same version, and the step's other slots are as they were
+    assert queue.ledger.rows.version[:2].tolist() == [0, 0]
+    again = queue.lease(replica, "rollout")
+    assert ids(again) == [0, 1]
+    queue.complete(replica, again)
+    queue.put(2, 2)
+    assert ids(queue.lease(replica, "rollout")) == [2, 3]
+    queue.complete(judge, queue.lease(judge, "reward", 2))
+    assert ids(queue.lease(trainer, "train")) == [0, 1, 2, 3]
+
+
 def test_loading_wakes_a_parked_lease() -> None:
     queue = Queue(ROLLOUT, TRAIN)
     replica = queue.join("gen-0")

@@ -127,6 +127,7 @@ def test_a_view_collected_while_another_is_made_does_not_unlock_it(directory: Pa
     arena, mapper = Arena(directory, "w", SEGMENT), Mapper(directory)
     block = write(arena, 1)
     before = gc.get_threshold()
+    gc.freeze()  # what other tests left need not be looked through each time
     for allocations in range(1, 40):
         gc.collect()
         gc.disable()
@@ -144,6 +145,7 @@ def test_a_view_collected_while_another_is_made_does_not_unlock_it(directory: Pa
         # then the segment cannot be used again below the new view
         assert not arena._segments[block.segment].renew()
         del held
+    gc.unfreeze()
 
 
 def test_views_outlive_their_mapper_and_then_let_go(directory: Path) -> None:

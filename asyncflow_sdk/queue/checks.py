@@ -1,0 +1,80 @@
+"""Checks: what a client says of its payload fits its command, before anything is done. The bytes are checked when read.
+
+Without them a client that is broken could make rows that nobody can read, or name memory that is not its own.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import SchemaError
+from ..ledger import Ledger
+from ..ledger import commands as cmd
+from ..ledger.commands import Ids
+from ..types import carrier
+from .blocks import Block, extent
+
+
+def owns(session: int, segment: str) -> bool:
+    """Whether a segment is one that a session writes rows into."""
+    return segment.startswith(f"s{session}-") and "/" not in segment
+
+
+def check_call(
+    ledger: Ledger, directory: Path, session: int, command: cmd.AnyCommand, block: Block | None
+) -> tuple[Ids | None, int]:
+    """Raises SchemaError. Returns the rows that a completion names, in the order of its block, and their step."""
+    if not isinstance(command, (cmd.Put, cmd.Complete)):
+        if block is not None:
+            raise SchemaError("this command takes no payload")
+        return None, -1
+    if (block is None) != (not command.columns):
+        raise SchemaError("columns and payload belong together")
+    if block is not None:
+        _check_block(block, command.columns)
+        if not owns(session, block.segment) or extent(block) > _size(f"{directory}/{block.segment}"):
+            raise SchemaError(f"segment {block.segment!r} holds no such payload of this session")
+    if isinstance(command, cmd.Put):
+        if block is not None and block.rows != command.groups:
+            raise SchemaError(f"{command.groups} groups are put with {block.rows} values")
+        return None, -1
+    return _completed(ledger, command, block)
+
+
+def _completed(ledger: Ledger, command: cmd.Complete, block: Block | None) -> tuple[Ids | None, int]:
+    lease = ledger.leases.get(command.token)
+    if lease is None:
+        return None, -1  # the ledger refuses it
+    ids = lease.ids
+    if command.index is not None:
+        at = np.frombuffer(command.index[: len(command.index) // 4 * 4], "<i4")
+        if len(at) and not 0 <= at.min() <= at.max() < len(ids):
+            return None, -1  # the ledger refuses it
+        ids = ids[at]
+    if block is not None and block.rows != len(ids):
+        raise SchemaError(f"{len(ids)} rows are completed with {block.rows} values")
+    return ids, lease.step
+
+
+def _check_block(block: Block, columns: cmd.Columns) -> None:
+    if sorted(placed.name for placed in block.columns) != sorted(columns) or block.rows < 0:
+        raise SchemaError("the payload is not that of the columns named")
+    for placed in block.columns:
+        spec = columns[placed.name]
+        size = carrier(spec.dtype).itemsize
+        for length in spec.shape:
+            size *= length
+        if min(placed.values, placed.nbytes, *spec.shape, 0) < 0 or (placed.offsets < 0) != (spec.kind == "fixed"):
+            raise SchemaError(f"column {placed.name!r} lies nowhere")
+        if spec.kind == "fixed" and placed.nbytes != size * block.rows:
+            raise SchemaError(f"column {placed.name!r} has {placed.nbytes} bytes, not {size * block.rows}")
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except (OSError, ValueError):
+        return -1

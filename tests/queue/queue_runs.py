@@ -1,0 +1,76 @@
+"""A real server and real connections, over each of the ways a client may reach it."""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, open_queue
+
+KINDS = ("in-process", "ipc", "tcp")
+_numbers = itertools.count()
+
+
+class Run:
+    """A server, its address of one kind, and the connections made by ``queue``."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        extra = {"in-process": f"inproc://run{next(_numbers)}", "ipc": None, "tcp": "tcp://127.0.0.1:0"}[kind]
+        self.server = QueueServer([extra] if extra else [], **options)
+        self.address = self.server.addresses[-1]
+        self._connections: list[Connection] = []
+
+    def queue(self, name: str = "test") -> TransferQueue:
+        self._connections.append(Connection(self.address, name))
+        return open_queue(self._connections[-1])
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self.server.close()
+
+
+@contextlib.contextmanager
+def running(kind: str = "ipc", **options: Any) -> Iterator[Run]:
+    run = Run(kind, **options)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def blocks_in_use(queue: TransferQueue) -> int:
+    """Blocks that a writer still counts as somebody's."""
+    return sum(segment.blocks for segment in queue._port.connection.arena._segments.values())
+
+
+def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """What ``work(0)``, ``work(1)``, ... give, each in a thread of its own."""
+    outcomes: list[Any] = [None] * count
+
+    def run(number: int) -> None:
+        try:
+            outcomes[number] = work(number)
+        except BaseException as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread hangs"
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
+    """Wait for something that must come; the limit only ends a test that would hang."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"never came: {what}"
+        time.sleep(0.005)

@@ -1,0 +1,200 @@
+"""A client that is broken or hostile gets errors; the server, its other clients and their memory are not touched."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from queue_runs import Run, blocks_in_use, running
+
+from asyncflow_sdk.errors import AsyncFlowError, ProtocolError, SchemaError
+from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.commands import TaskSpec, pack_ids
+from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue
+from asyncflow_sdk.queue.blocks import Block, Placed
+from asyncflow_sdk.queue.protocol import Call, Hello, decode_answer, encode
+from asyncflow_sdk.types import ColumnSpec
+from asyncflow_sdk.wire import Client
+
+X = {"x": ColumnSpec("fixed", "float64")}
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with running("tcp") as run:
+        yield run
+
+
+@pytest.fixture
+def victim(run: Run) -> TransferQueue:
+    """Somebody else's queue, with a row in it."""
+    queue = run.queue("victim")
+    queue.declare("work", needs=["x"], gives=["y"])
+    queue.put({"x": [1.0]})
+    return queue
+
+
+def ask(client: Client, command: Any, block: Block | None = None) -> Any:
+    answer = decode_answer(client.ask(encode(Call(command, block)), 5))
+    answer.raise_error()
+    return answer.reply
+
+
+@pytest.fixture
+def hostile(run: Run, victim: TransferQueue) -> Iterator[Client]:
+    client = Client(run.address)
+    ask(client, Hello("hostile", 0, "", __import__("asyncflow_sdk").__version__))
+    yield client
+    client.close()
+
+
+def unharmed(victim: TransferQueue) -> None:
+    batch = victim.get("work", 5)
+    assert batch.array("x").tolist() == [1.0]
+    batch.give_back()
+    assert victim.audit().put == 1
+    assert blocks_in_use(victim) == 1
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        Block("s1-1", 1, 1, (Placed("x", 64, 8, -1),)),  # somebody else's segment
+        Block("s2-1", 1, 1, (Placed("x", 64, 8, -1),)),  # one's own, which is not there
+        Block("owner", 1, 1, (Placed("x", 0, 8, -1),)),
+        Block("queue", 1, 1, (Placed("x", 0, 8, -1),)),
+        Block("../../etc/passwd", 1, 1, (Placed("x", 64, 8, -1),)),
+        Block("s2-/../s1-1", 1, 1, (Placed("x", 64, 8, -1),)),
+        Block("s2-\0", 1, 1, (Placed("x", 64, 8, -1),)),
+        Block("s2-1", 1, 1, (Placed("x", 64, 16, -1),)),  # more bytes than rows
+        Block("s2-1", 1, 1, (Placed("x", -64, 8, -1),)),
+        Block("s2-1", 1, 1, (Placed("x", 64, 8, 72),)),  # offsets of a fixed column
+        Block("s2-1", 1, -1, (Placed("x", 64, 8, -1),)),
+        Block("s2-1", 1, 2, (Placed("x", 64, 16, -1),)),  # more rows than are put
+        Block("s2-1", 1, 1, (Placed("y", 64, 8, -1),)),
+        Block("s2-1", 1, 1, (Placed("x", 64, 8, -1), Placed("x", 64, 8, -1))),
+        Block("s2-1", 1, 1, ()),
+        None,
+    ],
+)
+def test_payload_that_is_not_there_or_not_ones_own(hostile: Client, victim: TransferQueue, block: Block | None) -> None:
+    with pytest.raises(SchemaError):
+        ask(hostile, cmd.Put(groups=1, group_size=1, columns=X), block)
+    unharmed(victim)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        cmd.Join(name="again"),
+        Hello("again", 0, "", "0.0.0"),
+        cmd.Lease(task="work", count=-1),
+        cmd.Lease(task="no such", count=1),
+        cmd.Lease(task="other", count=1, timeout_s=float("nan")),
+        cmd.Complete(token=1, columns={}),
+        cmd.Complete(token=-(2**63), columns={}, index=b"abc"),
+        cmd.GiveBack(token=2**62, index=b"\xff" * 4),
+        cmd.Put(groups=2**61, group_size=2**61, columns={}),
+        cmd.Configure(capacity_rows=-1),
+        cmd.Publish(version=-5, manifest=b"", transport="", where=b""),
+        cmd.Publish(version=2**62, manifest=b"", transport="", where=b""),
+        cmd.Loaded(version=7),
+        cmd.Declare(task=TaskSpec(name="work", needs=("y",))),
+        cmd.Declare(task=TaskSpec(name="nan", needs=("x",), lease_s=float("nan"))),
+        cmd.Declare(task=TaskSpec(name="many", needs=tuple(f"c{i}" for i in range(70)))),
+        cmd.AwaitVersion(after=5, timeout_s=-1.0),
+    ],
+)
+def test_commands_that_make_no_sense_are_refused(
+    hostile: Client, victim: TransferQueue, command: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask(hostile, cmd.Declare(task=TaskSpec(name="other", needs=("never",))))
+    with pytest.raises(AsyncFlowError):
+        ask(hostile, command)
+    unharmed(victim)
+    assert caplog.records == []  # each by a check, none by an accident
+
+
+def test_another_session_cannot_use_a_lease(run: Run, hostile: Client, victim: TransferQueue) -> None:
+    batch = victim.get("work", 1)
+    for command in (
+        cmd.GiveBack(token=batch.token), cmd.Renew(token=batch.token), cmd.Complete(token=batch.token, columns={}),
+    ):  # fmt: skip
+        with pytest.raises(AsyncFlowError, match="is not held by hostile"):
+            ask(hostile, command)
+    batch.complete({"y": [2.0]})
+
+
+@pytest.mark.parametrize("body", [b"x", b"\xc0", msgspec.msgpack.encode([1, 2, 3]), pack_ids(np.arange(9))])
+def test_bodies_that_no_server_can_read(hostile: Client, victim: TransferQueue, body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="cannot read this call"):
+        decode_answer(hostile.ask(body, 5)).raise_error()
+    unharmed(victim)
+
+
+def test_nothing_is_done_before_hello_or_for_another_version(run: Run, victim: TransferQueue) -> None:
+    client = Client(run.address)
+    with pytest.raises(ProtocolError, match="say hello first"):
+        ask(client, cmd.GetAudit())
+    with pytest.raises(ProtocolError, match="say hello first"):
+        ask(client, cmd.Put(groups=1, group_size=1, columns=X), Block("s1-1", 1, 1, (Placed("x", 64, 8, -1),)))
+    with pytest.raises(ProtocolError, match=r"served by asyncflow-sdk .*; old has 0\.0\.1"):
+        ask(client, Hello("old", 0, "", "0.0.1"))
+    client.close()
+    unharmed(victim)
+
+
+def test_a_client_of_another_version_leaves_no_socket_open(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncflow_sdk.queue import connection
+
+    monkeypatch.setattr(connection, "__version__", "0.0.1")
+    with pytest.raises(ProtocolError, match="asyncflow-sdk"):
+        Connection(run.address, "old")
+
+
+def test_listeners_that_raise_are_logged_and_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    # given
+    def fail(*what: object) -> None:
+        raise RuntimeError("no disk")
+
+    with caplog.at_level(logging.CRITICAL), running("ipc", on_event=fail, on_step=fail) as run:
+        queue = run.queue()
+        queue.declare("train", needs=["x"], batch_rows=2)
+        queue.put({"x": [1.0, 2.0]})
+        # when / then
+        queue.get("train").ack()
+        assert queue.audit().consumed == 2
+
+
+def test_a_bad_address_leaves_nothing() -> None:
+    before = set(__import__("pathlib").Path("/dev/shm").glob("asyncflow-*"))
+    with pytest.raises(AsyncFlowError, match="not on loopback"):
+        QueueServer(["tcp://0.0.0.0:0"])
+    assert not {p for p in __import__("pathlib").Path("/dev/shm").glob(f"*-{__import__('os').getpid()}-*")} - before
+
+
+def test_the_same_frame_of_a_put_adds_its_rows_once(run: Run, victim: TransferQueue) -> None:
+    # given a put, as it lies on the wire
+    connection = Connection(run.address, "sender")
+    seq = connection.wire._numbering.begin()
+    from asyncflow_sdk.queue.blocks import pack_columns, write
+
+    block, _ = write(connection.arena, pack_columns({"x": np.array([3.0])}))
+    put = connection.wire._numbering.frame(seq, encode(Call(cmd.Put(groups=1, group_size=1, columns=X), block)))
+    # when it is sent over several sockets, several times
+    import zmq
+
+    for _ in range(3):
+        raw = zmq.Context.instance().socket(zmq.DEALER)
+        raw.connect(run.address)
+        for _ in range(3):
+            raw.send(put)
+        for _ in range(3):
+            assert raw.poll(30_000)
+            raw.recv()
+        raw.close(linger=0)
+    # then
+    assert victim.audit().put == 2
+    connection.close()

@@ -1,0 +1,245 @@
+"""Values read are bit-identical to values written, however the rows were put together and are taken."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from queue_runs import KINDS, Run, blocks_in_use, running
+
+from asyncflow_sdk.memory.arena import SEGMENT_BYTES
+from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.types import Batch, Ragged, from_torch
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+@pytest.fixture(params=KINDS)
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    with running(request.param) as run:
+        yield run
+
+
+def plain(value: Any) -> Any:
+    """Something that is equal only when every bit is."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, Ragged):
+        return value.values.dtype.str, [row.tobytes() for row in value], value.values.shape[1:]
+    return list(value)
+
+
+def test_a_hundred_thousand_rows_in_one_put(run: Run) -> None:
+    # given columns of every kind, one of a byte a row
+    queue = run.queue()
+    n = 100_000
+    lengths = np.arange(n) % 5
+    columns = {
+        "flag": np.arange(n) % 3 == 0,
+        "x": np.random.default_rng(0).random((n, 2)).astype(np.float32),
+        "ids": Ragged.from_lengths(np.arange(lengths.sum(), dtype=np.int32), lengths),
+        "name": [f"row {i}" for i in range(n)],
+    }
+    queue.declare("read", needs=list(columns))
+    # when
+    queue.put(columns)
+    with queue.get("read", n) as batch:
+        # then
+        assert batch.ids.tolist() == list(range(n))
+        for name, value in columns.items():
+            assert plain(batch[name]) == plain(value)
+        batch.ack()
+    queue.flush()
+    assert blocks_in_use(queue) == 0
+
+
+def test_rows_put_one_at_a_time_and_taken_by_the_hundreds(run: Run) -> None:
+    # given
+    queue = run.queue()
+    queue.declare("read", needs=["x", "ids", "t"])
+    numbers = np.random.default_rng(0)
+    rows = [
+        (numbers.random(), numbers.integers(0, 9, int(numbers.integers(0, 7))).astype(np.int32), f"{i}\u00e9")
+        for i in range(1000)
+    ]
+    # when
+    for x, ids, text in rows:
+        queue.put({"x": np.array([x]), "ids": [ids], "t": [text]})
+    # then they come in order
+    taken = 0
+    while taken < len(rows):
+        with queue.get("read", 256) as batch:
+            wanted = rows[taken : taken + batch.rows]
+            assert batch.ids.tolist() == list(range(taken, taken + batch.rows))
+            assert batch.array("x").tolist() == [row[0] for row in wanted]
+            assert [row.tobytes() for row in batch.ragged("ids")] == [row[1].tobytes() for row in wanted]
+            assert batch.texts("t") == [row[2] for row in wanted]
+            taken += batch.rows
+            batch.ack()
+
+
+def test_every_dtype_of_torch_through_a_queue(run: Run) -> None:
+    # given a column for each, of random bits
+    names = sorted({str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype})
+    names = [name for name in names if not name.startswith("q")]
+    raw = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (3, 32), np.uint8))
+    tensors = {name: (raw % 2 if name == "bool" else raw).view(getattr(torch, name)) for name in names}
+    queue = run.queue()
+    queue.declare("read", needs=names)
+    # when
+    queue.put(tensors)
+    batch = queue.get("read", 3)
+    # then
+    assert len(names) > 30
+    for name, tensor in tensors.items():
+        found = batch.torch(name)
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found.contiguous().view(torch.uint8), raw % 2 if name == "bool" else raw), name
+        assert batch.array(name).tobytes() == from_torch(tensor).tobytes()
+
+
+def test_torch_writes_reach_nobody_and_lie_in_shared_memory(run: Run) -> None:
+    # given two consumers of the same rows
+    queue = run.queue()
+    for task in ("one", "two"):
+        queue.declare(task, needs=["x", "r"])
+    queue.put({"x": np.arange(2000.0), "r": [np.arange(i % 4, dtype=np.int64) for i in range(2000)]})
+    one, two = queue.get("one", 2000), queue.get("two", 2000)
+    # when
+    x, (r, seqlens) = one.torch("x"), one.torch("r")
+    x.mul_(2).add_(1)
+    r.fill_(-1)
+    seqlens.zero_()
+    # then
+    for batch in (one, two):
+        assert batch.array("x").tolist() == list(range(2000))
+        assert batch.ragged("r").values.tolist() == [v for i in range(2000) for v in range(i % 4)]
+        assert batch.torch("x").tolist() == list(range(2000))
+    assert x[1999] == 3999
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(run.server.directory.path) in line]
+    spans = [tuple(int(part, 16) for part in line.split()[0].split("-")) for line in maps if " rw-p " in line]
+    for tensor in (x, r):
+        assert any(low <= tensor.data_ptr() < high for low, high in spans)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 1000, 99_968])
+def test_narrow_columns_at_the_end_of_a_segment(run: Run, rows: int) -> None:
+    # given a block of one byte a row that ends where its segment ends
+    queue = run.queue()
+    queue.declare("read", needs=["flag"])
+    queue.put({"other": np.zeros((1, SEGMENT_BYTES - 64 - -(-rows // 64) * 64), np.uint8)})
+    flags = np.arange(rows) % 7 == 0
+    queue.put({"flag": flags})
+    # when / then
+    with queue.get("read", rows) as batch:
+        assert batch.array("flag").tobytes() == flags.tobytes()
+        batch.ack()
+    assert queue._port.connection.arena.nbytes == SEGMENT_BYTES
+
+
+@st.composite
+def puts(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Puts of a few rows each, of columns of every kind and shape; sizes are what matters."""
+    numbers = np.random.default_rng(draw(st.integers(0, 99)))
+    made = []
+    for rows in draw(st.lists(st.integers(1, 5), min_size=1, max_size=6)):
+        lengths = numbers.integers(0, 4, rows)
+        made.append({
+            "fixed": numbers.random((rows, 2, 3)).astype(ml_dtypes.bfloat16),
+            "empty": np.empty((rows, 0), np.float32),
+            "ragged": Ragged.from_lengths(numbers.integers(0, 99, (lengths.sum(), 2)).astype(np.int16), lengths),
+            "text": ["\u00fc" * int(n) for n in lengths],
+            "bytes": [bytes(int(n)) for n in lengths],
+        })  # fmt: skip
+    return made
+
+
+@pytest.fixture(scope="module")
+def shared_queue() -> Iterator[TransferQueue]:
+    with running("ipc") as run:
+        queue = run.queue()
+        queue.declare("shuffle", needs=["fixed"])
+        queue.declare("read", needs=["fixed", "empty", "ragged", "text", "bytes"], gives=["seen"])
+        yield queue
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), made=puts(), size=st.integers(1, 12))
+def test_rows_of_many_blocks_in_any_order_are_the_loop(
+    shared_queue: TransferQueue, data: st.DataObject, made: list[dict[str, Any]], size: int
+) -> None:
+    # given rows in several blocks
+    queue, wanted = shared_queue, {}
+    for columns in made:
+        rows = queue.put(columns)
+        single = Batch.of(columns)
+        for i in range(rows.count):
+            wanted[rows.first + i] = {name: single.take([i]) for name in columns}
+    # when some are given back, so that they come again in another order
+    batch = queue.get("read", sum(len(columns["text"]) for columns in made))
+    for i in data.draw(st.permutations(range(batch.rows))):
+        batch.give_back(index=[i])
+    # then each batch of them equals the rows one by one
+    left = set(wanted)
+    while left:
+        batch = queue.get("read", size)
+        for i, row in enumerate(batch.ids.tolist()):
+            one = batch.take([i])
+            for name, value in wanted[row].items():
+                assert plain(one[name]) == plain(value[name])
+        left -= set(batch.ids.tolist())
+        batch.complete({"seen": np.ones(batch.rows, bool)})
+    shuffle = queue.get("shuffle", len(wanted))
+    shuffle.ack()
+
+
+def test_columns_that_rows_got_in_different_company(run: Run) -> None:
+    # given rows whose columns a, b, c were written together, apart, and in another order
+    queue = run.queue()
+    queue.declare("ab", needs=["x"], gives=["a", "b"])
+    queue.declare("c", needs=["a"], gives=["c"])
+    queue.declare("read", needs=["a", "b", "c", "x"])
+    queue.put({"x": np.arange(9)})
+    batch = queue.get("ab", 9)
+    batch.complete({"a": [0.0] * 3, "b": ["0", "1", "2"]}, index=[0, 1, 2])
+    batch.complete({"b": ["3", "4"], "a": [0.0] * 2}, index=[3, 4])
+    batch.complete({"a": [0.0] * 4, "b": ["8", "7", "6", "5"]}, index=[8, 7, 6, 5])
+    queue.put({"x": np.array([9, 10])})
+    batch = queue.get("ab", 2)
+    batch.complete({"a": [9.0, 10.0], "b": ["9", "10"], "d": [1, 2]})
+    while True:
+        batch = queue.get("c", 4)
+        batch.complete({"c": [[int(i)] * int(i % 3) for i in batch.ids]})
+        if 10 in batch.ids:
+            break
+    # when
+    with queue.get("read", 11) as batch:
+        # then
+        ids = batch.ids.tolist()
+        assert sorted(ids) == list(range(11))
+        assert batch.texts("b") == [str(i) for i in ids]
+        assert batch.array("x").tolist() == ids
+        assert batch.array("a").tolist() == [float(i) if i > 8 else 0.0 for i in ids]
+        assert [row.tolist() for row in batch.ragged("c")] == [[i] * (i % 3) for i in ids]
+        # and torch too, though nothing of it lies together
+        assert batch.torch("x").tolist() == ids
+        batch.ack()
+    queue.flush()
+    assert blocks_in_use(queue) == 0
+
+
+def test_rows_of_a_group_share_what_was_put_once(run: Run) -> None:
+    # given
+    queue = run.queue()
+    queue.declare("read", needs=["p"])
+    queue.put({"p": [[1, 2], [3]]}, group_size=4)
+    # when
+    batch = queue.get("read", 8)
+    # then
+    assert batch.groups.tolist() == [0] * 4 + [4] * 4
+    assert [row.tolist() for row in batch.ragged("p")] == [[1, 2]] * 4 + [[3]] * 4

@@ -1,0 +1,212 @@
+"""Nothing waits for ever: every wait has an end, and its error says who is waited for."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from queue_runs import KINDS, Run, blocks_in_use, in_threads, running, until
+
+from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
+from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.wire import client as wire_rules
+
+
+@pytest.fixture(params=KINDS)
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    with running(request.param) as run:
+        yield run
+
+
+def test_a_deadline_names_the_column_the_task_and_the_worker(run: Run) -> None:
+    # given a stage that holds rows and a trainer that waits for what it gives
+    queue, scorer = run.queue("trainer-0"), run.queue("scorer-7")
+    queue.declare("reward", needs=["response"], gives=["reward"])
+    queue.declare("train", needs=["response", "reward"])
+    queue.put({"response": ["a", "b", "c"]})
+    held = scorer.get("reward", 2)
+    # when
+    with pytest.raises(DeadlineExceeded) as caught:
+        queue.get("train", 3, timeout_s=0.05)
+    # then
+    for part in ("task 'train'", "3 rows lack column 'reward'", "task 'reward'", "2 rows", "by scorer-7", "1 rows"):
+        assert part in str(caught.value)
+    assert held.rows == 2
+
+
+def test_a_column_that_nobody_gives_is_said_so(run: Run) -> None:
+    queue = run.queue()
+    queue.declare("train", needs=["x", "reward"])
+    queue.put({"x": [1]})
+    with pytest.raises(DeadlineExceeded, match="nobody gives column 'reward'"):
+        queue.get("train", timeout_s=0)
+
+
+def test_a_put_waits_for_room_and_says_who_holds_it(run: Run) -> None:
+    # given a full queue
+    queue, worker = run.queue(), run.queue("slow-worker")
+    queue.configure(capacity_rows=4)
+    queue.declare("work", needs=["x"])
+    queue.put({"x": [0, 1, 2, 3]})
+    held = worker.get("work", 3)
+    # when
+    with pytest.raises(DeadlineExceeded, match="the queue has 4 of 4 rows.*3 rows are leased.*by slow-worker"):
+        queue.put({"x": [4]}, timeout_s=0.05)
+    # then nothing was stored and the memory of the attempt is free
+    assert blocks_in_use(queue) == 1
+    # and a put that waits goes on as soon as there is room
+    waiting = threading.Thread(target=queue.put, args=({"x": [4]},), kwargs={"timeout_s": 30})
+    waiting.start()
+    until(lambda: queue.status().waiting, "the put that waits")
+    held.ack()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert queue.audit().put == 5
+
+
+def test_an_infinite_deadline_is_one(run: Run) -> None:
+    queue = run.queue()
+    queue.declare("work", needs=["x"])
+    getting = threading.Thread(target=queue.get, args=("work",), kwargs={"timeout_s": float("inf")})
+    getting.start()
+    until(lambda: queue.status().waiting, "the get that waits")
+    queue.put({"x": [1]})
+    getting.join(30)
+    assert not getting.is_alive()
+
+
+def test_a_cancelled_get_gives_back_what_it_was_just_granted(run: Run) -> None:
+    # given a loop that asks and cancels at every possible moment
+    queue = run.queue()
+    queue.declare("work", needs=["x"])
+    rows = 0
+
+    async def scenario() -> int:
+        taken = 0
+        for turn in range(60):
+            asking = asyncio.create_task(queue.aio.get("work", 1, timeout_s=30))
+            for _ in range(turn % 6):
+                await asyncio.sleep(0)
+            if turn % 3 == 0:
+                await queue.aio.put({"x": [turn]})
+            asking.cancel()
+            for batch in await asyncio.gather(asking, return_exceptions=True):
+                if not isinstance(batch, BaseException):
+                    taken += batch.rows
+                    await batch.ack()
+        return taken
+
+    # when
+    rows += asyncio.run(scenario())
+    # then every row is either taken or there for the next
+    while rows < 20:
+        with queue.get("work", 20, timeout_s=10) as batch:
+            rows += batch.rows
+            batch.ack()
+    assert rows == 20
+    queue.flush()
+    assert blocks_in_use(queue) == 0
+
+
+def test_whatever_is_cancelled_no_row_and_no_memory_is_lost(run: Run) -> None:
+    # given a loop whose puts, gets and completions are cancelled at random, in a queue that is often full
+    queue = run.queue()
+    queue.configure(capacity_rows=30)
+    queue.declare("work", needs=["x"], gives=["y"], max_attempts=1000)
+    queue.declare("check", needs=["x", "y"])
+    numbers = np.random.default_rng(0)
+    aio = queue.aio
+
+    async def put() -> None:
+        value = int(numbers.integers(1000))
+        await aio.put({"x": np.full((3, 50), value)}, timeout_s=30)
+
+    async def work() -> None:
+        async with await aio.get("work", int(numbers.integers(1, 8)), timeout_s=30) as batch:
+            await batch.complete({"y": batch.array("x")[:, 0] + 1})
+
+    async def check() -> None:
+        async with await aio.get("check", 20, timeout_s=30) as batch:
+            assert (batch.array("x")[:, 0] + 1 == batch.array("y")).all()
+            await batch.ack()
+
+    async def scenario() -> None:
+        running_now: list[asyncio.Task[None]] = []
+        for _ in range(600):
+            verb = (put, work, check)[int(numbers.integers(3))]
+            running_now.append(asyncio.create_task(verb()))
+            if numbers.random() < 0.5:
+                await asyncio.sleep(0.001 * numbers.random())
+            if numbers.random() < 0.6:
+                running_now.pop(int(numbers.integers(len(running_now)))).cancel()
+            running_now = [task for task in running_now if not task.done()]
+        for task in running_now:
+            task.cancel()
+        await asyncio.gather(*running_now, return_exceptions=True)
+
+    # when
+    asyncio.run(scenario())
+    # then all that was put is there, whole and unharmed
+    queue.end()
+    for task in ("work", "check"):
+        while queue.status().rows[task]["done"] < queue.status().live:
+            with queue.get(task, 30, timeout_s=10) as batch:
+                if task == "work":
+                    batch.complete({"y": batch.array("x")[:, 0] + 1})
+                else:
+                    assert (batch.array("x")[:, 0] + 1 == batch.array("y")).all()
+                    assert (batch.array("x") == batch.array("x")[:, :1]).all()
+                    batch.ack()
+    audit = queue.audit()
+    assert audit.balanced
+    assert audit.put == audit.consumed > 100
+    # and every block was freed, each once
+    queue.flush()
+    assert blocks_in_use(queue) == 0
+
+
+def test_threads_that_put_into_a_full_queue_lose_nothing(run: Run) -> None:
+    # given
+    queue = run.queue()
+    queue.configure(capacity_rows=10)
+    queue.declare("work", needs=["x"])
+    gone: list[int] = []
+
+    def work(number: int) -> int:
+        if number == 0:
+            taken = 0
+            while taken < 90 or len(gone) < 3:
+                with queue.get("work", 7, timeout_s=30) as batch:
+                    taken += batch.rows
+                    batch.ack()
+                if taken >= 90:
+                    break
+            return taken
+        for part in range(30):
+            queue.put({"x": [number * 100 + part]}, timeout_s=30)
+        gone.append(number)
+        return 30
+
+    # when / then
+    assert in_threads(4, work) == [90, 30, 30, 30]
+    queue.flush()
+    assert blocks_in_use(queue) == 0
+
+
+def test_a_server_that_is_gone_is_a_clear_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given
+    monkeypatch.setattr(wire_rules, "GRACE_S", 0.2)
+    with running("tcp") as run:
+        queue: TransferQueue = run.queue()
+        queue.declare("work", needs=["x"])
+        queue.put({"x": [1, 2]})
+        batch = queue.get("work", 2)
+        # when
+        run.server.close()
+        # then
+        with pytest.raises(ServerLost, match="gave no answer"):
+            queue.get("work", timeout_s=0.1)
+        with pytest.raises(ServerLost, match="is gone"):
+            queue.put({"x": np.zeros(20 << 20)}, timeout_s=0.1)
+        assert batch.array("x").tolist() == [1, 2]  # what is held stays

@@ -1,0 +1,43 @@
+"""A TCP proxy that cuts its connections, so that requests and answers are really lost."""
+
+import contextlib
+import random
+import socket
+import threading
+
+
+class FlakyProxy:
+    """Forwards to ``port``; each connection is cut after a random number of pieces, in either direction."""
+
+    def __init__(self, port: int, seed: int = 0) -> None:
+        self._target, self._numbers = port, random.Random(seed)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.cuts = 0
+        self.steady = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                here, _ = self._listener.accept()
+                there = socket.create_connection(("127.0.0.1", self._target))
+                left = [self._numbers.randint(4, 16)]
+                for source, sink in ((here, there), (there, here)):
+                    threading.Thread(target=self._forward, args=(source, sink, left), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket, left: list[int]) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                left[0] -= 1
+                if left[0] <= 0 and not self.steady:
+                    self.cuts += 1
+                    break  # this piece is lost
+                sink.sendall(data)
+        for each in (source, sink):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()

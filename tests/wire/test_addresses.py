@@ -1,0 +1,48 @@
+"""A server listens where only this host can reach it, and says why where it does not."""
+
+from pathlib import Path
+
+import pytest
+from wire_handlers import Parrot, serving
+
+from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.wire import Client, Server
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://0.0.0.0:0",
+        "tcp://*:0",
+        "tcp://10.0.0.1:7000",
+        "tcp://[::]:0",
+        "tcp://127.0.0.1.example.org:7000",
+        "tcp://localhost.example.org:7000",
+    ],
+)
+def test_beyond_loopback_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="is not on loopback"):
+        Server([address], Parrot())
+
+
+@pytest.mark.parametrize("address", ["ws://0.0.0.0:7000", "TCP://0.0.0.0:0", "udp://127.0.0.1:1", "7000", ""])
+def test_other_transports_are_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="known transports"):
+        Server([address], Parrot())
+
+
+def test_an_address_in_use_is_refused_by_name(tmp_path: Path) -> None:
+    with serving("tcp://127.0.0.1:0") as parrot:
+        with pytest.raises(ConfigError, match=f"cannot listen on {parrot.server.addresses[0]}"):
+            Server([f"ipc://{tmp_path}/s", parrot.server.addresses[0]], Parrot())
+    # and what was bound before is let go: it may be bound again
+    with serving(f"ipc://{tmp_path}/s"):
+        pass
+
+
+def test_one_server_at_several_addresses(tmp_path: Path) -> None:
+    with serving("inproc://several", f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0") as parrot:
+        for number, address in enumerate(parrot.server.addresses):
+            client = Client(address)
+            assert client.ask(b"x", 5) == b"x %d" % number
+            client.close()

@@ -1,0 +1,198 @@
+"""The asking end: answers survive a bad connection, what is cancelled is taken back, and nothing waits for ever."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from children import Child
+from flaky_proxy import FlakyProxy
+from wire_children import ask_after_fork, ask_until_killed, identify, interrupted
+from wire_handlers import Parrot, in_thread, serving, until
+
+from asyncflow_sdk.errors import ServerLost
+from asyncflow_sdk.wire import Client, process_key
+from asyncflow_sdk.wire import client as rules
+from asyncflow_sdk.wire.processes import watch
+
+
+@pytest.fixture
+def parrot(tmp_path: Path) -> Iterator[Parrot]:
+    with serving(f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0") as parrot:
+        yield parrot
+
+
+@pytest.fixture
+def client(parrot: Parrot) -> Iterator[Client]:
+    client = Client(parrot.server.addresses[0])
+    yield client
+    client.close()
+
+
+def test_over_a_connection_that_breaks_all_the_time_each_request_is_carried_out_once(
+    parrot: Parrot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given
+    monkeypatch.setattr(rules, "RESEND_S", 0.05)
+    proxy = FlakyProxy(int(parrot.server.addresses[1].rsplit(":", 1)[1]))
+    client = Client(proxy.address)
+    bodies = [b"request-%d" % number for number in range(60)]
+    # when threads and an event loop ask through it
+    joins = [in_thread(lambda part=part: [client.ask(b, 60) for b in bodies[part::3]]) for part in range(2)]
+
+    async def ask() -> list[bytes]:
+        return await asyncio.gather(*(client.aask(body, 60) for body in bodies[2::3]))
+
+    answers = [*asyncio.run(ask()), *joins[0](), *joins[1]()]
+    # then
+    assert proxy.cuts > 3
+    assert sorted(parrot.carried_out) == sorted(bodies)
+    assert sorted(answer.rsplit(b" ", 1)[0] for answer in answers) == sorted(bodies)
+    proxy.steady = True
+    client.close()
+    proxy.close()
+
+
+def test_a_cancelled_request_is_taken_back_before_and_after_its_answer(parrot: Parrot, client: Client) -> None:
+    async def scenario() -> None:
+        # given one request that waits, and one whose answer arrives in the moment it is cancelled
+        parked = asyncio.create_task(client.aask(b"park", 30))
+        answered = asyncio.create_task(client.aask(b"lease", 30))
+        while len(parrot.carried_out) < 2:
+            await asyncio.sleep(0)
+        # when
+        parked.cancel()
+        answered.cancel()
+        outcome = await asyncio.gather(parked, answered, return_exceptions=True)
+        # then
+        assert [type(each) for each in outcome] == [asyncio.CancelledError] * 2
+        await client.aask(b"next", 30)
+
+    asyncio.run(scenario())
+    assert sorted(parrot.dropped_ones) == [(0, b"lease 1"), (parrot.parked[b"park"], None)]
+
+
+def test_ctrl_c_takes_a_blocking_request_back(parrot: Parrot) -> None:
+    with Child(interrupted, parrot.server.addresses[0]) as child:
+        assert child.hear() == "after 1"
+        assert child.wait() == 0
+    assert parrot.dropped_ones == [(parrot.parked[b"park"], None)]
+
+
+def test_a_server_that_is_gone_is_named_within_the_deadline_and_the_grace(
+    parrot: Parrot, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given
+    monkeypatch.setattr(rules, "GRACE_S", 0.2)
+    client.ask(b"x", 1)
+    parrot.server.stop()
+    # when / then
+    with pytest.raises(ServerLost, match=f"{client.address} gave no answer"):
+        client.ask(b"y", 0.1)
+    with pytest.raises(ServerLost, match=f"{client.address} gave no answer"):
+        asyncio.run(client.aask(b"z", 0.1))
+
+
+def test_closing_ends_what_other_threads_wait_for(
+    parrot: Parrot, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a thread and an event loop of another thread that wait
+    monkeypatch.setattr(rules, "RESEND_S", 0.1)
+    waits = [in_thread(lambda: client.ask(b"park1", 1000)), in_thread(lambda: asyncio.run(client.aask(b"park2", 1000)))]
+    until(lambda: len(parrot.parked) == 2, "both requests")
+    # when
+    client.close()
+    client.close()
+    # then
+    for wait in waits:
+        outcome = wait()
+        assert isinstance(outcome, ServerLost)
+        assert "is closed" in str(outcome)
+    with pytest.raises(ServerLost, match="is closed"):
+        client.ask(b"x", 1)
+
+
+def test_sockets_go_with_their_threads_and_loops(parrot: Parrot, client: Client) -> None:
+    # given threads and loops that come and go
+    client.ask(b"x", 5)
+    for _ in range(20):
+        thread = threading.Thread(target=client.ask, args=(b"x", 5))
+        thread.start()
+        thread.join()
+        asyncio.run(client.aask(b"x", 5))
+    # then only those of the last are open
+    assert len(client._sockets) <= 2
+    assert len(client._loops) == 1
+
+    async def tidy() -> None:
+        await client.aask(b"x", 5)
+        await client.aclose_loop()
+        await client.aask(b"x", 5)  # opened again where needed
+        await client.aclose_loop()
+
+    asyncio.run(tidy())
+    assert len(client._loops) == 0
+
+
+def test_a_forked_child_is_refused_and_its_parent_goes_on(parrot: Parrot) -> None:
+    with Child(ask_after_fork, parrot.server.addresses[0]) as child:
+        assert child.hear() == [7, "after 1"]
+    assert parrot.carried_out == [b"before", b"after"]
+
+
+def test_the_death_of_a_process_is_seen_at_once_and_its_silence_is_none(parrot: Parrot) -> None:
+    # given a session of another process
+    with Child(ask_until_killed, parrot.server.addresses[0]) as child:
+        key = child.hear()
+        until(lambda: parrot.parked, "its request")
+        parrot.server.call(lambda: parrot.server.watch("its session", child.pid, key))
+        # when it is frozen, then nothing
+        child.stop()
+        client = Client(parrot.server.addresses[0])
+        client.ask(b"x", 5)
+        assert parrot.gone_ones == []
+        # when it is killed
+        child.kill()
+        # then
+        until(lambda: parrot.gone_ones == ["its session"], "word of its death")
+        # and a session whose process is dead already is gone too
+        parrot.server.call(lambda: parrot.server.watch("late", child.pid, key))
+        until(lambda: parrot.gone_ones == ["its session", "late"], "word of the other")
+        client.close()
+
+
+def test_a_session_that_left_is_watched_no_more(parrot: Parrot) -> None:
+    # given many sessions of one living process, as a notebook makes them
+    with Child(identify) as child:
+        key = child.hear()
+        for number in range(50):
+            parrot.server.call(lambda number=number: parrot.server.watch(f"s{number}", child.pid, key))  # type: ignore[misc]
+        until(lambda: len(parrot.server._pidfds) == 50, "all to be watched")
+        # when
+        for number in range(50):
+            parrot.server.call(lambda number=number: parrot.server.forget(f"s{number}"))  # type: ignore[misc]
+        # then
+        until(lambda: parrot.server._pidfds == {}, "none to be watched")
+
+
+def test_a_process_is_known_by_more_than_its_number() -> None:
+    with Child(identify) as child:
+        key = child.hear()
+        assert key == process_key(child.pid)
+        assert key != process_key(os.getpid())
+        # another host, or another container: it cannot be watched from here
+        assert watch(child.pid, "other-boot " + key.split(" ", 1)[1]) is None
+        assert watch(child.pid, "") is None
+        # the number of a process that ended, given to another
+        with pytest.raises(ProcessLookupError):
+            watch(child.pid, key[:-1] + ("1" if key[-1] != "1" else "2"))
+
+
+def test_a_deadline_that_is_infinite_stops_no_server(parrot: Parrot, client: Client) -> None:
+    for wants in (float("inf"), 1e300, -1.0, 0.001):
+        parrot.wants = wants
+        client.ask(b"x", 5)
+    parrot.wants = None
+    assert client.ask(b"x", 5) == b"x 4"

@@ -1,0 +1,148 @@
+"""Whatever arrives at a server's socket, the server and its other sessions go on."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from wire_handlers import Parrot, Raw, frame, in_thread, serving, until
+
+from asyncflow_sdk.errors import ProtocolError
+from asyncflow_sdk.wire import Client
+from asyncflow_sdk.wire.envelope import MAX_BYTES, PROTOCOL, decode_response
+
+GOOD = frame(1, b"hello")
+BAD = {
+    "nothing": b"",
+    "noise": bytes(range(256)),
+    "truncated": GOOD[:-1],
+    "begun": GOOD[:3],
+    "two in one": GOOD + GOOD,
+    "another version": msgspec.msgpack.encode((PROTOCOL + 1, "s", 1, 1, (), (), b"x")),
+    "no session": msgspec.msgpack.encode((PROTOCOL, "", 1, 1, (), (), b"x")),
+    "long session": msgspec.msgpack.encode((PROTOCOL, "s" * 65, 1, 1, (), (), b"x")),
+    "too few": msgspec.msgpack.encode((PROTOCOL, "s", 1)),
+    "text for a number": msgspec.msgpack.encode((PROTOCOL, "s", "1", 1, (), (), b"x")),
+    "a number too large": msgspec.msgpack.encode((PROTOCOL, "s", 1, 1, ("x",), (), b"x")),
+    "a map": msgspec.msgpack.encode({"protocol": PROTOCOL}),
+    "deep": b"\x91" * 5000,
+}
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def parrot(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Parrot]:
+    with serving({"ipc": f"ipc://{tmp_path}/s", "tcp": "tcp://127.0.0.1:0"}[request.param]) as parrot:
+        yield parrot
+
+
+def test_garbage_is_counted_and_nothing_else(parrot: Parrot) -> None:
+    # given a session with a parked request
+    address = parrot.server.addresses[0]
+    client = Client(address)
+    waiting = in_thread(lambda: client.ask(b"park", 30))
+    until(lambda: parrot.parked, "the parked request")
+    # when others send garbage, and messages of no frame, of two and of many
+    with Raw(address) as raw:
+        for bad in BAD.values():
+            raw.send(bad)
+        raw.send(GOOD, GOOD)
+        raw.send(*[GOOD] * 2000)
+        # then it is counted, the same socket may still speak, and the parked request is answered
+        raw.send(GOOD)
+        assert raw.hear() == (1, b"hello 1")
+    assert parrot.server.garbage == len(BAD) + 2
+    parrot.let_go(b"park")
+    assert waiting() == b"park at last"
+    assert client.ask(b"more", 1) == b"more 2"
+    client.close()
+
+
+def test_noise_of_any_length(parrot: Parrot) -> None:
+    # given
+    numbers = random.Random(0)
+    with Raw(parrot.server.addresses[0]) as raw:
+        # when
+        for _ in range(500):
+            raw.send(*[numbers.randbytes(numbers.choice([0, 1, 7, 300])) for _ in range(numbers.randint(1, 3))])
+        raw.send(GOOD)
+        # then
+        assert raw.hear() == (1, b"hello 0")
+    assert parrot.server.garbage == 500
+
+
+def test_hostile_numbers_harm_only_their_own_session(parrot: Parrot) -> None:
+    # given requests that are well formed and make no sense
+    big = 2**62
+    with Raw(parrot.server.addresses[0]) as raw:
+        raw.send(frame(-5, b"x", "bad", done=-7))
+        raw.send(frame(3, b"x", "bad", done=big, settled=(big, -1, 3), dropped=(big, -1, 3)))
+        raw.send(frame(4, b"x", "bad", done=1))
+        raw.send(frame(big + 1, b"still there", "bad"))
+        raw.send(frame(1, b"hello", "good"))
+        # then
+        answers = dict([raw.hear(), raw.hear()])
+        assert answers == {big + 1: b"still there 0", 1: b"hello 1"}
+    assert parrot.server.garbage == 0
+
+
+def test_an_oversized_message_cuts_only_its_own_connection(parrot: Parrot) -> None:
+    # given another session with a parked request
+    address = parrot.server.addresses[0]
+    client = Client(address)
+    waiting = in_thread(lambda: client.ask(b"park", 30))
+    until(lambda: parrot.parked, "the parked request")
+    # when
+    with Raw(address) as raw:
+        raw.send(frame(1, bytes(MAX_BYTES)))
+        assert raw.silent()
+    # then nothing of it was carried out and the other session goes on
+    parrot.let_go(b"park")
+    assert waiting() == b"park at last"
+    assert parrot.carried_out == [b"park"]
+    client.close()
+
+
+def test_a_call_that_no_server_would_take_is_refused_before_it_is_sent(parrot: Parrot) -> None:
+    client = Client(parrot.server.addresses[0])
+    with pytest.raises(ProtocolError, match="too large; a server takes at most"):
+        client.ask(bytes(MAX_BYTES), 1)
+    assert client.ask(b"small", 1) == b"small 0"
+    client.close()
+
+
+def test_an_answer_may_be_larger_than_any_request(parrot: Parrot) -> None:
+    # given
+    client = Client(parrot.server.addresses[0])
+    waiting = in_thread(lambda: client.ask(b"park", 30))
+    until(lambda: parrot.parked, "the parked request")
+    # when
+    large = bytes(MAX_BYTES + 1)
+    parrot.server.call(lambda: parrot.server.answer(parrot.parked[b"park"], large))
+    # then
+    assert waiting() == large
+    client.close()
+
+
+def test_clients_refuse_what_is_no_answer() -> None:
+    for bad in (b"", b"noise", GOOD, msgspec.msgpack.encode((PROTOCOL + 1, 1, b"x"))):
+        with pytest.raises(ProtocolError):
+            decode_response(bad)
+
+
+def test_a_server_that_answers_nonsense_fails_the_request(tmp_path: Path) -> None:
+    # given a server of something else
+    address = f"ipc://{tmp_path}/s"
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.linger = 0
+    router.bind(address)
+    client = Client(address)
+    asking = in_thread(lambda: client.ask(b"x", 30))
+    # when
+    route, _ = router.recv_multipart()
+    router.send_multipart([route, b"HTTP/1.1 400 Bad Request"])
+    # then
+    assert isinstance(asking(), ProtocolError)
+    client.close()
+    router.close()

@@ -1,0 +1,188 @@
+"""A request that is sent again, late, over another socket or after its answer, has no second effect."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_handlers import Parrot, Raw, frame, in_thread, serving, until
+
+from asyncflow_sdk.wire import Client
+from asyncflow_sdk.wire.envelope import decode_request
+from asyncflow_sdk.wire.numbering import Numbering
+
+
+@pytest.fixture
+def parrot(tmp_path: Path) -> Iterator[Parrot]:
+    with serving(f"ipc://{tmp_path}/s") as parrot:
+        yield parrot
+
+
+@pytest.fixture
+def raw(parrot: Parrot) -> Iterator[Raw]:
+    with Raw(parrot.server.addresses[0]) as raw:
+        yield raw
+
+
+def test_the_same_frame_twice_is_one_request(parrot: Parrot, raw: Raw) -> None:
+    for _ in range(3):
+        raw.send(frame(1, b"put"))
+    assert [raw.hear() for _ in range(3)] == [(1, b"put 0")] * 3
+    assert parrot.carried_out == [b"put"]
+
+
+def test_an_answer_that_was_lost_is_sent_again(parrot: Parrot) -> None:
+    # given a request whose socket dies before it reads the answer
+    with Raw(parrot.server.addresses[0]) as first:
+        first.send(frame(1, b"put"))
+        assert not first.silent(30_000)
+    # when it is repeated over another
+    with Raw(parrot.server.addresses[0]) as second:
+        second.send(frame(1, b"put"))
+        # then
+        assert second.hear() == (1, b"put 0")
+    assert parrot.carried_out == [b"put"]
+
+
+def test_a_parked_request_that_is_repeated_waits_once_and_is_answered_where_it_came_from_last(
+    parrot: Parrot, raw: Raw
+) -> None:
+    with Raw(parrot.server.addresses[0]) as second:
+        raw.send(frame(1, b"park"))
+        until(lambda: parrot.parked, "the first")
+        second.send(frame(1, b"park"))
+        second.send(frame(2, b"after"))
+        assert second.hear() == (2, b"after 1")
+        parrot.let_go(b"park")
+        assert second.hear() == (1, b"park at last")
+    assert parrot.carried_out == [b"park", b"after"]
+
+
+@pytest.mark.parametrize("how", ["done", "settled", "dropped", "dropped before it came", "dropped while parked"])
+def test_a_late_copy_of_a_request_that_is_over_is_not_carried_out(parrot: Parrot, raw: Raw, how: str) -> None:
+    # given a request that is over, in one of five ways
+    body = b"park" if how == "dropped while parked" else b"put"
+    if how != "dropped before it came":
+        raw.send(frame(1, body))
+        until(lambda: parrot.carried_out, "the request")
+    news = {"done": {"done": 2}, "settled": {"settled": (1,)}}.get(how, {"dropped": (1,)})
+    raw.send(frame(0, b"", **news))
+    # when a copy of it arrives
+    with Raw(parrot.server.addresses[0]) as late:
+        raw.send(frame(2, b"next"))
+        while raw.hear()[0] != 2:
+            pass
+        before = list(parrot.carried_out)
+        late.send(frame(1, body))
+        late.send(frame(3, b"last"))
+        # then
+        assert late.hear() == (3, b"last %d" % len(before))
+    assert parrot.carried_out == [*before, b"last"]
+
+
+def test_what_was_dropped_is_taken_back_once(parrot: Parrot, raw: Raw) -> None:
+    # given one request that is parked and one that was answered
+    raw.send(frame(1, b"park"))
+    raw.send(frame(2, b"lease"))
+    assert raw.hear() == (2, b"lease 1")
+    # when both are dropped, and said to be so again and again
+    for _ in range(3):
+        raw.send(frame(0, b"", dropped=(1, 2)))
+    raw.send(frame(3, b"next", dropped=(1, 2)))
+    raw.hear()
+    # then
+    assert parrot.dropped_ones == [(parrot.parked[b"park"], None), (0, b"lease 1")]
+    # and an answer that comes now goes nowhere
+    parrot.let_go(b"park")
+    raw.send(frame(4, b"more"))
+    assert raw.hear()[0] == 4
+
+
+def test_a_server_forgets_answers_that_arrived_though_an_older_request_waits(parrot: Parrot) -> None:
+    # given a request that waits for long
+    client = Client(parrot.server.addresses[0])
+    waiting = in_thread(lambda: client.ask(b"park", 60))
+    until(lambda: parrot.parked, "the parked request")
+    # when many others come and go
+    for _ in range(500):
+        client.ask(b"x", 30)
+    # then
+    (session,) = parrot.server._sessions.values()
+    assert len(session.answers) <= 1
+    assert len(session.routes) <= 2
+    parrot.let_go(b"park")
+    waiting()
+    client.ask(b"x", 30)
+    assert len(session.over) <= 2
+    client.close()
+
+
+def test_several_threads_of_one_session_are_each_answered(parrot: Parrot) -> None:
+    # given
+    client = Client(parrot.server.addresses[0])
+    wrong: list[bytes] = []
+
+    def work(name: bytes) -> None:
+        for number in range(200):
+            body = b"%s-%d" % (name, number)
+            if not client.ask(body, 30).startswith(body + b" "):
+                wrong.append(body)
+
+    threads = [threading.Thread(target=work, args=(b"thread%d" % i,)) for i in range(4)]
+    # when
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # then every one was carried out once
+    assert wrong == []
+    assert len(set(parrot.carried_out)) == len(parrot.carried_out) == 800
+    client.close()
+
+
+def test_no_call_into_the_server_thread_is_lost(parrot: Parrot) -> None:
+    count = []
+    joins = [in_thread(lambda: [parrot.server.call(lambda: count.append(1)) for _ in range(3000)]) for _ in range(3)]
+    for join in joins:
+        join()
+    until(lambda: len(count) == 9000, "the last call")
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(st.tuples(st.sampled_from(["begin", "frame", "answered", "drop", "news"]), st.integers(0, 9))))
+def test_done_passes_nothing_that_the_server_may_still_have_to_take_back(steps: list[tuple[str, int]]) -> None:
+    # given any order of what can happen to requests, and a server that hears only frames that are answered
+    numbering, open_ones, sent, dropped = Numbering("s"), [], {}, set()
+    heard: set[int] = set()
+    for what, which in steps:
+        if what == "begin":
+            open_ones.append(numbering.begin())
+        elif what == "news" or not open_ones:
+            request = decode_request(numbering.frame(0, b""))
+            assert dropped - heard <= set(request.dropped)
+            assert all(request.done <= seq for seq in [*open_ones, *(dropped - heard)])
+        elif what == "frame":
+            seq = open_ones[which % len(open_ones)]
+            request = decode_request(numbering.frame(seq, b"x"))
+            sent.setdefault(seq, set(request.dropped))
+            assert request.done <= min([*open_ones, *(dropped - heard)])
+        elif what == "answered" and (answerable := [seq for seq in open_ones if seq in sent]):
+            seq = answerable[which % len(answerable)]
+            numbering.answered(seq)
+            open_ones.remove(seq)
+            heard |= sent.pop(seq)
+        elif what == "drop":
+            seq = open_ones.pop(which % len(open_ones))
+            numbering.drop(seq)
+            dropped.add(seq)
+            sent.pop(seq, None)
+    # then at last, when a request is answered, the server may forget all
+    for seq in open_ones:
+        numbering.frame(seq, b"x")
+        numbering.answered(seq)
+    last = numbering.begin()
+    numbering.frame(last, b"x")
+    numbering.answered(last)
+    assert decode_request(numbering.frame(0, b"")).done == last + 1

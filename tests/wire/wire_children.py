@@ -1,0 +1,49 @@
+"""What processes of the wire tests do."""
+
+import os
+import signal
+import time
+
+from children import hear, say
+
+from asyncflow_sdk.errors import AsyncFlowError
+from asyncflow_sdk.wire import Client, process_key
+
+
+def ask_after_fork(address: str) -> None:
+    """Use a connection, then fork: the child is refused, the parent goes on."""
+    client = Client(address)
+    client.ask(b"before", 10)
+    if not (child := os.fork()):
+        try:
+            client.ask(b"in the child", 10)
+        except AsyncFlowError as error:
+            client.close()
+            os._exit(7 if "fork()" in str(error) else 8)
+        os._exit(9)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    say([code, client.ask(b"after", 10).decode()])
+
+
+def identify() -> None:
+    say(process_key(os.getpid()))
+    hear()
+
+
+def ask_until_killed(address: str) -> None:
+    """Ask for something that does not come."""
+    say(process_key(os.getpid()))
+    Client(address).ask(b"park", 1000)
+
+
+def interrupted(address: str) -> None:
+    """Ctrl-C while waiting, then another request over the same socket."""
+    client = Client(address)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        client.ask(b"park", 1000)
+    except KeyboardInterrupt:
+        say(client.ask(b"after", 10).decode())
+        time.sleep(0.1)
+    client.close()

@@ -1,0 +1,115 @@
+"""A real server with the plainest handler: it answers, parks, and writes down what it was told."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import zmq
+
+from asyncflow_sdk.wire import Server
+from asyncflow_sdk.wire.envelope import PROTOCOL, Request, decode_response, encode
+
+
+class Parrot:
+    """Answers a request with its body and how many were carried out before it. ``park...`` waits for ``let_go``."""
+
+    def __init__(self) -> None:
+        self.carried_out: list[bytes] = []
+        self.parked: dict[bytes, int] = {}
+        self.dropped_ones: list[tuple[int, bytes | None]] = []
+        self.gone_ones: list[str] = []
+        self.wants: float | None = None
+        self.server: Server
+
+    def request(self, session: str, ticket: int, body: bytes) -> None:
+        self.carried_out.append(body)
+        if body.startswith(b"park"):
+            self.parked[body] = ticket
+        else:
+            self.server.answer(ticket, body + b" %d" % (len(self.carried_out) - 1))
+
+    def dropped(self, session: str, ticket: int, answer: bytes | None) -> None:
+        self.dropped_ones.append((ticket, answer))
+
+    def gone(self, session: str, reason: str) -> None:
+        self.gone_ones.append(session)
+
+    def idle(self) -> float | None:
+        return self.wants
+
+    def let_go(self, body: bytes) -> None:
+        self.server.call(lambda: self.server.answer(self.parked[body], body + b" at last"))
+
+
+@contextlib.contextmanager
+def serving(*addresses: str) -> Iterator[Parrot]:
+    parrot = Parrot()
+    parrot.server = Server(list(addresses), parrot)
+    parrot.server.start()
+    try:
+        yield parrot
+    finally:
+        parrot.server.stop()
+
+
+class Raw:
+    """A bare DEALER: sends whatever frames it is given."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(address)
+
+    def send(self, *frames: bytes) -> None:
+        self.socket.send_multipart(frames)
+
+    def hear(self) -> tuple[int, bytes]:
+        """The next response: seq and body."""
+        assert self.socket.poll(30_000), "the server said nothing"
+        response = decode_response(self.socket.recv())
+        return response.seq, response.body
+
+    def silent(self, milliseconds: int = 100) -> bool:
+        return not self.socket.poll(milliseconds)
+
+    def __enter__(self) -> "Raw":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.socket.close()
+
+
+def frame(seq: int, body: bytes, session: str = "s", done: int = 1, **more: Any) -> bytes:
+    request = Request(PROTOCOL, session, seq, done, more.get("settled", ()), more.get("dropped", ()), body)
+    return encode(request)
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
+    """Wait for something that must come; the limit only ends a test that would hang."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"never came: {what}"
+        time.sleep(0.005)
+
+
+def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Run in a thread; the returned call waits and gives what came of it."""
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def join() -> Any:
+        thread.join(60)
+        assert outcome, "the thread hangs"
+        return outcome[0]
+
+    return join
