@@ -35,7 +35,14 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench-demo: install
+# TRL, for the side-by-side only, in an environment of its own.
+.venv-trl/.ready:
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet '$(TORCH)'
+	.venv-trl/bin/python -m pip install --quiet trl==1.16.0
+	touch $@
+
+bench-demo: install .venv-trl/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.demo $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean:

@@ -65,12 +65,15 @@ class Meter:
             if event.step == FROM_STEP:
                 self._start_cpu = self._cpu()
             elif event.step == self._last and self._start_cpu is not None:
-                self.total_cpu = {name: cpu_s - self._start_cpu[name] for name, cpu_s in self._cpu().items()}
+                self.total_cpu = {name: cpu_s - self._start_cpu.get(name, 0.0) for name, cpu_s in self._cpu().items()}
 
     def _cpu(self) -> dict[str, float]:
         seconds = {}
         for name, pid in self.pids.items():
-            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            try:
+                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            except FileNotFoundError:
+                continue
             seconds[name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return seconds
 

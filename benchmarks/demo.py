@@ -74,6 +74,7 @@ def main() -> None:
         }
         if arguments.no_trl or not TRL.exists():
             del commands["trl"]
+            console.print("without TRL: its environment is not there (make .venv-trl/.ready)", style="yellow")
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
         for round_ in range(arguments.rounds):
             for name, command in commands.items():

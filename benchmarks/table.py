@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,4 +33,10 @@ def show(title: str, rows: list[Row], path: Path | None) -> None:
         table.add_row(*values[:2], *("" if v is None else f"{v:.3g}" for v in values[2:]))
     Console(width=140).print(table)
     if path is not None:
-        path.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+        plain = [{k: v if isinstance(v, str) else finite(v) for k, v in asdict(row).items()} for row in rows]
+        path.write_text(json.dumps(plain, indent=2, allow_nan=False))
+
+
+def finite(value: float | None) -> float | None:
+    """The value, or None where there is none: a goal never reached, a ratio to it."""
+    return value if value is not None and math.isfinite(value) else None

@@ -93,7 +93,7 @@ class RolloutEngine(abc.ABC):
 
         Called when nothing is running (``drain``). Either all tensors are taken, or the engine must not
         generate again: the caller compares the names with the manifest and, where they differ or this
-        raises, offers the version loaded before. After it no token may come from an old cache.
+        raises, the worker ends and says why. After it no token may come from an old cache.
         """
 
     @property

@@ -66,7 +66,12 @@ class Lease(Batch):
         command = cmd.Complete(
             token=self.token, columns={}, index=None if rows is None else rows.tobytes(), filtered=drop
         )
-        reply = await self._port.send_columns(command, pack_columns(columns or {}))
+        packed = pack_columns(columns or {})
+        try:
+            reply = await self._port.send_columns(command, packed)
+        except LeaseLost:
+            self._left = 0  # there is nothing left to give back
+            raise
         assert isinstance(reply, cmd.Completed)
         self._left -= count
         return unpack_ids(reply.revoked)

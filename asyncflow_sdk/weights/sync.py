@@ -8,6 +8,7 @@ for update in weight_updates:                                   # replica: prefe
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Iterable, Set
 from typing import Any
@@ -32,6 +33,9 @@ def transport_named(name: str) -> WeightTransport:
     return made
 
 
+_publishers = itertools.count()  # a session may publish from more than one, one after another
+
+
 class WeightPublisher:
     """Publishes versions for a trainer. Not thread-safe."""
 
@@ -39,7 +43,9 @@ class WeightPublisher:
         self._port = queue._port
         self._connection = self._port.connection
         self.transport = transport
-        self._sender = transport_named(transport).sender(self._connection.directory, str(self._connection.session))
+        self._sender = transport_named(transport).sender(
+            self._connection.directory, f"{self._connection.session}-{next(_publishers)}"
+        )
 
     def publish(self, version: int, weights: Iterable[tuple[str, Any]]) -> Manifest:
         """Make ``weights`` the current version; returns when training may change them again (one copy).

@@ -8,6 +8,7 @@ only the connection that it came over.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections import deque
@@ -23,6 +24,9 @@ from .processes import watch
 
 MAX_WAIT_S = 3600.0
 """The longest sleep between two rounds, whatever deadline comes next: a deadline may be infinite."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class Handler(Protocol):
@@ -162,20 +166,31 @@ class Server:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                timeout = self._handler.idle()
+                timeout = self._idle()
                 wait_s = MAX_WAIT_S if timeout is None else min(max(0.0, timeout), MAX_WAIT_S)
                 ready = dict(self._poller.poll(int(wait_s * 1000) + 1))
                 for fd in [f for f in ready if f in self._pidfds]:
-                    self._handler.gone(self._unwatch(fd), "its process ended")
+                    session = self._unwatch(fd)
+                    try:
+                        self._handler.gone(session, "its process ended")
+                    except Exception:  # one session's end must not be everybody's
+                        _log.exception("the server failed at the end of a session")
                 if self._wake_out in ready:
                     self._run_calls()
                 if self._router in ready:
                     self._receive()
-            self._handler.idle()
+            self._idle()
         finally:
             self._router.close()
             for fd in (*self._pidfds, self._wake_out, self._wake_in):
                 os.close(fd)
+
+    def _idle(self) -> float | None:
+        try:
+            return self._handler.idle()
+        except Exception:
+            _log.exception("the server failed between requests")
+            return 1.0
 
     def _run_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -93,34 +93,42 @@ class LocalProcess:
         self._process = process
 
     def _supervise(self) -> None:
-        restarts = 0
         try:
-            while True:
-                assert self._process is not None
-                began = time.monotonic()
-                status = self._process.wait()
-                with self._lock:
-                    self._close_stdin()
-                if status == 0 or self._stopping.is_set():
-                    self._say("stopped")
-                    return
-                if time.monotonic() - began > 10 * BACKOFF_MOST_S:
-                    restarts = 0
-                if status == EXIT_FATAL or restarts >= self._place.max_restarts:
-                    self._fail(status, restarts)
-                    return
-                wait_s = min(BACKOFF_MOST_S, BACKOFF_S * 2**restarts)
-                restarts += 1
-                self._say(
-                    "restarting", f"{_how(status)}; restart {restarts} of {self._place.max_restarts} in {wait_s:g} s"
-                )
-                if self._stopping.wait(wait_s):
-                    return
-                with self._lock:
-                    self._start()
+            self._keep_running()
+        except Exception as error:  # it cannot be started again, or its log not be read
+            self._on_failure(
+                WorkerFailed(f"worker {self.name!r} cannot be supervised any more: {error!r}", self.name)
+            )
         finally:
             self.ended.set()
             self._on_end()
+
+    def _keep_running(self) -> None:
+        restarts = 0
+        while True:
+            assert self._process is not None
+            began = time.monotonic()
+            status = self._process.wait()
+            with contextlib.suppress(ProcessLookupError):  # what the worker started ends with it
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with self._lock:
+                self._close_stdin()
+            if status == 0 or self._stopping.is_set():
+                self._say("stopped")
+                return
+            if time.monotonic() - began > 10 * BACKOFF_MOST_S:
+                restarts = 0
+            if status == EXIT_FATAL or restarts >= self._place.max_restarts:
+                self._fail(status, restarts)
+                return
+            wait_s = min(BACKOFF_MOST_S, BACKOFF_S * 2**restarts)
+            restarts += 1
+            again = f"restart {restarts} of {self._place.max_restarts} in {wait_s:g} s"
+            self._say("restarting", f"{_how(status)}; {again}")
+            if self._stopping.wait(wait_s):
+                return
+            with self._lock:
+                self._start()
 
     def _close_stdin(self) -> None:
         assert self._process is not None

@@ -28,6 +28,7 @@ from .text import Text
 
 WAIT_S = 3600.0
 """The longest a producer waits for prompts or versions before it fails with the reason (seconds)."""
+CLOSE_S = 30.0
 GIVE_UP_AFTER = 8
 """Requests refused in a row, with none accepted, after which a producer says so and ends."""
 
@@ -80,7 +81,7 @@ class Producer:
         self._completing = asyncio.Lock()
         self._finished: dict[int, _Work] = {}
         self._flush_wanted = asyncio.Event()
-        self._refused = 0
+        self._refused: set[int] = set()
         self._cpu_s = 0.0
         self._failure: BaseException | None = None
         self._idle_since: float | None = time.monotonic()
@@ -100,7 +101,8 @@ class Producer:
             for task in (*background, *self._running):
                 task.cancel()
             await asyncio.gather(*background, *self._running, return_exceptions=True)
-            await self._engine.close()
+            with contextlib.suppress(asyncio.TimeoutError):  # an engine that hangs must not hide why
+                await asyncio.wait_for(self._engine.close(), CLOSE_S)
             self._updates.close()
             await self._connection.wire.aclose_loop()
 
@@ -151,6 +153,12 @@ class Producer:
             texts = batch.texts(self._prompt)
             prompts = self._text.encode([texts[i] for i in firsts])
         assert self._loaded is not None
+        largest = int(np.diff(firsts, append=batch.rows).max())
+        if largest > self._engine.capabilities.max_rows:
+            raise ConfigError(
+                f"groups of {largest} do not fit {type(self._engine).__name__}, which generates"
+                f" {self._engine.capabilities.max_rows} rows at once; raise its max_rows"
+            )
         self._end_wait()
         work = _Work(batch, [], self._loaded, time.monotonic(), groups=len(firsts))
         self._rows += batch.rows
@@ -169,6 +177,7 @@ class Producer:
         waiting = set(range(first, stop))
         try:
             async for completion in self._engine.generate(Request(prompt, self._sampling, stop - first, seed)):
+                self._check(completion, first, waiting, work)
                 waiting.discard(first + completion.index)
                 work.done.append((first + completion.index, completion))
                 work.tokens += len(completion.token_ids)
@@ -178,13 +187,12 @@ class Producer:
                 raise EngineError(
                     f"the engine ended a request with {len(waiting)} of {stop - first} responses missing"
                 )
-            self._refused = 0
+            self._refused.clear()
         except EngineError as error:
-            self._refused += 1
-            if self._refused >= GIVE_UP_AFTER:
-                raise ConfigError(
-                    f"{self._refused} prompts in a row were refused, the last because: {error}"
-                ) from error
+            self._refused.add(int(work.batch.groups[first]))
+            if len(self._refused) >= GIVE_UP_AFTER:
+                text = f"{len(self._refused)} prompts in a row were refused, the last because: {error}"
+                raise ConfigError(text) from error
             self._note(f"a prompt was refused: {error}", "warning")
             with contextlib.suppress(LeaseLost):
                 await work.batch.give_back(index=sorted(waiting), reason=f"EngineError: {error}", blame=True)
@@ -197,6 +205,20 @@ class Producer:
                     "generate", work.began, time.monotonic() - work.began, rows=work.batch.rows, tokens=work.tokens,
                     version=work.version, cpu_s=cpu_s,
                 )  # fmt: skip
+
+    def _check(self, completion: Completion, first: int, waiting: set[int], work: _Work) -> None:
+        """What an engine says of a response must hold together, or it would end up in another row's place."""
+        name, tokens = type(self._engine).__name__, len(completion.token_ids)
+        if first + completion.index not in waiting:
+            raise EngineError(f"{name} gave response {completion.index} twice, or more than were asked for")
+        if len(completion.logprobs) != tokens or not tokens:
+            raise EngineError(f"{name} gave {tokens} tokens with {len(completion.logprobs)} log-probs")
+        if self._engine.capabilities.token_versions:
+            ends = [0, *(span.end for span in completion.spans)]
+            if [span.start for span in completion.spans] != ends[:-1] or ends[-1] != tokens:
+                raise EngineError(f"{name} gave version spans {list(completion.spans)} for {tokens} tokens")
+            if any(span.version < work.version for span in completion.spans):
+                raise EngineError(f"{name} says tokens are older than the version it had loaded, {work.version}")
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -237,7 +259,7 @@ class Producer:
         columns = {
             "response_ids": ids,
             "logprobs": Ragged.of([np.asarray(c.logprobs, np.float32) for c in done]),
-            VERSION_SPANS: _spans(done, ids, work.version),
+            VERSION_SPANS: _spans(done, ids, work.version, self._engine.capabilities.token_versions),
         }
         if self._text is not None:
             columns["response"] = self._text.decode([np.asarray(c.token_ids) for c in done])  # type: ignore[assignment]
@@ -271,7 +293,7 @@ class Producer:
         self._end_wait()
         began = time.monotonic()
         try:
-            names = await self._engine.load_weights(update)
+            names = await asyncio.wait_for(self._engine.load_weights(update), WAIT_S)
             await self._updates.commit(update, names)
         finally:
             update.release()
@@ -281,7 +303,11 @@ class Producer:
 
     async def _drain(self) -> None:
         while self._running:
-            await asyncio.wait(self._running)
+            done, running = await asyncio.wait(self._running, timeout=WAIT_S)
+            if not done:
+                raise DeadlineExceeded(
+                    f"{len(running)} requests have been in the engine for {WAIT_S:g} s without an end"
+                )
         await self._complete_finished()
         if self._failure is not None:
             raise self._failure
@@ -302,8 +328,8 @@ class Producer:
         )
 
 
-def _spans(done: list[Completion], ids: Ragged, version: int) -> Ragged:
+def _spans(done: list[Completion], ids: Ragged, version: int, token_versions: bool) -> Ragged:
     """The version spans of finished responses: the engine's own, or all of the version loaded."""
-    if any(c.spans for c in done):
+    if token_versions:
         return Ragged.of([np.asarray(c.spans, np.int64).reshape(-1, 3) for c in done])
     return one_version(version, ids.lengths)

@@ -18,10 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import AsyncFlowError, ConfigError
+from ..errors import ConfigError
 from ..types import VERSION_SPANS, Batch, Column, ColumnSpec, Event, Ragged, carrier, dtype_name, token_staleness
 from ..types import events as ev
 
+MOST_WAITING = 256
+CLOSE_S = 60.0
 Sink = Callable[[Event], None]
 
 
@@ -41,6 +43,7 @@ class Recorder:
         self.rewards: list[float] = []
         self.steps = 0
         self.staleness_max = 0
+        self._waiting = self._skipped = 0  # steps not yet written; steps left out
         self.errors: list[str] = []
         self._thread.start()
 
@@ -48,20 +51,33 @@ class Recorder:
         self._inbox.put(event)
 
     def step(self, step: int, read: Callable[[], Batch]) -> None:
+        if self._waiting >= MOST_WAITING:  # each keeps its segments of shared memory
+            if not self._skipped:
+                self.errors.append(f"the disk is slower than training: steps from {step} on may not be recorded")
+            self._skipped += 1
+            return
+        self._waiting += 1
         self._inbox.put((step, read))
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left. A sink that blocks is not waited for longer than a minute."""
         self._inbox.put(None)
-        self._thread.join()
-        self._log.close()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self.errors.append("a listener still blocks; its last events were left out")
+            return
+        try:
+            self._log.close()
+        except OSError as error:
+            self.errors.append(f"events.jsonl is not whole: {error}")
 
     def _run(self) -> None:
         while (item := self._inbox.get()) is not None:
             if isinstance(item, tuple):
+                self._waiting -= 1
                 try:
                     self._record(item[0], item[1]())
-                except (OSError, AsyncFlowError) as error:
+                except Exception as error:
                     self.errors.append(f"step {item[0]} was not recorded: {error}")
                 continue
             if isinstance(item, ev.StepTrained):
@@ -91,7 +107,10 @@ class Recorder:
             arrays[f"{name}:{column.spec.kind}:{dtype_name(column.values.dtype)}"] = values
             if column.offsets is not None:
                 arrays[f"{name}.offsets"] = column.offsets
-        np.savez(self._directory / "steps" / f"{step:06d}.npz", **arrays)
+        path = self._directory / "steps" / f"{step:06d}.npz"
+        with path.with_suffix(".part").open("wb") as part:
+            np.savez(part, **arrays)
+        path.with_suffix(".part").replace(path)
 
 
 def read_steps(directory: str | Path) -> Iterator[tuple[int, Batch]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, SchemaError
+from ..errors import ConfigError, LeaseLost, SchemaError
 from ..interfaces import TrainEngine
 from ..queue import LeasedBatch, TransferQueue
 from ..types import VERSION_SPANS, token_staleness
@@ -73,7 +73,12 @@ def stage(
     kind = gives[0] if gives else task
     for rows in Consumer(queue, task, count=batch):
         began, cpu = time.monotonic(), time.process_time()
-        rows.complete(_apply(function, rows, gives))
+        columns = _apply(function, rows, gives)
+        try:
+            rows.complete(columns)
+        except LeaseLost as error:  # the rows ended, or took too long: they are others' now
+            text = f"{rows.rows} results of task {task!r} came too late: {error}"
+            connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
         connection.report(
             ev.Span(
                 time_s=began,

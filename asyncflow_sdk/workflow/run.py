@@ -55,7 +55,8 @@ class Run:
         return self._connection.wire.address if self._server is None else self._server.addresses[-1]
 
     def start(self, spec: Rollout | Stage | Train, **job: Any) -> list[Worker]:
-        """Declare the task of ``spec`` and start its workers. Raises ConfigError before any is started.
+        """Declare the task of ``spec`` and start its workers. Raises ConfigError for a task that cannot be
+        declared, before any is started; what only a worker can know comes as its failure.
 
         A worker that ends for good sets ``failure``, and consumers of this run raise it.
         """
@@ -78,11 +79,13 @@ class Run:
         count: int = 1,
         needs: tuple[str, ...] = TRAIN_COLUMNS,
         timeout_s: float = 3600.0,
+        lease_s: float = 86400.0,
     ) -> Consumer:
         """Iterate over the batches of a task. With ``batch_size`` the task is declared here: each batch is one
-        whole step of that many rows, whose version the staleness rule counts from."""
+        whole step of that many rows, whose version the staleness rule counts from. ``timeout_s``: the longest
+        it waits for a batch; ``lease_s``: the longest it may take over one."""
         if batch_size is not None:
-            self.queue.declare(task, needs=needs, batch_rows=batch_size, lease_s=timeout_s)
+            self.queue.declare(task, needs=needs, batch_rows=batch_size, lease_s=lease_s)
         return _Watched(self, self.queue, task, count=count, timeout_s=timeout_s)
 
     def weight_publisher(self, transport: str = "shm") -> WeightPublisher:
@@ -107,7 +110,7 @@ class Run:
             raise self.failure
 
     def close(self) -> None:
-        """End the stream, let workers finish what they hold or stop them, and leave. Idempotent."""
+        """End the stream, stop the workers started from here, and leave. Idempotent."""
         if self._connection.wire.closed:
             return
         try:
@@ -157,7 +160,7 @@ class Run:
 
     def _launch(self, spec: Rollout | Stage | Train, role: str, job: RolloutJob | StageJob | TrainJob) -> Worker:
         name = self._name(role)
-        config = WorkerConfig(name, self.address, job, [os.path.abspath(entry or ".") for entry in sys.path])
+        config = WorkerConfig(name, self.address, job, _own_path())
         log = (self.directory or Path(".")) / "logs" / f"{name}.log"
         self._workers.append(LocalProcess(config, spec.place, log, self._report, self.fail, self._changed.set))
         return self._workers[-1]
@@ -280,6 +283,13 @@ def serve(
 def connect(address: str, *, name: str = "client") -> Run:
     """Connect to a run on this host."""
     return Run(Connection(address, name))
+
+
+def _own_path() -> list[str]:
+    """Where this process imports the user's modules from; an interpreter's own packages are its own."""
+    homes = tuple({os.path.abspath(home) for home in (sys.prefix, sys.base_prefix)})
+    entries = (os.path.abspath(entry or ".") for entry in sys.path)
+    return [entry for entry in entries if not entry.startswith(homes)]
 
 
 def task_arguments(spec: Any) -> dict[str, Any]:

@@ -31,8 +31,8 @@ class Rollout:
     """Generates responses: ``replicas`` workers with the rollout engine ``engine``, found through the hook.
 
     ``model``: a Hugging Face model folder. ``prompt``: the column of prompts; "prompt_ids" holds token ids,
-    any other holds text. ``tokenizer``: a folder or tokenizer.json; by default the model's. ``options`` are
-    the engine's own.
+    any other holds text. ``tokenizer``: a folder or tokenizer.json; by default the model's. ``lease_s``: how long
+    prompts may take before others try them. ``options`` are the engine's own.
     """
 
     task = "rollout"
@@ -50,12 +50,14 @@ class Rollout:
         python: str | None = None,
         env: Mapping[str, str] | None = None,
         max_restarts: int = 3,
+        lease_s: float = 3600.0,
         **options: Any,
     ) -> None:
         if group_size < 1 or replicas < 1:
             raise ConfigError(f"group_size and replicas must be 1 or more, not {group_size} and {replicas}")
         self.engine, self.model, self.group_size, self.replicas = engine, str(model), group_size, replicas
         self.sampling = sampling or Sampling()
+        self.lease_s = lease_s
         self.prompt, self.options = prompt, _plain(engine, options)
         self.place = Place(python=python, env=dict(env or {}), max_restarts=max_restarts)
         file = Path(tokenizer if tokenizer is not None else model or "-")
@@ -76,7 +78,7 @@ class Rollout:
             gives = ("prompt_ids", *gives)
         if self.tokenizer:
             gives = (*gives, "response")
-        return TaskSpec(name=self.task, needs=(self.prompt,), gives=gives, admits=True)
+        return TaskSpec(name=self.task, needs=(self.prompt,), gives=gives, admits=True, lease_s=self.lease_s)
 
 
 class Stage:
@@ -98,6 +100,7 @@ class Stage:
         python: str | None = None,
         env: Mapping[str, str] | None = None,
         max_restarts: int = 3,
+        lease_s: float = 3600.0,
     ) -> None:
         if not callable(function):
             raise ConfigError(f"a stage needs a function, not {function!r}")
@@ -106,7 +109,7 @@ class Stage:
         self.task = task or name
         self.needs = tuple(needs) if needs is not None else _parameters(function)
         self.gives = tuple(gives) if gives is not None else (self.task,)
-        self.batch = batch
+        self.batch, self.lease_s = batch, lease_s
         self.place = Place(python=python, env=dict(env or {}), max_restarts=max_restarts)
         if not self.needs:
             raise ConfigError(
@@ -114,7 +117,7 @@ class Stage:
             )
 
     def declare(self) -> TaskSpec:
-        return TaskSpec(name=self.task, needs=self.needs, gives=self.gives)
+        return TaskSpec(name=self.task, needs=self.needs, gives=self.gives, lease_s=self.lease_s)
 
 
 class Train:
@@ -137,7 +140,7 @@ class Train:
         self.place = Place(python=python, env=dict(env or {}), max_restarts=0)
 
     def declare(self, batch_rows: int) -> TaskSpec:
-        return TaskSpec(name=self.task, needs=TRAIN_COLUMNS, batch_rows=batch_rows, lease_s=3600.0)
+        return TaskSpec(name=self.task, needs=TRAIN_COLUMNS, batch_rows=batch_rows, lease_s=86400.0)
 
 
 def _plain(engine: str, options: dict[str, Any]) -> dict[str, Any]:

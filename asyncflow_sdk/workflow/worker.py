@@ -65,14 +65,16 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
 def main() -> int:
     config = msgspec.json.decode(_first_line(), type=WorkerConfig)
+    directories: list[Path] = []
+    threading.Thread(target=_end_with_driver, args=(directories,), daemon=True).start()
     connection = Connection(config.address, config.name)
-    threading.Thread(target=_end_with_driver, args=(connection.directory,), daemon=True).start()
+    directories.append(connection.directory)
     sys.path += [entry for entry in config.path if entry not in sys.path]
     queue = open_queue(connection)
     _state(connection, "starting")
     try:
         _work(queue, config.job)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an engine that exits has not ended the stream
         _state(connection, "failed", traceback.format_exc(limit=-12))
         traceback.print_exc()
         queue.flush()
@@ -144,9 +146,10 @@ def _first_line() -> bytes:
     return line
 
 
-def _end_with_driver(directory: Path) -> None:
+def _end_with_driver(directories: list[Path]) -> None:
     """The driver holds the other end of standard input: when it ends, however it ends, so do we."""
     while os.read(0, 4096):
         pass
-    remove_if_ownerless(directory)
+    for directory in directories:
+        remove_if_ownerless(directory)
     os._exit(0)

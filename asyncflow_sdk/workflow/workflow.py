@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import AsyncFlowError, ConfigError, Interrupted
+from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, WorkerFailed
 from ..interfaces import TRAIN_COLUMNS
 from ..ledger import Audit
 from ..plugins import registry
@@ -33,6 +33,7 @@ from .launch import LocalProcess
 from .recorder import Recorder, Sink
 from .run import Run, serve, task_arguments
 from .specs import Rollout, Stage, Train
+from .text import Text
 
 AHEAD_STEPS = 3
 """Rows that may be alive at once, in steps beyond max_staleness: one trains, one fills, one is being fed."""
@@ -97,13 +98,24 @@ class Workflow:
                 " learned; use groups of 2 or more"
             )
         for kind, spec in (("rollout", self.rollout), ("train", self.train)):
-            adapter = registry().get(kind, spec.engine)  # type: ignore[arg-type]
-            if spec.place.python is None:
-                adapter.load()
+            if spec.place.python is None:  # another interpreter has plugins of its own
+                registry().get(kind, spec.engine).load()  # type: ignore[arg-type]
             if spec.model and not Path(spec.model, "config.json").is_file():
                 raise ConfigError(f"{kind} model {spec.model!r} is no model folder: it has no config.json")
         self._check_columns()
         self._check_lengths()
+        self._check_temperature()
+
+    def _check_temperature(self) -> None:
+        """Ratios of log-probs mean something only under the same distribution."""
+        drawn, trained = self.rollout.sampling.temperature, self.train.options.get("temperature", 1.0)
+        if drawn == 0:
+            raise ConfigError("sampling at temperature 0 draws the same response for a whole group; use one above 0")
+        if drawn != trained:
+            raise ConfigError(
+                f"responses are sampled at temperature {drawn:g}, but their log-probs are recomputed at {trained:g};"
+                f" say Train(..., temperature={drawn:g})"
+            )
 
     def _check_columns(self) -> None:
         there = set(self.data) | set(self.rollout.declare().gives)
@@ -134,11 +146,11 @@ class Workflow:
         if self.rollout.prompt == "prompt_ids":
             lengths = self.data.ragged("prompt_ids").lengths
         else:
-            with contextlib.suppress(AsyncFlowError):
-                from .text import Text
-
+            try:
                 encoded = Text(self.rollout.tokenizer).encode(self.data.texts(self.rollout.prompt))
-                lengths = np.array([len(ids) for ids in encoded])
+            except PluginError:  # no tokenizers in this environment: the worker has them, and checks
+                return
+            lengths = np.array([len(ids) for ids in encoded])
         most = context - self.rollout.sampling.max_tokens
         odd = np.flatnonzero((lengths > most) | (lengths == 0))
         if len(odd):
@@ -178,39 +190,42 @@ class Workflow:
         (directory / "workflow.json").write_bytes(msgspec.json.format(msgspec.json.encode(self.describe()), indent=2))
         began = time.monotonic()
         outcome = _Outcome()
-        try:
-            self._run(directory, recorder, outcome)
-        except KeyboardInterrupt:
-            outcome.status = "interrupted"
-            outcome.error = Interrupted(f"stopped by request; what was done is in {directory}")
-        except AsyncFlowError as error:
-            outcome.status, outcome.error = "failed", error
-        finally:
+        with _stoppable() as unstoppable:
+            try:
+                self._run(directory, recorder, outcome, unstoppable)
+            except KeyboardInterrupt:
+                outcome.status = "interrupted"
+                outcome.error = Interrupted(f"stopped by request; what was done is in {directory}")
+            except AsyncFlowError as error:
+                outcome.status, outcome.error = "failed", error
+            except Exception as error:
+                outcome.status, outcome.error = "failed", WorkerFailed(f"the driver failed: {error!r}", "driver")
+                outcome.error.__cause__ = error
+            unstoppable()
             recorder.close()
-        summary = self._summary(recorder, outcome, time.monotonic() - began)
-        (directory / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
+            summary = self._summary(recorder, outcome, time.monotonic() - began)
+            (directory / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
         if outcome.error is not None:
             raise outcome.error
         return Result(directory, summary)
 
-    def _run(self, directory: Path, recorder: Recorder, outcome: _Outcome) -> None:
+    def _run(self, directory: Path, recorder: Recorder, outcome: _Outcome, unstoppable: Callable[[], None]) -> None:
         rows = self.batch_size * (self.staleness.max_staleness + AHEAD_STEPS)
-        with _stoppable() as unstoppable:
-            run = serve(
-                directory, on_event=recorder.event, on_step=recorder.step, steps=self.steps,
-                max_staleness=self.staleness.max_staleness, capacity_rows=rows,
-            )  # fmt: skip
+        run = serve(
+            directory, on_event=recorder.event, on_step=recorder.step, steps=self.steps,
+            max_staleness=self.staleness.max_staleness, capacity_rows=rows,
+        )  # fmt: skip
+        try:
+            trainer = self._start(run, directory)
+            run.wait(trainer)
+            run.join_workers(FINISH_S)
+        finally:
+            unstoppable()  # what follows takes seconds and must not be left half done
             try:
-                trainer = self._start(run, directory)
-                run.wait(trainer)
-                run.join_workers(FINISH_S)
+                run.finish()
+                outcome.audit = run.audit()
             finally:
-                unstoppable()  # what follows takes seconds and must not be left half done
-                try:
-                    run.finish()
-                    outcome.audit = run.audit()
-                finally:
-                    run.close()
+                run.close()
 
     def _start(self, run: Run, directory: Path) -> LocalProcess:
         spec = self.train.declare(self.batch_size)

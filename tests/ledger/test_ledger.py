@@ -17,6 +17,7 @@ from ledger_queue import (
     Queue,
     ids,
     packed,
+    produce,
     running,
 )
 

@@ -70,7 +70,9 @@ def test_other_users_and_other_files_are_left_alone(tmp_path: Path) -> None:
     assert sweep(tmp_path) == []
 
 
-def test_a_small_shared_memory_falls_back_to_files_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_small_shared_memory_falls_back_to_files_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     # given
     monkeypatch.setattr(rules, "SMALL_BYTES", 1 << 60)
     monkeypatch.setattr(rules.tempfile, "gettempdir", lambda: str(tmp_path))

@@ -1,19 +1,23 @@
 """A client that is broken or hostile gets errors; the server, its other clients and their memory are not touched."""
 
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from queue_runs import Run, blocks_in_use, running
 
+from asyncflow_sdk import __version__
 from asyncflow_sdk.errors import AsyncFlowError, ProtocolError, SchemaError
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger.commands import TaskSpec, pack_ids
-from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue
-from asyncflow_sdk.queue.blocks import Block, Placed
+from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, connection
+from asyncflow_sdk.queue.blocks import Block, Placed, pack_columns, write
 from asyncflow_sdk.queue.protocol import Call, Hello, decode_answer, encode
 from asyncflow_sdk.types import ColumnSpec
 from asyncflow_sdk.wire import Client
@@ -45,7 +49,7 @@ def ask(client: Client, command: Any, block: Block | None = None) -> Any:
 @pytest.fixture
 def hostile(run: Run, victim: TransferQueue) -> Iterator[Client]:
     client = Client(run.address)
-    ask(client, Hello("hostile", 0, "", __import__("asyncflow_sdk").__version__))
+    ask(client, Hello("hostile", 0, "", __version__))
     yield client
     client.close()
 
@@ -79,7 +83,9 @@ def unharmed(victim: TransferQueue) -> None:
         None,
     ],
 )
-def test_payload_that_is_not_there_or_not_ones_own(hostile: Client, victim: TransferQueue, block: Block | None) -> None:
+def test_payload_that_is_not_there_or_not_ones_own(
+    hostile: Client, victim: TransferQueue, block: Block | None
+) -> None:
     with pytest.raises(SchemaError):
         ask(hostile, cmd.Put(groups=1, group_size=1, columns=X), block)
     unharmed(victim)
@@ -146,9 +152,7 @@ def test_nothing_is_done_before_hello_or_for_another_version(run: Run, victim: T
     unharmed(victim)
 
 
-def test_a_client_of_another_version_leaves_no_socket_open(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncflow_sdk.queue import connection
-
+def test_a_client_of_another_version_is_refused_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "__version__", "0.0.1")
     with pytest.raises(ProtocolError, match="asyncflow-sdk"):
         Connection(run.address, "old")
@@ -169,23 +173,20 @@ def test_listeners_that_raise_are_logged_and_change_nothing(caplog: pytest.LogCa
 
 
 def test_a_bad_address_leaves_nothing() -> None:
-    before = set(__import__("pathlib").Path("/dev/shm").glob("asyncflow-*"))
+    mine = f"asyncflow-*-{os.getpid()}-*"
+    before = set(Path("/dev/shm").glob(mine))
     with pytest.raises(AsyncFlowError, match="not on loopback"):
         QueueServer(["tcp://0.0.0.0:0"])
-    assert not {p for p in __import__("pathlib").Path("/dev/shm").glob(f"*-{__import__('os').getpid()}-*")} - before
+    assert set(Path("/dev/shm").glob(mine)) == before
 
 
 def test_the_same_frame_of_a_put_adds_its_rows_once(run: Run, victim: TransferQueue) -> None:
     # given a put, as it lies on the wire
-    connection = Connection(run.address, "sender")
-    seq = connection.wire._numbering.begin()
-    from asyncflow_sdk.queue.blocks import pack_columns, write
-
-    block, _ = write(connection.arena, pack_columns({"x": np.array([3.0])}))
-    put = connection.wire._numbering.frame(seq, encode(Call(cmd.Put(groups=1, group_size=1, columns=X), block)))
+    sender = Connection(run.address, "sender")
+    numbering = sender.wire._numbering
+    block, _ = write(sender.arena, pack_columns({"x": np.array([3.0])}))
+    put = numbering.frame(numbering.begin(), encode(Call(cmd.Put(groups=1, group_size=1, columns=X), block)))
     # when it is sent over several sockets, several times
-    import zmq
-
     for _ in range(3):
         raw = zmq.Context.instance().socket(zmq.DEALER)
         raw.connect(run.address)
@@ -197,4 +198,4 @@ def test_the_same_frame_of_a_put_adds_its_rows_once(run: Run, victim: TransferQu
         raw.close(linger=0)
     # then
     assert victim.audit().put == 2
-    connection.close()
+    sender.close()

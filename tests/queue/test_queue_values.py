@@ -121,7 +121,9 @@ def test_torch_writes_reach_nobody_and_lie_in_shared_memory(run: Run) -> None:
         assert batch.ragged("r").values.tolist() == [v for i in range(2000) for v in range(i % 4)]
         assert batch.torch("x").tolist() == list(range(2000))
     assert x[1999] == 3999
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(run.server.directory.path) in line]
+    maps = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if str(run.server.directory.path) in line
+    ]
     spans = [tuple(int(part, 16) for part in line.split()[0].split("-")) for line in maps if " rw-p " in line]
     for tensor in (x, r):
         assert any(low <= tensor.data_ptr() < high for low, high in spans)

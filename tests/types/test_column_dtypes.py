@@ -14,7 +14,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 # A quantised tensor's values are its bytes, a scale and a zero point: bytes alone are not the tensor.
 QUANTISED = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
-KNOWN_TO_TORCH = sorted({str(each).removeprefix("torch.") for each in vars(torch).values() if type(each) is torch.dtype})
+KNOWN_TO_TORCH = sorted(
+    {str(each).removeprefix("torch.") for each in vars(torch).values() if type(each) is torch.dtype}
+)
 PLAIN = [name for name in KNOWN_TO_TORCH if name not in QUANTISED]
 FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 

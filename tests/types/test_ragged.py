@@ -50,7 +50,9 @@ def test_padded_is_the_loop(ragged: Ragged, side: str, extra: int) -> None:
 @settings(max_examples=30, deadline=None)
 @given(ragged=raggeds(), data=st.data())
 def test_take_is_the_loop(ragged: Ragged, data: st.DataObject) -> None:
-    index = data.draw(st.lists(st.integers(-len(ragged), len(ragged) - 1), max_size=10) if len(ragged) else st.just([]))
+    index = data.draw(
+        st.lists(st.integers(-len(ragged), len(ragged) - 1), max_size=10) if len(ragged) else st.just([])
+    )
     taken = ragged.take(np.array(index, np.int64))
     assert rows(taken) == [ragged[i].tolist() for i in index]
     assert taken.values.dtype == ragged.values.dtype

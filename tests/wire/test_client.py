@@ -100,7 +100,10 @@ def test_closing_ends_what_other_threads_wait_for(
 ) -> None:
     # given a thread and an event loop of another thread that wait
     monkeypatch.setattr(rules, "RESEND_S", 0.1)
-    waits = [in_thread(lambda: client.ask(b"park1", 1000)), in_thread(lambda: asyncio.run(client.aask(b"park2", 1000)))]
+    waits = [
+        in_thread(lambda: client.ask(b"park1", 1000)),
+        in_thread(lambda: asyncio.run(client.aask(b"park2", 1000))),
+    ]
     until(lambda: len(parrot.parked) == 2, "both requests")
     # when
     client.close()

@@ -1,6 +1,7 @@
 """Stage functions that worker processes can import."""
 
 import math
+import sys
 import time
 
 
@@ -31,3 +32,18 @@ def doubled(reward):
 
 def two_columns(response_ids):
     return {"reward": [1.0 for _ in response_ids], "note": ["ok" for _ in response_ids]}
+
+
+def exits(response_ids):
+    sys.exit(0)
+
+
+def slow_once(response_ids):
+    """The first call of a process takes longer than its lease."""
+    if not _called:
+        _called.append(True)
+        time.sleep(1.0)
+    return length(response_ids)
+
+
+_called = []

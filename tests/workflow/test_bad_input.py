@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from echo_runs import echo_workflow
-from functions import length, nan, raises, too_few
+from functions import exits, length, nan, raises, too_few
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, PluginError, WorkerFailed
@@ -28,6 +28,11 @@ from asyncflow_sdk.errors import ConfigError, PluginError, WorkerFailed
         ({"reward": af.Stage(length, task="reward", gives=["score"])}, "training needs \\['reward'\\]"),
         ({"reward": af.Stage(length, task="train", gives=["reward"])}, "two tasks have the same name"),
         ({"rollout": {"prompt": "prompt"}, "prompts": ["a"]}, "has no\n? ?tokenizer.json"),
+        (
+            {"rollout": {"sampling": af.Sampling(temperature=0.7)}},
+            r"sampled at temperature 0.7.*Train\(..., temperature=0.7\)",
+        ),
+        ({"rollout": {"sampling": af.Sampling(temperature=0)}}, "temperature 0 draws the same response"),
         ({"rollout": {"replicas": 0}}, "replicas must be 1 or more"),
         ({"rollout": {"delay_s": object()}}, "options travel as JSON"),
     ],
@@ -93,3 +98,23 @@ def test_prompts_from_a_file_name_the_bad_line(tmp_path: Path) -> None:
         echo_workflow(prompts=str(file))
     file.write_text('{"prompt_ids": [1, 2]}\n\n{"prompt_ids": [3]}\n')
     assert echo_workflow(prompts=file).data.rows == 2
+
+
+def test_a_function_that_exits_the_process_is_a_failure_and_not_the_end(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="reward-0"):
+        echo_workflow(reward=af.Stage(exits, task="reward", max_restarts=1)).run(tmp_path / "run")
+
+
+def test_a_group_larger_than_the_engine_takes_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="groups of 4 do not fit EchoRollout, which generates 2 rows at once"):
+        echo_workflow(rollout={"max_rows": 2}).run(tmp_path / "run")
+
+
+def test_a_listener_that_raises_is_left_out_and_named(tmp_path: Path) -> None:
+    def listener(event: object) -> None:
+        raise RuntimeError("no screen")
+
+    result = echo_workflow().run(tmp_path / "run", on_event=listener)
+
+    assert result.summary["status"] == "completed"
+    assert "no screen" in result.summary["warnings"][0]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from echo_runs import alive, echo_workflow, segments, trained_rows, until
+from functions import slow_once
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
@@ -142,3 +143,13 @@ def test_a_killed_driver_takes_its_workers_and_its_memory_with_it(tmp_path: Path
 
     until(lambda: not [pid for pid in pids if alive(pid)], "the end of all workers")
     until(lambda: not segments(), "the removal of shared memory")
+
+
+def test_results_that_come_after_their_lease_ended_are_others_now_and_the_run_goes_on(tmp_path: Path) -> None:
+    """A stage slower than its lease: its rows are given to it again, and nothing is written twice."""
+    stage = af.Stage(slow_once, task="reward", lease_s=0.4, batch=1000)
+
+    result = echo_workflow(reward=stage, steps=6).run(tmp_path / "run")
+
+    assert result.summary["rows"]["consumed"] == 6 * 16
+    assert len(set(trained_rows(tmp_path / "run"))) == 6 * 16
