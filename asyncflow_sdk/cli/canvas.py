@@ -89,10 +89,12 @@ def time_axis(axes: Axes, low: float, high: float) -> None:
     tenth = max(high - low, 1e-3) / 10
     scale = (0.001, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
     step = next((s for s in scale if s >= tenth), math.ceil(tenth / 86400) * 86400)
+    digits = next(d for d in range(4) if round(step, d) == step)
 
     def clock(seconds: float, _: int | None) -> str:
-        whole = int(seconds + 1e-6)
-        part = f"{seconds - whole:.1f}"[1:] if step < 1 else ""
+        seconds = round(seconds, digits)
+        whole = int(seconds)
+        part = f"{seconds - whole:.{digits}f}"[1:] if digits else ""
         hours = f"{whole // 3600}:{whole // 60 % 60:02}" if whole >= 3600 else f"{whole // 60}"
         return f"{hours}:{whole % 60:02}{part}"
 
