@@ -141,7 +141,7 @@ def generate() -> Callable[[TransformersEngine, list[Request]], list[list[Comple
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait for what happens in the decode thread."""
-    while not condition():  # noqa: ASYNC110 - the thread tells nobody
+    while not condition():
         await asyncio.sleep(0.001)  # spinning would keep the interpreter's lock from it
 
 
