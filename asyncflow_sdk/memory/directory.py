@@ -56,8 +56,9 @@ def sweep(base: Path) -> list[Path]:
     return [path for path in base.glob(f"{PREFIX}{os.getuid()}-*") if remove_if_ownerless(path)]
 
 
-def remove_if_ownerless(path: Path) -> bool:
-    """Remove a run's directory if the server that owned it is gone."""
+def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
+    """Remove a run's directory if the server that owned it is gone. ``wait_s``: for a server that is known to be
+    dying, since the kernel closes its files one by one: its pipes may end before its lock does."""
     try:
         lock = os.open(path / "owner", os.O_RDWR)
     except OSError:  # being made or removed by somebody else this moment; or their leftover, which age tells
@@ -66,13 +67,18 @@ def remove_if_ownerless(path: Path) -> bool:
                 shutil.rmtree(path, ignore_errors=True)
                 return True
         return False
+    until = time.monotonic() + wait_s
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-        return True
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(0.01)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+                return True
     finally:
         os.close(lock)
 

@@ -107,6 +107,8 @@ class QueueServer:
             self._answer(ticket, session, ProtocolError(f"the server failed at this call: {error!r}"))
 
     def dropped(self, session: str, ticket: int, answer: bytes | None) -> None:
+        if session not in self._sessions:
+            return
         if answer is None:
             pending = self._pending.pop(ticket, None)
             if pending is not None and pending.block is not None:

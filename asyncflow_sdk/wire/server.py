@@ -48,30 +48,53 @@ class Handler(Protocol):
 
 @dataclass
 class _Session:
-    """Answers a session may still ask for again, and where to send them. What lies below ``done``, or is in
-    ``over``, is through: a late copy of such a request must not be carried out."""
+    """Answers a session may still ask for again, and where to send them; and which requests have come at all.
+
+    A request may be dropped over one socket before it comes over another (``early``): then it is carried out when
+    it comes and taken back at once, as if it had come in order. What it gives back must not be lost with it.
+    """
 
     answers: dict[int, bytes] = field(default_factory=dict)
     tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket, unanswered
     routes: dict[int, bytes] = field(default_factory=dict)  # seq → socket it came from last
-    over: set[int] = field(default_factory=set)
     done: int = 0
+    low: int = 0  # every request up to here has come, or is in early
+    ahead: set[int] = field(default_factory=set)  # those beyond of which that is so
+    early: set[int] = field(default_factory=set)
 
-    def is_over(self, seq: int) -> bool:
-        return seq < self.done or seq in self.over
+    def has(self, seq: int) -> bool:
+        """Whether a request has come before."""
+        return seq not in self.early and (seq <= self.low or seq in self.ahead)
+
+    def come(self, seq: int) -> bool:
+        """A request comes for the first time. Returns whether it was dropped already."""
+        if seq in self.early:
+            self.early.remove(seq)
+            return True
+        self._pass(seq)
+        return False
+
+    def drop_early(self, seq: int) -> None:
+        if seq not in self.early:
+            self.early.add(seq)
+            self._pass(seq)
+
+    def _pass(self, seq: int) -> None:
+        self.ahead.add(seq)
+        while self.low + 1 in self.ahead:
+            self.low += 1
+            self.ahead.remove(self.low)
 
     def settle(self, seq: int) -> None:
         """Its answer arrived."""
         if self.answers.pop(seq, None) is not None:
             del self.routes[seq]
-            self.over.add(seq)
 
     def raise_done(self, done: int) -> None:
-        """Everything below is over."""
+        """Every answer below has arrived, or is taken back."""
         self.done = done
-        self.over = {seq for seq in self.over if seq >= done}
         for seq in [s for s in self.answers if s < done]:
-            del self.answers[seq], self.routes[seq]
+            self.settle(seq)
 
 
 class Server:
@@ -228,21 +251,27 @@ class Server:
             session.settle(seq)
         if request.done > session.done:
             session.raise_done(request.done)
-        if not request.body or session.is_over(request.seq):
+        if not request.body:
             return
-        session.routes[request.seq] = route
-        if request.seq in session.answers:
-            self._send(route, request.seq, session.answers[request.seq])
-        elif request.seq not in session.tickets:
-            ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-            session.tickets[request.seq] = ticket
-            self._by_ticket[ticket] = (request.session, request.seq)
-            self._handler.request(request.session, ticket, request.body)
+        seq = request.seq
+        if session.has(seq):
+            if seq in session.routes:
+                session.routes[seq] = route
+            if seq in session.answers:
+                self._send(route, seq, session.answers[seq])
+            return
+        dropped = session.come(seq)
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        session.routes[seq], session.tickets[seq] = route, ticket
+        self._by_ticket[ticket] = (request.session, seq)
+        self._handler.request(request.session, ticket, request.body)
+        if dropped:
+            self._drop(request.session, session, seq)
 
     def _drop(self, session_id: str, session: _Session, seq: int) -> None:
-        if session.is_over(seq):
+        if not session.has(seq):
+            session.drop_early(seq)
             return
-        session.over.add(seq)
         session.routes.pop(seq, None)
         ticket = session.tickets.pop(seq, None)
         answer = session.answers.pop(seq, None)

@@ -247,8 +247,11 @@ def test_a_put_that_cannot_fit_beside_the_open_step_does_not_stop_those_that_can
 
 
 def test_a_small_put_goes_as_soon_as_a_new_step_lacks_rows() -> None:
-    # given a full step's rows there, and a large and a small put waiting
-    queue, replica, judge, _ = running(capacity_rows=7)
+    # given the rows of a whole step, and a large and a small put waiting
+    queue, replica, judge, trainer = running(capacity_rows=7)
+    queue.put(4)
+    produce(queue, replica, judge, 4)
+    queue.complete(trainer, queue.lease(trainer, "train"))
     queue.put(4)
     waiting = [
         queue.ask(queue.admin, cmd.Put(groups=groups, group_size=1, columns={"prompt": TEXT}, timeout_s=50))
@@ -260,6 +263,30 @@ def test_a_small_put_goes_as_soon_as_a_new_step_lacks_rows() -> None:
     # then what fits goes in; the large one has its turn when the queue is empty
     assert queue.answers[waiting[1]].count == 2
     assert waiting[0] not in queue.answers
+
+
+def test_a_waiting_put_is_refused_as_soon_as_it_has_become_wrong() -> None:
+    queue = Queue(PLAIN, capacity_rows=4)
+    worker = queue.join("w")
+    queue.put(4)
+    groups = cmd.Put(groups=1, group_size=3, columns={"prompt": TEXT}, timeout_s=50)
+    answer = cmd.Put(groups=1, group_size=1, columns={"prompt": TEXT, "answer": NUMBER}, timeout_s=50)
+    asked = [queue.ask(queue.admin, command) for command in (answer, groups)]
+    queue.complete(worker, queue.lease(worker, "plain", 1), answer=TEXT)
+    assert "column 'answer' is text" in str(queue.answers[asked[0]])
+    queue.do(queue.admin, cmd.Declare(task=TRAIN))
+    assert "no number of groups of 3 fills a batch of 4" in str(queue.answers[asked[1]])
+
+
+def test_two_puts_with_one_key_that_wait_are_one() -> None:
+    queue = Queue(TaskSpec(name="end", needs=("prompt",)), capacity_rows=4)
+    worker = queue.join("w")
+    queue.put(4)
+    put = cmd.Put(groups=2, group_size=1, columns={"prompt": TEXT}, key="k", timeout_s=50)
+    first, second = queue.ask(queue.admin, put), queue.ask(worker, put)
+    queue.complete(worker, queue.lease(worker, "end", 2))
+    assert queue.answers[first] == cmd.PutDone(first=4, count=2, again=False)
+    assert queue.answers[second] == cmd.PutDone(first=4, count=2, again=True)
 
 
 def test_a_put_larger_than_the_queue_is_refused_at_once() -> None:

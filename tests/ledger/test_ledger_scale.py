@@ -29,6 +29,7 @@ from asyncflow_sdk.errors import (
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger.ready import ReadyQueue
+from asyncflow_sdk.ledger.rows import READY, Rows
 from asyncflow_sdk.types import ColumnSpec
 
 
@@ -54,6 +55,37 @@ def test_ended_rows_are_forgotten_and_their_ids_never_come_again() -> None:
         queue.complete(worker, stale)
     queue.put(1)
     assert ids(queue.lease(worker, "idle", 50)) == [300]
+
+
+def test_a_group_is_forgotten_whole() -> None:
+    # given a group with one row filtered by the trainer and one that a side task still has
+    side = TaskSpec(name="side", needs=("prompt",), gives=("score",))
+    queue = Queue(side, TaskSpec(name="train", needs=("prompt",), batch_rows=2), capacity=8)
+    worker, trainer = queue.join("w"), queue.join("t")
+    queue.put(1, 2)
+    late = queue.lease(worker, "side")
+    queue.complete(trainer, queue.lease(trainer, "train"), drop=(0,))
+    # when the arrays move, and that row is dropped then
+    for _ in range(10):
+        queue.put(1, 2)
+        queue.complete(trainer, queue.lease(trainer, "train"))
+    queue.complete(worker, late, 1, drop=(0,))
+    # then it was trained all the same, and nothing else ended with it
+    assert queue.audit().filtered == 1
+    assert queue.audit().consumed == 1
+    assert sorted(queue.ended) == [0, 1]
+
+
+def test_groups_are_taken_whole_and_never_more_than_there_is_room_for() -> None:
+    rows = Rows(4096)
+    rows.add_task("t")
+    queue = ReadyQueue(rows, "t")
+    rows.task("t", "state")[:] = READY
+    queue.push(rows.add(3, 4))
+    assert [len(queue.take_groups(count, room)) for count, room in ((9, 3), (1, 9), (9, 5), (9, 9))] == [0, 4, 4, 4]
+    queue.push(rows.add(5, 300))  # more than a chunk
+    assert len(queue.take_groups(10**6, 1000)) == 900
+    assert len(queue.take_groups(10**6, 10**6)) == 600
 
 
 def calls_and_rows(live: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:

@@ -299,6 +299,29 @@ def test_a_group_that_fails_leaves_the_open_step_to_others() -> None:
     assert ids(queue.lease(trainer, "train")) == [2, 3, 4, 5]
 
 
+def test_the_earliest_deadline_joins_a_step_first() -> None:
+    # given every slot of two steps promised to rows under way, and a row that came complete and waits for one
+    queue = Queue(ROLLOUT, TaskSpec(name="train", needs=("response",), batch_rows=4), max_staleness=1)
+    replica, trainer = queue.join("gen"), queue.join("train")
+    queue.publish(0)
+    queue.load(replica, 0)
+    queue.put(8)
+    lease = queue.lease(replica, "rollout")
+    queue.put(1, prompt=TEXT, response=TOKENS)
+    # when one of them is dropped as others become ready
+    queue.complete(replica, lease, 0, 1, 2, 3, 4, drop=(0,))
+    # then those go first, as they must not become too old, and it has the next slot
+    assert ids(queue.lease(trainer, "train")) == [1, 2, 3, 4]
+    assert queue.ledger.rows.step[8] == 1
+
+
+def test_wanted_is_answered_when_the_steps_are_declared() -> None:
+    queue = Queue(steps=3)
+    waiting = queue.ask(queue.admin, cmd.Wanted(timeout_s=60))
+    queue.do(queue.admin, cmd.Declare(task=TRAIN))
+    assert queue.answers[waiting] == cmd.RowsWanted(count=12)
+
+
 def test_wanted_counts_what_the_steps_still_lack() -> None:
     queue, replica, judge, _ = running(steps=2)
     assert queue.do(queue.admin, cmd.Wanted()).count == 8

@@ -1,6 +1,7 @@
 """Every run's segments lie in one directory that goes with it, or with the next start after a kill -9."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,21 @@ def test_the_next_start_removes_what_a_killed_run_left_and_nothing_of_a_living_o
         living.kill()
         assert sweep(tmp_path) == [kept]
         mine.close()
+
+
+def test_who_sees_a_run_die_may_wait_for_its_lock(tmp_path: Path) -> None:
+    # given somebody who knows that a run is ending
+    with Child(own, str(tmp_path)) as dying:
+        path = Path(dying.hear())
+        outcome: list[bool] = []
+        waiting = threading.Thread(target=lambda: outcome.append(remove_if_ownerless(path, wait_s=60)))
+        waiting.start()
+        # when
+        dying.kill()
+        waiting.join(60)
+        # then
+        assert outcome == [True]
+        assert not path.exists()
 
 
 def test_closing_removes_it_and_may_be_repeated(tmp_path: Path) -> None:

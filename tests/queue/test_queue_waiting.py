@@ -51,7 +51,7 @@ def test_a_put_waits_for_room_and_says_who_holds_it(run: Run) -> None:
     queue.put({"x": [0, 1, 2, 3]})
     held = worker.get("work", 3)
     # when
-    with pytest.raises(DeadlineExceeded, match="the queue has 4 of 4 rows.*3 rows are leased.*by slow-worker"):
+    with pytest.raises(DeadlineExceeded, match=r"the queue has 4 of 4 rows.*3 rows are leased.*by slow-worker"):
         queue.put({"x": [4]}, timeout_s=0.05)
     # then nothing was stored and the memory of the attempt is free
     assert blocks_in_use(queue) == 1

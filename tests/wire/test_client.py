@@ -56,21 +56,21 @@ def test_over_a_connection_that_breaks_all_the_time_each_request_is_carried_out_
 
 
 def test_a_cancelled_request_is_taken_back_before_and_after_its_answer(parrot: Parrot, client: Client) -> None:
-    async def scenario() -> None:
-        # given one request that waits, and one whose answer arrives in the moment it is cancelled
+    async def scenario() -> list[object]:
+        # given one request that waits, and one whose answer arrives about when it is cancelled
         parked = asyncio.create_task(client.aask(b"park", 30))
         answered = asyncio.create_task(client.aask(b"lease", 30))
-        while len(parrot.carried_out) < 2:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # both are sent
+        until(lambda: len(parrot.carried_out) == 2, "both requests")  # while this loop reads nothing
         # when
         parked.cancel()
         answered.cancel()
         outcome = await asyncio.gather(parked, answered, return_exceptions=True)
-        # then
-        assert [type(each) for each in outcome] == [asyncio.CancelledError] * 2
         await client.aask(b"next", 30)
+        return [type(each) for each in outcome]
 
-    asyncio.run(scenario())
+    # then
+    assert asyncio.run(scenario()) == [asyncio.CancelledError] * 2
     assert sorted(parrot.dropped_ones) == [(0, b"lease 1"), (parrot.parked[b"park"], None)]
 
 
