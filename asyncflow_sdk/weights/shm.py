@@ -67,7 +67,7 @@ class ShmSender(WeightSender):
         if not arrays:
             raise WeightMismatch(f"version {version} has no tensors")
         tensors, nbytes = _layout(arrays)
-        while len(self._kept) >= 1:
+        while len(self._kept) >= self._keep:
             self._free(self._kept.popleft()[1])
         space = self._arena.allocate(max(nbytes, 1))
         try:

@@ -151,5 +151,5 @@ def _end_with_driver(directories: list[Path]) -> None:
     while os.read(0, 4096):
         pass
     for directory in directories:
-        remove_if_ownerless(directory)
+        remove_if_ownerless(directory, wait_s=5.0)  # the lock falls a moment after the pipe
     os._exit(0)
