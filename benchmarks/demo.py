@@ -23,10 +23,16 @@ from .table import Row, show
 TRL = Path(".venv-trl/bin/python")
 SKIP = 11  # steps of start-up left out of times per step
 GOAL = 0.8
+LIMIT_S = 900
 
 
 def run(command: list[str]) -> dict[str, Any]:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(
+            f"{' '.join(command)} did not end in {LIMIT_S} s; is the machine busy with something else?"
+        ) from None
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -297,10 +298,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=4000 if LONG else 250,
+    max_examples=2000 if LONG else 200,
     stateful_step_count=80 if LONG else 40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
-TestLedger = LedgerMachine.TestCase
+TestLedger = pytest.mark.timeout(3600 if LONG else 300)(LedgerMachine.TestCase)

@@ -278,7 +278,7 @@ class Feeder(Worker):
             self.later(self.world.soon(), self.ask)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(3600 if LONG else 300)
 @settings(max_examples=1500 if LONG else 100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32),
