@@ -69,7 +69,8 @@ class Intake(Leasing):
         if spec.batch_rows is not None:
             self.steps = Steps(task, Window(spec.batch_rows, self.max_staleness, self.last_steps))
             self._dirty.update(f"task {t}" for t in self.tasks)
-            self._dirty.update(("wanted", "put"))
+            self._dirty.add("wanted")
+        self._dirty.add("put")  # one that waits may have become impossible
         live = rows.live_ids()
         rows.todo[rows.at(live)] += 1
         task.undone = len(live)
