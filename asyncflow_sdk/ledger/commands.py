@@ -32,8 +32,8 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     unfinished rows go back. ``max_attempts``: leases a row may lose before its group fails. ``admits``:
     the staleness rule decides when its groups are leased (rollout); groups that a step can take as they were
     put skip it. ``batch_rows``: rows of one step; whole groups are selected into steps, each leased whole
-    (train). Without ``gives`` it is an end of the stream: a row is consumed when every task, one of them an
-    end, has completed it.
+    (train). Without ``gives`` it is an end of the stream: a row is consumed when every task of its partition,
+    one of them an end, has completed it. ``partitions``: those whose rows it takes; ``("*",)`` takes all.
     """
 
     name: str
@@ -43,6 +43,10 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_attempts: int = 3
     admits: bool = False
     batch_rows: int | None = None
+    partitions: tuple[str, ...] = ("",)
+
+    def takes(self, partition: str) -> bool:
+        return partition in self.partitions or "*" in self.partitions
 
     @property
     def grouped(self) -> bool:
@@ -77,21 +81,29 @@ class Declare(Command, frozen=True, tag="declare"):
 
 
 class Put(Command, frozen=True, tag="put"):
-    """Add ``groups`` groups of ``group_size`` rows that have ``columns``. A known ``key`` adds nothing."""
+    """Add ``groups`` groups of ``group_size`` rows that have ``columns``. A known ``key`` adds nothing.
+
+    ``partition``: only the tasks that take it see the rows.
+    """
 
     groups: int
     group_size: int
     columns: Columns
     key: str = ""
     timeout_s: float = 0.0
+    partition: str = ""
 
 
 class Lease(Command, frozen=True, tag="lease"):
-    """Ask for up to ``count`` rows of a task (a task with batch_rows gives one whole step)."""
+    """Ask for up to ``count`` rows of a task (a task with batch_rows gives one whole step).
+
+    ``partition``: of these rows only; None takes the task's partitions in turn.
+    """
 
     task: str
     count: int
     timeout_s: float = 0.0
+    partition: str | None = None
 
 
 class Complete(Command, frozen=True, tag="complete"):
@@ -152,9 +164,13 @@ class Wanted(Command, frozen=True, tag="wanted"):
 
 
 class End(Command, frozen=True, tag="end"):
-    """No further put. ``cancel``: live rows that no step holds are cancelled too."""
+    """No further put. ``cancel``: live rows that no full step holds are cancelled too.
+
+    ``partition``: of this partition only; None ends the whole stream.
+    """
 
     cancel: bool = False
+    partition: str | None = None
 
 
 class Leave(Command, frozen=True, tag="leave"):
@@ -206,6 +222,7 @@ class Leased(Reply, frozen=True, tag="leased"):
     step: int = -1
     version: int = -1
     lease_s: float = 0.0
+    partition: str = ""
 
 
 class LoadFirst(Reply, frozen=True, tag="load_first"):

@@ -16,8 +16,8 @@ from .state import (
 class Ending(State):
     """Ends rows."""
 
-    def _end_groups(self, ids: Ids, state: int, reason: str) -> None:
-        """Rows end before they were trained, and their groups with them."""
+    def _end_groups(self, ids: Ids, state: int, reason: str) -> int:
+        """Rows end before they were trained, and their groups with them. Returns how many rows did."""
         rows, steps = self.rows, self.steps
         ids = rows.members(ids) if len(ids) else ids
         at = rows.at(ids)
@@ -26,7 +26,7 @@ class Ending(State):
             open_ones &= (rows.step[at] == NONE) | (rows.step[at] == steps.window.step)
         ids = ids[open_ones]
         if not len(ids):
-            return
+            return 0
         self._withdraw(ids)
         if steps is not None:
             filling = rows.step[rows.at(ids)] == steps.window.step
@@ -35,6 +35,7 @@ class Ending(State):
                 self._reselect = True
                 steps.filling = [part[~np.isin(part, ids)] for part in steps.filling]
         self._finish(ids, state, reason)
+        return len(ids)
 
     def _withdraw(self, ids: Ids) -> None:
         """Take admitted, unselected rows out of the staleness rule's counts."""
@@ -51,7 +52,7 @@ class Ending(State):
         at = rows.at(ids)
         for name, task in self.tasks.items():
             states = rows.task(name, "state")[at]
-            self._through(task, int((states != DONE).sum()))
+            self._through(task, ids[states < DONE])
             for token, count in zip(
                 *np.unique(rows.task(name, "token")[at][states == LEASED], return_counts=True), strict=True
             ):
@@ -59,7 +60,8 @@ class Ending(State):
                 lease.left -= int(count)
                 if not lease.left:
                     del self.leases[lease.token]
-        self.unselected -= int((rows.step[at] == NONE).sum())
+        if self.steps is not None:
+            self.unselected -= int(((rows.step[at] == NONE) & self._trained(at)).sum())
         rows.finish(ids, state)
         self._effects.retired.append(ids)
         label = TERMINAL[state - 1]
@@ -69,9 +71,17 @@ class Ending(State):
         self._dirty.update(("put", "wanted"))
 
     def _cancel_unselected(self, reason: str) -> None:
+        """Rows that the steps take and never will."""
         live = self.rows.live_ids()
-        step = self.rows.step[self.rows.at(live)]
-        self._end_groups(live[step == NONE], CANCELLED, reason)
+        at = self.rows.at(live)
+        self._end_groups(live[(self.rows.step[at] == NONE) & self._trained(at)], CANCELLED, reason)
+
+    def _cancel_live(self, partition: str | None, reason: str) -> int:
+        """Live rows, of one partition or all, but for those in a full step. Returns how many."""
+        live = self.rows.live_ids()
+        if partition is not None:
+            live = live[self.rows.partition[self.rows.at(live)] == self.partitions.get(partition, NONE)]
+        return self._end_groups(live, CANCELLED, reason)
 
     def _cancel_what_cannot_fill(self) -> None:
         """After the end: rows too few to fill the step that is open. None follows it."""
@@ -80,6 +90,7 @@ class Ending(State):
             return
         if self.unselected < steps.window.free:
             live = rows.live_ids()
-            step = rows.step[rows.at(live)]
-            self._end_groups(live[(step == NONE) | (step == steps.window.step)], CANCELLED, "too few to fill a step")
+            at = rows.at(live)
+            open_ones = ((rows.step[at] == NONE) & self._trained(at)) | (rows.step[at] == steps.window.step)
+            self._end_groups(live[open_ones], CANCELLED, "too few to fill a step")
             steps.window.stop()

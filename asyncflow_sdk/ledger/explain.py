@@ -48,9 +48,12 @@ def _why_task(ledger: State, waiter: Waiter, now: float) -> str:
     task = ledger.tasks[waiter.command.task]
     if task.spec.admits and ledger.steps is None:
         return "no task with batch_rows (train) is declared, so the staleness rule cannot admit anything"
-    if not task.undone:
+    if not any(task.undone.values()):
         return "every row put has been through it; put more, or end the stream"
-    if task.spec.admits and len(task.ready.peek_group()):
+    where = waiter.command.partition
+    if where is not None and not task.undone[ledger.partitions.get(where, -1)]:
+        return f"every row put in partition {where!r} has been through it; put more there, or end the partition"
+    if task.spec.admits and any(len(ready.peek_group()) for ready in task.ready.values()):
         return _why_not_admitted(ledger, task, waiter, now)
     if task.spec.batch_rows is not None:
         assert ledger.steps is not None

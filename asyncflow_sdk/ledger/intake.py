@@ -9,8 +9,7 @@ from ..errors import ConfigError, Ended, SchemaError
 from . import commands as cmd
 from .commands import TaskSpec
 from .leasing import Leasing
-from .ready import ReadyQueue
-from .rows import WAITING
+from .rows import APART, WAITING
 from .state import MAX_NUMBER, Session, Steps, Task
 from .window import Window
 
@@ -65,15 +64,23 @@ class Intake(Leasing):
             self._bit(column)
         rows, name = self.rows, spec.name
         rows.add_task(name)
-        self.tasks[name] = task = Task(spec, bits, ReadyQueue(rows, name))
+        live = rows.live_ids()
+        taken = np.zeros(len(live), bool)
+        for partition, part in self._by_partition(live):
+            if "*" in spec.partitions or any(self.partitions.get(each) == partition for each in spec.partitions):
+                taken |= np.isin(live, part)
+        rows.task(name, "state")[rows.at(live[~taken])] = APART
+        self.tasks[name] = task = Task(spec, bits)
         if spec.batch_rows is not None:
+            self.unselected = int(taken.sum())
             self.steps = Steps(task, Window(spec.batch_rows, self.max_staleness, self.last_steps))
             self._dirty.update(f"task {t}" for t in self.tasks)
             self._dirty.add("wanted")
         self._dirty.add("put")  # one that waits may have become impossible
-        live = rows.live_ids()
+        live = live[taken]
         rows.todo[rows.at(live)] += 1
-        task.undone = len(live)
+        for partition, part in self._by_partition(live):
+            task.undone[partition] = len(part)
         self._make_ready(live, np.zeros(len(live), np.uint64), only=task)
         if spec.admits and self.steps is not None:
             self._skip(task, live[rows.task(self.steps.task.spec.name, "state")[rows.at(live)] != WAITING])
@@ -100,8 +107,10 @@ class Intake(Leasing):
             )
         assert spec.batch_rows is not None
         _check_capacity(spec.batch_rows, self.capacity_rows)
-        sizes = set(self.rows.size[self.rows.at(self.rows.live_ids())].tolist())
-        sizes |= {self.group_size} - {None}
+        taken = [number for name, number in self.partitions.items() if spec.takes(name)]
+        at = self.rows.at(self.rows.live_ids())
+        sizes = set(self.rows.size[at][np.isin(self.rows.partition[at], taken)].tolist())
+        sizes |= {size for name, size in self.group_sizes.items() if spec.takes(name)}
         if len(sizes) > 1:
             raise ConfigError(
                 f"rows are in groups of {' and '.join(map(str, sorted(sizes)))}; steps need groups of one size"
@@ -112,8 +121,14 @@ class Intake(Leasing):
     def _put(self, session: Session, command: cmd.Put) -> cmd.Reply | None:
         if command.key in self._keys:
             return msgspec.structs.replace(self._keys[command.key], again=True)
-        if self.ended:
-            raise Ended("the stream has ended; nothing more can be put")
+        if self.ended or command.partition in self.ended_partitions:
+            raise Ended(
+                "the stream has ended; nothing more can be put"
+                if self.ended
+                else f"partition {command.partition!r} has ended; nothing more can be put there"
+            )
+        if command.partition == "*":
+            raise SchemaError('"*" is no partition: a task names it to take them all; put rows in one')
         count = command.groups * command.group_size
         if command.groups < 1 or command.group_size < 1:
             raise SchemaError(f"a put needs rows; this one has {command.groups} groups of {command.group_size}")
@@ -122,12 +137,15 @@ class Intake(Leasing):
                 f"{count} rows in one put are more than the whole queue holds (capacity_rows="
                 f"{self.capacity_rows}); put fewer at a time"
             )
-        if self.steps is not None:
+        takers = [task for task in self.tasks.values() if task.spec.takes(command.partition)]
+        trained = self.steps is not None and self.steps.task in takers
+        if trained:
+            assert self.steps is not None
             _check_groups_fill(self.steps.window.batch_rows, command.group_size)
-        if self.group_size not in (None, command.group_size) and any(t.spec.grouped for t in self.tasks.values()):
+        last = self.group_sizes.get(command.partition, command.group_size)
+        if last != command.group_size and any(task.spec.grouped for task in takers):
             raise ConfigError(
-                f"this run has groups of {self.group_size}; groups of {command.group_size} would leave steps that"
-                " cannot fill"
+                f"this run has groups of {last}; groups of {command.group_size} would leave steps that cannot fill"
             )
         if not command.columns:
             raise SchemaError("a put needs at least one column")
@@ -135,16 +153,21 @@ class Intake(Leasing):
         if self.put_total - int(self.rows.ended.sum()) + count > self.capacity_rows or self._must_queue(command):
             return None
         bits = self._bits(command.columns)
-        self.group_size = command.group_size
+        self.group_sizes[command.partition] = command.group_size
+        partition = self.partitions.setdefault(command.partition, len(self.partitions))
         rows = self.rows
         ids = rows.add(command.groups, command.group_size)
         at = rows.at(ids)
         rows.columns[at] = bits
-        rows.todo[at] = len(self.tasks)
+        rows.todo[at] = len(takers)
+        rows.partition[at] = partition
         self.put_total += count
-        self.unselected += count
+        self.unselected += count * trained
         for task in self.tasks.values():
-            task.undone += count
+            if task in takers:
+                task.undone[partition] += count
+            else:
+                rows.task(task.spec.name, "state")[at] = APART
         reply = cmd.PutDone(first=int(ids[0]), count=count, again=False)
         if command.key:
             self._keys[command.key] = reply
@@ -161,9 +184,12 @@ class Intake(Leasing):
         return self.steps is None or self.steps.window.finished or self.unselected >= self.steps.window.free
 
     def _end(self, session: Session, command: cmd.End) -> cmd.Reply:
-        self.ended = True
+        if command.partition is None:
+            self.ended = True
+        else:
+            self.ended_partitions.add(command.partition)
         if command.cancel:
-            self._cancel_unselected("cancelled at the end")
+            self._cancel_live(command.partition, "cancelled at the end")
         self._wake_all()
         return cmd.Done()
 

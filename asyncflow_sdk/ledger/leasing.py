@@ -16,6 +16,7 @@ from .state import (
     CONSUMED,
     FAILED,
     FILTERED,
+    MAX_NUMBER,
     Held,
     Session,
     Task,
@@ -30,14 +31,30 @@ class Leasing(Stepping):
         task = self._task(command.task)
         if command.count < 1:
             raise SchemaError(f"a lease needs a count of 1 or more, not {command.count}")
-        if self._exhausted(task):
-            raise Ended(f"task {command.task!r} has had every row it will get")
+        if command.partition is not None and not task.spec.takes(command.partition):
+            takes = ", ".join(map(repr, task.spec.partitions))
+            raise SchemaError(
+                f"task {command.task!r} takes no rows of partition {command.partition!r}, only of {takes}"
+            )
+        if self._exhausted(task, command.partition):
+            where = "" if command.partition is None else f" of partition {command.partition!r}"
+            raise Ended(f"task {command.task!r} has had every row{where} it will get")
         if task.spec.batch_rows is not None:
             return self._lease_step(session, task)
         if task.spec.admits:
-            return self._lease_admitted(session, task, command.count)
-        ids = task.ready.take(command.count)
-        return self._grant(session, task, ids) if len(ids) else None
+            return self._lease_admitted(session, task, command)
+        for partition in self._in_turn(task, command.partition):
+            ids = task.ready[partition].take(command.count)
+            if len(ids):
+                task.turn = partition + 1
+                return self._grant(session, task, ids)
+        return None
+
+    def _in_turn(self, task: Task, partition: str | None) -> list[int]:
+        """Partitions where a task may have ready rows, the one whose turn it is first."""
+        if partition is not None:
+            return [number for number in [self.partitions.get(partition)] if number in task.ready]
+        return sorted(task.ready, key=lambda number: (number < task.turn, number))
 
     def _lease_step(self, session: Session, task: Task) -> cmd.Reply | None:
         assert self.steps is not None
@@ -46,32 +63,52 @@ class Leasing(Stepping):
         step, ids = self.steps.closed.popleft()
         return self._grant(session, task, ids, step=step, version=step)
 
-    def _lease_admitted(self, session: Session, task: Task, count: int) -> cmd.Reply | None:
-        """Whole groups, as the staleness rule allows for the version this replica has loaded."""
+    def _lease_admitted(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:
+        """Whole groups: of partitions that are trained, as the staleness rule allows for the version this replica
+        has loaded; of others, as they come."""
         if self.steps is None:
             return None
         if session.loaded is None:
             return cmd.LoadFirst(version=self.version) if self.version != NONE else None
+        reply: cmd.Reply | None = None
+        for partition in self._in_turn(task, command.partition):
+            if self._takes(self.steps.task, partition):
+                reply = reply or self._lease_in_window(session, task, partition, command.count)
+            else:
+                ids = self._queue(task, partition).take_groups(command.count, MAX_NUMBER)
+                if len(ids):
+                    self.rows.version[self.rows.at(ids)] = session.loaded
+                    reply = self._grant(session, task, ids, version=session.loaded)
+            if isinstance(reply, cmd.Leased):
+                task.turn = partition + 1
+                return reply
+        return reply
+
+    def _lease_in_window(self, session: Session, task: Task, partition: int, count: int) -> cmd.Reply | None:
+        assert self.steps is not None
+        assert session.loaded is not None
         loaded, rows, window = session.loaded, self.rows, self.steps.window
-        while task.redo:
-            ids = task.redo[0][task.ready.is_ready(task.redo[0])]
+        ready = self._queue(task, partition)
+        redo = task.redo.setdefault(partition, deque())
+        while redo:
+            ids = redo[0][ready.is_ready(redo[0])]
             ids = ids[rows.deadline[rows.at(ids)] != NONE]  # else its whole group came back since
             if not len(ids):
-                task.redo.popleft()
+                redo.popleft()
                 continue
             if loaded < int(rows.version[rows.at(ids)].max()):
                 return cmd.LoadFirst(version=self.version)
-            task.redo.popleft()
+            redo.popleft()
             return self._grant(session, task, ids, version=loaded)
         room = window.room(loaded + self.max_staleness)
-        ids = task.ready.take_groups(count, room)
+        ids = ready.take_groups(count, room)
         if len(ids):
             at = rows.at(ids)
             rows.version[at] = loaded
             rows.deadline[at] = loaded + self.max_staleness
             window.admit(len(ids), loaded + self.max_staleness)
             return self._grant(session, task, ids, version=loaded)
-        group = task.ready.peek_group()
+        group = ready.peek_group()
         if len(group) and self.version > loaded and window.room(self.version + self.max_staleness) >= len(group):
             return cmd.LoadFirst(version=self.version)
         return None
@@ -86,8 +123,14 @@ class Leasing(Stepping):
         self.leases[token] = Held(token, name, session.id, ids, self._now, until, len(ids), step)
         return cmd.Leased(
             token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
-            step=step, version=version, lease_s=task.spec.lease_s,
+            step=step, version=version, lease_s=task.spec.lease_s, partition=self._partition_of(ids[:1]),
         )  # fmt: skip
+
+    def _partition_of(self, ids: Ids) -> str:
+        if len(self.partitions) == 1:
+            return ""
+        number = int(self.rows.partition[self.rows.at(ids)][0])
+        return next(name for name, known in self.partitions.items() if known == number)
 
     def _complete(self, session: Session, command: cmd.Complete) -> cmd.Reply:
         lease = self._held(session, command.token)
@@ -111,7 +154,7 @@ class Leasing(Stepping):
         rows.task(lease.task, "state")[at] = DONE
         rows.task(lease.task, "token")[at] = NONE
         rows.todo[at] -= 1
-        self._through(task, len(mine))
+        self._through(task, mine)
         lease.left -= len(mine)
         if not lease.left:
             del self.leases[lease.token]
@@ -128,9 +171,9 @@ class Leasing(Stepping):
     def _consume(self, ids: Ids) -> None:
         """Those that every task is through with, one of them an end, are consumed."""
         at = self.rows.at(ids)
-        through = (self.rows.state[at] == LIVE) & (self.rows.todo[at] == 0)
-        if through.any() and any(not task.spec.gives for task in self.tasks.values()):
-            self._finish(ids[through], CONSUMED)
+        for partition, through in self._by_partition(ids[(self.rows.state[at] == LIVE) & (self.rows.todo[at] == 0)]):
+            if any(not task.spec.gives and self._takes(task, partition) for task in self.tasks.values()):
+                self._finish(through, CONSUMED)
 
     def _give_back(self, session: Session, command: cmd.GiveBack) -> cmd.Reply:
         lease = self._held(session, command.token)
@@ -175,32 +218,38 @@ class Leasing(Stepping):
                 if len(given_up):  # its trainer has the row already: only this task goes without it
                     rows.task(name, "state")[rows.at(given_up)] = DONE
                     rows.todo[rows.at(given_up)] -= 1
-                    self._through(task, len(given_up))
+                    self._through(task, given_up)
                     self.reasons[f"skipped: {tries}"] += len(given_up)
                     self._consume(given_up)
                 state = rows.task(name, "state")[rows.at(ids)]
                 ids = ids[(rows.state[rows.at(ids)] == LIVE) & (state == READY)]
             if task.spec.admits:
                 self._return_admitted(task, ids)
-            elif len(ids):
-                task.ready.push_front(ids)
+            else:
+                for partition, part in self._by_partition(ids):
+                    self._queue(task, partition).push_front(part)
         self._dirty.add(f"task {name}")
 
     def _return_admitted(self, task: Task, ids: Ids) -> None:
         """Groups nobody has begun lose their admission; of others, the missing rows are done again."""
         assert self.steps is not None
         rows, name, step = self.rows, task.spec.name, self.steps.task.spec.name
+        trained = self._trained(rows.at(ids))
+        for partition, part in self._by_partition(ids[~trained]):
+            self._queue(task, partition).push_front(part)
+        ids = ids[trained]
         for first in np.unique(rows.first[rows.at(ids)])[::-1]:
             back = ids[rows.first[rows.at(ids)] == first]
             group = rows.members(back)
             at = rows.at(group)
+            partition = int(rows.partition[at[0]])
             begun = (rows.task(name, "state")[at] != READY) | (rows.task(step, "state")[at] != WAITING)
             if begun.any():
-                task.redo.appendleft(back)
+                task.redo.setdefault(partition, deque()).appendleft(back)
             else:
                 self._withdraw(group)
                 rows.version[at] = rows.deadline[at] = NONE
-                task.ready.push_front(group)
+                self._queue(task, partition).push_front(group)
 
     def _held(self, session: Session, token: int) -> Held:
         lease = self.leases.get(token)

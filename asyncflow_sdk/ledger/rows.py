@@ -10,7 +10,7 @@ import numpy.typing as npt
 from .commands import TERMINAL, Ids
 
 LIVE = 0  # state; terminal states are 1 + their place in TERMINAL
-WAITING, READY, SELECTED, LEASED, DONE = range(5)  # of a row in a task
+WAITING, READY, SELECTED, LEASED, DONE, APART = range(6)  # of a row in a task; APART: it never sees the row
 TASK_STATES = ("waiting", "ready", "selected", "leased", "done")
 NONE = -1
 
@@ -18,6 +18,7 @@ _FIELDS: dict[str, tuple[Any, int]] = {
     "state": (np.uint8, LIVE),
     "first": (np.int64, NONE),  # id of the first row of the group
     "size": (np.int32, 0),  # rows of the group
+    "partition": (np.int32, 0),
     "columns": (np.uint64, 0),  # bit set of columns written
     "version": (np.int64, NONE),  # loaded by the replica when the group was admitted
     "deadline": (np.int64, NONE),  # NONE: not admitted
@@ -101,8 +102,8 @@ class Rows:
     def task_counts(self, name: str) -> dict[str, int]:
         """Live rows by their state in a task."""
         live = self.state[: self.count] == LIVE
-        counts = np.bincount(self._tasks[name]["state"][: self.count][live], minlength=len(TASK_STATES))
-        return dict(zip(TASK_STATES, counts.tolist(), strict=True))
+        counts = np.bincount(self._tasks[name]["state"][: self.count][live], minlength=1 + len(TASK_STATES))
+        return dict(zip(TASK_STATES, counts.tolist(), strict=False))
 
     def finish(self, ids: Ids, state: int) -> None:
         """Rows reached a terminal state. It must be their first."""

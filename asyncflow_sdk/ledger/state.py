@@ -15,7 +15,7 @@ from ..types import events as ev
 from . import commands as cmd
 from .commands import TERMINAL, Ids, TaskSpec
 from .ready import ReadyQueue
-from .rows import NONE, Rows
+from .rows import APART, NONE, Rows
 from .window import Window
 
 CONSUMED, FILTERED, EXPIRED, FAILED, CANCELLED = range(1, 1 + len(TERMINAL))
@@ -59,13 +59,14 @@ class Waiter:
 
 @dataclass
 class Task:
-    """A task and its ready rows. ``undone``: live rows that have not completed it."""
+    """A task, its ready rows and its ``undone`` ones (live, not completed), each by partition."""
 
     spec: TaskSpec
     need: np.uint64
-    ready: ReadyQueue
-    undone: int = 0
-    redo: deque[Ids] = field(default_factory=deque)  # admitted rows whose producer was lost
+    ready: dict[int, ReadyQueue] = field(default_factory=dict)
+    undone: Counter[int] = field(default_factory=Counter)
+    turn: int = 0  # a lease that names no partition looks there first
+    redo: dict[int, deque[Ids]] = field(default_factory=dict)  # admitted rows whose producer was lost
 
 
 @dataclass
@@ -104,11 +105,13 @@ class State:
         self.capacity_rows = 1 << 40
         self.max_staleness = 1
         self.last_steps: int | None = None
-        self.group_size: int | None = None
+        self.partitions: dict[str, int] = {"": 0}
+        self.group_sizes: dict[str, int] = {}  # of a partition's last put
         self.ended = False
+        self.ended_partitions: set[str] = set()
         self.put_total = 0
         self.reasons: Counter[str] = Counter()
-        self.unselected = 0  # live rows in no step
+        self.unselected = 0  # live rows that the steps take and have not taken yet
         self.schema: dict[str, ColumnSpec] = {}
         self._places: dict[str, int] = {}  # of a column's bit
         self._reselect = False
@@ -157,15 +160,45 @@ class State:
     def _answer(self, ticket: int, reply: cmd.Reply | AsyncFlowError) -> None:
         self._effects.answers.append((ticket, reply))
 
-    def _exhausted(self, task: Task) -> bool:
-        return self.ended and not task.undone
+    def _exhausted(self, task: Task, partition: str | None = None) -> bool:
+        """Whether a task will get no further row, of one partition or of any."""
+        if partition is not None:
+            ended = self.ended or partition in self.ended_partitions
+            return ended and not task.undone[self.partitions.get(partition, NONE)]
+        ended = self.ended or self.ended_partitions.issuperset(task.spec.partitions)
+        return ended and not any(task.undone.values())
 
-    def _through(self, task: Task, count: int) -> None:
+    def _through(self, task: Task, ids: Ids) -> None:
         """Rows are through with a task: done, or ended."""
-        task.undone -= count
+        for partition, part in self._by_partition(ids):
+            task.undone[partition] -= len(part)
         self._dirty.add(f"task {task.spec.name}")
         if self._exhausted(task):
             self._dirty.add("version")
+
+    def _by_partition(self, ids: Ids) -> list[tuple[int, Ids]]:
+        """Rows apart by their partition, in order; none of an empty list."""
+        if len(self.partitions) == 1 or not len(ids):
+            return [(0, ids)] if len(ids) else []
+        where = self.rows.partition[self.rows.at(ids)]
+        if (where == where[0]).all():
+            return [(int(where[0]), ids)]
+        return [(int(partition), ids[where == partition]) for partition in np.unique(where)]
+
+    def _takes(self, task: Task, partition: int) -> bool:
+        names = task.spec.partitions
+        return "*" in names or any(self.partitions.get(name) == partition for name in names)
+
+    def _queue(self, task: Task, partition: int) -> ReadyQueue:
+        """The ready rows of a task in one partition."""
+        if partition not in task.ready:
+            task.ready[partition] = ReadyQueue(self.rows, task.spec.name)
+        return task.ready[partition]
+
+    def _trained(self, at: Ids) -> Any:
+        """Which rows, by place, the steps take."""
+        assert self.steps is not None
+        return self.rows.task(self.steps.task.spec.name, "state")[at] != APART
 
     def _unpark(self, gone: Callable[[Waiter], bool]) -> None:
         for place, waiting in self.waiters.items():

@@ -9,7 +9,7 @@ import numpy as np
 from .commands import Ids
 from .ending import Ending
 from .ready import ReadyQueue
-from .rows import DONE, NONE, READY, SELECTED, WAITING
+from .rows import APART, DONE, NONE, READY, SELECTED, WAITING
 from .state import (
     Task,
 )
@@ -20,10 +20,13 @@ class Stepping(Ending):
 
     def _make_ready(self, ids: Ids, before: Any, only: Task | None = None) -> None:
         """Columns were written: hand rows to the tasks whose needs they now meet."""
-        have = self.rows.columns[self.rows.at(ids)]
+        at = self.rows.at(ids)
+        have = self.rows.columns[at]
         for task in [only] if only is not None else list(self.tasks.values()):
             need = task.need
             fresh = (have & need) == need
+            if len(self.partitions) > 1:
+                fresh &= self.rows.task(task.spec.name, "state")[at] != APART
             if only is None and need:
                 fresh &= (before & need) != need
             elif only is None:
@@ -43,7 +46,8 @@ class Stepping(Ending):
             self._ready_for_step(ids)
             self._select()
         else:
-            task.ready.push(ids)
+            for partition, part in self._by_partition(ids):
+                self._queue(task, partition).push(part)
             self._dirty.add(f"task {name}")
 
     def _ready_for_step(self, ids: Ids) -> None:
@@ -60,10 +64,12 @@ class Stepping(Ending):
 
     def _skip(self, task: Task, ids: Ids) -> None:
         """Rows that the step can take as they came need no generating."""
+        state = self.rows.task(task.spec.name, "state")
+        ids = ids[state[self.rows.at(ids)] != APART]
         at = self.rows.at(ids)
-        self.rows.task(task.spec.name, "state")[at] = DONE
+        state[at] = DONE
         self.rows.todo[at] -= 1
-        self._through(task, len(ids))
+        self._through(task, ids)
 
     def _select(self) -> None:
         """Fill the step with ready groups, earliest deadline first, as far as the rule allows."""

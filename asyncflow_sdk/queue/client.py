@@ -61,36 +61,47 @@ class Verbs(Generic[B]):
         max_attempts: int = 3,
         admits: bool = False,
         batch_rows: int | None = None,
+        partitions: Sequence[str] = ("",),
     ) -> None:
         """Declare a task: see TaskSpec. Saying the same again does nothing. Raises ConfigError."""
         task = TaskSpec(
             name=name, needs=tuple(needs), gives=tuple(gives), lease_s=lease_s,
-            max_attempts=max_attempts, admits=admits, batch_rows=batch_rows,
+            max_attempts=max_attempts, admits=admits, batch_rows=batch_rows, partitions=tuple(partitions),
         )  # fmt: skip
         await self._port.send(cmd.Declare(task=task))
 
     async def _put(
-        self, columns: Mapping[str, Any], *, group_size: int = 1, key: str = "", timeout_s: float = 60.0
+        self,
+        columns: Mapping[str, Any],
+        *,
+        group_size: int = 1,
+        key: str = "",
+        partition: str = "",
+        timeout_s: float = 60.0,
     ) -> Rows:
         """Add ``group_size`` rows for each entry of ``columns``: the rows of a group share it.
 
-        The same ``key`` adds nothing the second time. A full queue makes it wait. Raises SchemaError,
+        The same ``key`` adds nothing the second time. ``partition``: only the tasks that take it see the rows. A full queue makes it wait. Raises SchemaError,
         ConfigError, Ended, MemoryFull, and DeadlineExceeded that says who keeps the queue full.
         """
         packed = blocks.pack_columns(columns)
         count = len(next(iter(packed.values()))) if packed else 0
-        command = cmd.Put(groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s)
+        command = cmd.Put(
+            groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s, partition=partition
+        )
         reply = await self._port.send_columns(command, packed if count else {})
         return Rows(reply.first, reply.count, reply.again)
 
-    async def _get(self, task: str, count: int = 1, *, timeout_s: float = 60.0) -> B:
+    async def _get(self, task: str, count: int = 1, *, partition: str | None = None, timeout_s: float = 60.0) -> B:
         """Lease up to ``count`` ready rows of a task, at least one; of a task with batch_rows, one whole step;
-        of a task that admits, whole groups.
+        of a task that admits, whole groups. The rows are of one ``partition``; without a name the partitions of
+        the task take turns.
 
         Raises Ended when there will never be another row, VersionNeeded when the replica must load newer
         weights first, DeadlineExceeded that says what is missing and who should bring it.
         """
-        answer = await self._port.answer(cmd.Lease(task=task, count=count, timeout_s=timeout_s))
+        command = cmd.Lease(task=task, count=count, timeout_s=timeout_s, partition=partition)
+        answer = await self._port.answer(command)
         lease = answer.reply
         if isinstance(lease, cmd.LoadFirst):
             raise VersionNeeded(f"task {task!r} gives nothing more before version {lease.version} is loaded")
@@ -126,9 +137,9 @@ class Verbs(Generic[B]):
         reply = await self._port.send(cmd.Wanted(timeout_s=timeout_s))
         return int(reply.count)
 
-    async def _end(self, *, cancel: bool = False) -> None:
-        """No further put. ``cancel``: rows that no step holds are cancelled."""
-        await self._port.send(cmd.End(cancel=cancel))
+    async def _end(self, *, cancel: bool = False, partition: str | None = None) -> None:
+        """No further put, into one partition or any. ``cancel``: its rows that no full step holds are cancelled."""
+        await self._port.send(cmd.End(cancel=cancel, partition=partition))
 
     async def _audit(self) -> Audit:
         """The balance: rows put = live + consumed + filtered + expired + failed + cancelled."""
@@ -177,8 +188,8 @@ class TransferQueue(Verbs[LeasedBatch]):
     status = sync(Verbs._status)
     flush = sync(Verbs._flush)
 
-    def get(self, task: str, count: int = 1, *, timeout_s: float = 60.0) -> LeasedBatch:
-        return drive(self._get(task, count, timeout_s=timeout_s))
+    def get(self, task: str, count: int = 1, *, partition: str | None = None, timeout_s: float = 60.0) -> LeasedBatch:
+        return drive(self._get(task, count, partition=partition, timeout_s=timeout_s))
 
     get.__doc__ = Verbs._get.__doc__
 

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 class Lease(Batch):
     """What both kinds of leased batch are. ``token``: the lease's fencing token. ``index``: number of the
-    step, else -1. ``version``: the version of the replica (rollout) or being trained (train), else -1."""
+    step, else -1. ``version``: the version of the replica (rollout) or being trained (train), else -1.
+    ``partition``: that the rows were put into."""
 
     token: int
     task: str
     index: int
     version: int
+    partition: str
     lease_s: float
     _port: Port
     _left: int
@@ -39,7 +41,7 @@ class Lease(Batch):
     def _bind(self, port: Port, lease: cmd.Leased) -> None:
         self._port, self._left = port, self.rows
         self.token, self.task, self.lease_s = lease.token, lease.task, lease.lease_s
-        self.index, self.version = lease.step, lease.version
+        self.index, self.version, self.partition = lease.step, lease.version, lease.partition
 
     async def _complete(
         self,

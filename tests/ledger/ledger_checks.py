@@ -13,7 +13,7 @@ from naive import Naive
 from asyncflow_sdk.errors import AsyncFlowError
 from asyncflow_sdk.ledger import TERMINAL, Ledger
 from asyncflow_sdk.ledger.ready import ReadyQueue
-from asyncflow_sdk.ledger.rows import DONE, LEASED, LIVE, NONE, READY, SELECTED, TASK_STATES, Rows
+from asyncflow_sdk.ledger.rows import APART, DONE, LEASED, LIVE, NONE, READY, SELECTED, TASK_STATES, Rows
 
 
 def freeze(thing: Any, seen: dict[int, Any] | None = None) -> Any:
@@ -52,11 +52,13 @@ def check_counters(ledger: Ledger) -> None:
     audit = ledger.audit()
     assert audit.balanced
     assert audit.live == len(live)
-    assert ledger.unselected == sum(rows.step[i] == NONE for i in live)
+    if ledger.steps is not None:
+        taken = rows.task(ledger.steps.task.spec.name, "state")
+        assert ledger.unselected == sum(rows.step[i] == NONE and taken[i] != APART for i in live)
     held: Counter[int] = Counter()
     for name, task in ledger.tasks.items():
         states, tokens = rows.task(name, "state"), rows.task(name, "token")
-        assert task.undone == sum(states[i] != DONE for i in live), name
+        assert +task.undone == +Counter(int(rows.partition[i]) for i in live if states[i] < DONE), name
         for i in live:
             assert (states[i] == LEASED) == (tokens[i] != NONE), TASK_STATES[states[i]]
             if states[i] == LEASED:
@@ -64,7 +66,7 @@ def check_counters(ledger: Ledger) -> None:
                 assert i + rows.base in ledger.leases[int(tokens[i])].ids
                 assert ledger.leases[int(tokens[i])].task == name
     for i in live:
-        assert rows.todo[i] == sum(rows.task(t, "state")[i] != DONE for t in ledger.tasks)
+        assert rows.todo[i] == sum(rows.task(t, "state")[i] < DONE for t in ledger.tasks)
     assert held == {token: lease.left for token, lease in ledger.leases.items()}
     assert all(lease.left > 0 and lease.session in ledger.sessions for lease in ledger.leases.values())
     if ledger.steps is not None:
