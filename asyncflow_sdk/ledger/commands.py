@@ -269,8 +269,56 @@ class Audit(Reply, frozen=True, tag="audit"):
         return {state: getattr(self, state) for state in TERMINAL}
 
 
+class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A client. ``rows``: leased to it, in ``leases``; the oldest of them, of ``task``, for ``held_s``. ``loaded``:
+    the version its replica generates with. ``pid`` 0 and ``host`` "": not known."""
+
+    id: int
+    name: str
+    age_s: float
+    loaded: int | None = None
+    leases: int = 0
+    rows: int = 0
+    task: str = ""
+    held_s: float = 0.0
+    pid: int = 0
+    host: str = ""
+
+
+class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A lease: ``rows`` left of it, held for ``since_s``, and ``left_s`` until they go back."""
+
+    token: int
+    task: str
+    session: int
+    name: str
+    rows: int
+    since_s: float
+    left_s: float
+
+
+class ParkedStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A request that waits since ``since_s``, for at most ``left_s`` more. ``verb``: what was asked for;
+    ``why``: what is missing, and who should bring it."""
+
+    session: int
+    name: str
+    verb: str
+    why: str
+    since_s: float
+    left_s: float
+
+
 class StatusReport(Reply, frozen=True, tag="status"):
-    """``rows``: task → state → count. ``waiting``: what each parked request waits for."""
+    """A queue at ``time_s`` (its own clock, seconds).
+
+    ``rows``: task → state → live rows. ``came`` and ``passed``: task → how often a row became ready for it and
+    was completed, since the start; their differences between two reports are rates. ``waiting``: by the client's
+    name, what its parked request waits for, in words. ``sessions`` and ``parked`` name at most 100 each, of
+    ``session_count`` and ``parked_count``. ``step``: being filled, of ``batch_rows`` rows; -1 without steps.
+    ``over``: the stream has ended. What only a server knows, 0 or "" without one: ``payload_bytes`` of live rows,
+    ``held_bytes`` of shared memory, ``written_bytes`` since the start, ``garbage`` messages, ``sdk``.
+    """
 
     rows: dict[str, dict[str, int]]
     ended: dict[str, int]
@@ -279,6 +327,28 @@ class StatusReport(Reply, frozen=True, tag="status"):
     free_slots: int
     version: int
     live: int
+    put: int = 0
+    capacity_rows: int = 0
+    came: dict[str, int] = {}
+    passed: dict[str, int] = {}
+    sessions: tuple[SessionStatus, ...] = ()
+    session_count: int = 0
+    parked: tuple[ParkedStatus, ...] = ()
+    parked_count: int = 0
+    oldest: LeaseStatus | None = None
+    lease_count: int = 0
+    batch_rows: int = 0
+    steps: int | None = None
+    version_age_s: float = -1.0
+    over: bool = False
+    time_s: float = 0.0
+    payload_bytes: int = 0
+    held_bytes: int = 0
+    written_bytes: int = 0
+    garbage: int = 0
+    pid: int = 0
+    host: str = ""
+    sdk: str = ""
 
 
 TERMINAL = ("consumed", "filtered", "expired", "failed", "cancelled")

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..types import events as ev
 from .commands import TERMINAL, Ids
-from .rows import DONE, LEASED, LIVE, NONE
+from .rows import DONE, LEASED, LIVE, NONE, TASK_STATES
 from .state import (
     CANCELLED,
     State,
@@ -52,14 +52,19 @@ class Ending(State):
         at = rows.at(ids)
         for name, task in self.tasks.items():
             states = rows.task(name, "state")[at]
+            counts = np.bincount(states, minlength=1 + len(TASK_STATES)).tolist()
+            task.counts = [now - gone for now, gone in zip(task.counts, counts, strict=False)]
             self._through(task, ids[states < DONE])
+            if not counts[LEASED]:
+                continue
             for token, count in zip(
                 *np.unique(rows.task(name, "token")[at][states == LEASED], return_counts=True), strict=True
             ):
                 lease = self.leases[int(token)]
                 lease.left -= int(count)
                 if not lease.left:
-                    del self.leases[lease.token]
+                    self._drop_lease(lease)
+        self._count_kinds(at, -1)
         if self.steps is not None:
             self.unselected -= int(((rows.step[at] == NONE) & self._trained(at)).sum())
         rows.finish(ids, state)

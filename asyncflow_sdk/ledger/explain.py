@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from . import commands as cmd
+from .rows import LEASED, READY, SELECTED
 
 if TYPE_CHECKING:
     from .state import State, Task, Waiter
@@ -107,11 +108,11 @@ def _missing(ledger: State, task: Task, now: float) -> str:
 
 def _lacking(ledger: State, task: Task) -> list[str]:
     """Columns that rows of a task still lack, and who gives them."""
-    rows = ledger.rows
-    have = rows.columns[rows.at(rows.live_ids())]
     parts: list[str] = []
+    kinds = ledger.kinds.items()
     for column in task.spec.needs:
-        count = int((have & ledger._bit(column) == 0).sum())
+        bit = int(ledger._bit(column))
+        count = sum(rows for (where, kind), rows in kinds if not kind & bit and ledger._takes(task, where))
         givers = " or ".join(repr(name) for name, other in ledger.tasks.items() if column in other.spec.gives)
         if count and givers:
             parts.append(f"{count} rows lack column {column!r}, which task {givers} gives")
@@ -124,17 +125,17 @@ def _holding(ledger: State, names: list[str], now: float) -> str:
     """Rows ready or leased in tasks, with the holders."""
     parts: list[str] = []
     for name in names:
-        counts = ledger.rows.task_counts(name)
-        leases = [held for held in ledger.leases.values() if held.task == name]
+        task = ledger.tasks[name]
+        ready = task.counts[READY] + task.counts[SELECTED]
         asking = len(ledger.waiters.get(f"task {name}", ()))
-        if counts["ready"] + counts["selected"]:
+        if ready:
             nobody = "" if asking else ", and nobody asks for them"
-            parts.append(f"{counts['ready'] + counts['selected']} rows are ready for task {name!r}{nobody}")
-        if leases:
-            oldest = min(leases, key=lambda held: held.since)
+            parts.append(f"{ready} rows are ready for task {name!r}{nobody}")
+        if task.leases:
+            oldest = next(iter(task.leases.values()))
             who = ledger.sessions[oldest.session].name
             parts.append(
-                f"{sum(held.left for held in leases)} rows are leased in task {name!r}, the oldest by {who} for"
+                f"{task.counts[LEASED]} rows are leased in task {name!r}, the oldest by {who} for"
                 f" {now - oldest.since:.1f} s"
             )
     return "; ".join(parts)

@@ -18,7 +18,7 @@ class Intake(Leasing):
     """Takes sessions, settings, tasks and rows."""
 
     def _join(self, command: cmd.Join) -> cmd.Reply:
-        session = Session(self._next_session, command.name)
+        session = Session(self._next_session, command.name, since=self._now)
         self._next_session += 1
         self.sessions[session.id] = session
         return cmd.Joined(session=session.id)
@@ -29,7 +29,7 @@ class Intake(Leasing):
 
     def _drop_session(self, session: int, reason: str, blame: bool) -> None:
         self._unpark(lambda waiter: waiter.session == session)
-        for lease in [held for held in self.leases.values() if held.session == session]:
+        for lease in list(self.sessions[session].leases.values()) if session in self.sessions else []:
             self._return(lease, self._outstanding(lease), reason, blame)
         self.sessions.pop(session, None)
 
@@ -81,6 +81,7 @@ class Intake(Leasing):
         rows.todo[rows.at(live)] += 1
         for partition, part in self._by_partition(live):
             task.undone[partition] = len(part)
+        task.counts[WAITING] = len(live)
         self._make_ready(live, np.zeros(len(live), np.uint64), only=task)
         if spec.admits and self.steps is not None:
             self._skip(task, live[rows.task(self.steps.task.spec.name, "state")[rows.at(live)] != WAITING])
@@ -163,9 +164,11 @@ class Intake(Leasing):
         rows.partition[at] = partition
         self.put_total += count
         self.unselected += count * trained
+        self._count_kinds(at, 1)
         for task in self.tasks.values():
             if task in takers:
                 task.undone[partition] += count
+                task.counts[WAITING] += count
             else:
                 rows.task(task.spec.name, "state")[at] = APART
         reply = cmd.PutDone(first=int(ids[0]), count=count, again=False)

@@ -118,9 +118,11 @@ class Leasing(Stepping):
         token, self._next_token = self._next_token, self._next_token + 1
         at = rows.at(ids)
         rows.task(name, "state")[at] = LEASED
+        task.move(len(ids), READY if task.spec.batch_rows is None else SELECTED, LEASED)
         rows.task(name, "token")[at] = token
         until = self._now + task.spec.lease_s
-        self.leases[token] = Held(token, name, session.id, ids, self._now, until, len(ids), step)
+        lease = Held(token, name, session.id, ids, self._now, until, len(ids), step)
+        self.leases[token] = task.leases[token] = session.leases[token] = lease
         return cmd.Leased(
             token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
             step=step, version=version, lease_s=task.spec.lease_s, partition=self._partition_of(ids[:1]),
@@ -149,15 +151,19 @@ class Leasing(Stepping):
         for name in command.columns:
             if name in self.schema and (twice := (before & self._bit(name)) != 0).any():
                 raise WriteOnceError(f"column {name!r} of row {mine[twice][0]} is already written")
-        if len(mine):
+        if len(mine) and command.columns:
+            self._count_kinds(at, -1)
             rows.columns[at] |= self._bits(command.columns)
+            self._count_kinds(at, 1)
+        task.move(len(mine), LEASED, DONE)
+        task.passed += len(mine)
         rows.task(lease.task, "state")[at] = DONE
         rows.task(lease.task, "token")[at] = NONE
         rows.todo[at] -= 1
         self._through(task, mine)
         lease.left -= len(mine)
         if not lease.left:
-            del self.leases[lease.token]
+            self._drop_lease(lease)
         if len(dropped):
             if task.spec.batch_rows is None:
                 self._end_groups(dropped, FILTERED, f"filtered by task {lease.task!r}")
@@ -202,7 +208,8 @@ class Leasing(Stepping):
         rows.task(name, "token")[at] = NONE
         lease.left -= len(ids)
         if not lease.left:
-            del self.leases[lease.token]
+            self._drop_lease(lease)
+        task.move(len(ids), LEASED, READY if task.spec.batch_rows is None else SELECTED)
         if task.spec.batch_rows is not None:
             assert self.steps is not None
             rows.task(name, "state")[at] = SELECTED
@@ -217,6 +224,7 @@ class Leasing(Stepping):
                 given_up = ids[spent][rows.state[rows.at(ids[spent])] == LIVE]
                 if len(given_up):  # its trainer has the row already: only this task goes without it
                     rows.task(name, "state")[rows.at(given_up)] = DONE
+                    task.move(len(given_up), READY, DONE)
                     rows.todo[rows.at(given_up)] -= 1
                     self._through(task, given_up)
                     self.reasons[f"skipped: {tries}"] += len(given_up)

@@ -17,7 +17,7 @@ from ..errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost
 from . import commands as cmd
 from .commands import TERMINAL
 from .explain import explain
-from .rows import NONE
+from .reporting import report
 from .state import (
     Effects,
     Session,
@@ -152,17 +152,8 @@ class Ledger(Versioning):
         return cmd.Audit(put=self.put_total, live=live, reasons=dict(self.reasons), **ended)
 
     def status(self) -> cmd.StatusReport:
-        """Rows by task and state, and what each parked request waits for."""
-        waiting = {self._name(w.session): explain(self, w, self._now) for ws in self.waiters.values() for w in ws}
-        return cmd.StatusReport(
-            rows={name: self.rows.task_counts(name) for name in self.tasks},
-            ended=dict(zip(TERMINAL, self.rows.ended[1:].tolist(), strict=True)),
-            waiting=waiting,
-            step=self.steps.window.step if self.steps else NONE,
-            free_slots=self.steps.window.free if self.steps else 0,
-            version=self.version,
-            live=self.put_total - int(self.rows.ended.sum()),
-        )
+        """Rows by task and state, sessions, leases, and what each parked request waits for."""
+        return report(self)
 
 
 def _place(command: cmd.Command) -> str:

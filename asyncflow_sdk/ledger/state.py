@@ -15,7 +15,7 @@ from ..types import events as ev
 from . import commands as cmd
 from .commands import TERMINAL, Ids, TaskSpec
 from .ready import ReadyQueue
-from .rows import APART, NONE, Rows
+from .rows import APART, NONE, TASK_STATES, Rows
 from .window import Window
 
 CONSUMED, FILTERED, EXPIRED, FAILED, CANCELLED = range(1, 1 + len(TERMINAL))
@@ -30,6 +30,8 @@ class Session:
     id: int
     name: str
     loaded: int | None = None
+    since: float = 0.0
+    leases: dict[int, Held] = field(default_factory=dict)  # by token, the oldest first
 
 
 @dataclass
@@ -59,7 +61,8 @@ class Waiter:
 
 @dataclass
 class Task:
-    """A task, its ready rows and its ``undone`` ones (live, not completed), each by partition."""
+    """A task, its ready rows and its ``undone`` ones (live, not completed), each by partition. ``counts``: live
+    rows by their state in it. ``came`` and ``passed``: how often a row became ready for it, and was completed."""
 
     spec: TaskSpec
     need: np.uint64
@@ -67,6 +70,15 @@ class Task:
     undone: Counter[int] = field(default_factory=Counter)
     turn: int = 0  # a lease that names no partition looks there first
     redo: dict[int, deque[Ids]] = field(default_factory=dict)  # admitted rows whose producer was lost
+    counts: list[int] = field(default_factory=lambda: [0] * len(TASK_STATES))
+    came: int = 0
+    passed: int = 0
+    leases: dict[int, Held] = field(default_factory=dict)  # by token, the oldest first
+
+    def move(self, count: int, before: int, after: int) -> None:
+        """``count`` live rows changed their state."""
+        self.counts[before] -= count
+        self.counts[after] += count
 
 
 @dataclass
@@ -112,6 +124,7 @@ class State:
         self.put_total = 0
         self.reasons: Counter[str] = Counter()
         self.unselected = 0  # live rows that the steps take and have not taken yet
+        self.kinds: dict[tuple[int, int], int] = {}  # live rows by their partition and the bit set of their columns
         self.schema: dict[str, ColumnSpec] = {}
         self._places: dict[str, int] = {}  # of a column's bit
         self._reselect = False
@@ -167,6 +180,28 @@ class State:
             return ended and not task.undone[self.partitions.get(partition, NONE)]
         ended = self.ended or self.ended_partitions.issuperset(task.spec.partitions)
         return ended and not any(task.undone.values())
+
+    def _count_kinds(self, at: Ids, change: int) -> None:
+        """Live rows with the columns they have came (``change`` 1) or went (-1)."""
+        for partition, ids in self._by_partition(at + self.rows.base):
+            columns = self.rows.columns[self.rows.at(ids)]
+            if len(columns) == 1 or (columns == columns[0]).all():  # as they nearly always are
+                parts = [(int(columns[0]), len(columns))]
+            else:
+                kinds, counts = np.unique(columns, return_counts=True)
+                parts = list(zip(kinds.tolist(), counts.tolist(), strict=True))
+            for kind, count in parts:
+                left = self.kinds.get((partition, kind), 0) + change * count
+                if left:
+                    self.kinds[partition, kind] = left
+                else:
+                    del self.kinds[partition, kind]
+
+    def _drop_lease(self, lease: Held) -> None:
+        """None of its rows is left."""
+        del self.leases[lease.token]
+        del self.tasks[lease.task].leases[lease.token]
+        del self.sessions[lease.session].leases[lease.token]
 
     def _through(self, task: Task, ids: Ids) -> None:
         """Rows are through with a task: done, or ended."""

@@ -42,6 +42,8 @@ class Stepping(Ending):
             if not len(ids):
                 return
         self.rows.task(name, "state")[self.rows.at(ids)] = READY
+        task.move(len(ids), WAITING, READY)
+        task.came += len(ids)
         if self.steps is not None and task is self.steps.task:
             self._ready_for_step(ids)
             self._select()
@@ -67,6 +69,8 @@ class Stepping(Ending):
         state = self.rows.task(task.spec.name, "state")
         ids = ids[state[self.rows.at(ids)] != APART]
         at = self.rows.at(ids)
+        for before, count in enumerate(np.bincount(state[at]).tolist()):
+            task.move(count, before, DONE)
         state[at] = DONE
         self.rows.todo[at] -= 1
         self._through(task, ids)
@@ -86,6 +90,7 @@ class Stepping(Ending):
                     continue
                 at = rows.at(ids)
                 rows.task(name, "state")[at] = SELECTED
+                steps.task.move(len(ids), READY, SELECTED)
                 rows.step[at] = window.step
                 window.select(len(ids), deadline)
                 self.unselected -= len(ids)

@@ -59,6 +59,8 @@ def check_counters(ledger: Ledger) -> None:
     for name, task in ledger.tasks.items():
         states, tokens = rows.task(name, "state"), rows.task(name, "token")
         assert +task.undone == +Counter(int(rows.partition[i]) for i in live if states[i] < DONE), name
+        assert dict(zip(TASK_STATES, task.counts, strict=True)) == rows.task_counts(name)
+        assert list(task.leases) == [token for token, lease in ledger.leases.items() if lease.task == name]
         for i in live:
             assert (states[i] == LEASED) == (tokens[i] != NONE), TASK_STATES[states[i]]
             if states[i] == LEASED:
@@ -69,6 +71,9 @@ def check_counters(ledger: Ledger) -> None:
         assert rows.todo[i] == sum(rows.task(t, "state")[i] < DONE for t in ledger.tasks)
     assert held == {token: lease.left for token, lease in ledger.leases.items()}
     assert all(lease.left > 0 and lease.session in ledger.sessions for lease in ledger.leases.values())
+    for number, session in ledger.sessions.items():
+        assert list(session.leases) == [token for token, lease in ledger.leases.items() if lease.session == number]
+    assert ledger.kinds == Counter((int(rows.partition[i]), int(rows.columns[i])) for i in live)
     if ledger.steps is not None:
         _check_window(ledger, live)
 

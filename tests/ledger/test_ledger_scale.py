@@ -95,6 +95,8 @@ def calls_and_rows(live: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int
     looked = []
     is_ready = ReadyQueue.is_ready
     monkeypatch.setattr(ReadyQueue, "is_ready", lambda self, ids: (looked.append(len(ids)), is_ready(self, ids))[1])
+    live_ids = Rows.live_ids
+    monkeypatch.setattr(Rows, "live_ids", lambda self: (looked.append(self.count), live_ids(self))[1])
     calls = 0
 
     def count(frame: Any, event: str, arg: Any) -> None:
@@ -120,6 +122,9 @@ def calls_and_rows(live: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int
     try:
         turn(replica, "rollout", {"response": TOKENS})
         turn(judge, "reward", {"reward": NUMBER})
+        queue.ledger.apply(judge, cmd.Lease(task="train", count=1), 0.0, 0)  # says why there is nothing
+        queue.ledger.apply(judge, cmd.GetStatus(), 0.0, 0)
+        queue.ledger.drain()
         queue.ledger.tick(0.0)
         queue.ledger.next_deadline()
     finally:
