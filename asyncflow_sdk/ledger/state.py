@@ -135,6 +135,11 @@ class State:
         self._effects = Effects()
         self._now = 0.0
 
+    @property
+    def now(self) -> float:
+        """Ledger seconds at the last input."""
+        return self._now
+
     def _task(self, name: str) -> Task:
         try:
             return self.tasks[name]

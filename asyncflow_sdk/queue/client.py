@@ -23,6 +23,7 @@ from ._once import drive, sync
 from .connection import BlockingPort, Connection, LoopPort, Port
 from .leased import AsyncLeasedBatch, Lease, LeasedBatch
 from .protocol import Answer
+from .stream import AsyncStream, BlockingStream, Stream
 
 B = TypeVar("B", bound=Lease)
 
@@ -40,6 +41,7 @@ class Verbs(Generic[B]):
     """Every verb of the queue, once. ``TransferQueue`` and ``AsyncTransferQueue`` are its two faces."""
 
     _batch: type[B]
+    _streams: type[Stream[B]]
 
     def __init__(self, port: Port) -> None:
         self._port = port
@@ -92,19 +94,37 @@ class Verbs(Generic[B]):
         reply = await self._port.send_columns(command, packed if count else {})
         return Rows(reply.first, reply.count, reply.again)
 
-    async def _get(self, task: str, count: int = 1, *, partition: str | None = None, timeout_s: float = 60.0) -> B:
+    async def _get(
+        self,
+        task: str,
+        count: int = 1,
+        *,
+        partition: str | None = None,
+        timeout_s: float = 60.0,
+        ack: Lease | None = None,
+    ) -> B:
         """Lease up to ``count`` ready rows of a task, at least one; of a task with batch_rows, one whole step;
         of a task that admits, whole groups. The rows are of one ``partition``; without a name the partitions of
         the task take turns.
 
+        ``ack``: a batch to acknowledge in the same request, as its ``finish`` said or, without one, all its rows
+        that are left. It has its effect whatever becomes of the lease: before one is waited for. If it fails, its
+        error (LeaseLost, SchemaError, WriteOnceError) is raised and nothing was leased.
+
         Raises Ended when there will never be another row, VersionNeeded when the replica must load newer
         weights first, DeadlineExceeded that says what is missing and who should bring it.
         """
-        command = cmd.Lease(task=task, count=count, timeout_s=timeout_s, partition=partition)
-        answer = await self._port.answer(command)
+        return await self._take(cmd.Lease(task=task, count=count, timeout_s=timeout_s, partition=partition), ack)
+
+    async def _take(self, ask: cmd.Lease, last: Lease | None, *, acknowledge: bool = True) -> B:
+        """The batch that ``ask`` gives. The last word on batch ``last`` rides with it."""
+        answer = None if last is None else await last._post_last(ask, acknowledge=acknowledge)
+        if answer is None:
+            answer = await self._port.answer(ask)
+        answer.raise_error()
         lease = answer.reply
         if isinstance(lease, cmd.LoadFirst):
-            raise VersionNeeded(f"task {task!r} gives nothing more before version {lease.version} is loaded")
+            raise VersionNeeded(f"task {ask.task!r} gives nothing more before version {lease.version} is loaded")
         assert isinstance(lease, cmd.Leased)
         try:
             batch = self._read(answer, lease)
@@ -127,6 +147,19 @@ class Verbs(Generic[B]):
             return reader.writable(where[name], name, answer.schema, len(ids))
 
         return self._batch(ids, unpack_ids(lease.groups), columns, writable)
+
+    def _stream(
+        self, task: str, count: int = 1, *, partition: str | None = None, timeout_s: float = 60.0
+    ) -> Stream[B]:
+        """Batches of a task, one after another, until the stream ends; ``get`` says what each is.
+
+        What ``batch.finish`` said is sent with the request for the next batch, so that a batch costs one request.
+        A batch that was neither finished nor completed is given back then. ``timeout_s``: the longest wait
+        for one batch. Leaving the loop sends what is unsent; use it as a context manager, too, to have
+        an exception in the loop count against the rows.
+        """
+        ask = cmd.Lease(task=task, count=count, timeout_s=timeout_s, partition=partition)
+        return self._streams(lambda last: self._take(ask, last, acknowledge=False))
 
     async def _loaded(self, version: int) -> None:
         """Say that this session's replica generates with ``version`` from now on."""
@@ -162,6 +195,8 @@ class AsyncTransferQueue(Verbs[AsyncLeasedBatch]):
     """The queue for event loops. One object serves one loop."""
 
     _batch = AsyncLeasedBatch
+    _streams = AsyncStream
+    stream = Verbs._stream
     configure = Verbs._configure
     declare = Verbs._declare
     put = Verbs._put
@@ -178,6 +213,7 @@ class TransferQueue(Verbs[LeasedBatch]):
     """The queue for threads. Thread-safe: calls of different threads do not wait for each other."""
 
     _batch = LeasedBatch
+    _streams = BlockingStream
     configure = sync(Verbs._configure)
     declare = sync(Verbs._declare)
     put = sync(Verbs._put)
@@ -188,10 +224,27 @@ class TransferQueue(Verbs[LeasedBatch]):
     status = sync(Verbs._status)
     flush = sync(Verbs._flush)
 
-    def get(self, task: str, count: int = 1, *, partition: str | None = None, timeout_s: float = 60.0) -> LeasedBatch:
-        return drive(self._get(task, count, partition=partition, timeout_s=timeout_s))
+    def get(
+        self,
+        task: str,
+        count: int = 1,
+        *,
+        partition: str | None = None,
+        timeout_s: float = 60.0,
+        ack: Lease | None = None,
+    ) -> LeasedBatch:
+        return drive(self._get(task, count, partition=partition, timeout_s=timeout_s, ack=ack))
 
     get.__doc__ = Verbs._get.__doc__
+
+    def stream(
+        self, task: str, count: int = 1, *, partition: str | None = None, timeout_s: float = 60.0
+    ) -> BlockingStream:
+        stream = self._stream(task, count, partition=partition, timeout_s=timeout_s)
+        assert isinstance(stream, BlockingStream)
+        return stream
+
+    stream.__doc__ = Verbs._stream.__doc__
 
     @property
     def aio(self) -> AsyncTransferQueue:

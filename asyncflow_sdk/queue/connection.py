@@ -6,15 +6,16 @@ import contextlib
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from .._version import __version__
 from ..errors import ProtocolError, ServerLost
 from ..ledger import commands as cmd
-from ..memory import Arena, Mapper
+from ..memory import Allocation, Arena, Mapper
 from ..types import Column, Event
 from ..wire import Client, process_key
 from . import blocks
@@ -22,6 +23,18 @@ from .protocol import Answer, Call, Hello, Welcome, decode_answer, encode
 
 CALL_S = 30.0
 """How long a call that waits for nothing may take before the server counts as lost (seconds)."""
+
+
+WritingCommand: TypeAlias = cmd.Put | cmd.Complete
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A command to be sent, and where its payload was written."""
+
+    command: WritingCommand | cmd.GiveBack
+    block: blocks.Block | None = None
+    space: Allocation | None = None
 
 
 class Connection:
@@ -60,18 +73,25 @@ class Connection:
         with self._lock:
             self._events.extend(events)
 
-    def call(self, command: cmd.AnyCommand | None, block: blocks.Block | None = None) -> bytes:
+    def call(
+        self, command: cmd.AnyCommand | None, block: blocks.Block | None = None, then: cmd.Lease | None = None
+    ) -> bytes:
         """The encoded call, with the events that were waiting."""
         with self._lock:
-            body = encode(Call(command, block, tuple(self._events)))
+            body = encode(Call(command, block, tuple(self._events), then))
             self._events.clear()
         return body
 
-    def answered(self, body: bytes) -> Answer:
-        """The answer, its notices taken. Raises what the server reported."""
+    def opened(self, body: bytes) -> Answer:
+        """The answer, its notices taken. It may be an error."""
         answer = decode_answer(body)
         for segment, generation, count in answer.freed:
             self.arena.free(segment, generation, count)
+        return answer
+
+    def answered(self, body: bytes) -> Answer:
+        """The same. Raises what the server reported."""
+        answer = self.opened(body)
         answer.raise_error()
         return answer
 
@@ -104,24 +124,39 @@ class Port:
     async def send(self, command: cmd.AnyCommand) -> Any:
         return (await self.answer(command)).reply
 
-    async def send_columns(self, command: cmd.Put | cmd.Complete, columns: Mapping[str, Column]) -> Any:
-        """Write columns to shared memory and send the command with their place.
-
-        From the moment it is sent, the block is the server's to free: it alone knows whether rows lie in it,
-        also when this call is cancelled before the answer is here.
-        """
+    def write(self, command: WritingCommand, columns: Mapping[str, Column]) -> Letter:
+        """Write columns to shared memory: the command with their place, ready to be posted, or to be torn."""
         if not columns:
-            return await self.send(command)
+            return Letter(command)
         self.connection.wire.check()  # a forked child must not write into what its parent writes
         specs = {name: column.spec for name, column in columns.items()}
         block, space = blocks.write(self.connection.arena, columns)
+        return Letter(msgspec.structs.replace(command, columns=specs), block, space)
+
+    async def post(self, letter: Letter, then: cmd.Lease | None = None) -> Answer:
+        """Send a letter, and in the same request ask for a lease. The answer may be an error.
+
+        From the moment it is sent, the block is the server's to free: it alone knows whether rows lie in it,
+        also when this call is cancelled before the answer is here. So a letter is posted once.
+        """
         try:
-            body = self.connection.call(msgspec.structs.replace(command, columns=specs), block)
+            body = self.connection.call(letter.command, letter.block, then)
         except BaseException:
-            self.connection.arena.free(space.segment, space.generation)
+            self.tear(letter)
             raise
-        timeout_s: float = getattr(command, "timeout_s", CALL_S)
-        return self.connection.answered(await self.ask(body, timeout_s)).reply
+        timeout_s: float = getattr(then or letter.command, "timeout_s", CALL_S)
+        return self.connection.opened(await self.ask(body, timeout_s))
+
+    def tear(self, letter: Letter) -> None:
+        """A letter that was never posted: its memory is free again."""
+        if letter.space is not None:
+            self.connection.arena.free(letter.space.segment, letter.space.generation)
+
+    async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
+        """Write and post. Returns the reply, or raises what the server reported."""
+        answer = await self.post(self.write(command, columns))
+        answer.raise_error()
+        return answer.reply
 
 
 class BlockingPort(Port):

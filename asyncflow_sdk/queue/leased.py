@@ -2,10 +2,16 @@
 
 with queue.get("reward", count=64) as batch:        # an exception gives the rows back
     batch.complete({"reward": score(batch["response"])})
+
+A loop saves half of its requests when the last word on one batch rides with the request for the next:
+
+for batch in queue.stream("reward", count=64):
+    batch.finish({"reward": score(batch["response"])})
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,15 +19,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import LeaseLost, SchemaError
+from ..errors import AsyncFlowError, LeaseLost, SchemaError
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
-from ..types import Batch
+from ..types import Batch, Column
 from ._once import drive, sync
 from .blocks import pack_columns
+from .connection import Letter, Port
 
 if TYPE_CHECKING:
-    from .connection import Port
+    from .protocol import Answer
+
+_LEFT = "left without completing"
 
 
 class Lease(Batch):
@@ -37,6 +46,7 @@ class Lease(Batch):
     lease_s: float
     _port: Port
     _left: int
+    _last: tuple[Letter, int] | None = None  # what finish() left to be sent, and of how many rows
 
     def _bind(self, port: Port, lease: cmd.Leased) -> None:
         self._port, self._left = port, self.rows
@@ -57,6 +67,38 @@ class Lease(Batch):
         Returns the ids that were no longer this lease's because their group had ended; nothing was written
         for them. Raises LeaseLost, SchemaError, WriteOnceError; then nothing had an effect.
         """
+        command, packed, count = self._completion(columns, index, filtered)
+        try:
+            reply = await self._port.send_columns(command, packed)
+        except LeaseLost:
+            self._left = 0  # there is nothing left to give back
+            raise
+        assert isinstance(reply, cmd.Completed)
+        self._left -= count
+        return unpack_ids(reply.revoked)
+
+    def finish(
+        self,
+        columns: Mapping[str, Any] | None = None,
+        *,
+        index: npt.ArrayLike | None = None,
+        filtered: npt.ArrayLike | None = None,
+    ) -> None:
+        """Like ``complete``, but sent with the request for the next batch: by ``get(..., ack=batch)``, by the
+        ``stream`` that gave this batch, or when its ``with`` block ends. What the server finds wrong with it
+        is raised there. Say it once, as the last word on a batch.
+
+        The values are copied here and now. Raises SchemaError for what can be seen here.
+        """
+        if self._last is not None:
+            raise SchemaError("this batch is finished already; complete() takes rows in parts, finish() the last")
+        command, packed, count = self._completion(columns, index, filtered)
+        self._last = self._port.write(command, packed), count
+
+    def _completion(
+        self, columns: Mapping[str, Any] | None, index: npt.ArrayLike | None, filtered: npt.ArrayLike | None
+    ) -> tuple[cmd.Complete, dict[str, Column], int]:
+        """The command, its payload, and how many rows it is of."""
         rows = None if index is None else _positions(index)
         count = self.rows if rows is None else len(rows)
         drop = None
@@ -68,15 +110,30 @@ class Lease(Batch):
         command = cmd.Complete(
             token=self.token, columns={}, index=None if rows is None else rows.tobytes(), filtered=drop
         )
-        packed = pack_columns(columns or {})
-        try:
-            reply = await self._port.send_columns(command, packed)
-        except LeaseLost:
+        return command, pack_columns(columns or {}), count
+
+    async def _post_last(self, then: cmd.Lease | None = None, *, acknowledge: bool = False) -> Answer | None:
+        """Send the last word on this batch, if there is one to send, and with it the request ``then``.
+
+        Without a ``finish`` it acknowledges all rows left, or gives them back. Returns the answer of ``then``.
+        Raises what the server found wrong with the last word; then nothing was leased.
+        """
+        last, self._last = self._last, None
+        if last is None:
+            if self._left <= 0:
+                return None
+            token = self.token
+            word = cmd.Complete(token=token, columns={}) if acknowledge else cmd.GiveBack(token=token, reason=_LEFT)
+            last = Letter(word), self._left
+        letter, count = last
+        answer = await self._port.post(letter, then)
+        if answer.first is not None or (then is None and answer.error is None):
+            self._left -= count
+        elif answer.error is not None and answer.error[0] == LeaseLost.__name__:
             self._left = 0  # there is nothing left to give back
-            raise
-        assert isinstance(reply, cmd.Completed)
-        self._left -= count
-        return unpack_ids(reply.revoked)
+        if then is None or answer.first is None:
+            answer.raise_error()
+        return answer
 
     async def _give_back(self, *, index: npt.ArrayLike | None = None, reason: str = "", blame: bool = False) -> None:
         """Return rows for others to take. ``blame``: the attempt counts; after too many the group fails."""
@@ -98,9 +155,12 @@ class Lease(Batch):
         await self._complete(filtered=filtered)
 
     async def _close(self, error: BaseException | None) -> None:
+        if self._last is not None:
+            with contextlib.suppress(*(() if error is None else (AsyncFlowError,))):
+                await self._post_last()
         if self._left <= 0:
             return
-        reason = f"{type(error).__name__}: {error}" if error is not None else "left without completing"
+        reason = f"{type(error).__name__}: {error}" if error is not None else _LEFT
         try:
             await self._give_back(reason=reason, blame=isinstance(error, Exception))
         except LeaseLost:

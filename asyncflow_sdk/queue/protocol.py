@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, by_name
-from ..ledger.commands import AnyCommand, AnyReply
+from ..ledger.commands import AnyCommand, AnyReply, Lease
 from ..types import ColumnSpec, Event
 from .blocks import Block, Located
 
@@ -31,22 +31,27 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """``command`` None only delivers ``events``. ``block``: the payload of a put or a completion."""
+    """``command`` None only delivers ``events``. ``block``: the payload of a put or a completion. ``then``: a lease
+    asked for by the way, once ``command`` (a completion or a return of rows) has had its effect; if that fails,
+    nothing is leased."""
 
     command: AnyCommand | Hello | None
     block: Block | None = None
     events: tuple[Event, ...] = ()
+    then: Lease | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Either ``reply`` or ``error`` (class name and message). ``freed``: (segment, generation, blocks) of
-    this session's that nobody needs any more."""
+    this session's that nobody needs any more. ``first``: of a call with ``then``, what ``command`` came to; None when
+    that failed, and the error is its. With it, ``reply`` and ``error`` are those of ``then``."""
 
     reply: AnyReply | Welcome | None = None
     error: tuple[str, str] | None = None
     located: tuple[Located, ...] = ()
     schema: dict[str, ColumnSpec] = {}
     freed: tuple[tuple[str, int, int], ...] = ()
+    first: AnyReply | None = None
 
     def raise_error(self) -> None:
         if self.error is not None:

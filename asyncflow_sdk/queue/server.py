@@ -38,6 +38,8 @@ class _Pending:
     command: cmd.AnyCommand
     block: Block | None
     ids: Ids | None  # of a completion, in the order of the block's entries
+    then: cmd.Lease | None = None  # to be carried out when this one has had its effect
+    first: cmd.Reply | None = None  # what came of the command that this one rode with
 
 
 class QueueServer:
@@ -93,18 +95,18 @@ class QueueServer:
             for event in call.events:
                 self._emit(event)
             if call.command is None:
-                self._answer(ticket, session, cmd.Done())
+                self._answer(ticket, session, Answer(cmd.Done()))
             elif isinstance(call.command, Hello):
                 self._hello(session, ticket, call.command)
             else:
                 self._command(session, ticket, call)
         except msgspec.MsgspecError as error:
-            self._answer(ticket, session, ProtocolError(f"the server cannot read this call: {error}"))
+            self._fail(ticket, session, ProtocolError(f"the server cannot read this call: {error}"))
         except AsyncFlowError as error:
-            self._answer(ticket, session, error)
+            self._fail(ticket, session, error)
         except Exception as error:  # a call that should have been refused: it fails alone
             _log.exception("the queue server failed at a call")
-            self._answer(ticket, session, ProtocolError(f"the server failed at this call: {error!r}"))
+            self._fail(ticket, session, ProtocolError(f"the server failed at this call: {error!r}"))
 
     def dropped(self, session: str, ticket: int, answer: bytes | None) -> None:
         if session not in self._sessions:
@@ -153,7 +155,7 @@ class QueueServer:
         (_, joined), *_rest = self.ledger.drain().answers
         assert isinstance(joined, cmd.Joined)
         self._sessions[session] = joined.session
-        self._answer(ticket, session, Welcome(joined.session, str(self.directory.path), __version__))
+        self._answer(ticket, session, Answer(Welcome(joined.session, str(self.directory.path), __version__)))
         self._wire.watch(session, hello.pid, hello.pid_key)
 
     def _command(self, session: str, ticket: int, call: Call) -> None:
@@ -172,7 +174,9 @@ class QueueServer:
                 if ids is not None and step >= 0
                 else None
             )
-            self._pending[ticket] = _Pending(session, command, call.block, ids)
+            if call.then is not None and not isinstance(command, (cmd.Complete, cmd.GiveBack)):
+                raise ProtocolError("a lease rides with a completion or a return of rows, and with nothing else")
+            self._pending[ticket] = _Pending(session, command, call.block, ids, call.then)
             self.ledger.apply(number, command, time.monotonic(), ticket)
         except Exception:
             self._pending.pop(ticket, None)
@@ -215,10 +219,17 @@ class QueueServer:
     def _flush(self, trained: tuple[int, Ids, Ids] | None = None) -> None:
         """Answer, tell, and free. ``trained``: step, rows and groups of rows of a step being acknowledged."""
         effects = self.ledger.drain()
+        following: list[tuple[int, _Pending, cmd.Lease]] = []
         for ticket, reply in effects.answers:
             pending = self._pending.pop(ticket, None)
-            if pending is not None:
-                self._carry_out(ticket, pending, reply)
+            if pending is None:
+                continue
+            answer = self._carry_out(pending, reply)
+            if pending.then is not None and answer.error is None:
+                rider = _Pending(pending.session, pending.then, None, None, first=reply)  # type: ignore[arg-type]
+                following.append((ticket, rider, pending.then))
+            else:
+                self._answer(ticket, pending.session, answer)
         done = any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
         if trained is not None and self._on_step is not None and done:
             step, ids, groups = trained
@@ -228,8 +239,14 @@ class QueueServer:
         for ids in effects.retired:
             for owner, block in self._places.retire(ids):
                 self._free(owner, block)
+        for ticket, rider, lease in following:
+            self._pending[ticket] = rider
+            self.ledger.apply(self._sessions[rider.session], lease, self.ledger.now, ticket)
+        if following:
+            self._flush()
 
-    def _carry_out(self, ticket: int, pending: _Pending, reply: cmd.Reply | AsyncFlowError) -> None:
+    def _carry_out(self, pending: _Pending, reply: cmd.Reply | AsyncFlowError) -> Answer:
+        """What a reply means for payload, and the answer to send."""
         located: tuple[Located, ...] = ()
         schema: dict[str, ColumnSpec] = {}
         block = pending.block
@@ -249,7 +266,9 @@ class QueueServer:
         elif isinstance(reply, cmd.Leased):
             needs = self.ledger.tasks[reply.task].spec.needs
             located, schema = self._locate(unpack_ids(reply.ids), needs)
-        self._answer(ticket, pending.session, reply, located, schema)
+        if isinstance(reply, AsyncFlowError):
+            return Answer(error=failure(reply), first=pending.first)  # type: ignore[arg-type]
+        return Answer(reply, None, located, schema, first=pending.first)  # type: ignore[arg-type]
 
     def _place_completion(self, pending: _Pending, revoked: Ids) -> None:
         if pending.block is None or pending.ids is None:
@@ -277,20 +296,15 @@ class QueueServer:
         self._pending = {ticket: pending for ticket, pending in self._pending.items() if pending.session != session}
         self._files.ended(number, self._places.segments_of(session))
 
-    def _answer(
-        self,
-        ticket: int,
-        session: str,
-        reply: cmd.Reply | Welcome | AsyncFlowError,
-        located: tuple[Located, ...] = (),
-        schema: dict[str, ColumnSpec] | None = None,
-    ) -> None:
+    def _answer(self, ticket: int, session: str, answer: Answer) -> None:
+        """Answer a request, with the news of freed memory."""
         freed = tuple((*key, blocks) for key, blocks in self._freed.pop(session, {}).items())
-        if isinstance(reply, AsyncFlowError):
-            answer = Answer(error=failure(reply), freed=freed)
-        else:
-            answer = Answer(reply, None, located, schema or {}, freed)  # type: ignore[arg-type]
+        if freed:
+            answer = msgspec.structs.replace(answer, freed=freed)
         self._wire.answer(ticket, encode(answer))
+
+    def _fail(self, ticket: int, session: str, error: AsyncFlowError) -> None:
+        self._answer(ticket, session, Answer(error=failure(error)))
 
     def _status(self, now: float) -> None:
         status = self.ledger.status()
