@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class Connection:
         self.reader = blocks.Reader(self.mapper)
 
     def _hello(self) -> Welcome:
-        hello = Hello(self.name, os.getpid(), process_key(os.getpid()), __version__)
+        hello = Hello(self.name, os.getpid(), process_key(os.getpid()), __version__, socket.gethostname())
         answer = decode_answer(self.wire.ask(encode(Call(hello)), CALL_S))
         answer.raise_error()
         assert isinstance(answer.reply, Welcome)

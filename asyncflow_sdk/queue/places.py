@@ -36,6 +36,8 @@ class Places:
         self._capacity = 1024
         self._blocks: dict[int, _Live] = {}
         self._next_block = 0
+        self.live_bytes = 0  # of payload that rows still need
+        self.written_bytes = 0  # of payload, ever
         self._segments: defaultdict[str, Counter[str]] = defaultdict(Counter)  # owner → segment → blocks
 
     def add(self, ids: Ids, block: Block, owner: str, entries: npt.NDArray[np.int64]) -> None:
@@ -50,6 +52,9 @@ class Places:
         self._reserve(int(ids.max()))
         number, self._next_block = self._next_block, self._next_block + 1
         self._blocks[number] = _Live(block, owner, len(ids))
+        nbytes = _nbytes(block)
+        self.live_bytes += nbytes
+        self.written_bytes += nbytes
         self._segments[owner][block.segment] += 1
         self._families[family][ids - self._base] = (number << _SHIFT) + entries
 
@@ -99,6 +104,7 @@ class Places:
                 live.rows -= count
                 if not live.rows:
                     del self._blocks[number]
+                    self.live_bytes -= _nbytes(live.block)
                     self._forget(live)
                     freed.append((live.owner, live.block))
         return freed
@@ -130,6 +136,10 @@ class Places:
             self._families[family] = new
         self._base += gone
         self._capacity = capacity
+
+
+def _nbytes(block: Block) -> int:
+    return sum(placed.nbytes + 8 * (block.rows + 1) * (placed.offsets >= 0) for placed in block.columns)
 
 
 def _located(columns: tuple[str, ...], place: npt.NDArray[np.int64], blocks: dict[int, _Live]) -> Located:

@@ -14,12 +14,14 @@ from .blocks import Block, Located
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """The first call of a client. ``pid_key`` lets the server see its death; "" where it cannot."""
+    """The first call of a client. ``pid_key`` lets the server see its death; "" where it cannot. ``host``: for
+    people."""
 
     name: str
     pid: int
     pid_key: str
     sdk: str
+    host: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from ..wire import Server
 from .blocks import Block, Located, Reader
 from .checks import check_call, owns
 from .files import Files
+from .gauges import Gauges
 from .places import Places
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
 
@@ -65,6 +65,7 @@ class QueueServer:
         self._files = Files(self.directory.path)
         self._mapper = Mapper(self.directory.path)
         self._reader = Reader(self._mapper)
+        self._gauges = Gauges(self.directory.path, self._places)
         self._on_event = on_event
         self._on_step = on_step
         self._sessions: dict[str, int] = {}
@@ -155,6 +156,7 @@ class QueueServer:
         (_, joined), *_rest = self.ledger.drain().answers
         assert isinstance(joined, cmd.Joined)
         self._sessions[session] = joined.session
+        self._gauges.came(joined.session, hello)
         self._answer(ticket, session, Answer(Welcome(joined.session, str(self.directory.path), __version__)))
         self._wire.watch(session, hello.pid, hello.pid_key)
 
@@ -266,6 +268,8 @@ class QueueServer:
         elif isinstance(reply, cmd.Leased):
             needs = self.ledger.tasks[reply.task].spec.needs
             located, schema = self._locate(unpack_ids(reply.ids), needs)
+        elif isinstance(reply, cmd.StatusReport):
+            reply = self._gauges.fill(reply, self._wire.garbage)
         if isinstance(reply, AsyncFlowError):
             return Answer(error=failure(reply), first=pending.first)  # type: ignore[arg-type]
         return Answer(reply, None, located, schema, first=pending.first)  # type: ignore[arg-type]
@@ -294,6 +298,7 @@ class QueueServer:
         self._wire.forget(session)
         self._freed.pop(session, None)
         self._pending = {ticket: pending for ticket, pending in self._pending.items() if pending.session != session}
+        self._gauges.went(number)
         self._files.ended(number, self._places.segments_of(session))
 
     def _answer(self, ticket: int, session: str, answer: Answer) -> None:
@@ -308,9 +313,7 @@ class QueueServer:
 
     def _status(self, now: float) -> None:
         status = self.ledger.status()
-        held = 0
-        with contextlib.suppress(OSError):
-            held = sum(path.stat().st_size for path in self.directory.path.iterdir())
+        held = self._gauges.held()
         self._emit(ev.Status(time_s=now, rows=status.rows, ended=status.ended, waiting=status.waiting, bytes=held))
 
     def _emit(self, event: Event) -> None:

@@ -28,6 +28,7 @@ from ..queue import Connection, LeasedBatch, QueueServer, TransferQueue, open_qu
 from ..types import Batch, Event
 from ..weights import WeightPublisher
 from . import roles
+from .address import find_address, remove_addresses, write_addresses
 from .consumer import Consumer
 from .launch import GRACE_S, LocalProcess
 from .specs import Rollout, Stage, Train
@@ -118,6 +119,8 @@ class Run:
         finally:
             self._connection.close()
             if self._server is not None:
+                if self.directory is not None:
+                    remove_addresses(self.directory)
                 self._server.close()
 
     def finish(self) -> None:
@@ -274,15 +277,17 @@ def serve(
     try:
         run = Run(Connection(server.here, name), server, path)
         run.queue.configure(max_staleness=max_staleness, capacity_rows=capacity_rows, steps=steps)
+        if path is not None:
+            write_addresses(path, server.addresses)
     except BaseException:
         server.close()
         raise
     return run
 
 
-def connect(address: str, *, name: str = "client") -> Run:
-    """Connect to a run on this host."""
-    return Run(Connection(address, name))
+def connect(address: str | os.PathLike[str], *, name: str = "client") -> Run:
+    """Connect to a run on this host: by its address, or by its directory while it is served."""
+    return Run(Connection(find_address(address), name))
 
 
 def _own_path() -> list[str]:

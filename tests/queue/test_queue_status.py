@@ -1,0 +1,114 @@
+"""The status of a queue: what is where, who holds it, who waits for what and since when; at a price that stays."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from children import Child
+from queue_children import consume, values_of
+from queue_runs import Run, running, until
+
+import asyncflow_sdk
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    with running(request.param) as run:
+        yield run
+
+
+def test_it_says_who_holds_what_and_who_waits_for_what(run: Run) -> None:
+    # given a consumer of another process that holds rows, and a trainer that waits for them
+    queue, trainer = run.queue("driver"), run.queue("trainer-0")
+    queue.declare("work", needs=["x"], gives=["y"])
+    queue.declare("train", needs=["y"])
+    queue.put({"x": values_of(0, 8)})
+    with Child(consume, run.address, 5) as child:
+        held = child.hear()
+        waiting = threading.Thread(target=lambda: trainer.get("train", timeout_s=30).ack(), daemon=True)
+        waiting.start()
+        # when
+        until(lambda: queue.status().parked, "the get that waits")
+        status = queue.status()
+        # then
+        assert status.rows["work"] == {"waiting": 0, "ready": 3, "selected": 0, "leased": 5, "done": 0}
+        assert status.rows["train"]["waiting"] == status.live == status.put == 8
+        assert (status.came["work"], status.passed["work"], status.came["train"]) == (8, 0, 0)
+        (parked,) = status.parked
+        assert (parked.name, parked.verb, status.parked_count) == ("trainer-0", "get train", 1)
+        assert parked.since_s >= 0
+        assert 0 < parked.left_s <= 30
+        assert "8 rows lack column 'y', which task 'work' gives" in parked.why
+        assert "by consumer-child for" in parked.why
+        assert status.oldest is not None
+        assert (status.oldest.token, status.oldest.task, status.oldest.name) == (
+            held["token"],
+            "work",
+            "consumer-child",
+        )
+        assert (status.oldest.rows, status.lease_count) == (5, 1)
+        assert 0 < status.oldest.left_s <= 600
+        sessions = {session.name: session for session in status.sessions}
+        assert set(sessions) == {"driver", "trainer-0", "consumer-child"}
+        worker = sessions["consumer-child"]
+        assert (worker.pid, worker.rows, worker.leases, worker.task) == (child.pid, 5, 1, "work")
+        assert worker.host == status.host != ""
+        assert worker.age_s >= worker.held_s >= 0
+        assert 64 <= status.payload_bytes == status.written_bytes < 1024
+        assert status.held_bytes >= status.payload_bytes
+        assert status.sdk == asyncflow_sdk.__version__
+        # and when it has come
+        child.say("go")
+        assert child.hear()["outcome"] == "completed"
+        waiting.join(30)
+        assert not waiting.is_alive()
+        until(lambda: queue.status().rows["work"]["done"] == 5 - queue.status().ended["consumed"], "the end of a row")
+        after = queue.status()
+        assert (after.passed["work"], after.came["train"], after.lease_count) == (5, 5, 0)
+        assert after.written_bytes >= status.written_bytes + 40
+    until(lambda: len(queue.status().sessions) == 2, "the session to go")
+
+
+def test_bytes_go_with_the_rows(run: Run) -> None:
+    queue = run.queue()
+    queue.declare("work", needs=["x"])
+    queue.put({"x": [np.arange(3), np.arange(5)], "t": ["a", "bc"]})
+    written = queue.status().payload_bytes
+    assert 8 * 8 + 3 * 8 + 3 + 3 * 8 <= written < 1024
+    with queue.get("work", 2) as batch:
+        batch.ack()
+    status = queue.status()
+    assert (status.payload_bytes, status.live, status.ended["consumed"]) == (0, 0, 2)
+    assert status.written_bytes == written
+
+
+def test_a_thousand_waiting_sessions_are_counted_and_the_longest_waiting_named(run: Run) -> None:
+    # given more requests that wait than anybody reads
+    queue = run.queue("driver")
+    queue.declare("work", needs=["x"])
+    crowd = threading.Thread(target=_wait_often, args=(run, 150), daemon=True)
+    crowd.start()
+    # when
+    until(lambda: queue.status().parked_count == 150, "all of them")
+    status = queue.status()
+    # then
+    assert len(status.parked) == 100
+    assert [p.since_s for p in status.parked] == sorted((p.since_s for p in status.parked), reverse=True)
+    queue.put({"x": np.zeros(150)})
+    crowd.join(30)
+    assert queue.audit().consumed == 150
+
+
+def _wait_often(run: Run, count: int) -> None:
+    aio = run.queue("crowd").aio
+
+    async def one() -> None:
+        async with await aio.get("work", timeout_s=60) as batch:
+            await batch.ack()
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one() for _ in range(count)))
+
+    asyncio.run(all_of_them())
