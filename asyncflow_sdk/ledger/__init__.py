@@ -1,6 +1,16 @@
 """The ledger: a pure state machine over rows, tasks, leases, steps and versions."""
 
-from .commands import TERMINAL, AnyCommand, AnyReply, Audit, StatusReport, TaskSpec, pack_ids, unpack_ids
+from .commands import (
+    TERMINAL,
+    AnyCommand,
+    AnyReply,
+    Audit,
+    FailedGroup,
+    StatusReport,
+    TaskSpec,
+    pack_ids,
+    unpack_ids,
+)
 from .ledger import Ledger
 from .state import Effects
 from .window import Window
@@ -11,6 +21,7 @@ __all__ = [
     "AnyReply",
     "Audit",
     "Effects",
+    "FailedGroup",
     "Ledger",
     "StatusReport",
     "TaskSpec",

@@ -67,11 +67,18 @@ class Join(Command, frozen=True, tag="join"):
 
 
 class Configure(Command, frozen=True, tag="configure"):
-    """Set limits; None leaves one as it is. ``steps``: the last step is steps - 1; then the stream ends."""
+    """Set limits; None leaves one as it is. ``steps``: the last step is steps - 1; then the stream ends.
+
+    ``capacity_bytes``: of payload. What work in progress may still write is reserved when a row is put:
+    ``row_bytes``, or, where that is 0, what the largest row that has ended took. It gives way where the open step
+    would otherwise never fill.
+    """
 
     capacity_rows: int | None = None
     max_staleness: int | None = None
     steps: int | None = None
+    capacity_bytes: int | None = None
+    row_bytes: int | None = None
 
 
 class Declare(Command, frozen=True, tag="declare"):
@@ -92,6 +99,8 @@ class Put(Command, frozen=True, tag="put"):
     key: str = ""
     timeout_s: float = 0.0
     partition: str = ""
+    nbytes: int = 0
+    """Of the payload; the server says so, never the client."""
 
 
 class Lease(Command, frozen=True, tag="lease"):
@@ -116,6 +125,8 @@ class Complete(Command, frozen=True, tag="complete"):
     columns: Columns
     index: bytes | None = None
     filtered: bytes | None = None
+    nbytes: int = 0
+    """Of the payload; the server says so, never the client."""
 
 
 class GiveBack(Command, frozen=True, tag="give_back"):
@@ -173,6 +184,18 @@ class End(Command, frozen=True, tag="end"):
     partition: str | None = None
 
 
+class Cancel(Command, frozen=True, tag="cancel"):
+    """End live rows, with their groups: those of ``ids``, of the put with ``key``, or of a ``partition``.
+
+    Rows in a full step are their trainer's and stay. Leases on the others lose them.
+    """
+
+    ids: bytes = b""
+    key: str = ""
+    partition: str | None = None
+    reason: str = "cancelled by request"
+
+
 class Leave(Command, frozen=True, tag="leave"):
     """Close the session; its leases go back."""
 
@@ -181,13 +204,19 @@ class GetAudit(Command, frozen=True, tag="get_audit"):
     """Ask for the balance."""
 
 
+class GetFailed(Command, frozen=True, tag="get_failed"):
+    """Ask for the groups that failed for good and why, the newest ``count``."""
+
+    count: int = 100
+
+
 class GetStatus(Command, frozen=True, tag="get_status"):
     """Ask for rows by task and state, and for who waits for what."""
 
 
 AnyCommand: TypeAlias = (
     Join | Configure | Declare | Put | Lease | Complete | GiveBack | Renew | Publish | AwaitVersion
-    | Loaded | Wanted | End | Leave | GetAudit | GetStatus
+    | Loaded | Wanted | End | Cancel | Leave | GetAudit | GetFailed | GetStatus
 )  # fmt: skip
 
 
@@ -235,6 +264,36 @@ class Completed(Reply, frozen=True, tag="completed"):
     """``revoked``: ids that were no longer this lease's (their group had ended); nothing was written there."""
 
     revoked: bytes
+
+
+class Cancelled(Reply, frozen=True, tag="cancelled"):
+    """``count`` rows ended."""
+
+    count: int
+
+
+class FailedGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A dead letter: rows ``first`` to ``first + rows - 1`` failed because ``task`` lost them too often.
+
+    ``key``, ``place``: the put that made the group, and which of its groups this is (from 0); ``key`` is "" for
+    a put without one. ``reasons``: of the attempts, oldest first. ``time_s``: ledger seconds.
+    """
+
+    first: int
+    rows: int
+    task: str
+    partition: str
+    key: str
+    place: int
+    reasons: tuple[str, ...]
+    time_s: float
+
+
+class Failed(Reply, frozen=True, tag="failed"):
+    """Oldest first. ``forgotten``: how many older ones are no longer kept."""
+
+    groups: tuple[FailedGroup, ...]
+    forgotten: int
 
 
 class Version(Reply, frozen=True, tag="version"):
@@ -353,5 +412,6 @@ class StatusReport(Reply, frozen=True, tag="status"):
 
 TERMINAL = ("consumed", "filtered", "expired", "failed", "cancelled")
 AnyReply: TypeAlias = (
-    Done | Joined | PutDone | Leased | LoadFirst | Completed | Version | RowsWanted | Audit | StatusReport
-)
+    Done | Joined | PutDone | Leased | LoadFirst | Completed | Cancelled | Failed | Version | RowsWanted | Audit
+    | StatusReport
+)  # fmt: skip

@@ -68,6 +68,9 @@ class Ending(State):
         if self.steps is not None:
             self.unselected -= int(((rows.step[at] == NONE) & self._trained(at)).sum())
         rows.finish(ids, state)
+        self.charged -= int(rows.charged[at].sum())
+        self.largest_row = max(self.largest_row, int(rows.nbytes[at].max(initial=0)))
+        self.letters.forget(rows.first[at])
         self._effects.retired.append(ids)
         label = TERMINAL[state - 1]
         if reason:

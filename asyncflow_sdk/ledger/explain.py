@@ -16,7 +16,7 @@ def explain(ledger: State, waiter: Waiter, now: float) -> str:
     waited = f"after {now - waiter.since:.1f} s: "
     command = waiter.command
     if isinstance(command, cmd.Put):
-        return f"{waited}{_why_no_room(ledger, command.groups * command.group_size, now)}"
+        return f"{waited}{_why_no_room(ledger, command, now)}"
     if isinstance(command, cmd.AwaitVersion):
         return f"{waited}no version newer than {command.after}; {_why_no_version(ledger, now)}"
     if isinstance(command, cmd.Wanted):
@@ -28,8 +28,16 @@ def explain(ledger: State, waiter: Waiter, now: float) -> str:
     return f"{waited}task {command.task!r} has nothing to give; {_why_task(ledger, waiter, now)}"
 
 
-def _why_no_room(ledger: State, count: int, now: float) -> str:
+def _why_no_room(ledger: State, put: cmd.Put, now: float) -> str:
+    count = put.groups * put.group_size
     live = ledger.put_total - int(ledger.rows.ended.sum())
+    reserve = max(count * ledger._reserve(), put.nbytes)
+    if live + count <= ledger.capacity_rows and ledger.charged + reserve > ledger.capacity_bytes:
+        holding = _holding(ledger, list(ledger.tasks), now) or "no task has any rows; declare a task or end the run"
+        return (
+            f"{count} more rows may take {reserve} bytes, and the queue has {ledger.charged} of"
+            f" {ledger.capacity_bytes} bytes taken or reserved by {live} rows; {holding}"
+        )
     if live + count <= ledger.capacity_rows:
         return "rows put earlier wait for room, and these come after them"
     full = f"{count} more rows do not fit: the queue has {live} of {ledger.capacity_rows} rows"

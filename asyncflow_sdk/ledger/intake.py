@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 
 from ..errors import ConfigError, Ended, SchemaError
 from . import commands as cmd
-from .commands import TaskSpec
+from .commands import TaskSpec, unpack_ids
 from .leasing import Leasing
-from .rows import APART, WAITING
-from .state import MAX_NUMBER, Session, Steps, Task
+from .rows import APART, LIVE, WAITING
+from .state import CANCELLED, MAX_NUMBER, Session, Steps, Task
 from .window import Window
 
 
@@ -34,9 +33,9 @@ class Intake(Leasing):
         self.sessions.pop(session, None)
 
     def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:
-        for name in ("capacity_rows", "max_staleness", "steps"):
+        for name in ("capacity_rows", "max_staleness", "steps", "capacity_bytes", "row_bytes"):
             value = getattr(command, name)
-            if value is not None and not (0 if name == "max_staleness" else 1) <= value <= MAX_NUMBER:
+            if value is not None and not (0 if name in ("max_staleness", "row_bytes") else 1) <= value <= MAX_NUMBER:
                 raise ConfigError(f"{name} cannot be {value}")
         changes_rule = {command.max_staleness, command.steps} != {None}
         if changes_rule and self.steps is not None:
@@ -46,6 +45,8 @@ class Intake(Leasing):
         self.max_staleness = self.max_staleness if command.max_staleness is None else command.max_staleness
         self.last_steps = self.last_steps if command.steps is None else command.steps
         self.capacity_rows = self.capacity_rows if command.capacity_rows is None else command.capacity_rows
+        self.capacity_bytes = self.capacity_bytes if command.capacity_bytes is None else command.capacity_bytes
+        self.row_bytes = self.row_bytes if command.row_bytes is None else command.row_bytes
         self._dirty.add("put")
         return cmd.Done()
 
@@ -120,8 +121,8 @@ class Intake(Leasing):
             _check_groups_fill(spec.batch_rows, size)
 
     def _put(self, session: Session, command: cmd.Put) -> cmd.Reply | None:
-        if command.key in self._keys:
-            return msgspec.structs.replace(self._keys[command.key], again=True)
+        if command.key and (known := self._keys.get(command.key)) is not None:
+            return known
         if self.ended or command.partition in self.ended_partitions:
             raise Ended(
                 "the stream has ended; nothing more can be put"
@@ -138,6 +139,11 @@ class Intake(Leasing):
                 f"{count} rows in one put are more than the whole queue holds (capacity_rows="
                 f"{self.capacity_rows}); put fewer at a time"
             )
+        if max(count * self.row_bytes, command.nbytes) > self.capacity_bytes:
+            raise SchemaError(
+                f"{count} rows of {max(count * self.row_bytes, command.nbytes)} bytes are more than the whole queue"
+                f" holds (capacity_bytes={self.capacity_bytes}); put fewer at a time"
+            )
         takers = [task for task in self.tasks.values() if task.spec.takes(command.partition)]
         trained = self.steps is not None and self.steps.task in takers
         if trained:
@@ -153,6 +159,10 @@ class Intake(Leasing):
         self._check_columns(command.columns)
         if self.put_total - int(self.rows.ended.sum()) + count > self.capacity_rows or self._must_queue(command):
             return None
+        if self.charged + max(count * self._reserve(), command.nbytes) > self.capacity_bytes:
+            lacks_rows = trained and self.steps is not None and self.unselected < self.steps.window.free
+            if self.charged and not lacks_rows:  # else nothing would ever free the bytes this waits for
+                return None
         bits = self._bits(command.columns)
         self.group_sizes[command.partition] = command.group_size
         partition = self.partitions.setdefault(command.partition, len(self.partitions))
@@ -162,6 +172,9 @@ class Intake(Leasing):
         rows.columns[at] = bits
         rows.todo[at] = len(takers)
         rows.partition[at] = partition
+        rows.charged[at] = self._reserve()
+        self.charged += count * self._reserve()
+        self._charge(ids, command.nbytes)
         self.put_total += count
         self.unselected += count * trained
         self._count_kinds(at, 1)
@@ -173,7 +186,7 @@ class Intake(Leasing):
                 rows.task(task.spec.name, "state")[at] = APART
         reply = cmd.PutDone(first=int(ids[0]), count=count, again=False)
         if command.key:
-            self._keys[command.key] = reply
+            self._keys.add(command.key, reply.first, count, command.group_size, rows)
             self._dirty.add("put")  # one that waits with the same key need not
         self._make_ready(ids, np.zeros(count, np.uint64))
         return reply
@@ -185,6 +198,27 @@ class Intake(Leasing):
         if not parked or parked[0].command is command:
             return False
         return self.steps is None or self.steps.window.finished or self.unselected >= self.steps.window.free
+
+    def _cancel(self, session: Session, command: cmd.Cancel) -> cmd.Reply:
+        if bool(command.ids) + bool(command.key) + (command.partition is not None) != 1:
+            raise SchemaError("say what to cancel by one of: rows, the key of their put, their partition")
+        if command.partition is not None:
+            return cmd.Cancelled(count=self._cancel_live(command.partition, command.reason))
+        if command.key:
+            known = self._keys.get(command.key)
+            if known is None:
+                raise SchemaError(f"no put with key {command.key!r} is remembered")
+            ids = np.arange(known.first, known.first + known.count)
+        else:
+            if len(command.ids) % 8:
+                raise SchemaError("row ids are packed int64")
+            ids = np.unique(unpack_ids(command.ids))
+            unknown = ids[(ids < 0) | (ids >= self.rows.base + self.rows.count)]
+            if len(unknown):
+                raise SchemaError(f"row {unknown[0]} was never put; the newest is {self.put_total - 1}")
+        ids = ids[ids >= self.rows.base]
+        ids = ids[self.rows.state[self.rows.at(ids)] == LIVE]
+        return cmd.Cancelled(count=self._end_groups(ids, CANCELLED, command.reason))
 
     def _end(self, session: Session, command: cmd.End) -> cmd.Reply:
         if command.partition is None:

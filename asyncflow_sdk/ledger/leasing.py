@@ -155,6 +155,7 @@ class Leasing(Stepping):
             self._count_kinds(at, -1)
             rows.columns[at] |= self._bits(command.columns)
             self._count_kinds(at, 1)
+            self._charge(mine, command.nbytes * len(mine) // len(ids))
         task.move(len(mine), LEASED, DONE)
         task.passed += len(mine)
         rows.task(lease.task, "state")[at] = DONE
@@ -217,9 +218,12 @@ class Leasing(Stepping):
         else:
             rows.task(name, "state")[at] = READY
             rows.task(name, "attempts")[at] += blame
+            if blame:
+                self.letters.blame(rows.first[at], f"{name}: {reason}")
             spent = rows.task(name, "attempts")[at] >= task.spec.max_attempts
             if spent.any():
                 tries = f"failed {task.spec.max_attempts} times in task {name!r}; last: {reason}"
+                self._bury(ids[spent], name)
                 self._end_groups(ids[spent], FAILED, tries)
                 given_up = ids[spent][rows.state[rows.at(ids[spent])] == LIVE]
                 if len(given_up):  # its trainer has the row already: only this task goes without it
@@ -237,6 +241,20 @@ class Leasing(Stepping):
                 for partition, part in self._by_partition(ids):
                     self._queue(task, partition).push_front(part)
         self._dirty.add(f"task {name}")
+
+    def _bury(self, ids: Ids, task: str) -> None:
+        """Keep what is known of groups that now fail for good. What is in a full step does not."""
+        rows = self.rows
+        if self.steps is not None:
+            step = rows.step[rows.at(ids)]
+            ids = ids[(step == NONE) | (step == self.steps.window.step)]
+        firsts, where = np.unique(rows.first[rows.at(ids)], return_index=True)
+        for first, size in zip(firsts.tolist(), rows.size[rows.at(ids[where])].tolist(), strict=True):
+            key, place = self._keys.find(first)
+            self.letters.failed(
+                first=first, rows=size, task=task, partition=self._partition_of(firsts[firsts == first]), key=key,
+                place=place, time_s=self._now,
+            )  # fmt: skip
 
     def _return_admitted(self, task: Task, ids: Ids) -> None:
         """Groups nobody has begun lose their admission; of others, the missing rows are done again."""

@@ -44,8 +44,10 @@ class Ledger(Versioning):
             cmd.Loaded: self._loaded,
             cmd.Wanted: self._wanted,
             cmd.End: self._end,
+            cmd.Cancel: self._cancel,
             cmd.Leave: self._leave,
             cmd.GetAudit: self._get_audit,
+            cmd.GetFailed: self._get_failed,
             cmd.GetStatus: self._get_status,
         }
 
@@ -141,6 +143,11 @@ class Ledger(Versioning):
 
     def _get_audit(self, session: Session, command: cmd.GetAudit) -> cmd.Reply:
         return self.audit()
+
+    def _get_failed(self, session: Session, command: cmd.GetFailed) -> cmd.Reply:
+        letters = self.letters
+        newest = list(letters.groups)[len(letters.groups) - max(min(command.count, len(letters.groups)), 0) :]
+        return cmd.Failed(groups=tuple(newest), forgotten=letters.total - len(letters.groups))
 
     def _get_status(self, session: Session, command: cmd.GetStatus) -> cmd.Reply:
         return self.status()

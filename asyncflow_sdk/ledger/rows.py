@@ -24,6 +24,8 @@ _FIELDS: dict[str, tuple[Any, int]] = {
     "deadline": (np.int64, NONE),  # NONE: not admitted
     "step": (np.int64, NONE),  # NONE: not selected
     "todo": (np.int32, 0),  # tasks that have not completed the row
+    "nbytes": (np.int64, 0),  # of payload written
+    "charged": (np.int64, 0),  # what the row counts against capacity_bytes: written, or reserved
 }
 _TASK_FIELDS: dict[str, tuple[Any, int]] = {
     "state": (np.uint8, WAITING),

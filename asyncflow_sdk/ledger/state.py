@@ -15,6 +15,7 @@ from ..types import events as ev
 from . import commands as cmd
 from .commands import TERMINAL, Ids, TaskSpec
 from .ready import ReadyQueue
+from .remembering import KeyedPuts, Letters
 from .rows import APART, NONE, TASK_STATES, Rows
 from .window import Window
 
@@ -115,6 +116,10 @@ class State:
         self.version = NONE
         self.version_since = 0.0
         self.capacity_rows = 1 << 40
+        self.capacity_bytes = MAX_NUMBER
+        self.row_bytes = 0
+        self.charged = 0  # bytes that live rows take or may take
+        self.largest_row = 0  # bytes of the largest row that has ended
         self.max_staleness = 1
         self.last_steps: int | None = None
         self.partitions: dict[str, int] = {"": 0}
@@ -128,7 +133,8 @@ class State:
         self.schema: dict[str, ColumnSpec] = {}
         self._places: dict[str, int] = {}  # of a column's bit
         self._reselect = False
-        self._keys: dict[str, cmd.PutDone] = {}
+        self._keys = KeyedPuts()
+        self.letters = Letters()
         self._next_session = 1
         self._next_token = 1
         self._dirty: set[str] = set()
@@ -244,6 +250,21 @@ class State:
         for place, waiting in self.waiters.items():
             self.waiters[place] = [waiter for waiter in waiting if not gone(waiter)]
         self._dirty.add("put")  # the next in line may go
+
+    def _charge(self, ids: Ids, nbytes: int) -> None:
+        """Rows got payload of ``nbytes`` in all."""
+        if not nbytes or not len(ids):
+            return
+        at = self.rows.at(ids)
+        share = -(-nbytes // len(ids))
+        self.rows.nbytes[at] += share
+        more = np.maximum(self.rows.nbytes[at], self.rows.charged[at]) - self.rows.charged[at]
+        self.rows.charged[at] += more
+        self.charged += int(more.sum())
+
+    def _reserve(self) -> int:
+        """Bytes that a new row may come to take."""
+        return self.row_bytes or self.largest_row
 
     def _wake_all(self) -> None:
         self._dirty.update(self.waiters)

@@ -95,6 +95,11 @@ def extent(block: Block) -> int:
     return max(values, offsets)
 
 
+def payload_bytes(block: Block | None) -> int:
+    """Bytes that a block takes."""
+    return 0 if block is None else extent(block) - min(placed.values for placed in block.columns)
+
+
 class Reader:
     """Reads located rows into columns. Thread-safe."""
 

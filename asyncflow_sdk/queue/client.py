@@ -13,10 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ..errors import AsyncFlowError, VersionNeeded
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import AsyncFlowError, SchemaError, VersionNeeded
 from ..ledger import commands as cmd
-from ..ledger import unpack_ids
-from ..ledger.commands import Audit, StatusReport, TaskSpec
+from ..ledger import pack_ids, unpack_ids
+from ..ledger.commands import Audit, FailedGroup, StatusReport, TaskSpec
 from ..types import Column
 from . import blocks
 from ._once import drive, sync
@@ -47,11 +50,23 @@ class Verbs(Generic[B]):
         self._port = port
 
     async def _configure(
-        self, *, capacity_rows: int | None = None, max_staleness: int | None = None, steps: int | None = None
+        self,
+        *,
+        capacity_rows: int | None = None,
+        capacity_bytes: int | None = None,
+        row_bytes: int | None = None,
+        max_staleness: int | None = None,
+        steps: int | None = None,
     ) -> None:
         """Set the queue's limits, before its tasks are declared. ``capacity_rows``: most rows alive at once.
-        ``steps``: how many steps there will be; then the stream ends by itself. Raises ConfigError."""
-        await self._port.send(cmd.Configure(capacity_rows=capacity_rows, max_staleness=max_staleness, steps=steps))
+        ``capacity_bytes``: most payload; ``row_bytes``: what a row may come to take with all that is written to
+        it, reserved when it is put (0, the default: what the largest row so far took). ``steps``: how many steps
+        there will be; then the stream ends by itself. Raises ConfigError."""
+        command = cmd.Configure(
+            capacity_rows=capacity_rows, max_staleness=max_staleness, steps=steps, capacity_bytes=capacity_bytes,
+            row_bytes=row_bytes,
+        )  # fmt: skip
+        await self._port.send(command)
 
     async def _declare(
         self,
@@ -174,6 +189,32 @@ class Verbs(Generic[B]):
         """No further put, into one partition or any. ``cancel``: its rows that no full step holds are cancelled."""
         await self._port.send(cmd.End(cancel=cancel, partition=partition))
 
+    async def _cancel(
+        self,
+        rows: npt.ArrayLike | None = None,
+        *,
+        key: str = "",
+        partition: str | None = None,
+        reason: str = "cancelled by request",
+    ) -> int:
+        """End live rows with their groups: those with these ids, of the put with a ``key``, or of a ``partition``.
+
+        Whoever holds them loses them; rows in a full step are their trainer's and stay. Returns how many rows ended.
+        Raises SchemaError for an id or key that was never put.
+        """
+        ids = b"" if rows is None else pack_ids(_ids(rows))
+        if rows is not None and not ids:
+            return 0
+        reply = await self._port.send(cmd.Cancel(ids=ids, key=key, partition=partition, reason=reason))
+        return int(reply.count)
+
+    async def _failed(self, count: int = 100) -> tuple[FailedGroup, ...]:
+        """The newest ``count`` groups that failed for good (dead letters), oldest first: which rows, of which put,
+        and why at each attempt. The queue keeps the last 1,000."""
+        reply = await self._port.send(cmd.GetFailed(count=count))
+        assert isinstance(reply, cmd.Failed)
+        return reply.groups
+
     async def _audit(self) -> Audit:
         """The balance: rows put = live + consumed + filtered + expired + failed + cancelled."""
         reply = await self._port.send(cmd.GetAudit())
@@ -204,6 +245,8 @@ class AsyncTransferQueue(Verbs[AsyncLeasedBatch]):
     loaded = Verbs._loaded
     wanted = Verbs._wanted
     end = Verbs._end
+    cancel = Verbs._cancel
+    failed = Verbs._failed
     audit = Verbs._audit
     status = Verbs._status
     flush = Verbs._flush
@@ -220,6 +263,8 @@ class TransferQueue(Verbs[LeasedBatch]):
     loaded = sync(Verbs._loaded)
     wanted = sync(Verbs._wanted)
     end = sync(Verbs._end)
+    cancel = sync(Verbs._cancel)
+    failed = sync(Verbs._failed)
     audit = sync(Verbs._audit)
     status = sync(Verbs._status)
     flush = sync(Verbs._flush)
@@ -250,6 +295,13 @@ class TransferQueue(Verbs[LeasedBatch]):
     def aio(self) -> AsyncTransferQueue:
         """The same verbs as coroutines, on the same session."""
         return AsyncTransferQueue(LoopPort(self._port.connection))
+
+
+def _ids(rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    ids = np.asarray(rows)
+    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+        raise SchemaError(f"row ids are integers in one dimension, not {ids.dtype} of shape {ids.shape}")
+    return ids.astype(np.int64)
 
 
 def open_queue(connection: Connection) -> TransferQueue:

@@ -19,7 +19,7 @@ from ..memory import Mapper, SharedDirectory
 from ..types import Batch, Column, ColumnSpec, Event
 from ..types import events as ev
 from ..wire import Server
-from .blocks import Block, Located, Reader
+from .blocks import Block, Located, Reader, payload_bytes
 from .checks import check_call, owns
 from .files import Files
 from .gauges import Gauges
@@ -171,6 +171,8 @@ class QueueServer:
             raise ProtocolError("join is said by hello")
         try:
             ids, step = check_call(self.ledger, self.directory.path, number, command, call.block)
+            if isinstance(command, (cmd.Put, cmd.Complete)):
+                command = msgspec.structs.replace(command, nbytes=payload_bytes(call.block))
             trained = (
                 (step, ids, self.ledger.rows.first[self.ledger.rows.at(ids)])
                 if ids is not None and step >= 0

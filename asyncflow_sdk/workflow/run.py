@@ -266,17 +266,24 @@ def serve(
     name: str = "driver",
     max_staleness: int = 1,
     capacity_rows: int = 100_000,
+    capacity_bytes: int | None = None,
     steps: int | None = None,
 ) -> Run:
     """Serve a run from this process. ``directory``: where workers log. ``address``: also listen there
-    (``tcp://127.0.0.1:0`` picks a port); a socket of the run is always there."""
+    (``tcp://127.0.0.1:0`` picks a port); a socket of the run is always there. ``capacity_bytes``: of payload alive
+    at once; by default half of what is free where the segments lie."""
     path = Path(directory) if directory is not None else None
     if path is not None:
         path.mkdir(parents=True, exist_ok=True)
     server = QueueServer([address] if address else [], on_event=on_event, on_step=on_step)
     try:
         run = Run(Connection(server.here, name), server, path)
-        run.queue.configure(max_staleness=max_staleness, capacity_rows=capacity_rows, steps=steps)
+        if capacity_bytes is None:
+            room = os.statvfs(server.directory.path)
+            capacity_bytes = max(room.f_bavail * room.f_frsize // 2, 1)
+        run.queue.configure(
+            max_staleness=max_staleness, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, steps=steps
+        )
         if path is not None:
             write_addresses(path, server.addresses)
     except BaseException:
