@@ -90,7 +90,7 @@ class Declare(Command, frozen=True, tag="declare"):
 class Put(Command, frozen=True, tag="put"):
     """Add ``groups`` groups of ``group_size`` rows that have ``columns``. A known ``key`` adds nothing.
 
-    ``partition``: only the tasks that take it see the rows.
+    ``partition``: only the tasks that take it see the rows. ``priority``: every task takes higher ones first.
     """
 
     groups: int
@@ -101,18 +101,21 @@ class Put(Command, frozen=True, tag="put"):
     partition: str = ""
     nbytes: int = 0
     """Of the payload; the server says so, never the client."""
+    priority: int = 0
 
 
 class Lease(Command, frozen=True, tag="lease"):
     """Ask for up to ``count`` rows of a task (a task with batch_rows gives one whole step).
 
-    ``partition``: of these rows only; None takes the task's partitions in turn.
+    ``partition``: of these rows only; None takes the task's partitions in turn. ``at_least``: wait for so many;
+    only the rest at the end of the stream may be fewer.
     """
 
     task: str
     count: int
     timeout_s: float = 0.0
     partition: str | None = None
+    at_least: int = 0
 
 
 class Complete(Command, frozen=True, tag="complete"):

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..types import events as ev
 from .commands import TERMINAL, Ids
-from .rows import DONE, LEASED, LIVE, NONE, TASK_STATES
+from .rows import DONE, LEASED, LIVE, NONE, READY, TASK_STATES, WAITING
 from .state import (
     CANCELLED,
     State,
@@ -55,15 +55,14 @@ class Ending(State):
             counts = np.bincount(states, minlength=1 + len(TASK_STATES)).tolist()
             task.counts = [now - gone for now, gone in zip(task.counts, counts, strict=False)]
             self._through(task, ids[states < DONE])
+            self._count_fit(task, ids[states == READY], -1)
+            self._count_waiting(task, ids[states == WAITING])
             if not counts[LEASED]:
                 continue
             for token, count in zip(
                 *np.unique(rows.task(name, "token")[at][states == LEASED], return_counts=True), strict=True
             ):
-                lease = self.leases[int(token)]
-                lease.left -= int(count)
-                if not lease.left:
-                    self._drop_lease(lease)
+                self._release(self.leases[int(token)], int(count))
         self._count_kinds(at, -1)
         if self.steps is not None:
             self.unselected -= int(((rows.step[at] == NONE) & self._trained(at)).sum())

@@ -25,7 +25,24 @@ def explain(ledger: State, waiter: Waiter, now: float) -> str:
         if ledger.steps.window.slots is None:
             return f"{waited}no number of steps was configured, so any number of rows is wanted"
         return f"{waited}the queue has all the rows its steps can take"
-    return f"{waited}task {command.task!r} has nothing to give; {_why_task(ledger, waiter, now)}"
+    return f"{waited}task {command.task!r} has {_what_there_is(ledger, command)}; {_why_task(ledger, waiter, now)}"
+
+
+def _what_there_is(ledger: State, command: cmd.Lease) -> str:
+    """Of rows taken singly, what a request for more has to wait beside."""
+    task = ledger.tasks[command.task]
+    where = None if command.partition is None else ledger.partitions.get(command.partition, -1)
+    fit = max((n for partition, n in task.fit.items() if where in (None, partition)), default=0)
+    if not fit:
+        return "nothing to give"
+    text = f"{fit} of {command.at_least} rows"
+    parked = next(iter(ledger.waiters.get("put", {}).values()), None)
+    if parked is not None:
+        count = parked.command.groups * parked.command.group_size
+        return f"{text}, and {ledger._name(parked.session)} waits to put {count} more, for which there is no room"
+    if command.at_least > ledger.capacity_rows - (ledger.put_total - int(ledger.rows.ended.sum())) + fit:
+        return f"{text}, and capacity_rows={ledger.capacity_rows} leaves no room for the others"
+    return text
 
 
 def _why_no_room(ledger: State, put: cmd.Put, now: float) -> str:

@@ -27,10 +27,14 @@ class Intake(Leasing):
         return cmd.Done()
 
     def _drop_session(self, session: int, reason: str, blame: bool) -> None:
-        self._unpark(lambda waiter: waiter.session == session)
-        for lease in list(self.sessions[session].leases.values()) if session in self.sessions else []:
+        member = self.sessions.get(session)
+        if member is None:
+            return
+        for ticket in list(member.parked):
+            self._unpark(self.parked[ticket])
+        for lease in list(member.leases.values()):
             self._return(lease, self._outstanding(lease), reason, blame)
-        self.sessions.pop(session, None)
+        del self.sessions[session]
 
     def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:
         for name in ("capacity_rows", "max_staleness", "steps", "capacity_bytes", "row_bytes"):
@@ -47,7 +51,7 @@ class Intake(Leasing):
         self.capacity_rows = self.capacity_rows if command.capacity_rows is None else command.capacity_rows
         self.capacity_bytes = self.capacity_bytes if command.capacity_bytes is None else command.capacity_bytes
         self.row_bytes = self.row_bytes if command.row_bytes is None else command.row_bytes
-        self._dirty.add("put")
+        self._wake_all()
         return cmd.Done()
 
     def _declare(self, session: Session, command: cmd.Declare) -> cmd.Reply:
@@ -82,6 +86,7 @@ class Intake(Leasing):
         rows.todo[rows.at(live)] += 1
         for partition, part in self._by_partition(live):
             task.undone[partition] = len(part)
+            task.waiting[partition] = len(part) * (not spec.grouped)
         task.counts[WAITING] = len(live)
         self._make_ready(live, np.zeros(len(live), np.uint64), only=task)
         if spec.admits and self.steps is not None:
@@ -156,6 +161,8 @@ class Intake(Leasing):
             )
         if not command.columns:
             raise SchemaError("a put needs at least one column")
+        if abs(command.priority) >= 1 << 31:
+            raise SchemaError(f"a priority is an int32, not {command.priority}")
         self._check_columns(command.columns)
         if self.put_total - int(self.rows.ended.sum()) + count > self.capacity_rows or self._must_queue(command):
             return None
@@ -175,6 +182,8 @@ class Intake(Leasing):
         rows.charged[at] = self._reserve()
         self.charged += count * self._reserve()
         self._charge(ids, command.nbytes)
+        rows.priority[at] = command.priority
+        rows.ranked |= command.priority != 0
         self.put_total += count
         self.unselected += count * trained
         self._count_kinds(at, 1)
@@ -182,6 +191,7 @@ class Intake(Leasing):
             if task in takers:
                 task.undone[partition] += count
                 task.counts[WAITING] += count
+                task.waiting[partition] += count * (not task.spec.grouped)
             else:
                 rows.task(task.spec.name, "state")[at] = APART
         reply = cmd.PutDone(first=int(ids[0]), count=count, again=False)
@@ -195,7 +205,7 @@ class Intake(Leasing):
         """Whether parked puts go first: no large put is overtaken for ever. But where the open step lacks
         rows, any put that fits may bring them, or a put too large to fit beside that step would stop the run."""
         parked = self.waiters.get("put")
-        if not parked or parked[0].command is command:
+        if not parked or next(iter(parked.values())).command is command:
             return False
         return self.steps is None or self.steps.window.finished or self.unselected >= self.steps.window.free
 

@@ -36,6 +36,7 @@ class Leasing(Stepping):
             raise SchemaError(
                 f"task {command.task!r} takes no rows of partition {command.partition!r}, only of {takes}"
             )
+        self._check_at_least(task, command)
         if self._exhausted(task, command.partition):
             where = "" if command.partition is None else f" of partition {command.partition!r}"
             raise Ended(f"task {command.task!r} has had every row{where} it will get")
@@ -44,11 +45,29 @@ class Leasing(Stepping):
         if task.spec.admits:
             return self._lease_admitted(session, task, command)
         for partition in self._in_turn(task, command.partition):
-            ids = task.ready[partition].take(command.count)
-            if len(ids):
+            if self._enough(task, partition, command.at_least):
                 task.turn = partition + 1
-                return self._grant(session, task, ids)
+                return self._grant(session, task, task.ready[partition].take(command.count))
         return None
+
+    def _check_at_least(self, task: Task, command: cmd.Lease) -> None:
+        most = command.count if task.spec.batch_rows is None else task.spec.batch_rows
+        if not 0 <= command.at_least <= most:
+            raise SchemaError(f"at_least is a number of rows up to {most}, not {command.at_least}")
+        if command.at_least > self.capacity_rows:
+            raise SchemaError(
+                f"at_least={command.at_least} rows are never ready together: the queue holds {self.capacity_rows}"
+                " (capacity_rows)"
+            )
+        if command.at_least and task.spec.admits:
+            raise SchemaError(
+                f"task {task.spec.name!r} gives whole groups as the staleness rule allows; at_least is not for it"
+            )
+
+    def _enough(self, task: Task, partition: int, at_least: int) -> bool:
+        """Whether rows are ready: ``at_least`` of them, or the last there will be but for what others hold."""
+        fit = task.fit[partition]
+        return fit >= max(at_least, 1) or (fit > 0 and not task.waiting[partition] and self._closed(partition))
 
     def _in_turn(self, task: Task, partition: str | None) -> list[int]:
         """Partitions where a task may have ready rows, the one whose turn it is first."""
@@ -117,12 +136,13 @@ class Leasing(Stepping):
         name, rows = task.spec.name, self.rows
         token, self._next_token = self._next_token, self._next_token + 1
         at = rows.at(ids)
+        if step == NONE:
+            self._count_fit(task, ids, -1)
         rows.task(name, "state")[at] = LEASED
         task.move(len(ids), READY if task.spec.batch_rows is None else SELECTED, LEASED)
         rows.task(name, "token")[at] = token
         until = self._now + task.spec.lease_s
-        lease = Held(token, name, session.id, ids, self._now, until, len(ids), step)
-        self.leases[token] = task.leases[token] = session.leases[token] = lease
+        self._hold(Held(token, name, session.id, ids, self._now, until, len(ids), step))
         return cmd.Leased(
             token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
             step=step, version=version, lease_s=task.spec.lease_s, partition=self._partition_of(ids[:1]),
@@ -162,9 +182,7 @@ class Leasing(Stepping):
         rows.task(lease.task, "token")[at] = NONE
         rows.todo[at] -= 1
         self._through(task, mine)
-        lease.left -= len(mine)
-        if not lease.left:
-            self._drop_lease(lease)
+        self._release(lease, len(mine))
         if len(dropped):
             if task.spec.batch_rows is None:
                 self._end_groups(dropped, FILTERED, f"filtered by task {lease.task!r}")
@@ -191,6 +209,7 @@ class Leasing(Stepping):
     def _renew(self, session: Session, command: cmd.Renew) -> cmd.Reply:
         lease = self._held(session, command.token)
         lease.expires = self._now + self.tasks[lease.task].spec.lease_s
+        self._lease_ends.add(lease.token)
         return cmd.Done()
 
     def _return(self, lease: Held, ids: Ids, reason: str, blame: bool) -> None:
@@ -207,9 +226,7 @@ class Leasing(Stepping):
         )
         at = rows.at(ids)
         rows.task(name, "token")[at] = NONE
-        lease.left -= len(ids)
-        if not lease.left:
-            self._drop_lease(lease)
+        self._release(lease, len(ids))
         task.move(len(ids), LEASED, READY if task.spec.batch_rows is None else SELECTED)
         if task.spec.batch_rows is not None:
             assert self.steps is not None
@@ -217,6 +234,7 @@ class Leasing(Stepping):
             self.steps.closed = deque(sorted([(lease.step, ids), *self.steps.closed], key=lambda filled: filled[0]))
         else:
             rows.task(name, "state")[at] = READY
+            self._count_fit(task, ids, 1)
             rows.task(name, "attempts")[at] += blame
             if blame:
                 self.letters.blame(rows.first[at], f"{name}: {reason}")
@@ -229,6 +247,7 @@ class Leasing(Stepping):
                 if len(given_up):  # its trainer has the row already: only this task goes without it
                     rows.task(name, "state")[rows.at(given_up)] = DONE
                     task.move(len(given_up), READY, DONE)
+                    self._count_fit(task, given_up, -1)
                     rows.todo[rows.at(given_up)] -= 1
                     self._through(task, given_up)
                     self.reasons[f"skipped: {tries}"] += len(given_up)

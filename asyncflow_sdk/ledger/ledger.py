@@ -71,32 +71,35 @@ class Ledger(Versioning):
         if reply is not None:
             self._answer(ticket, reply)
         else:
-            waiter = Waiter(ticket, session, command, now, now + command.timeout_s)  # type: ignore[attr-defined]
-            if not waiter.deadline > now:  # not a number is no deadline
+            until = now + command.timeout_s  # type: ignore[attr-defined]
+            waiter = Waiter(ticket, session, command, _place(command), now, until)
+            if not until > now:  # not a number is no deadline
                 self._answer(ticket, DeadlineExceeded(explain(self, waiter, now)))
             else:
-                self.waiters.setdefault(_place(command), []).append(waiter)
+                self._park(waiter)
         self._settle()
 
     def tick(self, now: float) -> None:
         """Let time pass: leases and parked requests past their deadline end."""
         self._now = now
-        for lease in [held for held in self.leases.values() if held.expires <= now]:
+        for lease in self._lease_ends.due(now):
+            if lease.token not in self.leases:
+                continue  # its rows ended with those of another
             limit = self.tasks[lease.task].spec.lease_s
             self._return(lease, self._outstanding(lease), f"the lease expired after {limit:g} s", blame=True)
         self._settle()
-        late = [waiter for waiting in self.waiters.values() for waiter in waiting if waiter.deadline <= now]
+        late = self._request_ends.due(now)
         for waiter in late:
             self._answer(waiter.ticket, DeadlineExceeded(explain(self, waiter, now)))
+        for waiter in late:
+            self._unpark(waiter)
         if late:
-            self._unpark(lambda waiter: waiter.deadline <= now)
             self._settle()
 
     def next_deadline(self) -> float | None:
         """When ``tick`` has something to do."""
-        times = [lease.expires for lease in self.leases.values()]
-        times += [waiter.deadline for waiting in self.waiters.values() for waiter in waiting]
-        return min(times, default=None)
+        times = [self._lease_ends.next(), self._request_ends.next()]
+        return min((time for time in times if time is not None), default=None)
 
     def session_died(self, session: int, now: float, reason: str) -> None:
         """A client is gone: its parked requests are dropped and its rows go back."""
@@ -106,8 +109,9 @@ class Ledger(Versioning):
 
     def forget(self, ticket: int) -> None:
         """Nobody waits for a parked request any more."""
-        self._unpark(lambda waiter: waiter.ticket == ticket)
-        self._settle()
+        if ticket in self.parked:
+            self._unpark(self.parked[ticket])
+            self._settle()
 
     def drain(self) -> Effects:
         """Everything since the last call."""
@@ -120,18 +124,27 @@ class Ledger(Versioning):
         while self._dirty:
             place = min(self._dirty)
             self._dirty.remove(place)
-            for waiter in list(self.waiters.get(place, ())):
+            for waiter in list(self.waiters.get(place, {}).values()):
                 session = self.sessions[waiter.session]
+                reply: cmd.Reply | AsyncFlowError | None
                 try:
                     reply = self._handlers[type(waiter.command)](session, waiter.command)
                 except AsyncFlowError as error:
-                    self.waiters[place].remove(waiter)
-                    self._answer(waiter.ticket, error)
-                    continue
+                    reply = error
                 if reply is not None:
-                    self.waiters[place].remove(waiter)
+                    self._unpark(waiter)
                     self._answer(waiter.ticket, reply)
+                elif not self._all_woken and self._nothing_for(waiter.command):
+                    break
             self._refill()
+        self._all_woken = False
+
+    def _nothing_for(self, command: cmd.Command) -> bool:
+        """Whether all who wait where this request waits do so for rows, and none is there."""
+        if not isinstance(command, cmd.Lease) or self.ended_partitions:
+            return False
+        task = self.tasks[command.task]
+        return not task.spec.grouped and not any(task.fit.values())
 
     def _wanted(self, session: Session, command: cmd.Wanted) -> cmd.Reply | None:
         if self.ended:

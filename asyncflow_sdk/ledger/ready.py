@@ -1,8 +1,11 @@
-"""Ready rows of one task in order of arrival, as chunks of ids. A taken chunk is split, never scanned row by row."""
+"""Ready rows of one task: the highest priority first, within one in order of arrival. Chunks of ids; a taken chunk
+is split, never scanned row by row."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -15,18 +18,21 @@ CHUNK = 512  # rows of a chunk: each take looks at one chunk more than it gives
 
 
 class ReadyQueue:
-    """FIFO. Rows that stopped being ready stay in it and are skipped when their turn comes."""
+    """FIFO by priority. Rows that stopped being ready stay in it and are skipped when their turn comes."""
 
     def __init__(self, rows: Rows, task: str) -> None:
         self._rows = rows
         self._task = task
-        self._chunks: deque[Ids] = deque()
+        self._queues: dict[int, deque[Ids]] = {}
+        self._order: list[int] = []  # minus the priorities that have a queue, so: in the order of their turn
 
     def push(self, ids: Ids) -> None:
-        self._chunks.extend(self._split(ids))
+        for priority, part in self._ranked(ids):
+            self._queue(priority).extend(self._split(part))
 
     def push_front(self, ids: Ids) -> None:
-        self._chunks.extendleft(reversed(self._split(ids)))
+        for priority, part in self._ranked(ids):
+            self._queue(priority).extendleft(reversed(self._split(part)))
 
     def is_ready(self, ids: Ids) -> npt.NDArray[np.bool_]:
         return self._rows.having(self._task, "state", READY, ids)
@@ -34,10 +40,10 @@ class ReadyQueue:
     def take(self, count: int) -> Ids:
         """Up to ``count`` rows."""
         parts: list[Ids] = []
-        while count > 0 and self._head() is not None:
-            chunk = self._chunks.popleft()
+        while count > 0 and (queue := self._first()) is not None:
+            chunk = queue.popleft()
             if len(chunk) > count:
-                self._chunks.appendleft(chunk[count:])
+                queue.appendleft(chunk[count:])
                 chunk = chunk[:count]
             parts.append(chunk)
             count -= len(chunk)
@@ -47,7 +53,8 @@ class ReadyQueue:
         """Whole groups: about ``count`` rows, at least one group, never more than ``room`` rows."""
         parts: list[Ids] = []
         taken = 0
-        while taken < min(count, room) and (chunk := self._head()) is not None:
+        while taken < min(count, room) and (queue := self._first()) is not None:
+            chunk = queue[0]
             ends = np.append(np.flatnonzero(np.diff(self._firsts(chunk))) + 1, len(chunk))
             fits = ends[ends <= min(count, room) - taken]
             if len(fits):
@@ -56,17 +63,35 @@ class ReadyQueue:
                 cut = int(ends[0])
             else:
                 break
-            self._chunks.popleft()
+            queue.popleft()
             if cut < len(chunk):
-                self._chunks.appendleft(chunk[cut:])
+                queue.appendleft(chunk[cut:])
             parts.append(chunk[:cut])
             taken += cut
         return np.concatenate(parts) if parts else NOBODY
 
     def peek_group(self) -> Ids:
         """The rows of the first group; empty when nothing is ready."""
-        chunk = self._head()
-        return NOBODY if chunk is None else chunk[self._firsts(chunk) == self._firsts(chunk[:1])]
+        queue = self._first()
+        return NOBODY if queue is None else queue[0][self._firsts(queue[0]) == self._firsts(queue[0][:1])]
+
+    def chunks(self) -> Iterator[Ids]:
+        """All there is, in order; with rows that are no longer ready."""
+        for rank in self._order:
+            yield from self._queues[-rank]
+
+    def _ranked(self, ids: Ids) -> list[tuple[int, Ids]]:
+        """Rows apart by their priority."""
+        if not self._rows.ranked or not len(ids):
+            return [(0, ids)]
+        priorities = self._rows.priority[self._rows.at(ids)]
+        return [(int(p), ids[priorities == p]) for p in np.unique(priorities)]
+
+    def _queue(self, priority: int) -> deque[Ids]:
+        if priority not in self._queues:
+            self._queues[priority] = deque()
+            insort(self._order, -priority)
+        return self._queues[priority]
 
     def _firsts(self, ids: Ids) -> Ids:
         return self._rows.first[self._rows.at(ids)]
@@ -79,16 +104,19 @@ class ReadyQueue:
         after = np.searchsorted(ends, np.arange(CHUNK, len(ids), CHUNK))
         return np.split(ids, np.unique(ends[after[after < len(ends)]]))
 
-    def _head(self) -> Ids | None:
-        """The first chunk with ready rows, rid of those that are not."""
-        while self._chunks:
-            chunk = self._chunks[0]
-            ready = self.is_ready(chunk)
-            if ready.all():
-                return chunk
-            chunk = chunk[ready]
-            self._chunks.popleft()
-            if len(chunk):
-                self._chunks.appendleft(chunk)
-                return chunk
+    def _first(self) -> deque[Ids] | None:
+        """The queue whose turn it is; its first chunk has ready rows and is rid of those that are not."""
+        while self._order:
+            queue = self._queues[-self._order[0]]
+            while queue:
+                chunk = queue[0]
+                ready = self.is_ready(chunk)
+                if ready.all():
+                    return queue
+                chunk = chunk[ready]
+                queue.popleft()
+                if len(chunk):
+                    queue.appendleft(chunk)
+                    return queue
+            del self._queues[-self._order.pop(0)]
         return None

@@ -20,7 +20,7 @@ MOST = 100
 def report(ledger: State) -> StatusReport:
     """Rows by task and state, sessions, leases and parked requests, now."""
     now, steps = ledger._now, ledger.steps
-    waiters = [waiter for waiting in ledger.waiters.values() for waiter in waiting]
+    waiters = list(ledger.parked.values())
     longest = heapq.nsmallest(MOST, waiters, key=lambda waiter: waiter.since)
     parked = tuple(_parked(ledger, waiter, now) for waiter in longest)
     oldest = next(iter(ledger.leases.values()), None)
@@ -85,7 +85,7 @@ def _parked(ledger: State, waiter: Waiter, now: float) -> ParkedStatus:
     _, _, why = explain(ledger, waiter, now).partition(" s: ")
     return ParkedStatus(
         session=waiter.session, name=ledger._name(waiter.session), verb=_verb(waiter.command), why=why,
-        since_s=now - waiter.since, left_s=waiter.deadline - now,
+        since_s=now - waiter.since, left_s=waiter.expires - now,
     )  # fmt: skip
 
 

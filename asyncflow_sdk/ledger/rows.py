@@ -19,6 +19,7 @@ _FIELDS: dict[str, tuple[Any, int]] = {
     "first": (np.int64, NONE),  # id of the first row of the group
     "size": (np.int32, 0),  # rows of the group
     "partition": (np.int32, 0),
+    "priority": (np.int32, 0),
     "columns": (np.uint64, 0),  # bit set of columns written
     "version": (np.int64, NONE),  # loaded by the replica when the group was admitted
     "deadline": (np.int64, NONE),  # NONE: not admitted
@@ -40,6 +41,7 @@ class Rows:
     def __init__(self, capacity: int = 1024) -> None:
         self.base = 0
         self.count = 0
+        self.ranked = False  # whether any row ever had a priority
         self._capacity = capacity
         self._fields = {n: np.full(capacity, fill, dtype) for n, (dtype, fill) in _FIELDS.items()}
         self._tasks: dict[str, dict[str, npt.NDArray[Any]]] = {}

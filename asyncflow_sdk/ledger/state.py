@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from .commands import TERMINAL, Ids, TaskSpec
 from .ready import ReadyQueue
 from .remembering import KeyedPuts, Letters
 from .rows import APART, NONE, TASK_STATES, Rows
+from .timers import Timers
 from .window import Window
 
 CONSUMED, FILTERED, EXPIRED, FAILED, CANCELLED = range(1, 1 + len(TERMINAL))
@@ -26,13 +27,15 @@ MAX_NUMBER = 1 << 61  # of a version or a limit: sums of two fit int64
 
 @dataclass
 class Session:
-    """One client. ``loaded``: the version its replica generates with; None before it has one."""
+    """One client. ``loaded``: the version its replica generates with; None before it has one. ``leases``,
+    ``parked``: tokens and tickets of what it has, in order."""
 
     id: int
     name: str
     loaded: int | None = None
     since: float = 0.0
-    leases: dict[int, Held] = field(default_factory=dict)  # by token, the oldest first
+    leases: dict[int, Held] = field(default_factory=dict)
+    parked: dict[int, None] = field(default_factory=dict)
 
 
 @dataclass
@@ -51,24 +54,29 @@ class Held:
 
 @dataclass
 class Waiter:
-    """A parked request."""
+    """A parked request. ``place``: what wakes it. ``expires``: its deadline."""
 
     ticket: int
     session: int
     command: Any
+    place: str
     since: float
-    deadline: float
+    expires: float
 
 
 @dataclass
 class Task:
     """A task, its ready rows and its ``undone`` ones (live, not completed), each by partition. ``counts``: live
-    rows by their state in it. ``came`` and ``passed``: how often a row became ready for it, and was completed."""
+    rows by their state in it. ``came`` and ``passed``: how often a row became ready for it, and was completed.
+    ``waiting``, ``fit``: live rows that lack columns, and that are ready, by partition, where rows are taken singly.
+    """
 
     spec: TaskSpec
     need: np.uint64
     ready: dict[int, ReadyQueue] = field(default_factory=dict)
     undone: Counter[int] = field(default_factory=Counter)
+    waiting: Counter[int] = field(default_factory=Counter)
+    fit: Counter[int] = field(default_factory=Counter)
     turn: int = 0  # a lease that names no partition looks there first
     redo: dict[int, deque[Ids]] = field(default_factory=dict)  # admitted rows whose producer was lost
     counts: list[int] = field(default_factory=lambda: [0] * len(TASK_STATES))
@@ -111,7 +119,10 @@ class State:
         self.steps: Steps | None = None
         self.sessions: dict[int, Session] = {}
         self.leases: dict[int, Held] = {}
-        self.waiters: dict[str, list[Waiter]] = {}
+        self.waiters: dict[str, dict[int, Waiter]] = {}  # place → ticket → request, first come first
+        self.parked: dict[int, Waiter] = {}
+        self._lease_ends = Timers(self.leases)
+        self._request_ends = Timers(self.parked)
         self.versions: dict[int, cmd.Publish] = {}
         self.version = NONE
         self.version_since = 0.0
@@ -138,6 +149,7 @@ class State:
         self._next_session = 1
         self._next_token = 1
         self._dirty: set[str] = set()
+        self._all_woken = False  # not for rows alone
         self._effects = Effects()
         self._now = 0.0
 
@@ -208,11 +220,9 @@ class State:
                 else:
                     del self.kinds[partition, kind]
 
-    def _drop_lease(self, lease: Held) -> None:
-        """None of its rows is left."""
-        del self.leases[lease.token]
-        del self.tasks[lease.task].leases[lease.token]
-        del self.sessions[lease.session].leases[lease.token]
+    def _closed(self, partition: int) -> bool:
+        """Whether nothing more can be put there."""
+        return self.ended or any(self.partitions.get(name) == partition for name in self.ended_partitions)
 
     def _through(self, task: Task, ids: Ids) -> None:
         """Rows are through with a task: done, or ended."""
@@ -246,10 +256,40 @@ class State:
         assert self.steps is not None
         return self.rows.task(self.steps.task.spec.name, "state")[at] != APART
 
-    def _unpark(self, gone: Callable[[Waiter], bool]) -> None:
-        for place, waiting in self.waiters.items():
-            self.waiters[place] = [waiter for waiter in waiting if not gone(waiter)]
+    def _park(self, waiter: Waiter) -> None:
+        self.waiters.setdefault(waiter.place, {})[waiter.ticket] = waiter
+        self.parked[waiter.ticket] = waiter
+        self.sessions[waiter.session].parked[waiter.ticket] = None
+        self._request_ends.add(waiter.ticket)
+
+    def _unpark(self, waiter: Waiter) -> None:
+        del self.waiters[waiter.place][waiter.ticket], self.parked[waiter.ticket]
+        del self.sessions[waiter.session].parked[waiter.ticket]
         self._dirty.add("put")  # the next in line may go
+
+    def _hold(self, lease: Held) -> None:
+        for leases in (self.leases, self.tasks[lease.task].leases, self.sessions[lease.session].leases):
+            leases[lease.token] = lease
+        self._lease_ends.add(lease.token)
+
+    def _release(self, lease: Held, count: int) -> None:
+        """Rows are no longer leased; without any a lease is over."""
+        lease.left -= count
+        if not lease.left:
+            for leases in (self.leases, self.tasks[lease.task].leases, self.sessions[lease.session].leases):
+                del leases[lease.token]
+
+    def _count_waiting(self, task: Task, ids: Ids) -> None:
+        """Rows of a task got the columns they lacked, or ended without."""
+        if not task.spec.grouped:
+            for partition, part in self._by_partition(ids):
+                task.waiting[partition] -= len(part)
+
+    def _count_fit(self, task: Task, ids: Ids, sign: int) -> None:
+        """Rows became ready (1), or are so no longer (-1)."""
+        if not task.spec.grouped:
+            for partition, part in self._by_partition(ids):
+                task.fit[partition] += sign * len(part)
 
     def _charge(self, ids: Ids, nbytes: int) -> None:
         """Rows got payload of ``nbytes`` in all."""
@@ -268,3 +308,4 @@ class State:
 
     def _wake_all(self) -> None:
         self._dirty.update(self.waiters)
+        self._all_woken = True

@@ -48,6 +48,8 @@ class Stepping(Ending):
             self._ready_for_step(ids)
             self._select()
         else:
+            self._count_waiting(task, ids)
+            self._count_fit(task, ids, 1)
             for partition, part in self._by_partition(ids):
                 self._queue(task, partition).push(part)
             self._dirty.add(f"task {name}")

@@ -94,18 +94,21 @@ class Verbs(Generic[B]):
         group_size: int = 1,
         key: str = "",
         partition: str = "",
+        priority: int = 0,
         timeout_s: float = 60.0,
     ) -> Rows:
         """Add ``group_size`` rows for each entry of ``columns``: the rows of a group share it.
 
-        The same ``key`` adds nothing the second time. ``partition``: only the tasks that take it see the rows. A full queue makes it wait. Raises SchemaError,
+        The same ``key`` adds nothing the second time. ``partition``: only the tasks that take it see the rows.
+        ``priority``: every task takes rows of a higher one first. A full queue makes it wait. Raises SchemaError,
         ConfigError, Ended, MemoryFull, and DeadlineExceeded that says who keeps the queue full.
         """
         packed = blocks.pack_columns(columns)
         count = len(next(iter(packed.values()))) if packed else 0
         command = cmd.Put(
-            groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s, partition=partition
-        )
+            groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s, partition=partition,
+            priority=priority,
+        )  # fmt: skip
         reply = await self._port.send_columns(command, packed if count else {})
         return Rows(reply.first, reply.count, reply.again)
 
@@ -114,13 +117,15 @@ class Verbs(Generic[B]):
         task: str,
         count: int = 1,
         *,
+        at_least: int = 0,
         partition: str | None = None,
         timeout_s: float = 60.0,
         ack: Lease | None = None,
     ) -> B:
         """Lease up to ``count`` ready rows of a task, at least one; of a task with batch_rows, one whole step;
         of a task that admits, whole groups. The rows are of one ``partition``; without a name the partitions of
-        the task take turns.
+        the task take turns. ``at_least``: wait until so many are ready; only what is left at the end of the stream
+        may be fewer.
 
         ``ack``: a batch to acknowledge in the same request, as its ``finish`` said or, without one, all its rows
         that are left. It has its effect whatever becomes of the lease: before one is waited for. If it fails, its
@@ -129,7 +134,8 @@ class Verbs(Generic[B]):
         Raises Ended when there will never be another row, VersionNeeded when the replica must load newer
         weights first, DeadlineExceeded that says what is missing and who should bring it.
         """
-        return await self._take(cmd.Lease(task=task, count=count, timeout_s=timeout_s, partition=partition), ack)
+        ask = cmd.Lease(task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least)
+        return await self._take(ask, ack)
 
     async def _take(self, ask: cmd.Lease, last: Lease | None, *, acknowledge: bool = True) -> B:
         """The batch that ``ask`` gives. The last word on batch ``last`` rides with it."""
@@ -274,11 +280,12 @@ class TransferQueue(Verbs[LeasedBatch]):
         task: str,
         count: int = 1,
         *,
+        at_least: int = 0,
         partition: str | None = None,
         timeout_s: float = 60.0,
         ack: Lease | None = None,
     ) -> LeasedBatch:
-        return drive(self._get(task, count, partition=partition, timeout_s=timeout_s, ack=ack))
+        return drive(self._get(task, count, at_least=at_least, partition=partition, timeout_s=timeout_s, ack=ack))
 
     get.__doc__ = Verbs._get.__doc__
 

@@ -13,7 +13,7 @@ from naive import Naive
 from asyncflow_sdk.errors import AsyncFlowError
 from asyncflow_sdk.ledger import TERMINAL, Ledger
 from asyncflow_sdk.ledger.ready import ReadyQueue
-from asyncflow_sdk.ledger.rows import APART, DONE, LEASED, LIVE, NONE, READY, SELECTED, TASK_STATES, Rows
+from asyncflow_sdk.ledger.rows import APART, DONE, LEASED, LIVE, NONE, READY, SELECTED, TASK_STATES, WAITING, Rows
 
 
 def freeze(thing: Any, seen: dict[int, Any] | None = None) -> Any:
@@ -27,7 +27,7 @@ def freeze(thing: Any, seen: dict[int, Any] | None = None) -> Any:
         return "seen"
     seen[id(thing)] = thing
     if isinstance(thing, ReadyQueue):
-        return [i for chunk in thing._chunks for i in chunk[thing.is_ready(chunk)].tolist()]
+        return [i for chunk in thing.chunks() for i in chunk[thing.is_ready(chunk)].tolist()]
     if isinstance(thing, Rows):
         kept = {name: values[: thing.count].tobytes() for name, values in thing._fields.items()}
         tasks = {t: {f: v[: thing.count].tobytes() for f, v in fields.items()} for t, fields in thing._tasks.items()}
@@ -37,7 +37,7 @@ def freeze(thing: Any, seen: dict[int, Any] | None = None) -> Any:
         return type(thing).__name__, [(freeze(k, seen), freeze(v, seen)) for k, v in thing.items()]
     if isinstance(thing, list | tuple | set) or type(thing).__name__ == "deque":
         return type(thing).__name__, [freeze(item, seen) for item in thing]
-    hidden = ("_now", "_effects", "_handlers", "_dirty", "redo")
+    hidden = ("_now", "_lease_ends", "_request_ends", "_effects", "_handlers", "_dirty", "_all_woken", "redo")
     return type(thing).__name__, [(n, freeze(value, seen)) for n, value in vars(thing).items() if n not in hidden]
 
 
@@ -61,6 +61,10 @@ def check_counters(ledger: Ledger) -> None:
         assert +task.undone == +Counter(int(rows.partition[i]) for i in live if states[i] < DONE), name
         assert dict(zip(TASK_STATES, task.counts, strict=True)) == rows.task_counts(name)
         assert list(task.leases) == [token for token, lease in ledger.leases.items() if lease.task == name]
+        if not task.spec.grouped:
+            for counted, state in ((task.fit, READY), (task.waiting, WAITING)):
+                assert +counted == Counter(int(rows.partition[i]) for i in live if states[i] == state), name
+                assert min(counted.values(), default=0) >= 0
         for i in live:
             assert (states[i] == LEASED) == (tokens[i] != NONE), TASK_STATES[states[i]]
             if states[i] == LEASED:
@@ -74,6 +78,8 @@ def check_counters(ledger: Ledger) -> None:
     for number, session in ledger.sessions.items():
         assert list(session.leases) == [token for token, lease in ledger.leases.items() if lease.session == number]
     assert ledger.kinds == Counter((int(rows.partition[i]), int(rows.columns[i])) for i in live)
+    times = [thing.expires for things in (ledger.leases, ledger.parked) for thing in things.values()]
+    assert ledger.next_deadline() == min(times, default=None)
     if ledger.steps is not None:
         _check_window(ledger, live)
 
@@ -137,14 +143,13 @@ def check_no_lost_wakeup(ledger: Ledger) -> None:
     if not any(ledger.waiters.values()):
         return
     twin = copy.deepcopy(ledger)
-    for waiting in twin.waiters.values():
-        for waiter in list(waiting):
-            session = twin.sessions[waiter.session]
-            try:
-                reply = twin._handlers[type(waiter.command)](session, waiter.command)
-            except AsyncFlowError as error:
-                reply = error
-            assert reply is None, f"{waiter.command} is parked, but could have {reply!r}"
+    for waiter in twin.parked.values():
+        session = twin.sessions[waiter.session]
+        try:
+            reply = twin._handlers[type(waiter.command)](session, waiter.command)
+        except AsyncFlowError as error:
+            reply = error
+        assert reply is None, f"{waiter.command} is parked, but could have {reply!r}"
 
 
 def ready_rows(ledger: Ledger, task: str) -> int:

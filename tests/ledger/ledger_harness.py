@@ -123,8 +123,8 @@ class Harness:
         check_counters(self.ledger)
         check_same(self.ledger, self.naive)
         check_no_lost_wakeup(self.ledger)
-        waiting = [w.ticket for waiting in self.ledger.waiters.values() for w in waiting]
-        assert sorted(waiting) == sorted(p.ticket for p in self.naive.parked)
+        assert sorted(self.ledger.parked) == sorted(t for ws in self.ledger.waiters.values() for t in ws)
+        assert sorted(self.ledger.parked) == sorted(p.ticket for p in self.naive.parked)
         for parked in self.naive.parked:
             self.naive.judge(parked.session, parked.command, PARKED)
         self.sound = True

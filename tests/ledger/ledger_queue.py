@@ -77,12 +77,22 @@ class Queue:
         self.ledger.tick(now)
         self._take()
 
-    def put(self, groups: int, size: int = 1, *, wait: float = 0.0, key: str = "", **columns: ColumnSpec) -> Any:
-        put = cmd.Put(groups=groups, group_size=size, columns=columns or {"prompt": TEXT}, timeout_s=wait, key=key)
+    def put(
+        self,
+        groups: int,
+        size: int = 1,
+        *,
+        wait: float = 0.0,
+        key: str = "",
+        priority: int = 0,
+        **columns: ColumnSpec,
+    ) -> Any:
+        columns = columns or {"prompt": TEXT}
+        put = cmd.Put(groups=groups, group_size=size, columns=columns, timeout_s=wait, key=key, priority=priority)
         return self.do(self.admin, put)
 
-    def lease(self, session: int, task: str, count: int = 100, wait: float = 0.0) -> Any:
-        return self.do(session, cmd.Lease(task=task, count=count, timeout_s=wait))
+    def lease(self, session: int, task: str, count: int = 100, wait: float = 0.0, **more: Any) -> Any:
+        return self.do(session, cmd.Lease(task=task, count=count, timeout_s=wait, **more))
 
     def complete(
         self, session: int, lease: cmd.Leased, *at: int, drop: tuple[int, ...] = (), **columns: ColumnSpec

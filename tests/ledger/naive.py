@@ -99,7 +99,7 @@ class Naive(NaiveRows):
             errors.append(SchemaError)
         if any(self.schema.get(name, spec) != spec for name, spec in c.columns.items()):
             errors.append(SchemaError)
-        if len(self.named_columns | set(c.columns)) > 64:
+        if len(self.named_columns | set(c.columns)) > 64 or abs(c.priority) >= 1 << 31:
             errors.append(SchemaError)
         if train is not None and c.group_size > 0 and (train.batch_rows or 0) % c.group_size:
             errors.append(ConfigError)
@@ -119,7 +119,7 @@ class Naive(NaiveRows):
         for start in range(first, first + count, c.group_size):
             group = tuple(range(start, start + c.group_size))
             for i in group:
-                self.rows[i] = Row(group, set(c.columns), dict.fromkeys(self.tasks, "open"))
+                self.rows[i] = Row(group, set(c.columns), c.priority, dict.fromkeys(self.tasks, "open"))
         self._write_schema(c.columns)
         self.last_group_size = c.group_size
         if c.key:
@@ -134,6 +134,10 @@ class Naive(NaiveRows):
         if self._is_error(outcome, [SchemaError] if c.task not in self.tasks or c.count < 1 else []):
             return
         task = self.tasks[c.task]
+        most = c.count if task.batch_rows is None else task.batch_rows
+        if not 0 <= c.at_least <= min(most, self.capacity) or (c.at_least and task.admits):
+            self._is_error(outcome, [SchemaError])
+            return
         if self._is_error(outcome, [Ended] if self.exhausted(task) else []):
             return
         if task.batch_rows is not None:
@@ -141,14 +145,23 @@ class Naive(NaiveRows):
         elif task.admits:
             self._lease_admitted(session, task, c.count, outcome)
         else:
-            ready = self.ready(task)
-            if not ready:
-                self._is(outcome, PARKED)
-                return
-            ids = self._leased(session, task, outcome)
-            assert set(ids) <= set(ready)
-            assert len(ids) == min(c.count, len(ready))
-            self._is(outcome.step, -1)
+            self._lease_rows(session, task, c, outcome)
+
+    def _lease_rows(self, session: int, task: TaskSpec, c: cmd.Lease, outcome: Any) -> None:
+        ready = self.ready(task)
+        last_ones = self.ended and not any(self.shown_state(i, task) == "waiting" for i in self.live())
+        if not ready or (len(ready) < c.at_least and not last_ones):
+            self._is(outcome, PARKED)
+            return
+        ids = self._leased(session, task, outcome)
+        assert set(ids) <= set(ready)
+        assert len(ids) == min(c.count, len(ready))
+        assert [self.rows[i].priority for i in ids] == self._highest(ready)[: len(ids)]
+        self._is(outcome.step, -1)
+
+    def _highest(self, ids: list[int]) -> list[int]:
+        """Priorities in the order of their turn."""
+        return sorted((self.rows[i].priority for i in ids), reverse=True)
 
     def _lease_step(self, session: int, task: TaskSpec, outcome: Any) -> None:
         full = {
@@ -198,6 +211,7 @@ class Naive(NaiveRows):
         assert set(ids) == {i for group in got for i in group}
         assert set(ids) <= set(ready)
         assert len(got) == min(most, max(1, count // size)), "about count, at least one group, as the rule allows"
+        assert [self.rows[i].priority for i in ids] == self._highest(ready)[: len(ids)]
         self._is(outcome.version, loaded)
         for i in ids:
             self.rows[i].version = loaded

@@ -16,6 +16,7 @@ from asyncflow_sdk.ledger import commands as cmd
 class Row:
     group: tuple[int, ...]
     columns: set[str]
+    priority: int
     state: dict[str, str]  # task -> open, leased or done
     token: dict[str, int] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
@@ -212,7 +213,7 @@ class NaiveRows:
 
         def turn(first: int) -> tuple[Any, ...]:
             deadline = self.rows[first].deadline
-            return deadline is None, deadline, self.became_ready[first]
+            return deadline is None, deadline, -self.rows[first].priority, self.became_ready[first]
 
         for first in sorted(firsts, key=turn):
             group = self.rows[first].group

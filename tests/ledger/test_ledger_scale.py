@@ -140,6 +140,71 @@ def test_the_cost_of_a_command_does_not_follow_the_rows_alive(monkeypatch: pytes
     assert many_rows == few_rows < 4_096
 
 
+def work_beside(leased: int, parked: int) -> int:
+    """Bytecodes run for what one worker does, beside rows that others lease one by one and requests that wait."""
+    spec = TaskSpec(name="plain", needs=("prompt",), gives=("answer",), lease_s=600)
+    queue = Queue(spec, TaskSpec(name="other", needs=("answer",), gives=("more",)), LAST)
+    ledger, worker, others = queue.ledger, queue.join("w"), queue.join("others")
+    steps = tickets = 0
+
+    def do(session: int, command: Any) -> Any:
+        nonlocal tickets
+        tickets += 1
+        ledger.apply(session, command, 0.0, 10**6 + tickets)
+        answers = ledger.drain().answers
+        return answers[0][1] if answers else None
+
+    def count(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes = True
+        steps += event == "opcode"
+        return count
+
+    def turn() -> None:
+        for _ in range(4):
+            put = do(worker, cmd.Put(groups=2, group_size=1, columns={"prompt": TOKENS}))
+            assert isinstance(put, cmd.PutDone)
+            lease = do(worker, cmd.Lease(task="plain", count=2))
+            do(worker, cmd.Renew(token=lease.token))
+            do(worker, cmd.GiveBack(token=lease.token, index=packed(0)))
+            do(worker, cmd.Complete(token=lease.token, columns={"answer": TOKENS}, index=packed(1)))
+            again = do(worker, cmd.Lease(task="plain", count=2))
+            do(worker, cmd.Complete(token=again.token, columns={"answer": TOKENS}, filtered=packed(0)))
+            for task in ("other", "last"):
+                got = do(worker, cmd.Lease(task=task, count=2))
+                do(worker, cmd.Complete(token=got.token, columns={"more": TOKENS} if task == "other" else {}))
+            session = do(0, cmd.Join(name="short"))
+            do(session.session, cmd.Lease(task="nobody gives", count=1, timeout_s=9))
+            ledger.session_died(session.session, 0.0, "gone")
+            ledger.drain()
+            ledger.tick(0.0)
+            ledger.next_deadline()
+
+    turn()
+    do(others, cmd.Put(groups=leased, group_size=1, columns={"prompt": TOKENS}))
+    for _ in range(leased):
+        do(others, cmd.Lease(task="plain", count=1))
+    do(others, cmd.Declare(task=TaskSpec(name="nobody gives", needs=("missing",))))
+    for _ in range(parked):
+        assert do(others, cmd.Lease(task="nobody gives", count=1, timeout_s=600)) is None
+    turn()
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        turn()
+    finally:
+        sys.settrace(before)
+    assert len(ledger.leases) == leased
+    assert len(ledger.parked) == parked
+    return steps
+
+
+def test_the_cost_of_a_command_does_not_follow_leases_and_waiting_requests() -> None:
+    few = work_beside(8, 8)
+    many = work_beside(2_000, 2_000)
+    assert many <= few * 1.05  # a heap is swept at other times
+
+
 def wakings() -> str:
     """The order in which one command wakes requests that wait at different places."""
     queue = Queue(ROLLOUT, REWARD, TRAIN, PLAIN, LAST, capacity_rows=4)

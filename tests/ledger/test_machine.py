@@ -94,10 +94,17 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ---- leases
 
-    @rule(who=small, which=small, count=st.sampled_from([0, 1, 1, 2, 3, 6, 9]), wait=waits)
-    def lease(self, who: int, which: int, count: int, wait: float) -> None:
+    @rule(
+        who=small,
+        which=small,
+        count=st.sampled_from([0, 1, 1, 2, 3, 6, 9]),
+        at_least=st.sampled_from([0, 0, 1, 2, 3, 5, -1]),
+        wait=waits,
+    )
+    def lease(self, who: int, which: int, count: int, at_least: int, wait: float) -> None:
         task = self.tasks[which % len(self.tasks)].name
-        self.run.send(self.session(who), cmd.Lease(task=task, count=count, timeout_s=wait))
+        command = cmd.Lease(task=task, count=count, timeout_s=wait, at_least=at_least)
+        self.run.send(self.session(who), command)
 
     @rule(who=small, count=st.integers(1, 9), wait=waits, loads=st.booleans())
     def lease_what_there_is(self, who: int, count: int, wait: float, loads: bool) -> None:
@@ -201,9 +208,10 @@ class LedgerMachine(RuleBasedStateMachine):
         groups=st.integers(1, 4),
         spoil=st.sampled_from(["no"] * 8 + ["dtype", "empty", "size", "zero", "complete"]),
         key=st.sampled_from(["", "", "a", "b", "c"]),
+        priority=st.sampled_from([0, 0, 0, 3, -2]),
         wait=waits,
     )
-    def put(self, groups: int, spoil: str, key: str, wait: float) -> None:
+    def put(self, groups: int, spoil: str, key: str, priority: int, wait: float) -> None:
         columns = dict(ORDINARY)
         if spoil == "dtype":
             if "prompt" not in self.run.naive.schema:
@@ -214,7 +222,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if spoil == "complete":
             columns |= {"response": COLUMN, "reward": COLUMN}
         size = {"size": self.size + 1, "zero": 0}.get(spoil, self.size)
-        command = cmd.Put(groups=groups, group_size=size, columns=columns, key=key, timeout_s=wait)
+        command = cmd.Put(groups=groups, group_size=size, columns=columns, key=key, timeout_s=wait, priority=priority)
         self.run.send(self.session(groups), command)
 
     @rule(who=small, what=st.sampled_from(["publish", "publish", "load", "load", "await"]), by=small, wait=waits)
