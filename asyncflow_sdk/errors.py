@@ -10,6 +10,7 @@ AsyncFlowError
 ├── DeadlineExceeded       a deadline passed; says who is waited for (also a TimeoutError)
 ├── MemoryFull             shared memory or disk has no room for the data
 ├── WireError              the connection
+│   ├── AccessDenied       the keys of client and server do not fit each other
 │   ├── ProtocolError      the peer sent what this version cannot read, or is another version
 │   └── ServerLost         the server stopped answering
 ├── WeightError            a version of weights
@@ -66,6 +67,10 @@ class MemoryFull(AsyncFlowError, MemoryError):
 
 class WireError(AsyncFlowError, ConnectionError):
     """Raised when talking to a server failed."""
+
+
+class AccessDenied(WireError):
+    """Raised when the keys of client and server do not fit each other. Nothing was sent."""
 
 
 class ProtocolError(WireError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -90,7 +91,7 @@ class QueueServer:
 
     # ---- called by the wire
 
-    def request(self, session: str, ticket: int, body: bytes) -> None:
+    def request(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
         try:
             call = decode_call(body)
             for event in call.events:

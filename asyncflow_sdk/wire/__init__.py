@@ -1,7 +1,20 @@
 """Sockets, sessions and framing. The only room that speaks ZeroMQ."""
 
-from .client import Client
-from .processes import process_key
+from .client import Client, Reply
+from .keys import RunKey, ServerKeys, server_keys
+from .processes import process_key, same_host
 from .server import Handler, Server
+from .sockets import on_loopback
 
-__all__ = ["Client", "Handler", "Server", "process_key"]
+__all__ = [
+    "Client",
+    "Handler",
+    "Reply",
+    "RunKey",
+    "Server",
+    "ServerKeys",
+    "on_loopback",
+    "process_key",
+    "same_host",
+    "server_keys",
+]

@@ -1,7 +1,8 @@
 """The asking end: a session whose requests can be repeated without a second effect.
 
 ``ask`` serves threads (each owns a socket), ``aask`` serves an event loop (one socket a loop). A request is
-sent again while no answer comes, so an answer lost with a connection is not lost.
+sent again while no answer comes, so an answer lost with a connection is not lost. Payload goes beside a request
+without a copy where that pays, and is not sent again before it is through.
 """
 
 from __future__ import annotations
@@ -13,25 +14,46 @@ import secrets
 import threading
 import time
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import zmq
 import zmq.asyncio
 
-from ..errors import AsyncFlowError, ProtocolError, ServerLost
-from .envelope import decode_response
+from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost
+from .envelope import MAX_BYTES, MAX_FRAMES, decode_response
+from .handshake import Handshake
+from .keys import RunKey
 from .numbering import Numbering
+from .processes import watch
+from .sockets import connect, on_loopback, transport_of
 
 RESEND_S = 5.0
 GRACE_S = 15.0
 """How much longer than its own deadline a request waits for the server's word on it."""
 
 
-class Client:
-    """One session with the server at ``address``. Thread-safe; refuses to work after a bare fork."""
+class Reply(NamedTuple):
+    """``frames``: buffers that came beside the answer, valid for as long as they are referred to."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    body: bytes
+    frames: Sequence[Any] = ()
+
+
+class Client:
+    """One session with the server at ``address``. Thread-safe; refuses to work after a bare fork.
+
+    ``key``: proves to a server on another host who asks, and knows it by its own. Raises ConfigError where a key
+    is missing or has no use; the first request raises AccessDenied when server and key do not fit each other.
+    """
+
+    def __init__(self, address: str, key: RunKey | None = None) -> None:
+        tcp = transport_of(address) == "tcp"
+        if key is not None and not tcp:
+            raise ConfigError(f"{address} is on this host and takes no key; only tcp addresses do")
+        if key is None and tcp and not on_loopback(address):
+            raise ConfigError(f"{address} is not on loopback: it needs a key; pass key=, a copy of the run's run.key")
+        self.address, self.key = address, key
         self.session = secrets.token_hex(12)
         self._pid = os.getpid()
         self._context: zmq.Context[Any] = zmq.Context.instance()
@@ -40,6 +62,9 @@ class Client:
         self._local = threading.local()
         self._sockets: weakref.WeakSet[_ThreadSocket] = weakref.WeakSet()  # a thread's own goes with its thread
         self._loops: dict[asyncio.AbstractEventLoop, _LoopSocket] = {}
+        self._let_in = not tcp
+        self._server = _Server()
+        self.max_bytes = MAX_BYTES
         self.closed = False
 
     def check(self) -> None:
@@ -49,32 +74,56 @@ class Client:
         if self.closed:
             raise ServerLost(f"this connection to {self.address} is closed")
 
+    def fits(self, body: bytes, frames: Sequence[Any] = ()) -> None:
+        """Raises ProtocolError for a request that is larger than ``max_bytes``, the most the server takes."""
+        size = len(body) + sum(memoryview(frame).nbytes for frame in frames) + _ENVELOPE_BYTES
+        if size > self.max_bytes:
+            raise ProtocolError(
+                f"a call of {size} bytes is too large; this server takes at most {self.max_bytes}: send fewer rows"
+                " at a time"
+            )
+        if len(frames) > MAX_FRAMES:
+            raise ProtocolError(f"a call of {len(frames)} frames; a server takes at most {MAX_FRAMES}")
+
+    def watch(self, pid: int, key: str) -> None:
+        """From now on requests end with ServerLost when this process, the server's, does; if it can be seen."""
+        self._server = _Server(pid, key)
+
     def ask(self, body: bytes, timeout_s: float) -> bytes:
-        """Send and wait. Raises ServerLost when no answer comes in ``timeout_s`` and a grace, or on close."""
+        """Send and wait. Raises ServerLost when no answer comes in ``timeout_s`` and a grace, when the server's
+        process ends, or on close; AccessDenied."""
+        return self.exchange(body, timeout_s).body
+
+    def exchange(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
+        """The same with payload: contiguous buffers, which must not change before this returns or raises."""
+        self.fits(body, frames)
         with self._lock:
             self.check()
             channel = self._thread_socket()
             channel.busy += 1
-        seq, socket = self._numbering.begin(), channel.socket
+        seq, began, tracker = self._numbering.begin(), time.monotonic(), None
         try:
-            until = time.monotonic() + timeout_s + GRACE_S
+            until = began + timeout_s + GRACE_S
             while True:
-                socket.send(self._numbering.frame(seq, body))
+                if tracker is None or tracker.done:
+                    tracker = channel.send(self._numbering.frame(seq, body), frames)
                 resend = min(until, time.monotonic() + RESEND_S)
                 while (left := resend - time.monotonic()) > 0:
-                    if not socket.poll(int(left * 1000) + 1):
+                    if not self._wait(channel, left):
                         continue
-                    response = decode_response(socket.recv())
-                    if response.seq == seq:
+                    answer = channel.receive(seq)
+                    if answer is not None:
                         self._numbering.answered(seq)
-                        return response.body
+                        return answer
                 self.check()
                 if time.monotonic() >= until:
-                    raise self._lost(timeout_s)
+                    raise self._lost(began)
         except BaseException:
             self._numbering.drop(seq)
-            with contextlib.suppress(zmq.ZMQError):
-                socket.send(self._numbering.frame(0, b""), zmq.NOBLOCK)
+            with contextlib.suppress(AsyncFlowError, zmq.ZMQError):
+                if (tracker is not None or channel.torn) and channel.busy == 1:
+                    channel = self._renew_thread_socket(channel, tracker)
+                channel.socket.send(self._numbering.frame(0, b""), zmq.NOBLOCK)
             raise
         finally:
             with self._lock:
@@ -84,14 +133,21 @@ class Client:
 
     async def aask(self, body: bytes, timeout_s: float) -> bytes:
         """The same on the running event loop. Cancelling it takes the request back."""
+        return (await self.aexchange(body, timeout_s)).body
+
+    async def aexchange(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
+        """The same with payload, which nobody may change any more: it may be sent after this was cancelled."""
+        self.fits(body, frames)
         self.check()
         channel = self._loop_socket()
-        seq = self._numbering.begin()
+        seq, began = self._numbering.begin(), time.monotonic()
         try:
-            until = time.monotonic() + timeout_s + GRACE_S
+            until = began + timeout_s + GRACE_S
             future = channel.expect(seq)
+            tracker: Any = None
             while True:
-                await channel.socket.send(self._numbering.frame(seq, body))
+                if tracker is None or tracker.done:
+                    tracker = await channel.send(self._numbering.frame(seq, body), frames)
                 left = min(RESEND_S, until - time.monotonic())
                 done, _ = await asyncio.wait([future], timeout=max(left, 0.0))
                 if done:
@@ -99,7 +155,7 @@ class Client:
                     self._numbering.answered(seq)
                     return answer
                 if time.monotonic() >= until:
-                    raise self._lost(timeout_s)
+                    raise self._lost(began)
         except BaseException:
             self._numbering.drop(seq)
             with contextlib.suppress(zmq.ZMQError):
@@ -135,38 +191,120 @@ class Client:
             channel.close()
             await asyncio.gather(channel.task, return_exceptions=True)
 
-    def _lost(self, timeout_s: float) -> ServerLost:
+    def _wait(self, channel: _ThreadSocket, seconds: float) -> bool:
+        """Whether there is something to receive within so many seconds."""
+        watched: list[tuple[Any, int]] = [(channel.socket, zmq.POLLIN)]
+        if channel.handshake is not None:
+            watched.append((channel.handshake.monitor, zmq.POLLIN))
+        if self._server.fd >= 0:
+            watched.append((self._server.fd, zmq.POLLIN))
+        ready = dict(zmq.zmq_poll(watched, int(seconds * 1000) + 1))
+        if channel.handshake is not None and channel.handshake.monitor in ready and channel.handshake.read():
+            channel.handshake, self._let_in = None, True
+        if channel.socket in ready:
+            return True
+        if self._server.fd in ready and not channel.socket.poll(_LAST_WORDS_MS):
+            raise self._ended()
+        return False
+
+    def _lost(self, began: float) -> ServerLost:
         return ServerLost(
-            f"{self.address} gave no answer in {timeout_s + GRACE_S:.0f} s; does its process still live?"
+            f"{self.address} gave no answer in {time.monotonic() - began:.0f} s; does its process still live"
+            f"{', and does the network reach it' if transport_of(self.address) == 'tcp' else ''}?"
         )
+
+    def _ended(self) -> ServerLost:
+        return ServerLost(f"the server at {self.address} is gone: its process {self._server.pid} has ended")
 
     def _thread_socket(self) -> _ThreadSocket:
         channel: _ThreadSocket | None = getattr(self._local, "channel", None)
         if channel is None:
-            channel = self._local.channel = _ThreadSocket(self._context, self.address)
+            channel = self._local.channel = _ThreadSocket(self._context, self.address, self.key, not self._let_in)
             self._sockets.add(channel)
         return channel
+
+    def _renew_thread_socket(self, channel: _ThreadSocket, tracker: Any) -> _ThreadSocket:
+        """Another socket for this thread. What was not sent yet of a payload will not be: its owner may change it
+        from now on, and it would arrive as nobody ever meant it."""
+        channel.close(linger=0)
+        if tracker is not None:
+            with contextlib.suppress(zmq.NotDone):
+                tracker.wait(5.0)
+        with self._lock:
+            self._sockets.discard(channel)
+            del self._local.channel
+            self.check()
+            new = self._thread_socket()
+            new.busy, channel.busy = 1, 0
+            return new
 
     def _loop_socket(self) -> _LoopSocket:
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             for ended in [known for known in self._loops if known.is_closed()]:
                 self._loops.pop(ended).close()
-            self._loops[loop] = _LoopSocket(zmq.asyncio.Context.shadow(self._context), self.address)
+            context = zmq.asyncio.Context.shadow(self._context)
+            self._loops[loop] = _LoopSocket(context, self.address, self.key, self._server, self._ended)
         return self._loops[loop]
+
+
+_ENVELOPE_BYTES = 64 << 10
+"""Room for what goes around a call."""
+_LAST_WORDS_MS = 100
+"""How long after a server's end what it sent before may still be on its way."""
+
+
+class _Server:
+    """The server's process, if it can be seen from here. ``fd`` is readable when it has ended, else -1."""
+
+    def __init__(self, pid: int = 0, key: str = "") -> None:
+        self.pid, self.fd = pid, -1
+        if pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):  # one that has ended just now: a deadline will say so
+                fd = watch(pid, key)
+                self.fd = -1 if fd is None else fd
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 class _ThreadSocket:
     """The socket of one thread. ``busy``: requests under way on it (two, when a signal handler asks)."""
 
-    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str, key: RunKey | None, unproven: bool) -> None:
         self.busy = 0
+        self.torn = False
+        self.handshake: Handshake | None = None
         self.socket = context.socket(zmq.DEALER)
-        _configure(self.socket)
-        self.socket.connect(address)
+        try:
+            if unproven:
+                self.handshake = Handshake(self.socket, address, key is not None)
+            connect(self.socket, address, key)
+        except BaseException:
+            self.close()
+            raise
 
-    def close(self) -> None:
-        self.socket.close(linger=200)
+    def send(self, envelope: bytes, frames: Sequence[Any]) -> Any:
+        """Returns what tells when the payload is through; None without payload."""
+        if frames:
+            return self.socket.send_multipart((envelope, *frames), copy=False, track=True)
+        return self.socket.send(envelope)
+
+    def receive(self, seq: int) -> Reply | None:
+        """The next answer; None if it is one to another request than ``seq``."""
+        self.torn = True  # until all frames of the answer are here
+        response, frames = decode_response(self.socket.recv()), []
+        while self.socket.getsockopt(zmq.RCVMORE):
+            frames.append(self.socket.recv(copy=False))
+        self.torn = False
+        return Reply(response.body, frames) if response.seq == seq else None
+
+    def close(self, linger: int = 200) -> None:
+        if self.handshake is not None:
+            self.handshake.close()
+            self.handshake = None
+        self.socket.close(linger=linger)
 
     def __del__(self) -> None:
         if not self.socket.closed:
@@ -176,41 +314,61 @@ class _ThreadSocket:
 class _LoopSocket:
     """One socket and one receiving task of an event loop."""
 
-    def __init__(self, context: Any, address: str) -> None:
+    def __init__(self, context: Any, address: str, key: RunKey | None, server: _Server, ended: Any) -> None:
         self.address = address
+        self._loop = asyncio.get_running_loop()
+        self._server, self._ended, self._gone = server, ended, False
         self.socket = context.socket(zmq.DEALER)
-        _configure(self.socket)
-        self.socket.connect(address)
-        self.waiting: dict[int, asyncio.Future[bytes]] = {}
-        self.task = asyncio.get_running_loop().create_task(self._receive(), name="asyncflow-receive")
+        connect(self.socket, address, key)
+        self.waiting: dict[int, asyncio.Future[Reply]] = {}
+        self.task = self._loop.create_task(self._receive(), name="asyncflow-receive")
+        if server.fd >= 0:
+            self._loop.add_reader(server.fd, self._server_ended)
 
-    def expect(self, seq: int) -> asyncio.Future[bytes]:
-        self.waiting[seq] = asyncio.get_running_loop().create_future()
+    def expect(self, seq: int) -> asyncio.Future[Reply]:
+        if self._gone:
+            raise self._ended()
+        self.waiting[seq] = self._loop.create_future()
         return self.waiting[seq]
+
+    async def send(self, envelope: bytes, frames: Sequence[Any]) -> Any:
+        """Returns what tells when the payload is through."""
+        if frames:
+            return await self.socket.send_multipart((envelope, *frames), copy=False, track=True)
+        return await self.socket.send(envelope)
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._unwatch()
             self.task.cancel()
             self._fail(ServerLost(f"this connection to {self.address} is closed"))
         self.socket.close(linger=200)
 
     async def _receive(self) -> None:
         while True:
+            frames: list[Any] = []
             try:
-                response = decode_response(await self.socket.recv())
+                envelope = await self.socket.recv()
+                while self.socket.getsockopt(zmq.RCVMORE):
+                    frames.append(await self.socket.recv(copy=False))
+                response = decode_response(envelope)
             except ProtocolError as error:
                 self._fail(error)
                 continue
             future = self.waiting.get(response.seq)
             if future is not None and not future.done():
-                future.set_result(response.body)
+                future.set_result(Reply(response.body, frames))
+
+    def _server_ended(self) -> None:
+        self._unwatch()
+        self._gone = True
+        self._loop.call_later(_LAST_WORDS_MS / 1000, lambda: self._fail(self._ended()))
+
+    def _unwatch(self) -> None:
+        if self._server.fd >= 0 and not self._loop.is_closed():
+            self._loop.remove_reader(self._server.fd)
 
     def _fail(self, error: AsyncFlowError) -> None:
         for future in self.waiting.values():
             if not future.done():
                 future.set_exception(error)
-
-
-def _configure(socket: Any) -> None:
-    socket.linger = 200  # milliseconds: a last acknowledgement leaves, a dead server holds up nothing
-    socket.sndhwm = socket.rcvhwm = 0  # a requester has a request or two under way; nothing is dropped

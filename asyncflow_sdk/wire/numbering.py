@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from ..errors import ProtocolError
-from .envelope import MAX_BYTES, PROTOCOL, Request, encode
+from .envelope import PROTOCOL, Request, encode
 
 
 class Numbering:
@@ -32,17 +31,14 @@ class Numbering:
             return self._last
 
     def frame(self, seq: int, body: bytes) -> bytes:
-        """A request, or with seq 0 only news for the server. Raises ProtocolError when it is too large."""
+        """A request, or with seq 0 only news for the server."""
         with self._lock:
             settled, self._settled = tuple(self._settled), []
             dropped = tuple(self._dropped)
             if seq:
                 self._told.setdefault(seq, dropped)
             done = min(self._open, default=self._last + 1)
-        frame = encode(Request(PROTOCOL, self._session, seq, done, settled, dropped, body))
-        if len(frame) > MAX_BYTES:
-            raise ProtocolError(f"a call of {len(frame)} bytes is too large; a server takes at most {MAX_BYTES}")
-        return frame
+        return encode(Request(PROTOCOL, self._session, seq, done, settled, dropped, body))
 
     def answered(self, seq: int) -> None:
         """The answer is here."""

@@ -17,6 +17,11 @@ def process_key(pid: int) -> str:
     return f"{boot} {namespace} {started}"
 
 
+def same_host(key: str) -> bool:
+    """Whether a process with this key runs under the kernel that this one runs under, in any container."""
+    return bool(key) and key.split(" ", 1)[0] == process_key(os.getpid()).split(" ", 1)[0]
+
+
 def watch(pid: int, key: str) -> int | None:
     """A file descriptor that becomes readable when the process ends; None when it cannot be seen from here.
 

@@ -1,6 +1,7 @@
-"""The serving end: one thread owns a ROUTER socket; requests come in order, answers go out whenever they are known.
+"""The serving end: one thread owns the ROUTER sockets; requests come in order, answers go out whenever they are known.
 
-A request repeated by (session, seq) is not carried out again: it gets the answer it had, or waits for it.
+A request repeated by (session, seq) is not carried out again: it gets the answer it had, or waits for it. Payload
+beside an answer is not kept: it is made anew for who asks again, and not before what was sent of it is through.
 Garbage is counted and dropped; the server and its other sessions go on. A message past the size limit cuts
 only the connection that it came over.
 """
@@ -12,28 +13,33 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import zmq
 
-from ..errors import ConfigError, ProtocolError
-from .envelope import MAX_BYTES, PROTOCOL, Request, Response, decode_request, encode
+from ..errors import AsyncFlowError, ProtocolError
+from .envelope import MAX_BYTES, MAX_FRAMES, PROTOCOL, OtherProtocol, Request, Response, decode_request, encode
+from .keys import ServerKeys
+from .listening import Listening, Route
 from .processes import watch
 
 MAX_WAIT_S = 3600.0
 """The longest sleep between two rounds, whatever deadline comes next: a deadline may be infinite."""
-
-
+MAX_UNSENT_BYTES = 4 << 30
+"""Payload on its way to one session past which a further answer is not sent before it is asked for again."""
+Payload: TypeAlias = Callable[[], Sequence[Any]]
+"""Makes the frames that go beside an answer: contiguous buffers, unchanged for as long as they are referred to."""
 _log = logging.getLogger(__name__)
 
 
 class Handler(Protocol):
     """What a server calls, always from its one thread."""
 
-    def request(self, session: str, ticket: int, body: bytes) -> None:
-        """Carry out a request; ``Server.answer`` may be called now or later."""
+    def request(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+        """Carry out a request; ``Server.answer`` may be called now or later. ``frames``: buffers that came beside
+        it, valid for as long as they are referred to."""
 
     def dropped(self, session: str, ticket: int, answer: bytes | None) -> None:
         """Nobody waits for a request any more, nor read its answer. ``answer``: what it was; None if there was
@@ -46,6 +52,15 @@ class Handler(Protocol):
         """Called after every round; returns seconds until it wants to be called again, None for never."""
 
 
+@dataclass(frozen=True)
+class _Unsent:
+    """Payload that ZeroMQ still refers to."""
+
+    route: Route
+    tracker: zmq.MessageTracker
+    nbytes: int
+
+
 @dataclass
 class _Session:
     """Answers a session may still ask for again, and where to send them; and which requests have come at all.
@@ -55,8 +70,10 @@ class _Session:
     """
 
     answers: dict[int, bytes] = field(default_factory=dict)
+    payloads: dict[int, Payload] = field(default_factory=dict)  # what goes beside some of them
+    unsent: dict[int, _Unsent] = field(default_factory=dict)  # and is not through yet
     tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket, unanswered
-    routes: dict[int, bytes] = field(default_factory=dict)  # seq → socket it came from last
+    routes: dict[int, Route] = field(default_factory=dict)  # seq → connection it came over last
     done: int = 0
     low: int = 0  # every request up to here has come, or is in early
     ahead: set[int] = field(default_factory=set)  # those beyond of which that is so
@@ -87,8 +104,21 @@ class _Session:
 
     def settle(self, seq: int) -> None:
         """Its answer arrived."""
-        if self.answers.pop(seq, None) is not None:
+        if self.forget(seq) is not None:
             del self.routes[seq]
+
+    def forget(self, seq: int) -> bytes | None:
+        """The answer, which nobody will ask for again."""
+        self.payloads.pop(seq, None)
+        return self.answers.pop(seq, None)
+
+    def may_send(self, seq: int) -> bool:
+        """Whether payload may be sent now: not while it is still on its way, nor to who reads too slowly."""
+        self.unsent = {s: unsent for s, unsent in self.unsent.items() if not unsent.tracker.done}
+        held = self.unsent.get(seq)
+        if held is not None and held.route == self.routes[seq]:
+            return False
+        return sum(unsent.nbytes for unsent in self.unsent.values()) <= MAX_UNSENT_BYTES
 
     def raise_done(self, done: int) -> None:
         """Every answer below has arrived, or is taken back."""
@@ -98,9 +128,16 @@ class _Session:
 
 
 class Server:
-    """Binds to ``addresses`` (inproc, ipc, tcp on loopback) and runs ``handler`` in a thread."""
+    """Binds to ``addresses`` (inproc, ipc, tcp) and runs ``handler`` in a thread.
 
-    def __init__(self, addresses: list[str], handler: Handler) -> None:
+    With ``keys`` those that are tcp are for clients that hold a key; without, tcp is for loopback alone.
+    ``max_bytes``: the largest request taken, with its payload. ``garbage``: messages dropped because they were
+    none; ``refused``: connections shut out by their key. Raises ConfigError.
+    """
+
+    def __init__(
+        self, addresses: list[str], handler: Handler, keys: ServerKeys | None = None, max_bytes: int = MAX_BYTES
+    ) -> None:
         self._handler = handler
         self._sessions: dict[str, _Session] = {}
         self._by_ticket: dict[int, tuple[str, int]] = {}
@@ -109,21 +146,20 @@ class Server:
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self.garbage = 0
-        self._context: zmq.Context[Any] = zmq.Context.instance()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.linger = 200  # milliseconds: last answers leave
-        self._router.maxmsgsize = MAX_BYTES
-        self._router.sndhwm = self._router.rcvhwm = 0  # bounded by one request a client thread, not by drops
-        try:
-            self.addresses = [self._bind(address) for address in addresses]
-        except BaseException:
-            self._router.close()
-            raise
+        self._max_bytes = max_bytes
+        self._listening = Listening(addresses, keys, max_bytes)
+        self.addresses = self._listening.addresses
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
+        for socket in (*self._listening.routers, self._listening.zap):
+            if socket is not None:
+                self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_out, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="asyncflow-server", daemon=True)
+
+    @property
+    def refused(self) -> int:
+        return self._listening.refused
 
     def start(self) -> None:
         self._thread.start()
@@ -140,15 +176,20 @@ class Server:
             self.call(self._stop)
             self._thread.join()
 
-    def answer(self, ticket: int, body: bytes) -> None:
-        """Answer a request. In the server's thread; a ticket nobody waits for any more is ignored."""
+    def answer(self, ticket: int, body: bytes, payload: Payload | None = None) -> None:
+        """Answer a request. In the server's thread; a ticket nobody waits for any more is ignored.
+
+        ``payload`` is called for each time the answer is sent. If it raises an AsyncFlowError, the answer goes alone.
+        """
         session_id, seq = self._by_ticket.pop(ticket, ("", 0))
         session = self._sessions.get(session_id)
         if session is None:
             return
         session.tickets.pop(seq, None)
         session.answers[seq] = body
-        self._send(session.routes[seq], seq, body)
+        if payload is not None:
+            session.payloads[seq] = payload
+        self._send(session, seq)
 
     def watch(self, session: str, pid: int, key: str) -> None:
         """Call ``gone`` when the process of a session ends. Processes of other hosts cannot be watched."""
@@ -171,18 +212,6 @@ class Server:
         for fd in [fd for fd, watched in self._pidfds.items() if watched == session]:
             self._unwatch(fd)
 
-    def _bind(self, address: str) -> str:
-        transport, _, rest = address.partition("://")
-        if transport not in ("inproc", "ipc", "tcp"):
-            raise ConfigError(f"cannot listen on {address}: known transports are inproc, ipc and tcp")
-        if transport == "tcp" and rest.rsplit(":", 1)[0] not in ("127.0.0.1", "localhost", "[::1]"):
-            raise ConfigError(f"{address} is not on loopback; only 127.0.0.1 is served without keys")
-        try:
-            self._router.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot listen on {address}: {error}") from None
-        return self._router.get_string(zmq.LAST_ENDPOINT) if address.startswith("tcp") else address
-
     def _stop(self) -> None:
         self._stopping = True
 
@@ -200,11 +229,14 @@ class Server:
                         _log.exception("the server failed at the end of a session")
                 if self._wake_out in ready:
                     self._run_calls()
-                if self._router in ready:
-                    self._receive()
+                if self._listening.zap in ready:
+                    self._listening.judge()
+                for router in self._listening.routers:
+                    if router in ready:
+                        self._receive(router)
             self._idle()
         finally:
-            self._router.close()
+            self._listening.close()
             for fd in (*self._pidfds, self._wake_out, self._wake_in):
                 os.close(fd)
 
@@ -227,23 +259,31 @@ class Server:
         os.close(fd)
         return session
 
-    def _receive(self) -> None:
+    def _receive(self, router: zmq.Socket[Any]) -> None:
         """All requests that have come, but not for ever: deaths and deadlines get their turn."""
         for _ in range(64):
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
+                name = router.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            envelope, frames = b"", []
+            if router.getsockopt(zmq.RCVMORE):
+                envelope = router.recv()
+                while router.getsockopt(zmq.RCVMORE):
+                    frames.append(router.recv(copy=False))
             try:
-                if len(frames) != 2:
-                    raise ProtocolError(f"a request of {len(frames) - 1} frames")
-                request = decode_request(frames[1])
+                if len(frames) > MAX_FRAMES or len(envelope) + sum(map(len, frames)) > self._max_bytes:
+                    raise ProtocolError(f"a request of {len(frames)} frames or too many bytes")
+                request = decode_request(envelope)
+            except OtherProtocol as other:
+                self.garbage += 1
+                self._post((router, name), other.reply)
             except ProtocolError:
                 self.garbage += 1
-                continue
-            self._accept(frames[0], request)
+            else:
+                self._accept((router, name), request, frames)
 
-    def _accept(self, route: bytes, request: Request) -> None:
+    def _accept(self, route: Route, request: Request, frames: list[Any]) -> None:
         session = self._sessions.setdefault(request.session, _Session())
         for seq in request.dropped:
             self._drop(request.session, session, seq)
@@ -258,13 +298,13 @@ class Server:
             if seq in session.routes:
                 session.routes[seq] = route
             if seq in session.answers:
-                self._send(route, seq, session.answers[seq])
+                self._send(session, seq)
             return
         dropped = session.come(seq)
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         session.routes[seq], session.tickets[seq] = route, ticket
         self._by_ticket[ticket] = (request.session, seq)
-        self._handler.request(request.session, ticket, request.body)
+        self._handler.request(request.session, ticket, request.body, frames)
         if dropped:
             self._drop(request.session, session, seq)
 
@@ -274,13 +314,32 @@ class Server:
             return
         session.routes.pop(seq, None)
         ticket = session.tickets.pop(seq, None)
-        answer = session.answers.pop(seq, None)
+        answer = session.forget(seq)
         if ticket is not None:
             self._by_ticket.pop(ticket, None)
             self._handler.dropped(session_id, ticket, None)
         elif answer is not None:
             self._handler.dropped(session_id, 0, answer)
 
-    def _send(self, route: bytes, seq: int, body: bytes) -> None:
+    def _send(self, session: _Session, seq: int) -> None:
+        """Send an answer where its request came from last."""
+        envelope = encode(Response(PROTOCOL, seq, session.answers[seq]))
+        route, payload = session.routes[seq], session.payloads.get(seq)
+        if payload is None:
+            self._post(route, envelope)
+        elif session.may_send(seq):
+            try:
+                frames = payload()
+            except AsyncFlowError:
+                frames = ()
+            tracker = self._post(route, envelope, frames)
+            if tracker is not None:
+                session.unsent[seq] = _Unsent(route, tracker, sum(memoryview(frame).nbytes for frame in frames))
+
+    def _post(self, route: Route, envelope: bytes, frames: Sequence[Any] = ()) -> zmq.MessageTracker | None:
+        router, name = route
         with contextlib.suppress(zmq.ZMQError):  # its client is gone; the answer stays for a retry
-            self._router.send_multipart([route, encode(Response(PROTOCOL, seq, body))], zmq.NOBLOCK)
+            if frames:
+                return router.send_multipart((name, envelope, *frames), zmq.NOBLOCK, copy=False, track=True)
+            router.send_multipart((name, envelope), zmq.NOBLOCK)
+        return None

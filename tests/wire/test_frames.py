@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from wire_handlers import Parrot, Raw, frame, in_thread, serving, until
+from wire_handlers import Parrot, Raw, Request, frame, in_thread, serving, until
 
 from asyncflow_sdk.errors import ProtocolError
 from asyncflow_sdk.wire import Client
-from asyncflow_sdk.wire.envelope import MAX_BYTES, PROTOCOL, decode_response
+from asyncflow_sdk.wire.envelope import MAX_FRAMES, PROTOCOL, Response, decode_response, encode
 
 GOOD = frame(1, b"hello")
 BAD = {
@@ -20,7 +20,6 @@ BAD = {
     "truncated": GOOD[:-1],
     "begun": GOOD[:3],
     "two in one": GOOD + GOOD,
-    "another version": msgspec.msgpack.encode((PROTOCOL + 1, "s", 1, 1, (), (), b"x")),
     "no session": msgspec.msgpack.encode((PROTOCOL, "", 1, 1, (), (), b"x")),
     "long session": msgspec.msgpack.encode((PROTOCOL, "s" * 65, 1, 1, (), (), b"x")),
     "too few": msgspec.msgpack.encode((PROTOCOL, "s", 1)),
@@ -28,12 +27,17 @@ BAD = {
     "a number too large": msgspec.msgpack.encode((PROTOCOL, "s", 1, 1, ("x",), (), b"x")),
     "a map": msgspec.msgpack.encode({"protocol": PROTOCOL}),
     "deep": b"\x91" * 5000,
+    "deep behind a good beginning": GOOD[:1].replace(b"\x97", b"\x98") + GOOD[1:] + b"\x91" * 100_000,
+    "text that is none": GOOD.replace(b"\xa1s", b"\xa1\xff"),
 }
+MAX_BYTES = 1 << 20
 
 
 @pytest.fixture(params=["ipc", "tcp"])
 def parrot(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Parrot]:
-    with serving({"ipc": f"ipc://{tmp_path}/s", "tcp": "tcp://127.0.0.1:0"}[request.param]) as parrot:
+    with serving(
+        {"ipc": f"ipc://{tmp_path}/s", "tcp": "tcp://127.0.0.1:0"}[request.param], max_bytes=MAX_BYTES
+    ) as parrot:
         yield parrot
 
 
@@ -43,16 +47,15 @@ def test_garbage_is_counted_and_nothing_else(parrot: Parrot) -> None:
     client = Client(address)
     waiting = in_thread(lambda: client.ask(b"park", 30))
     until(lambda: parrot.parked, "the parked request")
-    # when others send garbage, and messages of no frame, of two and of many
+    # when others send garbage, and messages of too many frames
     with Raw(address) as raw:
         for bad in BAD.values():
             raw.send(bad)
-        raw.send(GOOD, GOOD)
-        raw.send(*[GOOD] * 2000)
+        raw.send(*[GOOD] * (MAX_FRAMES + 2))
         # then it is counted, the same socket may still speak, and the parked request is answered
         raw.send(GOOD)
         assert raw.hear() == (1, b"hello 1")
-    assert parrot.server.garbage == len(BAD) + 2
+    assert parrot.server.garbage == len(BAD) + 1
     parrot.let_go(b"park")
     assert waiting() == b"park at last"
     assert client.ask(b"more", 1) == b"more 2"
@@ -105,12 +108,56 @@ def test_an_oversized_message_cuts_only_its_own_connection(parrot: Parrot) -> No
     client.close()
 
 
+def test_a_message_whose_frames_together_are_too_large_is_garbage(parrot: Parrot) -> None:
+    with Raw(parrot.server.addresses[0]) as raw:
+        raw.send(GOOD, *[bytes(MAX_BYTES // 4)] * 4)
+        raw.send(GOOD)
+        assert raw.hear() == (1, b"hello 0")
+    assert parrot.server.garbage == 1
+
+
 def test_a_call_that_no_server_would_take_is_refused_before_it_is_sent(parrot: Parrot) -> None:
     client = Client(parrot.server.addresses[0])
-    with pytest.raises(ProtocolError, match="too large; a server takes at most"):
+    client.max_bytes = MAX_BYTES
+    with pytest.raises(ProtocolError, match="too large; this server takes at most"):
         client.ask(bytes(MAX_BYTES), 1)
+    with pytest.raises(ProtocolError, match="too large; this server takes at most"):
+        client.exchange(b"x", 1, [bytes(MAX_BYTES // 2)] * 2)
     assert client.ask(b"small", 1) == b"small 0"
     client.close()
+
+
+@pytest.mark.parametrize("sends", [msgspec.msgpack.encode((PROTOCOL + 1, "s", 9, "in", "no", "known", "form")), None])
+def test_a_request_of_another_protocol_is_told_so_in_a_form_that_any_client_reads(
+    parrot: Parrot, sends: bytes | None
+) -> None:
+    # given a request of another version, in the form of this one or of one that is not known yet
+    other = Request(PROTOCOL + 1, "s", 9, 1, (), (), b"hello")
+    with Raw(parrot.server.addresses[0]) as raw:
+        # when
+        raw.send(sends or encode(other))
+        # then
+        seq, body = raw.hear()
+        assert seq == 9
+        assert f"this server speaks protocol {PROTOCOL}, you {PROTOCOL + 1}; install the same" in body.decode()
+    assert parrot.server.garbage == 1
+
+
+def test_a_client_that_meets_a_server_of_another_protocol_raises_what_it_says(tmp_path: Path) -> None:
+    # given
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.linger = 0
+    router.bind(f"ipc://{tmp_path}/s")
+    client = Client(f"ipc://{tmp_path}/s")
+    asking = in_thread(lambda: client.ask(b"x", 30))
+    # when
+    route, _ = router.recv_multipart()
+    router.send_multipart([route, encode(Response(PROTOCOL + 1, 1, b"this server speaks another protocol"))])
+    # then
+    with pytest.raises(ProtocolError, match=f"speaks {PROTOCOL}. this server speaks another protocol"):
+        raise asking()
+    client.close()
+    router.close()
 
 
 def test_an_answer_may_be_larger_than_any_request(parrot: Parrot) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -17,14 +17,16 @@ class Parrot:
 
     def __init__(self) -> None:
         self.carried_out: list[bytes] = []
+        self.frames: list[list[bytes]] = []
         self.parked: dict[bytes, int] = {}
         self.dropped_ones: list[tuple[int, bytes | None]] = []
         self.gone_ones: list[str] = []
         self.wants: float | None = None
         self.server: Server
 
-    def request(self, session: str, ticket: int, body: bytes) -> None:
+    def request(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
         self.carried_out.append(body)
+        self.frames.append([bytes(frame) for frame in frames])
         if body.startswith(b"park"):
             self.parked[body] = ticket
         else:
@@ -44,9 +46,9 @@ class Parrot:
 
 
 @contextlib.contextmanager
-def serving(*addresses: str) -> Iterator[Parrot]:
+def serving(*addresses: str, **options: Any) -> Iterator[Parrot]:
     parrot = Parrot()
-    parrot.server = Server(list(addresses), parrot)
+    parrot.server = Server(list(addresses), parrot, **options)
     parrot.server.start()
     try:
         yield parrot

@@ -1,0 +1,55 @@
+"""Handshake: what became of the keys of a new tcp connection, told by the socket's own events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ..errors import AccessDenied
+
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_CUT = 3
+"""Connections cut during the handshake, one after another, that are no accident: a peer that cannot read what it
+is sent closes without a word."""
+
+
+class Handshake:
+    """Watches one socket until a handshake succeeds. ``monitor`` is readable when there is news."""
+
+    def __init__(self, socket: Any, address: str, keyed: bool) -> None:
+        self._socket, self._address, self._keyed = socket, address, keyed
+        self._cut = 0
+        self.monitor = socket.get_monitor_socket(_EVENTS)
+
+    def read(self) -> bool:
+        """Take in the news; True once a handshake succeeded. Raises AccessDenied when none will."""
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.close()
+                return True
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise AccessDenied(f"the server at {self._address} does not let this key in; ask for its run.key")
+            self._cut += 1
+            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or self._cut >= _CUT:
+                raise AccessDenied(self._why())
+        return False
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+
+    def _why(self) -> str:
+        if self._keyed:
+            return (
+                f"what listens at {self._address} has no keys, or others than this key is for: is it the run.key of"
+                " that run? A run that is served on loopback has none unless it was asked to"
+            )
+        return f"what listens at {self._address} needs a key; pass key=, the path of a copy of the run's run.key"
