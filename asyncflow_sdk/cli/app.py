@@ -26,6 +26,7 @@ running at the same time.
 \b
 Typical uses:
   asyncflow demo               train a small model here, and watch it live
+  asyncflow top runs/NAME      see who waits for what in a running queue
   asyncflow plugins            see which engines are installed, or missing
   asyncflow report runs/NAME   write the report page of a run again
 """
@@ -126,6 +127,28 @@ def demo(
             f" install them with: {_INSTALL_TORCH}"
         ) from error
     raise typer.Exit(module.run_demo(out, steps, seed, max_staleness, model, Console()))
+
+
+@app.command()
+def top(
+    where: Annotated[str, typer.Argument(metavar="ADDRESS", help="Of a running queue, or the directory of its run.")],
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and end, for programs.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")] = 1.0,
+    debug: _Debug = False,
+) -> None:
+    """Show who waits for what in a running queue, live. Keys: q quits."""
+    del debug
+    from .top import Top
+
+    console = Console()
+    with Top(where, every) as watch:
+        if as_json:
+            typer.echo(watch.json(watch.once()))
+        elif once or not console.is_terminal or console.is_dumb_terminal:
+            console.print(watch.draw(watch.once(), console), soft_wrap=True)
+        elif watch.live(console):
+            console.print(f"{where} has ended", markup=False)
 
 
 @app.command()

@@ -10,24 +10,18 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Sequence
 
 from rich.cells import cell_len
 from rich.text import Text
 
 from .board import Board, Worker, by_name
+from .lines import LABEL, Cell, duration, fit, head, label, laid_out, number, printable, sparkline, to_ascii, wrapped
 
 STATES = ("waiting", "ready", "selected", "leased", "done")
 _WIDE, _ROWS_WIDTH = 128, 57
 _TALL = 20
 _PATIENCE_S = 1.0
-_BARS = "▁▂▃▄▅▆▇█"
-_ASCII = str.maketrans("▁▂▃▄▅▆▇█━╸─●○·…–", "_..-=+*##--*o.~-")
-_LABEL = 11
 _STATE_STYLE = {"ready": "green", "failed": "bold red", "stopped": "dim"}
-
-Cell = tuple[str | Text, str]
-"""Text and its style; a Text has its own."""
 
 
 def frame(board: Board, *, title: str, now_s: float, width: int, height: int, ascii_only: bool = False) -> list[Text]:
@@ -47,39 +41,8 @@ def frame(board: Board, *, title: str, now_s: float, width: int, height: int, as
     else:
         rows = _rows(board, inner, max(room // 2, 3))
         body = [*rows, [], *_workers(board, now_s, inner, max(room - len(rows) - 1, 2))]
-    lines = [_text(line, inner) for line in [*top, *body, *foot]][:height]
-    return [Text(_plain(line.plain), no_wrap=True) for line in lines] if ascii_only else lines
-
-
-def sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """One bar a value, between ``low`` and ``high``."""
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[min(max(round((v - low) * scale), 0), len(_BARS) - 1)] for v in values)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people read them: 45 s, 2:05, 1:02:03. Unknown ones are a dash."""
-    if not math.isfinite(seconds):
-        return "–"
-    whole = max(round(seconds), 0)
-    hours, minutes, left = whole // 3600, whole // 60 % 60, whole % 60
-    if hours:
-        return f"{hours}:{minutes:02}:{left:02}"
-    return f"{minutes}:{left:02}" if minutes else f"{left} s"
-
-
-def number(value: float, digits: int = 2) -> str:
-    """A measured number; a dash when there is none."""
-    return f"{value:.{digits}f}" if math.isfinite(value) else "–"
-
-
-def printable(text: str) -> str:
-    """``text`` on one line, without control characters: what workers write must not drive the terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
-def _plain(text: str) -> str:
-    return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+    lines = [laid_out(line, inner) for line in [*top, *body, *foot]][:height]
+    return [Text(to_ascii(line.plain), no_wrap=True) for line in lines] if ascii_only else lines
 
 
 def _header(board: Board, title: str, now_s: float, width: int) -> list[list[Cell]]:
@@ -100,7 +63,7 @@ def _header(board: Board, title: str, now_s: float, width: int) -> list[list[Cel
 
 def _numbers(board: Board, width: int) -> list[list[Cell]]:
     reward: list[Cell] = [
-        _label("reward"),
+        label("reward"),
         (f"{number(board.reward, 3):<9}", "bold"),
         (f"mean of 20  {number(board.reward_mean, 3):<9}", ""),
     ]
@@ -109,7 +72,7 @@ def _numbers(board: Board, width: int) -> list[list[Cell]]:
         low, high = min(points), max(points)
         reward += [(sparkline(points, low, high), "cyan"), (f" {low:.2f}–{high:.2f}", "dim")]
     stale: list[Cell] = [
-        _label("staleness"),
+        label("staleness"),
         (f"{number(board.staleness_mean):<9}", "bold"),
         (f"at most     {number(board.staleness_max, 0):<9}", ""),
         ("versions, in the last step", "dim"),
@@ -117,12 +80,12 @@ def _numbers(board: Board, width: int) -> list[list[Cell]]:
     version = "–" if board.published is None else f"v{board.published}"
     behind = "–" if board.lag is None else str(board.lag)
     weights: list[Cell] = [
-        _label("published"),
+        label("published"),
         (f"{version:<9}", "bold"),
         (f"lag         {behind:<9}", ""),
         ("versions, of the slowest replica", "dim"),
     ]
-    rate: list[Cell] = [_label("generated"), (f"{board.tokens_per_s:,.0f} ", "bold"), ("tokens/s", "")]
+    rate: list[Cell] = [label("generated"), (f"{board.tokens_per_s:,.0f} ", "bold"), ("tokens/s", "")]
     return [reward, stale, weights, rate]
 
 
@@ -131,33 +94,23 @@ def _rows(board: Board, width: int, room: int) -> list[list[Cell]]:
     states = [*(s for s in STATES if s in found or not found), *sorted(found.difference(STATES))]
     tasks = list(board.rows)
     shown = tasks if len(tasks) <= room - 2 else tasks[: max(room - 3, 1)]
-    first = min(max([_LABEL, *(cell_len(t) + 2 for t in shown)]), 24)
+    first = min(max([LABEL, *(cell_len(t) + 2 for t in shown)]), 24)
     wide = 9
     if first + wide * len(states) > width:
         first = 8
         wide = 8 if first + 8 * len(states) <= width else 7
-    lines: list[list[Cell]] = [[_head("ROWS", first), *((f"{s[: wide - 1]:>{wide}}", "dim") for s in states)]]
+    lines: list[list[Cell]] = [[head("ROWS", first), *((f"{s[: wide - 1]:>{wide}}", "dim") for s in states)]]
     for task in shown:
         counts = board.rows[task]
         cells = [(f"{counts.get(s, 0):>{wide},}", "" if counts.get(s) else "dim") for s in states]
-        lines.append([(_fit(task, first), ""), *cells])
+        lines.append([(fit(task, first), ""), *cells])
     if len(shown) < len(tasks):
         lines.append([(f"and {len(tasks) - len(shown)} more tasks", "dim")])
     ended = [f"{state} {count:,}" for state, count in sorted(board.ended.items(), key=lambda e: -e[1]) if count]
     returned = [f"{board.returned:,}"] if board.returned else []
-    for label, parts in (("ended", ended or ["–"]), ("returned", returned)):
-        for i, text in enumerate(_wrapped(parts, width - first)):
-            lines.append([(_fit("" if i else label, first), "dim"), (text, "")])
-    return lines
-
-
-def _wrapped(parts: Sequence[str], width: int) -> list[str]:
-    lines: list[str] = []
-    for part in parts:
-        if lines and cell_len(lines[-1]) + cell_len(part) + 3 <= width:
-            lines[-1] += f" · {part}"
-        else:
-            lines.append(part)
+    for name, parts in (("ended", ended or ["–"]), ("returned", returned)):
+        for i, text in enumerate(wrapped(parts, width - first)):
+            lines.append([(fit("" if i else name, first), "dim"), (text, "")])
     return lines
 
 
@@ -166,9 +119,9 @@ def _workers(board: Board, now_s: float, width: int, room: int) -> list[list[Cel
     # Who needs attention comes first, so that it is not what is cut off.
     names.sort(key=lambda n: (_calm(board.workers.get(n, Worker()).state), by_name(n)))
     shown = names if len(names) <= room - 1 else names[: max(room - 2, 1)]
-    first = min(max([_LABEL + 2, *(cell_len(n) + 4 for n in shown)]), 28, max(width // 3, 13))
+    first = min(max([LABEL + 2, *(cell_len(n) + 4 for n in shown)]), 28, max(width // 3, 13))
     lines: list[list[Cell]] = [
-        [_head("WORKERS", first), (f"{'state':<12}", "dim"), (f"{'weights':<9}", "dim"), ("doing", "dim")]
+        [head("WORKERS", first), (f"{'state':<12}", "dim"), (f"{'weights':<9}", "dim"), ("doing", "dim")]
     ]
     left = max(width - first - 21, 8)
     spare = room - 2 - len(shown)
@@ -182,7 +135,7 @@ def _workers(board: Board, now_s: float, width: int, room: int) -> list[list[Cel
         lines.append(
             [
                 ("● " if worker.state not in ("stopped", "") else "○ ", style),
-                (_fit(name, first - 2), ""),
+                (fit(name, first - 2), ""),
                 (f"{worker.state or '–':<12}", style),
                 (f"{version:<9}", ""),
                 (parts[0], tone),
@@ -226,36 +179,10 @@ def _why(text: str, width: int) -> str:
     return text
 
 
-def _label(name: str) -> Cell:
-    return f"{name:<{_LABEL}}", "dim"
-
-
-def _head(name: str, width: int) -> Cell:
-    return f"{name:<{width}}", "bold dim"
-
-
-def _fit(text: str, width: int) -> str:
-    """``text`` in exactly ``width`` cells, the last one blank."""
-    cut = Text(printable(text))
-    cut.truncate(width - 1, overflow="ellipsis", pad=True)
-    return cut.plain + " "
-
-
 def _beside(left: list[list[Cell]], right: list[list[Cell]], width: int) -> list[list[Cell]]:
     lines: list[list[Cell]] = []
     for i in range(max(len(left), len(right))):
         cells = left[i] if i < len(left) else []
-        start = _text(cells, width, indent="", pad=True)
+        start = laid_out(cells, width, indent="", pad=True)
         lines.append([(start, ""), ("   ", ""), *(right[i] if i < len(right) else [])])
     return lines
-
-
-def _text(cells: Sequence[Cell], width: int, indent: str = " ", pad: bool = False) -> Text:
-    line = Text(indent, no_wrap=True)
-    for text, style in cells:
-        if isinstance(text, Text):
-            line.append_text(text)
-        else:
-            line.append(text, style)
-    line.truncate(width + len(indent), overflow="ellipsis", pad=pad)
-    return line

@@ -22,7 +22,8 @@ from rich.text import Text
 
 from ..types.events import Event, Note, StepTrained, WorkerState
 from .board import Board
-from .frame import duration, frame, number, printable
+from .frame import frame
+from .lines import duration, number, printable
 
 REFRESH_S = 0.5
 LINE_STEPS = 10

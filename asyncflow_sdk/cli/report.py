@@ -15,7 +15,7 @@ from ..errors import ConfigError, PluginError
 from ..types.events import LeaseReturned, Note, RowsEnded, Span, WorkerState
 from . import page
 from .board import by_name
-from .frame import duration, number
+from .lines import duration, number
 from .record import Record, read_record
 from .timeline import WAIT, flatten
 from .wording import accounting, facts, outcome

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .frame import duration
+from .lines import duration
 
 _GOOD, _BAD, _WARN = "good", "bad", "warn"
 _TONES = {"completed": _GOOD, "failed": _BAD}

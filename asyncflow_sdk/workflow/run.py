@@ -55,6 +55,11 @@ class Run:
         """What ``connect`` takes."""
         return self._connection.wire.address if self._server is None else self._server.addresses[-1]
 
+    @property
+    def session(self) -> int:
+        """The number of this connection's session, as ``queue.status()`` lists it."""
+        return self._connection.session
+
     def start(self, spec: Rollout | Stage | Train, **job: Any) -> list[Worker]:
         """Declare the task of ``spec`` and start its workers. Raises ConfigError for a task that cannot be
         declared, before any is started; what only a worker can know comes as its failure.

@@ -18,7 +18,8 @@ from rich.console import Console
 from synthetic_run import BATCH, START_S, synthetic_run
 
 from asyncflow_sdk.cli.board import Board
-from asyncflow_sdk.cli.frame import duration, frame, number, sparkline
+from asyncflow_sdk.cli.frame import frame
+from asyncflow_sdk.cli.lines import duration, number, sparkline
 from asyncflow_sdk.cli.live import LiveView
 from asyncflow_sdk.types.events import Event, Note, RowsEnded, Status, StepTrained, WorkerState
 
