@@ -14,6 +14,7 @@ from ..types import ColumnSpec
 from ..types import events as ev
 from . import commands as cmd
 from .commands import TERMINAL, Ids, TaskSpec
+from .outside import Outside
 from .ready import ReadyQueue
 from .remembering import KeyedPuts, Letters
 from .rows import APART, NONE, TASK_STATES, Rows
@@ -111,7 +112,10 @@ class Effects:
 
 
 class State:
-    """All of the ledger's state. ``_now`` is ledger seconds, never falling."""
+    """All of the ledger's state. ``_now`` is ledger seconds, never falling. Of every attribute but the ``TRANSIENT``
+    ones snapshots are made, whatever classes of this room, containers, arrays and numbers it consists of."""
+
+    TRANSIENT = frozenset({"outside", "_handlers"})
 
     def __init__(self) -> None:
         self.rows = Rows()
@@ -152,6 +156,7 @@ class State:
         self._all_woken = False  # not for rows alone
         self._effects = Effects()
         self._now = 0.0
+        self.outside = Outside()
 
     @property
     def now(self) -> float:

@@ -41,10 +41,13 @@ def check_call(
         if block is not None and block.rows != command.groups:
             raise SchemaError(f"{command.groups} groups are put with {block.rows} values")
         return None, -1
-    return _completed(ledger, command, block)
+    return completed(ledger, command, block)
 
 
-def _completed(ledger: Ledger, command: cmd.Complete, block: Block | None) -> tuple[Ids | None, int]:
+def completed(ledger: Ledger, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
+    """The rows that a completion names, and their step."""
+    if not isinstance(command, cmd.Complete):
+        return None, -1
     lease = ledger.leases.get(command.token)
     if lease is None:
         return None, -1  # the ledger refuses it

@@ -1,7 +1,8 @@
 """Files: the segment files of a run's sessions, for the server: which are whose, and which may go.
 
 Session 7 writes rows into ``s7-*`` and weights into ``w7-*``. While it lives it uses its segments again; when it
-has ended, each is removed as soon as no live row lies in it, and no version that is still kept.
+has ended, each is removed as soon as no live row lies in it, and no version that is still kept; but only once
+``carry_out`` is called, when what that rests on is kept.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from pathlib import Path
 class Files:
     """Not thread-safe: the server's thread owns it."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    TRANSIENT = frozenset({"_rows", "_weights", "_doomed", "replaying"})
+
+    def __init__(self, rows: Path, weights: Path) -> None:
+        self._rows, self._weights = rows, weights
+        self._doomed: list[Path] = []
+        self.replaying = False
         self._publishers: dict[int, int] = {}  # version → session
         self._ended: set[int] = set()  # sessions whose weights are still kept
 
     def remove(self, segment: str) -> None:
         """The last row of a segment whose session has ended is through."""
-        (self._directory / segment).unlink(missing_ok=True)
+        self._doomed.append(self._rows / segment)
 
     def ended(self, session: int, needed: Collection[str]) -> None:
         """A session has ended: its segments go, but for those ``needed`` by rows or by a version."""
-        for path in self._directory.glob(f"s{session}-*"):
-            if path.name not in needed:
-                path.unlink(missing_ok=True)
+        if not self.replaying:
+            self._doomed += [path for path in self._rows.glob(f"s{session}-*") if path.name not in needed]
         self._ended.add(session)
         self._remove_weights()
 
@@ -39,5 +43,11 @@ class Files:
     def _remove_weights(self) -> None:
         for session in self._ended - set(self._publishers.values()):
             self._ended.discard(session)
-            for path in self._directory.glob(f"w{session}-*"):
-                path.unlink(missing_ok=True)
+            if not self.replaying:
+                self._doomed += self._weights.glob(f"w{session}-*")
+
+    def carry_out(self) -> None:
+        """Remove what may go."""
+        doomed, self._doomed = self._doomed, []
+        for path in doomed:
+            path.unlink(missing_ok=True)

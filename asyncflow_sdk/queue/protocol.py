@@ -25,11 +25,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """``directory``: of the run's segments; a client that cannot see it is on another host."""
+    """``directory``: of the run's shared memory; a client that cannot see it is on another host. ``rows``: where
+    segments of rows lie, if elsewhere. ``durability``: a server that dies may come back: "" (never), process or host."""
 
     session: int
     directory: str
     sdk: str
+    durability: str = ""
+    rows: str = ""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

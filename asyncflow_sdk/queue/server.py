@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from .._version import __version__
-from ..errors import AsyncFlowError, ProtocolError
+from ..errors import AsyncFlowError, MemoryFull, ProtocolError, by_name
 from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
@@ -21,13 +22,17 @@ from ..types import Batch, Column, ColumnSpec, Event
 from ..types import events as ev
 from ..wire import Server
 from .blocks import Block, Located, Reader, payload_bytes
-from .checks import check_call, owns
+from .checks import check_call, completed, owns
+from .clock import Clock
 from .files import Files
 from .gauges import Gauges
+from .journal import Asked, Dropped, Gone, Journal, Record, Ticked
 from .places import Places
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
 
 STATUS_EVERY_S = 0.5
+LOOKS = (cmd.GetAudit, cmd.GetStatus)
+"""Commands that change nothing."""
 _log = logging.getLogger(__name__)
 
 
@@ -63,13 +68,20 @@ class QueueServer:
         addresses = [self.here, f"ipc://{self.directory.path}/queue", *addresses]
         self.ledger = Ledger()
         self._places = Places()
-        self._files = Files(self.directory.path)
-        self._mapper = Mapper(self.directory.path)
+        self._rows = self.directory.path  # where segments of rows lie
+        self.durability = ""
+        self._files = Files(self._rows, self.directory.path)
+        self._mapper = Mapper(self._rows)
         self._reader = Reader(self._mapper)
         self._gauges = Gauges(self.directory.path, self._places)
         self._on_event = on_event
         self._on_step = on_step
+        self._clock = Clock()
+        self._journal: Journal | None = None
+        self._replaying = False
+        self._told = 0  # a digest of the answers since the last record
         self._sessions: dict[str, int] = {}
+        self._processes: dict[str, tuple[int, str]] = {}  # pid and key of each session's
         self._pending: dict[int, _Pending] = {}
         self._freed: dict[str, dict[tuple[str, int], int]] = {}
         self._next_status = 0.0
@@ -94,84 +106,143 @@ class QueueServer:
     def request(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
         try:
             call = decode_call(body)
+        except msgspec.MsgspecError as error:
+            self._say(ticket, ProtocolError(f"the server cannot read this call: {error}"))
+            return
+        if not self._replaying:
             for event in call.events:
                 self._emit(event)
+        if self._is_look(session, call):
+            self._look(session, ticket, call.command)
+            return
+        seq, done = self._wire.numbers(ticket)
+        if self._journal is not None:
+            try:
+                self._journal.reserve(len(body))
+            except MemoryFull as full:
+                self._say(ticket, full, call.block)
+                return
+        now = self._clock()
+        self._change(session, ticket, call, now)
+        self._record(Asked(now, session, seq, done, body))
+
+    def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
+        if session not in self._sessions:
+            return
+        now = self._clock()
+        had = self.ledger.outside(lambda: answer or b"")
+        if had:
+            unread = decode_answer(had)
+            for segment, generation, count in unread.freed:
+                self._free_later(session, segment, generation, count)
+            if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self.ledger.leases:
+                lease = self.ledger.leases[unread.reply.token]
+                back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled")
+                self.ledger.apply(lease.session, back, now, 0)
+        elif ticket:
+            pending = self._pending.pop(ticket, None)
+            if pending is not None and pending.block is not None:
+                self._free(session, pending.block)
+            self.ledger.forget(ticket)
+        self._flush()
+        self._record(Dropped(now, session, seq))
+
+    def gone(self, session: str, reason: str) -> None:
+        number = self._sessions.pop(session, None)
+        if number is None:
+            return
+        now = self._clock()
+        self.ledger.session_died(number, now, reason)
+        self._flush()
+        self._close_session(session, number)
+        self._record(Gone(now, session, reason))
+
+    def idle(self) -> float | None:
+        now = self._clock()
+        due = self.ledger.next_deadline()
+        if due is not None and due <= now:
+            self.tick(now)
+        if self._on_event is not None and now >= self._next_status:
+            self._next_status = now + STATUS_EVERY_S
+            self._status()
+        deadlines = [self.ledger.next_deadline(), self._next_status if self._on_event is not None else None]
+        return min((d - now for d in deadlines if d is not None), default=None)
+
+    def tick(self, now: float) -> None:
+        """Leases and parked requests that are due end."""
+        self.ledger.tick(now)
+        self._flush()
+        self._record(Ticked(now))
+
+    def settle(self) -> bool:
+        if self._journal is not None and not self._journal.commit():
+            return False
+        self._files.carry_out()
+        return True
+
+    # ---- requests
+
+    def _is_look(self, session: str, call: Call) -> bool:
+        """Whether a call changes nothing, and need not be recorded; so its answer carries no notices."""
+        if isinstance(call.command, Hello):
+            return False
+        if call.command is None:
+            return not self._freed.get(session)
+        return session not in self._sessions or (isinstance(call.command, LOOKS) and call.then is None)
+
+    def _look(self, session: str, ticket: int, command: cmd.AnyCommand | Hello | None) -> None:
+        if command is None:
+            self._say(ticket, cmd.Done())
+        elif session not in self._sessions:
+            unknown = "say hello first: this session is unknown here, or its process was seen to end"
+            self._say(ticket, ProtocolError(unknown))
+        else:
+            self.ledger.apply(self._sessions[session], command, self._clock(), ticket)  # type: ignore[arg-type]
+            for _, reply in self.ledger.drain().answers:
+                if isinstance(reply, cmd.StatusReport):
+                    reply = self._gauges.fill(reply, self._wire.garbage)
+                self._say(ticket, reply)
+
+    def _change(self, session: str, ticket: int, call: Call, now: float) -> None:
+        try:
             if call.command is None:
                 self._answer(ticket, session, Answer(cmd.Done()))
             elif isinstance(call.command, Hello):
-                self._hello(session, ticket, call.command)
+                self._hello(session, ticket, call.command, now)
             else:
-                self._command(session, ticket, call)
-        except msgspec.MsgspecError as error:
-            self._fail(ticket, session, ProtocolError(f"the server cannot read this call: {error}"))
+                self._command(session, ticket, call, now)
         except AsyncFlowError as error:
             self._fail(ticket, session, error)
         except Exception as error:  # a call that should have been refused: it fails alone
             _log.exception("the queue server failed at a call")
             self._fail(ticket, session, ProtocolError(f"the server failed at this call: {error!r}"))
 
-    def dropped(self, session: str, ticket: int, answer: bytes | None) -> None:
-        if session not in self._sessions:
-            return
-        if answer is None:
-            pending = self._pending.pop(ticket, None)
-            if pending is not None and pending.block is not None:
-                self._free(session, pending.block)
-            self.ledger.forget(ticket)
-        else:
-            unread = decode_answer(answer)
-            for segment, generation, count in unread.freed:
-                self._free_later(session, segment, generation, count)
-            if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self.ledger.leases:
-                lease = self.ledger.leases[unread.reply.token]
-                back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled")
-                self.ledger.apply(lease.session, back, time.monotonic(), 0)
-        self._flush()
-
-    def gone(self, session: str, reason: str) -> None:
-        number = self._sessions.pop(session, None)
-        if number is None:
-            return
-        self.ledger.session_died(number, time.monotonic(), reason)
-        self._flush()
-        self._close_session(session, number)
-
-    def idle(self) -> float | None:
-        now = time.monotonic()
-        self.ledger.tick(now)
-        self._flush()
-        if self._on_event is not None and now >= self._next_status:
-            self._next_status = now + STATUS_EVERY_S
-            self._status(now)
-        deadlines = [self.ledger.next_deadline(), self._next_status if self._on_event is not None else None]
-        return min((d - now for d in deadlines if d is not None), default=None)
-
-    # ---- requests
-
-    def _hello(self, session: str, ticket: int, hello: Hello) -> None:
+    def _hello(self, session: str, ticket: int, hello: Hello, now: float) -> None:
         if hello.sdk != __version__:
             raise ProtocolError(f"this run is served by asyncflow-sdk {__version__}; {hello.name} has {hello.sdk}")
         if session in self._sessions:
             raise ProtocolError(f"session {session} has already said hello")
-        self.ledger.apply(0, cmd.Join(name=hello.name), time.monotonic(), 0)
+        self.ledger.apply(0, cmd.Join(name=hello.name), now, 0)
         (_, joined), *_rest = self.ledger.drain().answers
         assert isinstance(joined, cmd.Joined)
         self._sessions[session] = joined.session
+        self._processes[session] = (hello.pid, hello.pid_key)
+        rows = "" if self._rows == self.directory.path else str(self._rows)
+        welcome = Welcome(joined.session, str(self.directory.path), __version__, self.durability, rows)
         self._gauges.came(joined.session, hello)
-        self._answer(ticket, session, Answer(Welcome(joined.session, str(self.directory.path), __version__)))
-        self._wire.watch(session, hello.pid, hello.pid_key)
+        self._answer(ticket, session, Answer(welcome))
+        if not self._replaying:
+            self._wire.watch(session, hello.pid, hello.pid_key)
 
-    def _command(self, session: str, ticket: int, call: Call) -> None:
+    def _command(self, session: str, ticket: int, call: Call, now: float) -> None:
         command = call.command
         assert command is not None
         assert not isinstance(command, Hello)
-        if session not in self._sessions:
-            raise ProtocolError("say hello first: this session is unknown here, or its process was seen to end")
         number = self._sessions[session]
         if isinstance(command, cmd.Join):
             raise ProtocolError("join is said by hello")
         try:
-            ids, step = check_call(self.ledger, self.directory.path, number, command, call.block)
+            ids, step = self._check(number, command, call.block)
             if isinstance(command, (cmd.Put, cmd.Complete)):
                 command = msgspec.structs.replace(command, nbytes=payload_bytes(call.block))
             trained = (
@@ -182,7 +253,7 @@ class QueueServer:
             if call.then is not None and not isinstance(command, (cmd.Complete, cmd.GiveBack)):
                 raise ProtocolError("a lease rides with a completion or a return of rows, and with nothing else")
             self._pending[ticket] = _Pending(session, command, call.block, ids, call.then)
-            self.ledger.apply(number, command, time.monotonic(), ticket)
+            self.ledger.apply(number, command, now, ticket)
         except Exception:
             self._pending.pop(ticket, None)
             if call.block is not None and owns(number, call.block.segment):
@@ -192,6 +263,21 @@ class QueueServer:
         if isinstance(command, cmd.Leave):
             del self._sessions[session]
             self._close_session(session, number)
+
+    def _check(self, number: int, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
+        """Raises what is wrong with the payload, which only the files tell; a replay is told what was found."""
+        found: list[tuple[Ids | None, int]] = []
+
+        def look() -> bytes:
+            try:
+                found.append(check_call(self.ledger, self._rows, number, command, block))
+            except AsyncFlowError as error:
+                return encode(failure(error))
+            return b""
+
+        if refused := self.ledger.outside(look):
+            raise by_name(*msgspec.msgpack.decode(refused, type=tuple[str, str]))
+        return found[0] if found else completed(self.ledger, command, block)
 
     def _keep(self, ids: Ids, groups: Ids) -> Callable[[], Batch]:
         """A way to read rows with every column they have, in any thread, also after their memory was freed.
@@ -236,11 +322,12 @@ class QueueServer:
             else:
                 self._answer(ticket, pending.session, answer)
         done = any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
-        if trained is not None and self._on_step is not None and done:
+        if trained is not None and self._on_step is not None and done and not self._replaying:
             step, ids, groups = trained
             self._tell(self._on_step, step, self._keep(ids, groups))
-        for event in effects.events:
-            self._emit(event)
+        if not self._replaying:
+            for event in effects.events:
+                self._emit(self._clock.told(event))
         for ids in effects.retired:
             for owner, block in self._places.retire(ids):
                 self._free(owner, block)
@@ -271,8 +358,6 @@ class QueueServer:
         elif isinstance(reply, cmd.Leased):
             needs = self.ledger.tasks[reply.task].spec.needs
             located, schema = self._locate(unpack_ids(reply.ids), needs)
-        elif isinstance(reply, cmd.StatusReport):
-            reply = self._gauges.fill(reply, self._wire.garbage)
         if isinstance(reply, AsyncFlowError):
             return Answer(error=failure(reply), first=pending.first)  # type: ignore[arg-type]
         return Answer(reply, None, located, schema, first=pending.first)  # type: ignore[arg-type]
@@ -300,24 +385,46 @@ class QueueServer:
     def _close_session(self, session: str, number: int) -> None:
         self._wire.forget(session)
         self._freed.pop(session, None)
+        self._processes.pop(session, None)
         self._pending = {ticket: pending for ticket, pending in self._pending.items() if pending.session != session}
         self._gauges.went(number)
         self._files.ended(number, self._places.segments_of(session))
 
     def _answer(self, ticket: int, session: str, answer: Answer) -> None:
-        """Answer a request, with the news of freed memory."""
+        """The answer to a call that is recorded, with the news of freed memory."""
         freed = tuple((*key, blocks) for key, blocks in self._freed.pop(session, {}).items())
         if freed:
             answer = msgspec.structs.replace(answer, freed=freed)
-        self._wire.answer(ticket, encode(answer))
+        body = encode(answer)
+        if self.ledger.outside.keep or self._replaying:
+            self._told = xxhash.xxh3_64_intdigest(body, self._told)
+        self._wire.answer(ticket, body)
+
+    def _say(self, ticket: int, reply: cmd.Reply | AsyncFlowError, back: Block | None = None) -> None:
+        """The answer to a call that is not recorded. ``back``: a block that came with it and is not taken."""
+        freed = () if back is None else ((back.segment, back.generation, 1),)
+        if isinstance(reply, AsyncFlowError):
+            self._wire.answer(ticket, encode(Answer(error=failure(reply), freed=freed)), at_once=True)
+        else:
+            self._wire.answer(ticket, encode(Answer(reply)))  # type: ignore[arg-type]
+
+    def _record(self, record: Record) -> None:
+        """An input was carried out."""
+        if self._journal is not None:
+            told, self._told = self._told, 0
+            self._journal.append(record, self.ledger.outside.take(), told)
 
     def _fail(self, ticket: int, session: str, error: AsyncFlowError) -> None:
         self._answer(ticket, session, Answer(error=failure(error)))
 
-    def _status(self, now: float) -> None:
+    def _status(self) -> None:
         status = self.ledger.status()
         held = self._gauges.held()
-        self._emit(ev.Status(time_s=now, rows=status.rows, ended=status.ended, waiting=status.waiting, bytes=held))
+        self._emit(
+            ev.Status(
+                time_s=time.monotonic(), rows=status.rows, ended=status.ended, waiting=status.waiting, bytes=held
+            )
+        )
 
     def _emit(self, event: Event) -> None:
         self._tell(self._on_event, event)

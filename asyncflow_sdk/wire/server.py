@@ -23,7 +23,7 @@ from ..errors import AsyncFlowError, ProtocolError
 from .envelope import MAX_BYTES, MAX_FRAMES, PROTOCOL, OtherProtocol, Request, Response, decode_request, encode
 from .keys import ServerKeys
 from .listening import Listening, Route
-from .processes import watch
+from .processes import process_key, watch
 
 MAX_WAIT_S = 3600.0
 """The longest sleep between two rounds, whatever deadline comes next: a deadline may be infinite."""
@@ -41,15 +41,19 @@ class Handler(Protocol):
         """Carry out a request; ``Server.answer`` may be called now or later. ``frames``: buffers that came beside
         it, valid for as long as they are referred to."""
 
-    def dropped(self, session: str, ticket: int, answer: bytes | None) -> None:
+    def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
         """Nobody waits for a request any more, nor read its answer. ``answer``: what it was; None if there was
-        none yet."""
+        none yet. ``ticket`` 0 and no answer: the request has not come yet."""
 
     def gone(self, session: str, reason: str) -> None:
         """The process of a session ended."""
 
     def idle(self) -> float | None:
         """Called after every round; returns seconds until it wants to be called again, None for never."""
+
+    def settle(self) -> bool:
+        """Called before answers leave: what they rest on must be kept by now. False: not yet; they wait, and it is
+        called again after the next round."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class _Session:
     payloads: dict[int, Payload] = field(default_factory=dict)  # what goes beside some of them
     unsent: dict[int, _Unsent] = field(default_factory=dict)  # and is not through yet
     tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket, unanswered
-    routes: dict[int, Route] = field(default_factory=dict)  # seq → connection it came over last
+    routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection it came over last
     done: int = 0
     low: int = 0  # every request up to here has come, or is in early
     ahead: set[int] = field(default_factory=set)  # those beyond of which that is so
@@ -105,7 +109,7 @@ class _Session:
     def settle(self, seq: int) -> None:
         """Its answer arrived."""
         if self.forget(seq) is not None:
-            del self.routes[seq]
+            self.routes.pop(seq, None)
 
     def forget(self, seq: int) -> bytes | None:
         """The answer, which nobody will ask for again."""
@@ -120,6 +124,15 @@ class _Session:
             return False
         return sum(unsent.nbytes for unsent in self.unsent.values()) <= MAX_UNSENT_BYTES
 
+    def over(self, seq: int) -> None:
+        """Every request up to here is over. A server that came back knows nothing of those that changed nothing."""
+        if seq > self.low:
+            self.low = seq
+            self.ahead = {s for s in self.ahead if s > seq}
+            while self.low + 1 in self.ahead:
+                self.low += 1
+                self.ahead.remove(self.low)
+
     def raise_done(self, done: int) -> None:
         """Every answer below has arrived, or is taken back."""
         self.done = done
@@ -132,13 +145,21 @@ class Server:
 
     With ``keys`` those that are tcp are for clients that hold a key; without, tcp is for loopback alone.
     ``max_bytes``: the largest request taken, with its payload. ``garbage``: messages dropped because they were
-    none; ``refused``: connections shut out by their key. Raises ConfigError.
+    none; ``refused``: connections shut out by their key. ``hold``: answers leave together at the end of a round, so
+    that the handler can settle what they rest on once for all of them. Raises ConfigError.
     """
 
     def __init__(
-        self, addresses: list[str], handler: Handler, keys: ServerKeys | None = None, max_bytes: int = MAX_BYTES
+        self,
+        addresses: list[str],
+        handler: Handler,
+        keys: ServerKeys | None = None,
+        max_bytes: int = MAX_BYTES,
+        hold: bool = False,
     ) -> None:
         self._handler = handler
+        self._hold = hold
+        self._outbox: list[tuple[_Session, int]] = []
         self._sessions: dict[str, _Session] = {}
         self._by_ticket: dict[int, tuple[str, int]] = {}
         self._next_ticket = 1
@@ -175,11 +196,14 @@ class Server:
         if self._thread.is_alive():
             self.call(self._stop)
             self._thread.join()
+        elif self._thread.ident is None:
+            self._close()
 
-    def answer(self, ticket: int, body: bytes, payload: Payload | None = None) -> None:
+    def answer(self, ticket: int, body: bytes, payload: Payload | None = None, at_once: bool = False) -> None:
         """Answer a request. In the server's thread; a ticket nobody waits for any more is ignored.
 
         ``payload`` is called for each time the answer is sent. If it raises an AsyncFlowError, the answer goes alone.
+        ``at_once``: it rests on nothing that has to be settled.
         """
         session_id, seq = self._by_ticket.pop(ticket, ("", 0))
         session = self._sessions.get(session_id)
@@ -189,11 +213,30 @@ class Server:
         session.answers[seq] = body
         if payload is not None:
             session.payloads[seq] = payload
-        self._send(session, seq)
+        if at_once:
+            self._send(session, seq)
+        else:
+            self._outbox.append((session, seq))
+
+    def numbers(self, ticket: int) -> tuple[int, int]:
+        """Of a request that is under way: its seq, and below which all of its session are over."""
+        session_id, seq = self._by_ticket[ticket]
+        return seq, self._sessions[session_id].done
+
+    def replay(self, session_id: str, seq: int, done: int, body: bytes) -> None:
+        """A request that came to an earlier server. Before ``start``."""
+        session = self._sessions.setdefault(session_id, _Session())
+        session.raise_done(done)
+        session.over(min(done, seq) - 1)
+        self._begin(None, session_id, session, seq, body, ())
+
+    def replay_drop(self, session_id: str, seq: int) -> None:
+        """Word that came to an earlier server that a request is dropped. Before ``start``."""
+        self._drop(session_id, self._sessions.setdefault(session_id, _Session()), seq)
 
     def watch(self, session: str, pid: int, key: str) -> None:
         """Call ``gone`` when the process of a session ends. Processes of other hosts cannot be watched."""
-        if pid == os.getpid():
+        if pid == os.getpid() and key in ("", process_key(pid)):
             return
         try:
             fd = watch(pid, key)
@@ -219,6 +262,7 @@ class Server:
         try:
             while not self._stopping:
                 timeout = self._idle()
+                self._flush()
                 wait_s = MAX_WAIT_S if timeout is None else min(max(0.0, timeout), MAX_WAIT_S)
                 ready = dict(self._poller.poll(int(wait_s * 1000) + 1))
                 for fd in [f for f in ready if f in self._pidfds]:
@@ -235,10 +279,14 @@ class Server:
                     if router in ready:
                         self._receive(router)
             self._idle()
+            self._flush()
         finally:
-            self._listening.close()
-            for fd in (*self._pidfds, self._wake_out, self._wake_in):
-                os.close(fd)
+            self._close()
+
+    def _close(self) -> None:
+        self._listening.close()
+        for fd in (*self._pidfds, self._wake_out, self._wake_in):
+            os.close(fd)
 
     def _idle(self) -> float | None:
         try:
@@ -282,6 +330,8 @@ class Server:
                 self.garbage += 1
             else:
                 self._accept((router, name), request, frames)
+                if not self._hold:
+                    self._flush()
 
     def _accept(self, route: Route, request: Request, frames: list[Any]) -> None:
         session = self._sessions.setdefault(request.session, _Session())
@@ -294,37 +344,61 @@ class Server:
         if not request.body:
             return
         seq = request.seq
+        session.over(min(request.done, seq) - 1)
         if session.has(seq):
             if seq in session.routes:
                 session.routes[seq] = route
             if seq in session.answers:
-                self._send(session, seq)
+                self._outbox.append((session, seq))
             return
+        if self._begin(route, request.session, session, seq, request.body, frames):
+            self._drop(request.session, session, seq)
+
+    def _begin(
+        self, route: Route | None, session_id: str, session: _Session, seq: int, body: bytes, frames: Sequence[Any]
+    ) -> bool:
+        """A request comes for the first time. Returns whether it was dropped before it came."""
         dropped = session.come(seq)
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         session.routes[seq], session.tickets[seq] = route, ticket
-        self._by_ticket[ticket] = (request.session, seq)
-        self._handler.request(request.session, ticket, request.body, frames)
-        if dropped:
-            self._drop(request.session, session, seq)
+        self._by_ticket[ticket] = (session_id, seq)
+        self._handler.request(session_id, ticket, body, frames)
+        return dropped
 
     def _drop(self, session_id: str, session: _Session, seq: int) -> None:
         if not session.has(seq):
-            session.drop_early(seq)
+            if seq not in session.early:
+                session.drop_early(seq)
+                self._handler.dropped(session_id, seq, 0, None)
             return
         session.routes.pop(seq, None)
         ticket = session.tickets.pop(seq, None)
         answer = session.forget(seq)
         if ticket is not None:
             self._by_ticket.pop(ticket, None)
-            self._handler.dropped(session_id, ticket, None)
+            self._handler.dropped(session_id, seq, ticket, None)
         elif answer is not None:
-            self._handler.dropped(session_id, 0, answer)
+            self._handler.dropped(session_id, seq, 0, answer)
+
+    def _flush(self) -> None:
+        """Let answers leave, once what they rest on is kept."""
+        try:
+            settled = self._handler.settle()
+        except Exception:
+            _log.exception("the server failed to keep what its answers rest on")
+            return
+        if settled and self._outbox:
+            outbox, self._outbox = self._outbox, []
+            for session, seq in outbox:
+                if seq in session.answers:
+                    self._send(session, seq)
 
     def _send(self, session: _Session, seq: int) -> None:
-        """Send an answer where its request came from last."""
-        envelope = encode(Response(PROTOCOL, seq, session.answers[seq]))
+        """Send an answer where its request came from last; one that came to an earlier server is asked for again."""
         route, payload = session.routes[seq], session.payloads.get(seq)
+        if route is None:
+            return
+        envelope = encode(Response(PROTOCOL, seq, session.answers[seq]))
         if payload is None:
             self._post(route, envelope)
         elif session.may_send(seq):

@@ -32,14 +32,18 @@ class Parrot:
         else:
             self.server.answer(ticket, body + b" %d" % (len(self.carried_out) - 1))
 
-    def dropped(self, session: str, ticket: int, answer: bytes | None) -> None:
-        self.dropped_ones.append((ticket, answer))
+    def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
+        if ticket or answer is not None:
+            self.dropped_ones.append((ticket, answer))
 
     def gone(self, session: str, reason: str) -> None:
         self.gone_ones.append(session)
 
     def idle(self) -> float | None:
         return self.wants
+
+    def settle(self) -> bool:
+        return True
 
     def let_go(self, body: bytes) -> None:
         self.server.call(lambda: self.server.answer(self.parked[body], body + b" at last"))

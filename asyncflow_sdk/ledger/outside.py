@@ -1,0 +1,42 @@
+"""Outside: what the state machine learns that is not a function of its inputs, so that a log of inputs can be replayed.
+
+    picked = outside(lambda: sampler.choose(...).tobytes())
+
+Live, the function is called and what it gave is noted with the input under way; in a replay the note is given
+again and nothing is called. Everything else that decides a state must come from the inputs and their times.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+
+class Outside:
+    """Not thread-safe: whoever owns the ledger owns it."""
+
+    def __init__(self) -> None:
+        self.keep = False
+        """Whether somebody takes the notes."""
+        self._notes: list[bytes] = []
+        self._replay: deque[bytes] | None = None
+
+    def __call__(self, produce: Callable[[], bytes]) -> bytes:
+        """What ``produce`` gives; in a replay, what it gave. It must change nothing; if it raises, nothing is noted."""
+        if self._replay is not None:
+            return self._replay.popleft()
+        note = produce()
+        if self.keep:
+            self._notes.append(note)
+        return note
+
+    def take(self) -> tuple[bytes, ...]:
+        """The notes since the last call."""
+        notes, self._notes = tuple(self._notes), []
+        return notes
+
+    def replay(self, notes: tuple[bytes, ...] | None) -> bool:
+        """Give these from here on; None: live again. Returns whether those of the last call were all asked for."""
+        used = not self._replay
+        self._replay = None if notes is None else deque(notes)
+        return used
