@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .interfaces import WeightUpdate as WeightUpdate
     from .plugins import AdapterSpec as AdapterSpec
     from .plugins import hookimpl as hookimpl
+    from .queue import StreamDataLoader as StreamDataLoader
     from .types import GRPO as GRPO
     from .types import Batch as Batch
     from .types import Ragged as Ragged
@@ -74,6 +75,7 @@ _WHERE = {
     "Sampling": "types",
     "Staleness": "types",
     "StepResult": "interfaces",
+    "StreamDataLoader": "queue",
     "TrainEngine": "interfaces",
     "VersionSpan": "types",
     "WeightUpdate": "interfaces",

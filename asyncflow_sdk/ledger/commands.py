@@ -108,7 +108,7 @@ class Lease(Command, frozen=True, tag="lease"):
     """Ask for up to ``count`` rows of a task (a task with batch_rows gives one whole step).
 
     ``partition``: of these rows only; None takes the task's partitions in turn. ``at_least``: wait for so many;
-    only the rest at the end of the stream may be fewer.
+    only the rest at the end of the stream may be fewer. ``columns``: of the task's needs, those to be read; None for all.
     """
 
     task: str
@@ -116,6 +116,7 @@ class Lease(Command, frozen=True, tag="lease"):
     timeout_s: float = 0.0
     partition: str | None = None
     at_least: int = 0
+    columns: tuple[str, ...] | None = None
 
 
 class Complete(Command, frozen=True, tag="complete"):

@@ -37,6 +37,12 @@ class Leasing(Stepping):
                 f"task {command.task!r} takes no rows of partition {command.partition!r}, only of {takes}"
             )
         self._check_at_least(task, command)
+        for column in command.columns or ():
+            if column not in task.spec.needs:
+                needs = ", ".join(map(repr, task.spec.needs))
+                raise SchemaError(
+                    f"task {task.spec.name!r} is not declared to need column {column!r}; it needs: {needs}"
+                )
         if self._exhausted(task, command.partition):
             where = "" if command.partition is None else f" of partition {command.partition!r}"
             raise Ended(f"task {command.task!r} has had every row{where} it will get")

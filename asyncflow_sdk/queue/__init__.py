@@ -3,6 +3,7 @@
 from .client import AsyncTransferQueue, Rows, TransferQueue, open_queue
 from .connection import Connection, LoopPort, Port
 from .leased import AsyncLeasedBatch, LeasedBatch
+from .loader import StreamDataLoader
 from .server import QueueServer
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Port",
     "QueueServer",
     "Rows",
+    "StreamDataLoader",
     "TransferQueue",
     "open_queue",
 ]

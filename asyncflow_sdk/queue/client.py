@@ -82,7 +82,7 @@ class Verbs(Generic[B]):
     ) -> None:
         """Declare a task: see TaskSpec. Saying the same again does nothing. Raises ConfigError."""
         task = TaskSpec(
-            name=name, needs=tuple(needs), gives=tuple(gives), lease_s=lease_s,
+            name=name, needs=_names(needs), gives=_names(gives), lease_s=lease_s,
             max_attempts=max_attempts, admits=admits, batch_rows=batch_rows, partitions=tuple(partitions),
         )  # fmt: skip
         await self._port.send(cmd.Declare(task=task))
@@ -117,6 +117,7 @@ class Verbs(Generic[B]):
         task: str,
         count: int = 1,
         *,
+        columns: Sequence[str] | None = None,
         at_least: int = 0,
         partition: str | None = None,
         timeout_s: float = 60.0,
@@ -125,7 +126,7 @@ class Verbs(Generic[B]):
         """Lease up to ``count`` ready rows of a task, at least one; of a task with batch_rows, one whole step;
         of a task that admits, whole groups. The rows are of one ``partition``; without a name the partitions of
         the task take turns. ``at_least``: wait until so many are ready; only what is left at the end of the stream
-        may be fewer.
+        may be fewer. ``columns``: those to be read, of the task's needs; the others are neither mapped nor copied.
 
         ``ack``: a batch to acknowledge in the same request, as its ``finish`` said or, without one, all its rows
         that are left. It has its effect whatever becomes of the lease: before one is waited for. If it fails, its
@@ -134,7 +135,10 @@ class Verbs(Generic[B]):
         Raises Ended when there will never be another row, VersionNeeded when the replica must load newer
         weights first, DeadlineExceeded that says what is missing and who should bring it.
         """
-        ask = cmd.Lease(task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least)
+        ask = cmd.Lease(
+            task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
+            columns=None if columns is None else _names(columns),
+        )  # fmt: skip
         return await self._take(ask, ack)
 
     async def _take(self, ask: cmd.Lease, last: Lease | None, *, acknowledge: bool = True) -> B:
@@ -280,12 +284,17 @@ class TransferQueue(Verbs[LeasedBatch]):
         task: str,
         count: int = 1,
         *,
+        columns: Sequence[str] | None = None,
         at_least: int = 0,
         partition: str | None = None,
         timeout_s: float = 60.0,
         ack: Lease | None = None,
     ) -> LeasedBatch:
-        return drive(self._get(task, count, at_least=at_least, partition=partition, timeout_s=timeout_s, ack=ack))
+        return drive(
+            self._get(
+                task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s, ack=ack
+            )
+        )
 
     get.__doc__ = Verbs._get.__doc__
 
@@ -302,6 +311,12 @@ class TransferQueue(Verbs[LeasedBatch]):
     def aio(self) -> AsyncTransferQueue:
         """The same verbs as coroutines, on the same session."""
         return AsyncTransferQueue(LoopPort(self._port.connection))
+
+
+def _names(columns: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(columns, str):
+        raise SchemaError(f"columns are a list of names; {columns!r} is one name: write [{columns!r}]")
+    return tuple(columns)
 
 
 def _ids(rows: npt.ArrayLike) -> npt.NDArray[np.int64]:

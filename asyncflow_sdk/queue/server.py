@@ -357,6 +357,8 @@ class QueueServer:
             self._files.published(pending.command.version, self._sessions[pending.session], self.ledger.versions)
         elif isinstance(reply, cmd.Leased):
             needs = self.ledger.tasks[reply.task].spec.needs
+            if isinstance(pending.command, cmd.Lease) and pending.command.columns is not None:
+                needs = pending.command.columns
             located, schema = self._locate(unpack_ids(reply.ids), needs)
         if isinstance(reply, AsyncFlowError):
             return Answer(error=failure(reply), first=pending.first)  # type: ignore[arg-type]

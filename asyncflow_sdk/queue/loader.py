@@ -1,0 +1,219 @@
+"""StreamDataLoader: a task of a queue as what a training loop takes for a data loader.
+
+loader = af.StreamDataLoader(run.queue, "train", columns=["response_ids", "advantage"], count=32)
+for batch in loader:                    # a dict of tensors, or what ``collate`` makes; ends with the stream
+    loss = step(batch["response_ids"], batch["advantage"])
+
+Asking for the next batch acknowledges the last one; a loop that is left gives it back. With torch it may be
+wrapped as any iterable dataset: ``DataLoader(loader, batch_size=None)``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, NoReturn, TypeVar
+
+from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, Ended, LeaseLost, WireError
+from ..types import events as ev
+from ._once import drive
+from .client import TransferQueue, Verbs
+from .connection import LoopPort
+from .leased import LeasedBatch
+
+T = TypeVar("T")
+
+
+class StreamDataLoader(Generic[T]):
+    """Iterates over batches of ``count`` rows of ``task`` (of a task with batch_rows: one whole step each) until
+    the stream ends; each ``iter`` goes on where the stream stands. It has no length.
+
+    ``columns``: those to read, of the task's needs (None: all); the others are not touched. ``collate``: makes
+    what is yielded out of a Batch; without it, ``Batch.to_torch()``. It runs in the loop's thread; memory is
+    pinned there by whoever wants that. ``rank`` of ``world_size``: every rank of ``team`` iterates over a loader
+    of its own, and the k-th batches of all ranks are shards of one lease. ``prefetch`` 1: the next batch is leased
+    while this one is worked on; its time (``lease_s`` of the task) starts again when it is handed out.
+    ``at_least``, ``partition``: as of ``get``. ``timeout_s``: the longest the loop waits for a batch.
+
+    Raises what ``get`` raises: DeadlineExceeded, LeaseLost when the batch before took longer than its lease.
+    One thread iterates at a time. It works in the process that made it: not in worker processes of a DataLoader.
+    """
+
+    def __init__(
+        self,
+        queue: TransferQueue,
+        task: str,
+        columns: Sequence[str] | None = None,
+        count: int = 1,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        team: str = "",
+        collate: Callable[[LeasedBatch], T] | None = None,
+        prefetch: int = 0,
+        at_least: int = 0,
+        partition: str | None = None,
+        timeout_s: float = 3600.0,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} of {world_size}: ranks are 0 to world_size - 1")
+        if prefetch not in (0, 1):
+            raise ConfigError(f"prefetch is 0, or 1 for one batch ahead; not {prefetch}")
+        self._queue, self._ahead, self._timeout_s = queue, bool(prefetch), timeout_s
+        self._collate: Callable[[LeasedBatch], Any] = collate or LeasedBatch.to_torch
+        self._ask: dict[str, Any] = {
+            "task": task, "count": count, "columns": columns, "at_least": at_least, "partition": partition,
+            "timeout_s": timeout_s,
+        }  # fmt: skip
+        if world_size > 1:
+            self._ask |= {"team": team or task, "rank": rank, "world_size": world_size}
+        self.lease: LeasedBatch | None = None
+        """The batch being worked on, to complete, renew or give back parts of it by hand."""
+        _known_to_torch()
+
+    def __iter__(self) -> Iterator[T]:
+        try:
+            self._queue._port.connection.wire.check()
+        except WireError:
+            raise
+        except AsyncFlowError:
+            raise AsyncFlowError(
+                "a StreamDataLoader cannot be used in a child made by fork(), as worker processes of a DataLoader"
+                " are: use num_workers=0 (prefetch=1 overlaps), or make queue and loader in the child"
+            ) from None
+        return self._each(_Ahead(self._queue, self._ask)) if self._ahead else self._each(None)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a StreamDataLoader cannot be sent to another process: use num_workers=0 (prefetch=1 overlaps), or make"
+            " it there with af.connect(address)"
+        )
+
+    def ack(self) -> None:
+        """Acknowledge the batch being worked on now, before the next is asked for. Raises LeaseLost."""
+        if self.lease is not None and self.lease._left:
+            self.lease.ack()
+
+    def _each(self, ahead: _Ahead | None) -> Iterator[T]:
+        take = self._take if ahead is None else ahead.take
+        try:
+            while True:
+                last, began = self.lease, time.monotonic()
+                try:
+                    self.lease = take(last)
+                except Ended:
+                    self.lease = None
+                    return
+                self._report(began)
+                made = self._collate(self.lease)
+                yield made
+                del made  # what the consumer keeps is the consumer's; memory of a batch that it dropped is free
+        except GeneratorExit:
+            self._leave(None)
+            raise
+        except BaseException as error:
+            self._leave(error)
+            raise
+        finally:
+            if ahead is not None:
+                ahead.close()
+
+    def _take(self, last: LeasedBatch | None) -> LeasedBatch:
+        return self._queue.get(**self._ask, ack=last if last is not None and last._left else None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Give back what was not acknowledged. An exception of ``collate`` counts against the rows."""
+        lease, self.lease = self.lease, None
+        if lease is not None and not isinstance(error, WireError):
+            try:
+                drive(lease._close(error))
+            except LeaseLost:
+                if error is None:
+                    raise
+
+    def _report(self, began: float) -> None:
+        waited = time.monotonic() - began
+        if waited > 0.001:
+            connection = self._queue._port.connection
+            connection.report(ev.Span(time_s=began, worker=connection.name, kind="wait", seconds=waited))
+
+
+class _Asking(Verbs[LeasedBatch]):
+    """Asks on an event loop for batches that a thread then uses."""
+
+    _batch = LeasedBatch
+
+
+class _Ahead:
+    """One batch ahead: asked for on an event loop in a thread of its own, since that can take a request back."""
+
+    def __init__(self, queue: TransferQueue, ask: dict[str, Any]) -> None:
+        self._queue, self._ask = queue, ask
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="asyncflow-ahead", daemon=True)
+        self._thread.start()
+        self._asked: asyncio.Task[LeasedBatch] | None = None
+
+    def take(self, last: LeasedBatch | None) -> LeasedBatch:
+        """Acknowledge ``last``, give the next batch, and ask for the one after it."""
+        if last is not None and last._left:
+            last.ack()
+        while True:
+            early = self._asked is not None
+            try:
+                batch: LeasedBatch = self._run(self._wait())
+                batch._port = self._queue._port  # from here on this thread's
+                self._asked = None  # not before: a Ctrl-C in the lines above leaves it to close()
+                if early:
+                    batch.renew()
+            except AsyncFlowError as error:
+                self._asked = None
+                # Nobody waited all that time when it was asked early; a batch that waited here for too long is others'.
+                if early and isinstance(error, (DeadlineExceeded, LeaseLost)):
+                    continue
+                raise
+            self._run(self._begin())
+            return batch
+
+    def close(self) -> None:
+        """Take the request back, or give back what came of it, and end the thread."""
+        try:
+            self._run(self._end())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _run(self, coroutine: Any) -> Any:
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result()
+
+    async def _begin(self) -> None:
+        asking = _Asking(LoopPort(self._queue._port.connection))
+        self._asked = asyncio.create_task(asking._get(**self._ask))
+
+    async def _wait(self) -> LeasedBatch:
+        if self._asked is None:
+            await self._begin()
+        assert self._asked is not None
+        return await self._asked
+
+    async def _end(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.cancel()
+            for batch in await asyncio.gather(asked, return_exceptions=True):
+                if isinstance(batch, LeasedBatch):
+                    await batch._close(None)
+        await self._queue._port.connection.wire.aclose_loop()
+
+
+def _known_to_torch() -> None:
+    """Where torch is, its DataLoader takes this for the iterable data set that it is."""
+    data = sys.modules.get("torch.utils.data")
+    if data is not None:
+        data.IterableDataset.register(StreamDataLoader)
