@@ -69,6 +69,9 @@ class Intake(Leasing):
             self._bit(column)
         rows, name = self.rows, spec.name
         rows.add_task(name)
+        for partition_name in spec.partitions:
+            if partition_name != "*":
+                self.partitions.setdefault(partition_name, len(self.partitions))
         live = rows.live_ids()
         taken = np.zeros(len(live), bool)
         for partition, part in self._by_partition(live):
@@ -90,7 +93,8 @@ class Intake(Leasing):
         task.counts[WAITING] = len(live)
         self._make_ready(live, np.zeros(len(live), np.uint64), only=task)
         if spec.admits and self.steps is not None:
-            self._skip(task, live[rows.task(self.steps.task.spec.name, "state")[rows.at(live)] != WAITING])
+            state = rows.task(self.steps.task.spec.name, "state")[rows.at(live)]
+            self._skip(task, live[(state != WAITING) & (state != APART)])
         return cmd.Done()
 
     def _check_task(self, spec: TaskSpec) -> None:
@@ -164,7 +168,9 @@ class Intake(Leasing):
         if abs(command.priority) >= 1 << 31:
             raise SchemaError(f"a priority is an int32, not {command.priority}")
         self._check_columns(command.columns)
-        if self.put_total - int(self.rows.ended.sum()) + count > self.capacity_rows or self._must_queue(command):
+        if self.put_total - int(self.rows.ended.sum()) + count > self.capacity_rows or self._must_queue(
+            command, trained
+        ):
             return None
         if self.charged + max(count * self._reserve(), command.nbytes) > self.capacity_bytes:
             lacks_rows = trained and self.steps is not None and self.unselected < self.steps.window.free
@@ -201,13 +207,15 @@ class Intake(Leasing):
         self._make_ready(ids, np.zeros(count, np.uint64))
         return reply
 
-    def _must_queue(self, command: cmd.Put) -> bool:
+    def _must_queue(self, command: cmd.Put, trained: bool) -> bool:
         """Whether parked puts go first: no large put is overtaken for ever. But where the open step lacks
         rows, any put that fits may bring them, or a put too large to fit beside that step would stop the run."""
         parked = self.waiters.get("put")
         if not parked or next(iter(parked.values())).command is command:
             return False
-        return self.steps is None or self.steps.window.finished or self.unselected >= self.steps.window.free
+        if self.steps is None or not trained:
+            return True
+        return self.steps.window.finished or self.unselected >= self.steps.window.free
 
     def _cancel(self, session: Session, command: cmd.Cancel) -> cmd.Reply:
         if bool(command.ids) + bool(command.key) + (command.partition is not None) != 1:

@@ -114,6 +114,7 @@ def check_same(ledger: Ledger, naive: Naive) -> None:
     assert naive.invariant_h()
     assert (ledger.ended, ledger.version, len(ledger.tasks)) == (naive.ended, naive.version, len(naive.tasks))
     assert ledger.schema == naive.schema
+    assert ledger.charged == naive.charged
     assert set(ledger._places) == naive.named_columns
     assert rows.base + rows.count == len(naive.rows)
     for i, row in naive.rows.items():
@@ -126,10 +127,11 @@ def check_same(ledger: Ledger, naive: Naive) -> None:
         if state:
             continue
         for name, task in naive.tasks.items():
-            shown = TASK_STATES[rows.task(name, "state")[at]]
+            shown = (*TASK_STATES, "apart")[rows.task(name, "state")[at]]
             assert shown == naive.shown_state(i, task), f"row {i} in task {name}"
             assert rows.task(name, "attempts")[at] == row.attempts.get(name, 0)
             assert rows.task(name, "token")[at] == row.token.get(name, NONE)
+        assert (rows.nbytes[at], rows.charged[at]) == (row.nbytes, row.charge), f"row {i}"
         assert rows.deadline[at] == (NONE if row.deadline is None else row.deadline), f"row {i}"
         assert rows.version[at] == (NONE if row.version is None else row.version), f"row {i}"
         assert rows.step[at] == (NONE if row.step is None else row.step), f"row {i}"

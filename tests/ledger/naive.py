@@ -30,7 +30,8 @@ class Naive(NaiveRows):
         if session not in self.loaded:
             assert isinstance(outcome, LeaseLost), outcome
             return
-        getattr(self, f"_{type(command).__name__.lower()}")(session, command, outcome)
+        name = "cancel_rows" if isinstance(command, cmd.Cancel) else type(command).__name__.lower()
+        getattr(self, f"_{name}")(session, command, outcome)
 
     def _is(self, outcome: Any, expected: Any) -> None:
         assert outcome == expected, f"{outcome!r} is not {expected!r}"
@@ -46,6 +47,8 @@ class Naive(NaiveRows):
         train = self.train()
         if c.capacity_rows is not None and c.capacity_rows < (train.batch_rows or 1 if train else 1):
             errors.append(ConfigError)
+        if c.capacity_bytes is not None and c.capacity_bytes < 1:
+            errors.append(ConfigError)
         if (c.max_staleness is not None and c.max_staleness < 0) or (c.steps is not None and c.steps < 1):
             errors.append(ConfigError)
         if train is not None and (c.max_staleness, c.steps) != (None, None):
@@ -56,6 +59,8 @@ class Naive(NaiveRows):
         self.capacity = self.capacity if c.capacity_rows is None else c.capacity_rows
         self.max_staleness = self.max_staleness if c.max_staleness is None else c.max_staleness
         self.steps = self.steps if c.steps is None else c.steps
+        self.capacity_bytes = self.capacity_bytes if c.capacity_bytes is None else c.capacity_bytes
+        self.row_bytes = self.row_bytes if c.row_bytes is None else c.row_bytes
 
     def _declare(self, session: int, c: cmd.Declare, outcome: Any) -> None:
         task, errors = c.task, []
@@ -71,7 +76,8 @@ class Naive(NaiveRows):
         if task.admits and (self.rollouts() or task.batch_rows is not None):
             errors.append(ConfigError)
         if task.batch_rows is not None:
-            sizes = {len(row.group) for row in self.live().values()} | {self.last_group_size} - {None}
+            sizes = {len(row.group) for row in self.live().values() if task.takes(row.partition)}
+            sizes |= {size for partition, size in self.last_group_size.items() if task.takes(partition)}
             if (
                 self.train() is not None
                 or not 1 <= task.batch_rows <= self.capacity
@@ -85,7 +91,7 @@ class Naive(NaiveRows):
         self.tasks[task.name] = task
         self.named_columns |= {*task.needs, *task.gives}
         for row in self.rows.values():
-            row.state[task.name] = "open"
+            row.state[task.name] = "open" if task.takes(row.partition) else "apart"
 
     def _put(self, session: int, c: cmd.Put, outcome: Any) -> None:
         if c.key in self.keys:
@@ -93,35 +99,42 @@ class Naive(NaiveRows):
             self._is(outcome, cmd.PutDone(first=known.first, count=known.count, again=True))
             return
         count, train, errors = c.groups * c.group_size, self.train(), []
-        if self.ended:
+        if self.ended or c.partition in self.ended_partitions:
             errors.append(Ended)
+        if max(count * self.row_bytes, c.nbytes) > self.capacity_bytes:
+            errors.append(SchemaError)
+        trains = train is not None and train.takes(c.partition)
         if c.groups < 1 or c.group_size < 1 or count > self.capacity or not c.columns:
             errors.append(SchemaError)
         if any(self.schema.get(name, spec) != spec for name, spec in c.columns.items()):
             errors.append(SchemaError)
         if len(self.named_columns | set(c.columns)) > 64 or abs(c.priority) >= 1 << 31:
             errors.append(SchemaError)
-        if train is not None and c.group_size > 0 and (train.batch_rows or 0) % c.group_size:
+        if train is not None and trains and c.group_size > 0 and (train.batch_rows or 0) % c.group_size:
             errors.append(ConfigError)
-        grouped = train is not None or bool(self.rollouts())
-        if grouped and self.last_group_size not in (None, c.group_size):
+        grouped = any((t.admits or t.batch_rows) and t.takes(c.partition) for t in self.tasks.values())
+        if grouped and self.last_group_size.get(c.partition) not in (None, c.group_size):
             errors.append(ConfigError)
         if self._is_error(outcome, errors):
             return
         waiting = [p for p in self.parked if isinstance(p.command, cmd.Put)]
         others_first = bool(waiting) and waiting[0].command is not c
-        step_lacks_rows = train is not None and not self.finished and self.unselected < self.free
-        if len(self.live()) + count > self.capacity or (others_first and not step_lacks_rows):
+        step_lacks_rows = trains and not self.finished and self.unselected < self.free
+        no_bytes = self.charged > 0 and self.charged + max(count * self.reserve(), c.nbytes) > self.capacity_bytes
+        if len(self.live()) + count > self.capacity or ((others_first or no_bytes) and not step_lacks_rows):
             self._is(outcome, PARKED)
             return
+        reserve = self.reserve()
         first = len(self.rows)  # ids are given out once, in order
         self._is(outcome, cmd.PutDone(first=first, count=count, again=False))
         for start in range(first, first + count, c.group_size):
             group = tuple(range(start, start + c.group_size))
             for i in group:
-                self.rows[i] = Row(group, set(c.columns), c.priority, dict.fromkeys(self.tasks, "open"))
+                state = {name: "open" if t.takes(c.partition) else "apart" for name, t in self.tasks.items()}
+                self.rows[i] = Row(group, set(c.columns), c.priority, state, c.partition, charge=reserve)
+        self.charge(list(range(first, first + count)), c.nbytes)
         self._write_schema(c.columns)
-        self.last_group_size = c.group_size
+        self.last_group_size[c.partition] = c.group_size
         if c.key:
             self.keys[c.key] = outcome
 
@@ -134,34 +147,54 @@ class Naive(NaiveRows):
         if self._is_error(outcome, [SchemaError] if c.task not in self.tasks or c.count < 1 else []):
             return
         task = self.tasks[c.task]
+        if self._is_error(outcome, [SchemaError] if c.partition is not None and not task.takes(c.partition) else []):
+            return
         most = c.count if task.batch_rows is None else task.batch_rows
         if not 0 <= c.at_least <= min(most, self.capacity) or (c.at_least and task.admits):
             self._is_error(outcome, [SchemaError])
             return
-        if self._is_error(outcome, [Ended] if self.exhausted(task) else []):
+        if self._is_error(outcome, [Ended] if self.exhausted(task, c.partition) else []):
             return
         if task.batch_rows is not None:
             self._lease_step(session, task, outcome)
         elif task.admits:
-            self._lease_admitted(session, task, c.count, outcome)
+            self._lease_admitted(session, task, c, outcome)
+        elif not self.ready(task, c.partition):
+            self._is(outcome, PARKED)
         else:
             self._lease_rows(session, task, c, outcome)
 
     def _lease_rows(self, session: int, task: TaskSpec, c: cmd.Lease, outcome: Any) -> None:
-        ready = self.ready(task)
-        last_ones = self.ended and not any(self.shown_state(i, task) == "waiting" for i in self.live())
-        if not ready or (len(ready) < c.at_least and not last_ones):
+        enough = {}
+        for partition in {row.partition for row in self.rows.values()} if c.partition is None else {c.partition}:
+            ready, waits = self.ready(task, partition), self.count_waiting(task, partition)
+            if ready and (len(ready) >= c.at_least or (self.closed(partition) and not waits)):
+                enough[partition] = ready
+        if not enough:
             self._is(outcome, PARKED)
             return
         ids = self._leased(session, task, outcome)
+        ready = enough[outcome.partition]
         assert set(ids) <= set(ready)
         assert len(ids) == min(c.count, len(ready))
         assert [self.rows[i].priority for i in ids] == self._highest(ready)[: len(ids)]
         self._is(outcome.step, -1)
 
+    def closed(self, partition: str) -> bool:
+        return self.ended or partition in self.ended_partitions
+
+    def count_waiting(self, task: TaskSpec, partition: str) -> int:
+        live = self.live().items()
+        return sum(row.partition == partition and self.shown_state(i, task) == "waiting" for i, row in live)
+
     def _highest(self, ids: list[int]) -> list[int]:
         """Priorities in the order of their turn."""
         return sorted((self.rows[i].priority for i in ids), reverse=True)
+
+    def ready_before(self, ids: list[int], task: TaskSpec, partition: str) -> list[int]:
+        """What was ready in a partition before ``ids`` were leased."""
+        assert {self.rows[i].partition for i in ids} == {partition}, "a lease is of one partition"
+        return sorted({*ids, *self.ready(task, partition)})
 
     def _lease_step(self, session: int, task: TaskSpec, outcome: Any) -> None:
         full = {
@@ -175,7 +208,25 @@ class Naive(NaiveRows):
         assert set(ids) == rows, "a step is leased whole, the oldest first"
         assert outcome.step == outcome.version == min(full)
 
-    def _lease_admitted(self, session: int, task: TaskSpec, count: int, outcome: Any) -> None:
+    def _lease_admitted(self, session: int, task: TaskSpec, c: cmd.Lease, outcome: Any) -> None:
+        """Rows no step takes come as they are; the others as the rule allows."""
+        rest = [i for i in self.ready(task, c.partition) if not self.trained(self.rows[i])]
+        loaded = self.loaded[session]
+        if self.train() is None or loaded is None or not rest:
+            self._lease_in_window(session, task, c.partition, c.count, outcome)
+        elif isinstance(outcome, cmd.Leased) and not self.train().takes(outcome.partition):  # type: ignore[union-attr]
+            ids = self._leased(session, task, outcome)
+            ready = self.ready_before(ids, task, outcome.partition)
+            size = len(self.rows[ready[0]].group)
+            assert len(ids) <= max(c.count, size)
+            self._is(outcome.version, loaded)
+            for i in ids:
+                self.rows[i].version = loaded
+        else:  # it was the turn of one that is trained
+            assert isinstance(outcome, cmd.Leased), f"{rest} are ready, not {outcome!r}"
+            self._lease_in_window(session, task, c.partition, c.count, outcome)
+
+    def _lease_in_window(self, session: int, task: TaskSpec, partition: str | None, count: int, outcome: Any) -> None:
         loaded = self.loaded[session]
         load_first = cmd.LoadFirst(version=self.version)
         if self.train() is None or (loaded is None and not self.published):
@@ -184,7 +235,7 @@ class Naive(NaiveRows):
         if loaded is None:
             self._is(outcome, load_first)
             return
-        ready = self.ready(task)
+        ready = [i for i in self.ready(task, partition) if self.trained(self.rows[i])]
         again = [i for i in ready if self.rows[i].deadline is not None]
         if again:  # rows whose producer was lost: begun with a version that must not be newer than this replica's
             fits = {self.rows[i].group for i in again if (self.rows[i].version or 0) <= loaded}
@@ -229,6 +280,7 @@ class Naive(NaiveRows):
             assert self.rows[i].state[task.name] == "open"
             self.rows[i].state[task.name] = "leased"
             self.rows[i].token[task.name] = outcome.token
+        assert {self.rows[i].partition for i in ids} == {outcome.partition} or task.batch_rows is not None
         self.leases[outcome.token] = Lease(task.name, session, ids, self.now + task.lease_s)
         return ids
 
@@ -264,6 +316,7 @@ class Naive(NaiveRows):
         assert cmd.unpack_ids(outcome.revoked).tolist() == [i for i in ids if i not in mine]
         if mine:
             self._write_schema(c.columns)
+            self.charge(mine, c.nbytes * len(mine) // len(ids))
         for i in mine:
             self.rows[i].columns |= set(c.columns)
             self._done(i, task)
@@ -325,9 +378,31 @@ class Naive(NaiveRows):
 
     def _end(self, session: int, c: cmd.End, outcome: Any) -> None:
         self._is(outcome, cmd.Done())
-        self.ended = True
-        if c.cancel:
-            self._cancel(filling=False)
+        if c.partition is None:
+            self.ended = True
+        else:
+            self.ended_partitions.add(c.partition)
+        for i, row in self.live().items():
+            if c.cancel and c.partition in (None, row.partition):
+                self._end_group(i, "cancelled")
+
+    def _cancel_rows(self, session: int, c: cmd.Cancel, outcome: Any) -> None:
+        errors: list[type[Exception]] = []
+        if bool(c.ids) + bool(c.key) + (c.partition is not None) != 1 or (c.key and c.key not in self.keys):
+            errors.append(SchemaError)
+        ids = cmd.unpack_ids(c.ids).tolist()
+        if c.key in self.keys:
+            ids = list(range(self.keys[c.key].first, self.keys[c.key].first + self.keys[c.key].count))
+        elif c.partition is not None:
+            ids = [i for i, row in self.live().items() if row.partition == c.partition]
+        if any(i not in self.rows for i in ids):
+            errors.append(SchemaError)
+        if self._is_error(outcome, errors):
+            return
+        before = len(self.live())
+        for i in ids:
+            self._end_group(i, "cancelled")
+        self._is(outcome, cmd.Cancelled(count=before - len(self.live())))
 
     def _leave(self, session: int, c: cmd.Leave, outcome: Any) -> None:
         self._is(outcome, cmd.Done())

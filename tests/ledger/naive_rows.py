@@ -17,7 +17,10 @@ class Row:
     group: tuple[int, ...]
     columns: set[str]
     priority: int
-    state: dict[str, str]  # task -> open, leased or done
+    state: dict[str, str]  # task -> open, leased, done or apart (it never sees the row)
+    partition: str = ""
+    nbytes: int = 0
+    charge: int = 0  # what it counts against the queue's bytes
     token: dict[str, int] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
     version: int | None = None
@@ -60,7 +63,10 @@ class NaiveRows:
         self.stopped = False
         self.ended = False
         self.published: list[cmd.Publish] = []
-        self.last_group_size: int | None = None
+        self.ended_partitions: set[str] = set()
+        self.last_group_size: dict[str, int] = {}  # by partition
+        self.capacity_bytes: float = float("inf")
+        self.row_bytes = 0
         self.became_ready: dict[int, int] = {}  # first id of a group -> when it became ready for the step
 
     # ---- what can be seen by looking at the rows
@@ -89,9 +95,27 @@ class NaiveRows:
         assert train.batch_rows is not None
         return train.batch_rows - sum(row.step == self.step for row in self.live().values())
 
+    def trained(self, row: Row) -> bool:
+        train = self.train()
+        return train is not None and row.state[train.name] != "apart"
+
     @property
     def unselected(self) -> int:
-        return sum(row.step is None for row in self.live().values())
+        return sum(row.step is None and self.trained(row) for row in self.live().values())
+
+    @property
+    def charged(self) -> int:
+        return sum(row.charge for row in self.live().values())
+
+    def reserve(self) -> int:
+        ended = [row.nbytes for row in self.rows.values() if row.ended is not None]
+        return self.row_bytes or max(ended, default=0)
+
+    def charge(self, ids: list[int], nbytes: int) -> None:
+        for i in ids if nbytes else ():
+            row = self.rows[i]
+            row.nbytes += -(-nbytes // len(ids))
+            row.charge = max(row.charge, row.nbytes)
 
     @property
     def slots(self) -> int | None:
@@ -145,8 +169,9 @@ class NaiveRows:
             return all(self.has_needs(self.rows[m], task) for m in row.group)
         return self.has_needs(row, task)
 
-    def ready(self, task: TaskSpec) -> list[int]:
-        return [i for i in self.live() if self.is_ready(i, task)]
+    def ready(self, task: TaskSpec, partition: str | None = None) -> list[int]:
+        live = self.live().items()
+        return [i for i, row in live if partition in (None, row.partition) and self.is_ready(i, task)]
 
     def shown_state(self, i: int, task: TaskSpec) -> str:
         row = self.rows[i]
@@ -161,8 +186,12 @@ class NaiveRows:
         live = self.live()
         return [i for i in lease.ids if i in live and live[i].token.get(lease.task) == token]
 
-    def exhausted(self, task: TaskSpec) -> bool:
-        return self.ended and all(row.state[task.name] == "done" for row in self.live().values())
+    def exhausted(self, task: TaskSpec, partition: str | None = None) -> bool:
+        named = {*task.partitions} if partition is None else {partition}
+        if not self.ended and not named <= self.ended_partitions:
+            return False
+        rows = [row for row in self.live().values() if partition in (None, row.partition)]
+        return all(row.state[task.name] in ("done", "apart") for row in rows)
 
     # ---- what happens by itself
 
@@ -190,14 +219,16 @@ class NaiveRows:
         train = self.train()
         for rollout in self.rollouts() if train is not None else []:
             for i, row in self.live().items():
-                if row.deadline is None and self.shown_state(i, train) != "waiting":
+                begun = row.deadline is None and self.shown_state(i, train) not in ("waiting", "apart")
+                if begun and row.state[rollout.name] != "apart":
                     self._done(i, rollout)
 
     def _consume(self) -> bool:
         through = [
             row
             for row in self.live().values()
-            if all(s == "done" for s in row.state.values()) and any(not t.gives for t in self.tasks.values())
+            if all(s in ("done", "apart") for s in row.state.values())
+            and any(not t.gives and t.takes(row.partition) for t in self.tasks.values())
         ]
         for row in through:
             row.ended = "consumed"
@@ -237,7 +268,7 @@ class NaiveRows:
 
     def _cancel(self, filling: bool) -> None:
         for row in self.live().values():
-            if row.step is None or (filling and row.step == self.step):
+            if self.trained(row) and (row.step is None or (filling and row.step == self.step)):
                 row.ended = "cancelled"
 
     def _done(self, i: int, task: TaskSpec) -> None:

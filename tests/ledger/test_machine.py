@@ -24,6 +24,7 @@ LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 WRONG = ColumnSpec("fixed", "float32")
 small = st.integers(0, 7)
 waits = st.sampled_from([0.0, 0.0, 4.0, 40.0])
+wheres = st.sampled_from([None, None, None, None, "", "eval"])
 ORDINARY = {"prompt": COLUMN}
 
 
@@ -38,15 +39,27 @@ def make_tasks(draw: Any, batch_rows: int) -> list[TaskSpec]:
     side = draw(st.sampled_from([None, (), ("score",)]), "side task gives")
     attempts = draw(st.sampled_from([1, 2, 3]), "attempts")
     admits = trains and not draw(one_in(6), "without admission")
+    evaluates = draw(one_in(2), "evaluates")
+    both = ("", "eval") if evaluates else ("",)
     tasks = [
         TaskSpec(
-            name="rollout", needs=("prompt",), gives=("response",), lease_s=10, max_attempts=attempts, admits=admits
+            name="rollout", needs=("prompt",), gives=("response",), lease_s=10, max_attempts=attempts, admits=admits,
+            partitions=both,
         )
     ]  # fmt: skip
+    if evaluates:
+        tasks.append(TaskSpec(name="score", needs=("response",), lease_s=9, partitions=("eval",)))
     if reward_of is not None:
-        tasks.append(TaskSpec(name="reward", needs=(reward_of,), gives=("reward",), lease_s=6, max_attempts=2))
+        every = draw(st.sampled_from([("",), ("*",)]), "reward takes")
+        tasks.append(
+            TaskSpec(
+                name="reward", needs=(reward_of,), gives=("reward",), lease_s=6, max_attempts=2, partitions=every
+            )
+        )
     if side is not None:
-        tasks.append(TaskSpec(name="side", needs=("prompt",), gives=side, lease_s=8, max_attempts=attempts))
+        tasks.append(
+            TaskSpec(name="side", needs=("prompt",), gives=side, lease_s=8, max_attempts=attempts, partitions=both)
+        )
     needs = {None: ("response",), "response": ("response", "reward"), "prompt": ("reward",)}[reward_of]
     tasks.append(TaskSpec(name="train", needs=needs, lease_s=20, batch_rows=batch_rows if trains else None))
     return tasks
@@ -68,6 +81,8 @@ class LedgerMachine(RuleBasedStateMachine):
             capacity_rows=draw(st.sampled_from([None, 4 * self.batch, self.batch + 1, self.batch]), "capacity"),
             max_staleness=draw(st.sampled_from([0, 1, 2, 4]), "max_staleness"),
             steps=draw(st.sampled_from([None, 6, 3, 2]), "steps"),
+            capacity_bytes=draw(st.sampled_from([None, None, 600, 60]), "bytes"),
+            row_bytes=draw(st.sampled_from([None, None, 10]), "bytes of a row"),
         )
         self.run.send(self.sessions[0], limits)
         order = draw(st.permutations(self.tasks), "order of declaration")
@@ -100,10 +115,11 @@ class LedgerMachine(RuleBasedStateMachine):
         count=st.sampled_from([0, 1, 1, 2, 3, 6, 9]),
         at_least=st.sampled_from([0, 0, 1, 2, 3, 5, -1]),
         wait=waits,
+        where=wheres,
     )
-    def lease(self, who: int, which: int, count: int, at_least: int, wait: float) -> None:
+    def lease(self, who: int, which: int, count: int, at_least: int, wait: float, where: str | None) -> None:
         task = self.tasks[which % len(self.tasks)].name
-        command = cmd.Lease(task=task, count=count, timeout_s=wait, at_least=at_least)
+        command = cmd.Lease(task=task, count=count, timeout_s=wait, at_least=at_least, partition=where)
         self.run.send(self.session(who), command)
 
     @rule(who=small, count=st.integers(1, 9), wait=waits, loads=st.booleans())
@@ -210,8 +226,10 @@ class LedgerMachine(RuleBasedStateMachine):
         key=st.sampled_from(["", "", "a", "b", "c"]),
         priority=st.sampled_from([0, 0, 0, 3, -2]),
         wait=waits,
+        where=st.sampled_from(["", "", "eval"]),
+        nbytes=st.sampled_from([0, 0, 7, 40]),
     )
-    def put(self, groups: int, spoil: str, key: str, priority: int, wait: float) -> None:
+    def put(self, groups: int, spoil: str, key: str, priority: int, wait: float, where: str, nbytes: int) -> None:
         columns = dict(ORDINARY)
         if spoil == "dtype":
             if "prompt" not in self.run.naive.schema:
@@ -222,7 +240,12 @@ class LedgerMachine(RuleBasedStateMachine):
         if spoil == "complete":
             columns |= {"response": COLUMN, "reward": COLUMN}
         size = {"size": self.size + 1, "zero": 0}.get(spoil, self.size)
-        command = cmd.Put(groups=groups, group_size=size, columns=columns, key=key, timeout_s=wait, priority=priority)
+        if "score" not in {task.name for task in self.tasks}:
+            where = ""  # nobody would ever take them
+        command = cmd.Put(
+            groups=groups, group_size=size, columns=columns, key=key, timeout_s=wait, priority=priority,
+            partition=where, nbytes=nbytes,
+        )  # fmt: skip
         self.run.send(self.session(groups), command)
 
     @rule(who=small, what=st.sampled_from(["publish", "publish", "load", "load", "await"]), by=small, wait=waits)
@@ -240,7 +263,7 @@ class LedgerMachine(RuleBasedStateMachine):
     # ---- what is rarer
 
     @rule(
-        what=st.sampled_from(["leave", "die", "declare", "configure", "forget", "wanted", "end", "look"]),
+        what=st.sampled_from(["leave", "die", "declare", "configure", "forget", "wanted", "end", "cancel", "look"]),
         at=small,
         wait=waits,
         data=st.data(),
@@ -259,7 +282,9 @@ class LedgerMachine(RuleBasedStateMachine):
         elif what == "wanted":
             self.run.send(self.session(at), cmd.Wanted(timeout_s=wait))
         elif what == "end" and data.draw(one_in(4)):
-            self.run.send(self.session(0), cmd.End(cancel=bool(at % 2)))
+            self.run.send(self.session(0), cmd.End(cancel=bool(at % 2), partition=data.draw(wheres)))
+        elif what == "cancel":
+            self._cancel(at, data.draw(st.sampled_from(["rows", "rows", "key", "partition", "nothing"])))
         elif what == "look":
             self.run.send(self.session(at), cmd.GetAudit())
             self.run.send(self.session(at), cmd.GetStatus())
@@ -277,10 +302,19 @@ class LedgerMachine(RuleBasedStateMachine):
         }
         if spoil == "other" and task.name not in self.run.naive.tasks:
             return
-        if spoil == "batch" and (self.size == 1 or self.run.naive.last_group_size != self.size):
+        if spoil == "batch" and (self.size == 1 or self.run.naive.last_group_size.get("") != self.size):
             return  # it could be right
         fields = {name: getattr(task, name) for name in task.__struct_fields__} | changes[spoil]
         self.run.send(self.session(0), cmd.Declare(task=TaskSpec(**fields)))
+
+    def _cancel(self, at: int, how: str) -> None:
+        which: dict[str, dict[str, Any]] = {
+            "rows": {"ids": np.array([at, 3 * at], "<i8").tobytes()},
+            "key": {"key": "ab"[at % 2]},
+            "partition": {"partition": "eval"},
+            "nothing": {},
+        }
+        self.run.send(self.session(at), cmd.Cancel(**which[how]))
 
     def _configure(self, at: int) -> None:
         limits = [
