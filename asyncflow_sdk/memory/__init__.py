@@ -2,6 +2,17 @@
 
 from .arena import Allocation, Arena
 from .directory import SharedDirectory, remove_if_ownerless, sweep
-from .mapper import Mapper
+from .mapper import Hold, Mapped, Mapper
+from .segment import HEADER_BYTES
 
-__all__ = ["Allocation", "Arena", "Mapper", "SharedDirectory", "remove_if_ownerless", "sweep"]
+__all__ = [
+    "HEADER_BYTES",
+    "Allocation",
+    "Arena",
+    "Hold",
+    "Mapped",
+    "Mapper",
+    "SharedDirectory",
+    "remove_if_ownerless",
+    "sweep",
+]

@@ -1,139 +1,129 @@
-"""Arena: one writer's segments. Blocks are cut from the current segment; a segment whose blocks are all free
-is used again, without new page faults, once no reader holds a view of it.
+"""Arena: one writer's segments. Blocks are cut from the free ranges of its segments; a range is used again,
+without new page faults, once its block was freed and no reader holds a view of it.
 
-    block = arena.allocate(nbytes); block.memory[:] = ...     # writer
-    view = mapper.view(block.segment, block.generation, block.start, block.stop)    # readers, any process
+    block = arena.allocate(nbytes); block.memory[HEADER_BYTES:] = ...          # writer
+    view = mapper.view(block.segment, block.start, block.serial, block.nbytes)  # readers, any process
+    arena.free([block.serial])                              # the writer, when nobody may ask for it any more
 
-Readers hold a shared lock (flock) on a segment while views of it live; the kernel drops it when they die.
-The writer takes the exclusive lock for the moment in which it raises the generation: without it, no reuse.
-A reader that comes late finds another generation and not somebody else's data.
+A reader holds a shared lock on the first byte of a block while views of it live; the kernel drops it when the
+reader dies. The writer takes the exclusive lock on a freed range, removes the serials of the blocks that lay in
+it, and lets go: from then on the range is a hole. Without that lock it waits, however long that is, and costs
+its own bytes. A reader that comes late finds no serial and not somebody else's data.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import mmap
 import os
-import struct
+import secrets
 import threading
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AsyncFlowError, MemoryFull, ServerLost
+from ..errors import AsyncFlowError, MemoryFull
+from .holes import Holes
+from .locks import try_lock, unlock
+from .segment import ALIGN, PAGE, Segment
 
-HEADER_BYTES = 64
-ALIGN = 64
 SEGMENT_BYTES = 8 << 20
-MAGIC = b"asyncfl1"
-_GENERATION_AT = 8
+MOST_SEGMENTS = 64  # of one size: an arena that holds more grows by larger ones, or files would run out
+MOST_WASTE = 16  # a segment is made to measure for blocks that are larger than such a part of it
+EPOCH = 4  # the high-water mark is that of the time in which its bytes were allocated this many times
+FILL_BYTES = 1 << 20  # of a range whose pages were given back, how many to get again at once
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Bytes ``start`` to ``stop`` of a segment, writable through ``memory`` (uint8) until announced."""
+    """A block, writable through ``memory`` (uint8, (nbytes,)) until announced; the first 16 bytes are the arena's."""
 
     segment: str
-    generation: int
     start: int
-    stop: int
+    serial: int
     memory: npt.NDArray[np.uint8]
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.memory)
 
-class _Segment:
-    """A file, locked in memory by posix_fallocate, mapped once."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        self.path, self.size = path, size
-        self.generation, self.used, self.blocks = 0, HEADER_BYTES, 0
-        self.fd = -1
-        try:
-            self.fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            os.posix_fallocate(self.fd, 0, size)  # a full file system is an error here, not a SIGBUS later
-            self.map = mmap.mmap(self.fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except OSError as error:
-            if self.fd >= 0:
-                os.close(self.fd)
-                path.unlink(missing_ok=True)
-            if error.errno == errno.ENOENT:
-                raise ServerLost(f"{path.parent} is gone: the run whose segments it held has ended") from None
-            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
-                raise MemoryFull(
-                    f"no room for a segment of {size} bytes in {path.parent}: {os.strerror(error.errno)}. Free"
-                    " space there, or enlarge it (a container: --shm-size)"
-                ) from None
-            raise
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)
-        self.map[: len(MAGIC)] = MAGIC
-        self.renew()
+class _Range(NamedTuple):
+    """A block, or several freed ones side by side."""
 
-    def renew(self) -> bool:
-        """Start over with a new generation, if no reader holds a view. Returns whether it did."""
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        self.generation += 1
-        struct.pack_into("<Q", self.map, _GENERATION_AT, self.generation)
-        self.used = HEADER_BYTES
-        fcntl.flock(self.fd, fcntl.LOCK_UN)
-        return True
-
-    def unlink(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self.close()
-
-    def close(self) -> None:
-        os.close(self.fd)
-        self.bytes = self.bytes[:0].copy()
-        with contextlib.suppress(BufferError):  # blocks still in somebody's hand keep the mapping until they go
-            self.map.close()
+    segment: Segment
+    start: int
+    stop: int
+    heads: list[int]
 
 
 class Arena:
     """The segments one session writes. Thread-safe. Files are named ``prefix`` and a number, never reused.
-    Refuses to work in a child after a bare fork, which would write into what its parent writes."""
+    Refuses to work in a child after a bare fork, which would write into what its parent writes.
+
+    What it holds stays within the most bytes that were alive together lately, and one segment: what is idle beyond
+    that goes back to the system, whole segments first.
+    """
 
     def __init__(self, directory: Path, prefix: str, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._directory, self._prefix, self._segment_bytes = directory, prefix, segment_bytes
-        self._segments: dict[str, _Segment] = {}
-        self._current: _Segment | None = None
+        self._segments: dict[int, Segment] = {}
+        self._blocks: dict[int, _Range] = {}  # by serial
+        self._holes = Holes()
+        self._waiting: deque[_Range] = deque()  # freed, but readers still look
         self._made = 0
+        self._serial = secrets.randbits(30) + 1 << 32  # no two arenas share one, nor does payload look like one
+        self._live = 0
+        self._peak = self._peak_before = self._turnover = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all segments held."""
-        with self._lock:
-            return sum(segment.size for segment in self._segments.values())
+        """Bytes held: those of all segments whose pages are there."""
+        return sum(segment.held for segment in self._segments.values())
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that were not freed yet."""
+        return len(self._blocks)
 
     def allocate(self, nbytes: int) -> Allocation:
-        """Room for a block, aligned to 64 bytes. Raises MemoryFull."""
+        """Room for a block of ``nbytes`` (its 16 bytes of header among them), at a multiple of 64. Raises MemoryFull."""
         if os.getpid() != self._pid:
             raise AsyncFlowError(
                 "shared memory cannot be written in a child made by fork(); connect again in the child"
             )
+        size = max(-(-nbytes // ALIGN), 1) * ALIGN
         with self._lock:
-            segment = self._with_room(nbytes)
-            start = segment.used
-            segment.used += -(-nbytes // ALIGN) * ALIGN
-            segment.blocks += 1
-            stop = start + nbytes
-            return Allocation(segment.path.name, segment.generation, start, stop, segment.bytes[start:stop])
+            if self._waiting:
+                self._look_again()
+            segment, start = self._take(size)
+            self._serial += 1
+            self._blocks[self._serial] = _Range(segment, start, start + size, [start])
+            self._count(size)
+            segment.head(start, self._serial)
+            return Allocation(segment.name, start, self._serial, segment.bytes[start : start + nbytes])
 
-    def free(self, segment: str, generation: int, blocks: int = 1) -> None:
-        """Blocks are no longer needed by anyone who could still ask for them. Views of them stay valid."""
+    def free(self, serials: Iterable[int]) -> None:
+        """Blocks are no longer needed by anyone who could still ask for them. Views of them stay valid. A serial
+        that is not there, or not any more, is passed over."""
         with self._lock:
-            found = self._segments.get(segment)
-            if found is not None and found.generation == generation:
-                found.blocks -= blocks
-                assert found.blocks >= 0, "a block is freed once"
+            freed = [block for serial in serials if (block := self._blocks.pop(serial, None)) is not None]
+            for each in _side_by_side(freed) if len(freed) > 1 else freed:
+                self._release(each)
+
+    def sync(self, block: Allocation) -> None:
+        """Return when the block is on the disk, if its directory is on one."""
+        with self._lock:
+            fd = os.dup(self._blocks[block.serial].segment.fd)
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
 
     def close(self, *, unlink: bool) -> None:
         """Stop writing. ``unlink``: remove the files too; else whoever owns the directory does."""
@@ -141,51 +131,142 @@ class Arena:
             for segment in self._segments.values():
                 segment.unlink() if unlink else segment.close()
             self._segments.clear()
-            self._current = None
+            self._blocks.clear()
+            self._waiting.clear()
+            self._holes = Holes()
+            self._live = 0
 
-    def _with_room(self, nbytes: int) -> _Segment:
-        current = self._current
-        if current is not None:
-            if not current.blocks and current.used > HEADER_BYTES:
-                current.renew()
-            if current.size - current.used >= nbytes:
-                return current
-        idle = sorted((s for s in self._segments.values() if not s.blocks), key=lambda s: s.size)
-        for segment in idle:
-            if segment is not current and segment.size - HEADER_BYTES >= nbytes and segment.renew():
-                self._current = segment
-                return segment
-        for segment in idle:  # one that was made for a larger block, and is too small now, would wait for ever
-            if self._segment_bytes < segment.size < nbytes + HEADER_BYTES:
-                self._remove(segment)
-        self._current = self._make(
-            max(self._segment_bytes, -(-(nbytes + HEADER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE)
-        )
-        return self._current
+    # ---- free ranges
 
-    def _make(self, size: int) -> _Segment:
+    def _release(self, freed: _Range) -> None:
+        """Make holes of what nobody looks at; the rest waits."""
+        if self._open(freed):
+            return
+        for start, stop in zip(freed.heads, [*freed.heads[1:], freed.stop], strict=True):
+            single = _Range(freed.segment, start, stop, [start])
+            if len(freed.heads) == 1 or not self._open(single):
+                self._waiting.append(single)
+
+    def _open(self, freed: _Range) -> bool:
+        segment, start, stop, heads = freed
+        if not try_lock(segment.fd, start, stop, exclusive=True):
+            return False
+        segment.behead(heads)
+        unlock(segment.fd, start, stop)
+        self._holes.add(segment.number, start, stop)
+        self._live -= stop - start
+        return True
+
+    def _look_again(self) -> None:
+        """At the range that waits longest, and at the next ones for as long as they have become free."""
+        for _ in range(len(self._waiting)):
+            if not self._open(self._waiting[0]):
+                self._waiting.rotate(-1)
+                return
+            self._waiting.popleft()
+
+    def _look_at_all(self) -> None:
+        self._waiting = deque(each for each in self._waiting if not self._open(each))
+
+    def _take(self, nbytes: int) -> tuple[Segment, int]:
+        """A range of that size whose pages are there."""
+        found = self._holes.take(nbytes)
+        if found is None and self._waiting:
+            self._look_at_all()
+            found = self._holes.take(nbytes)
+        if found is None:
+            self._grow(nbytes)
+            found = self._holes.take(nbytes)
+            assert found is not None
+        segment, start = self._segments[found[0]], found[1]
+        if segment.missing:
+            try:
+                self._fill(segment, start, start + nbytes)
+            except BaseException:
+                self._holes.add(segment.number, start, start + nbytes)
+                raise
+        return segment, start
+
+    # ---- pages
+
+    def _grow(self, nbytes: int) -> None:
+        """Another segment, since no hole is large enough. Only as much of it as may be held has its pages at once."""
+        usual = max(self._segment_bytes, self.nbytes // MOST_SEGMENTS)
+        size = _pages(max(usual // nbytes, 1) * nbytes if nbytes * MOST_WASTE > usual else usual)
+        least = _pages(nbytes)
+        self._shrink(self._limit(nbytes) - size)
         self._made += 1
         path = self._directory / f"{self._prefix}{self._made}"
         try:
-            segment = _Segment(path, size)
+            segment = Segment(path, self._made, size, max(least, min(size, self._limit(nbytes) - self.nbytes)))
         except MemoryFull:
-            idle = [s for s in self._segments.values() if not s.blocks]
-            if not idle:
-                raise
-            for each in idle:
-                self._remove(each)
-            segment = _Segment(path, size)
-        self._segments[path.name] = segment
-        return segment
+            self._look_at_all()
+            self._shrink(0)
+            segment = Segment(path, self._made, size, least)
+        self._segments[segment.number] = segment
+        self._holes.add(segment.number, 0, size)
 
-    def _remove(self, segment: _Segment) -> None:
-        """An idle segment goes. Views of it stay valid."""
-        if segment is self._current:
-            self._current = None
-        del self._segments[segment.path.name]
-        segment.unlink()
+    def _fill(self, segment: Segment, start: int, stop: int) -> None:
+        lacking = segment.lacks(start, stop)
+        if not lacking:
+            return
+        room = self._limit(stop - start) - self.nbytes
+        if room < lacking:
+            self._shrink(self._limit(stop - start) - lacking)
+        elif room > FILL_BYTES:  # not page by page
+            stop = min(max(stop, start + FILL_BYTES), segment.size)
+        try:
+            segment.fill(start, stop)
+        except MemoryFull:
+            self._look_at_all()
+            self._shrink(0)
+            segment.fill(start, stop)
+
+    def _shrink(self, limit: int) -> None:
+        """Give free memory back until no more than ``limit`` bytes are held: idle segments, then pages of holes."""
+        excess = self.nbytes - limit
+        if excess <= 0:
+            return
+        for segment in sorted(self._segments.values(), key=lambda s: s.held, reverse=True):
+            if self._holes.remove(segment.number, segment.size):
+                del self._segments[segment.number]
+                excess -= segment.held
+                segment.unlink()
+                if excess <= 0:
+                    return
+        for number, start, stop in self._holes.largest_first():
+            segment = self._segments[number]
+            before = segment.held
+            segment.punch(start, stop, excess)
+            excess -= before - segment.held
+            if excess <= 0:
+                return
+
+    def _limit(self, more: int = 0) -> int:
+        """Bytes that may be held, with a block of ``more`` about to live."""
+        return max(self._peak, self._peak_before, self._live + more) + self._segment_bytes
+
+    def _count(self, size: int) -> None:
+        self._live += size
+        self._peak = max(self._peak, self._live)
+        self._turnover += size
+        if self._turnover > EPOCH * max(self._peak, self._segment_bytes):
+            self._peak_before, self._peak, self._turnover = self._peak, self._live, 0
+            self._shrink(self._limit())
 
 
-def generation_of(mapped: Any) -> int:
-    """The generation in a segment's header."""
-    return int(struct.unpack_from("<Q", mapped, _GENERATION_AT)[0])
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _side_by_side(freed: list[_Range]) -> list[_Range]:
+    """The same ranges, neighbours joined: one lock for all."""
+    freed.sort(key=lambda each: (each.segment.number, each.start))
+    joined = [freed[0]]
+    for each in freed[1:]:
+        last = joined[-1]
+        if each.segment is last.segment and each.start == last.stop:
+            joined[-1] = _Range(last.segment, last.start, each.stop, last.heads + each.heads)
+        else:
+            joined.append(each)
+    return joined

@@ -1,13 +1,13 @@
-"""Mapper: a reader's views of segments. A view never changes while it is held, however long that is."""
+"""Mapper: a reader's views of blocks. A view never changes while it is held, however long that is."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import threading
 import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,67 +15,111 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AsyncFlowError, LeaseLost
-from .arena import generation_of
+from .locks import COPYING, try_lock, unlock
+from .segment import HEADER, HEADER_BYTES, MAGIC
 
 Bytes = npt.NDArray[np.uint8]
+USED_AGAIN = "the rows ended and their memory was used again while this reader was away"
 
 
-class _Mapped:
-    """A segment, mapped read-only. ``pins``: weak references to the arrays through which views hold it.
+class Mapped:
+    """A segment, mapped read-only. ``bytes``: all of it, uint8.
 
-    ``lock`` is the mapper's one, re-entrant: any allocation may collect a view, and its pin goes then and there.
+    ``pins``: weak references to the arrays through which views hold a block. ``lock`` is the mapper's one,
+    re-entrant: any allocation may collect a view, and its pin goes then and there.
     """
 
     def __init__(self, path: Path, lock: threading.RLock) -> None:
+        self.name = path.name
         self.fd = os.open(path, os.O_RDONLY)
         try:
             self.map = mmap.mmap(self.fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         except BaseException:
             os.close(self.fd)
             raise
-        self.pins: dict[int, weakref.ref[Any]] = {}  # by id: a weak reference hashes as its array, which cannot
-        self._lock, self._locked, self._leaving, self._pid = lock, False, False, os.getpid()
+        self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
+        self._pins: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: a weak reference hashes as its array
+        self._starts: dict[int, int] = {}  # of locked blocks → pins
+        self._copying = 0
+        self._lock, self._leaving, self._pid = lock, False, os.getpid()
 
-    def pin(self, generation: int, array: Bytes) -> None:
-        """Hold the segment for as long as ``array`` lives. The caller holds the lock."""
+    @property
+    def size(self) -> int:
+        return len(self.bytes)
+
+    def read(self, start: int, nbytes: int, serial: int) -> bytes:
+        """A copy of a block's first ``nbytes``. Raises LeaseLost. It touches no page that is not there."""
+        raw = os.pread(self.fd, nbytes, start)
+        self.check(start, serial)
+        return raw
+
+    def check(self, start: int, serial: int) -> None:
+        """Raises LeaseLost unless the block is there. What was copied before is right then, since a block loses its
+        serial before anything else."""
+        head = os.pread(self.fd, HEADER_BYTES, start) if start >= 0 else b""
+        if len(head) < HEADER_BYTES or HEADER.unpack(head) != (MAGIC, serial):
+            raise LeaseLost(USED_AGAIN)
+
+    def pin(self, start: int, serial: int, array: Bytes) -> None:
+        """Hold a block for as long as ``array`` lives. The caller holds the lock. Raises LeaseLost."""
         ref = weakref.ref(array, self._unpin)
-        self.pins[id(ref)] = ref  # first of all: a view that is collected from here on must not unlock the segment
-        found = -1
-        with contextlib.suppress(BlockingIOError):  # its writer is renewing it this moment
-            if not self._locked:
-                fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                self._locked = True
-            found = generation_of(self.map)
-        if found != generation:
+        self._pins[id(ref)] = ref, start  # first of all: a view collected from here on must not unlock the block
+        self._starts[start] = self._starts.get(start, 0) + 1
+        try:
+            if self._starts[start] == 1 and not try_lock(self.fd, start, start + 1, exclusive=False):
+                raise LeaseLost(USED_AGAIN)  # its writer takes it back this moment
+            self.check(start, serial)
+        except BaseException:
             self._unpin(ref)
-            raise LeaseLost("the rows ended and their memory was used again while this reader was away")
+            raise
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[bool]:
+        """While it lasts, no page of the segment goes. Yields whether all are there, so that ``bytes`` may be read
+        anywhere: a late reader must not bring back pages that were given to the system."""
+        with self._lock:
+            self._copying += 1
+            if self._copying == 1:
+                locked = try_lock(self.fd, COPYING, COPYING + 1, exclusive=False)
+                self._copying = self._copying if locked else 0
+            locked = self._copying > 0
+        try:
+            state = os.fstat(self.fd)
+            yield locked and state.st_blocks * 512 >= state.st_size
+        finally:
+            if locked:
+                with self._lock:
+                    self._copying -= 1
+                    if not self._copying:
+                        unlock(self.fd, COPYING, COPYING + 1)
+                        if self._leaving and not self._pins:
+                            self._close()
 
     def leave(self) -> None:
         """Close, once nobody views it any more."""
         self._leaving = True
-        if not self.pins:
+        if not self._pins and not self._copying:
             self._close()
 
     @property
     def abandoned(self) -> bool:
         """Whether nobody views it and its file is gone."""
-        return not self.pins and os.fstat(self.fd).st_nlink == 0
+        return not self._pins and not self._copying and os.fstat(self.fd).st_nlink == 0
 
     def _unpin(self, ref: weakref.ref[Any]) -> None:
         if os.getpid() != self._pid:
             return  # a forked child shares the lock on the file, which protects its parent's views
         with self._lock:
-            self.pins.pop(id(ref), None)
-            if not self.pins and self._locked:
-                fcntl.flock(self.fd, fcntl.LOCK_UN)
-                self._locked = False
-            if not self.pins and self._leaving:
+            _, start = self._pins.pop(id(ref))
+            self._starts[start] -= 1
+            if not self._starts[start]:
+                del self._starts[start]
+                unlock(self.fd, start, start + 1)
+            if self._leaving and not self._pins and not self._copying:
                 self._close()
 
     def _close(self) -> None:
         if self.fd >= 0:
-            with contextlib.suppress(BufferError):  # the last view goes this moment, and the mapping with it
-                self.map.close()
             os.close(self.fd)
             self.fd = -1
 
@@ -85,29 +129,46 @@ class Mapper:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._mapped: dict[str, _Mapped] = {}
+        self._mapped: dict[str, Mapped] = {}
         self._lock = threading.RLock()
         self._pid = os.getpid()
 
-    def view(self, segment: str, generation: int, start: int, stop: int) -> Bytes:
-        """Bytes of a segment, read-only, without a copy. Raises LeaseLost when they are gone."""
-        self._check_process()
+    def view(self, segment: str, start: int, serial: int, nbytes: int) -> Bytes:
+        """The bytes of a block, read-only, without a copy. Raises LeaseLost when they are gone."""
         with self._lock:
-            mapped = self._get(segment, stop)
+            mapped = self.mapped(segment, start + nbytes)
             array = np.frombuffer(mapped.map, np.uint8)
-            mapped.pin(generation, array)
-        return array[start:stop]
+            mapped.pin(start, serial, array)
+        return array[start : start + nbytes]
 
-    def private(self, segment: str, generation: int, start: int, stop: int) -> Bytes:
-        """The same bytes in a copy-on-write mapping of their own: writable, harming nobody."""
-        self._check_process()
-        low = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    def private(self, segment: str, start: int, serial: int, nbytes: int, skip: int = 0) -> Bytes:
+        """Bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping of their own: writable, harming nobody."""
+        first, stop = start + skip, start + nbytes
+        low = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with self._lock:
-            mapped = self._get(segment, stop)
+            mapped = self.mapped(segment, stop)
             own = mmap.mmap(mapped.fd, stop - low, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=low)
             array = np.frombuffer(own, np.uint8)
-            mapped.pin(generation, array)
-        return array[start - low : stop - low]
+            mapped.pin(start, serial, array)
+        return array[first - low : stop - low]
+
+    def hold(self, segment: str, starts: Sequence[int]) -> Hold:
+        """Keep the blocks that begin at ``starts``, which must live, until the answer goes. Raises LeaseLost."""
+        with self._lock:
+            return Hold(self.mapped(segment, max(starts) + 1), starts)
+
+    def mapped(self, segment: str, stop: int) -> Mapped:
+        """A segment of at least ``stop`` bytes. Raises LeaseLost."""
+        if os.getpid() != self._pid:
+            raise AsyncFlowError(
+                "shared memory cannot be mapped in a child made by fork(), where nothing would protect the view;"
+                " connect again in the child, or hand it copies"
+            )
+        with self._lock:
+            mapped = self._mapped.get(segment) or self._open(segment)
+        if stop > mapped.size:
+            raise LeaseLost(f"segment {segment} has {mapped.size} bytes, not {stop}")
+        return mapped
 
     def close(self) -> None:
         """Forget all segments. Views stay valid."""
@@ -117,24 +178,35 @@ class Mapper:
                     mapped.leave()
                 self._mapped.clear()
 
-    def _get(self, segment: str, stop: int) -> _Mapped:
-        mapped = self._mapped.get(segment)
-        if mapped is None:
-            for name in [n for n, m in self._mapped.items() if m.abandoned]:
-                self._mapped.pop(name).leave()
-            if "/" in segment:
-                raise LeaseLost(f"{segment!r} is no segment name")
-            try:
-                mapped = self._mapped[segment] = _Mapped(self._directory / segment, self._lock)
-            except FileNotFoundError:
-                raise LeaseLost(f"segment {segment} is gone: its rows ended") from None
-        if stop > len(mapped.map):
-            raise LeaseLost(f"segment {segment} has {len(mapped.map)} bytes, not {stop}")
+    def _open(self, segment: str) -> Mapped:
+        for name in [n for n, m in self._mapped.items() if m.abandoned]:
+            self._mapped.pop(name).leave()
+        if "/" in segment:
+            raise LeaseLost(f"{segment!r} is no segment name")
+        try:
+            mapped = self._mapped[segment] = Mapped(self._directory / segment, self._lock)
+        except FileNotFoundError:
+            raise LeaseLost(f"segment {segment} is gone: its rows ended") from None
         return mapped
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise AsyncFlowError(
-                "shared memory cannot be mapped in a child made by fork(), where nothing would protect the view;"
-                " connect again in the child, or hand it copies"
-            )
+
+class Hold:
+    """Locks on blocks of a segment, by a descriptor of its own."""
+
+    def __init__(self, mapped: Mapped, starts: Sequence[int]) -> None:
+        self._fd = -1
+        self._fd = os.open(f"/proc/self/fd/{mapped.fd}", os.O_RDONLY)
+        if try_lock(self._fd, min(starts), max(starts) + 1, exclusive=False):
+            return
+        for start in starts:  # a writer takes back something that lies between them this moment
+            if not try_lock(self._fd, start, start + 1, exclusive=False):
+                raise LeaseLost(USED_AGAIN)
+
+    def close(self) -> None:
+        """Let go. In a forked child too: its parent's descriptor keeps the locks."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()

@@ -15,7 +15,7 @@ from ..ledger import Ledger
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..types import carrier
-from .blocks import Block, extent
+from .blocks import ALIGN, Block
 
 
 def owns(session: int, segment: str) -> bool:
@@ -35,7 +35,7 @@ def check_call(
         raise SchemaError("columns and payload belong together")
     if block is not None:
         _check_block(block, command.columns)
-        if not owns(session, block.segment) or extent(block) > _size(f"{directory}/{block.segment}"):
+        if not owns(session, block.segment) or block.start + block.nbytes > _size(f"{directory}/{block.segment}"):
             raise SchemaError(f"segment {block.segment!r} holds no such payload of this session")
     if isinstance(command, cmd.Put):
         if block is not None and block.rows != command.groups:
@@ -63,17 +63,26 @@ def completed(ledger: Ledger, command: cmd.AnyCommand, block: Block | None) -> t
 
 
 def _check_block(block: Block, columns: cmd.Columns) -> None:
-    if sorted(placed.name for placed in block.columns) != sorted(columns) or block.rows < 0:
+    if sorted(block.columns) != sorted(columns):
         raise SchemaError("the payload is not that of the columns named")
-    for placed in block.columns:
-        spec = columns[placed.name]
+    if (
+        not 0 < block.rows < 1 << 31
+        or block.start < 0
+        or block.start % ALIGN
+        or block.nbytes % ALIGN
+        or not 0 < block.serial < 1 << 63
+    ):
+        raise SchemaError(f"the payload lies nowhere: {block}")
+    least = 0
+    for name, spec in columns.items():
         size = carrier(spec.dtype).itemsize
         for length in spec.shape:
             size *= length
-        if min(placed.values, placed.nbytes, *spec.shape, 0) < 0 or (placed.offsets < 0) != (spec.kind == "fixed"):
-            raise SchemaError(f"column {placed.name!r} lies nowhere")
-        if spec.kind == "fixed" and placed.nbytes != size * block.rows:
-            raise SchemaError(f"column {placed.name!r} has {placed.nbytes} bytes, not {size * block.rows}")
+        if min(spec.shape, default=0) < 0:
+            raise SchemaError(f"column {name!r} has the shape {spec.shape}")
+        least += size * block.rows if spec.kind == "fixed" else 8 * (block.rows + 1)
+    if block.nbytes < least:
+        raise SchemaError(f"the payload has {block.nbytes} bytes, and its columns at least {least}")
 
 
 def _size(path: str) -> int:

@@ -165,11 +165,11 @@ class Verbs(Generic[B]):
         ids, reader = unpack_ids(lease.ids), self._port.connection.reader
         columns: dict[str, Column] = {}
         for located in answer.located:
-            columns.update(reader.read(located, answer.schema, len(ids)))
+            columns.update(reader.read(located, answer.schema))
         where = {name: located for located in answer.located for name in located.columns}
 
         def writable(name: str) -> Any:
-            return reader.writable(where[name], name, answer.schema, len(ids))
+            return reader.writable(where[name], name, answer.schema)
 
         return self._batch(ids, unpack_ids(lease.groups), columns, writable)
 

@@ -16,11 +16,13 @@ import msgspec
 from .._version import __version__
 from ..errors import ProtocolError, ServerLost
 from ..ledger import commands as cmd
+from ..ledger import unpack_ids
 from ..memory import Allocation, Arena, Mapper
 from ..types import Column, Event
 from ..wire import Client, process_key
 from . import blocks
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, encode
+from .reader import Reader
 
 CALL_S = 30.0
 """How long a call that waits for nothing may take before the server counts as lost (seconds)."""
@@ -55,7 +57,7 @@ class Connection:
         self.session = welcome.session
         self.arena = Arena(self.directory, f"s{self.session}-")
         self.mapper = Mapper(self.directory)
-        self.reader = blocks.Reader(self.mapper)
+        self.reader = Reader(self.mapper)
 
     def _hello(self) -> Welcome:
         hello = Hello(self.name, os.getpid(), process_key(os.getpid()), __version__, socket.gethostname())
@@ -86,8 +88,8 @@ class Connection:
     def opened(self, body: bytes) -> Answer:
         """The answer, its notices taken. It may be an error."""
         answer = decode_answer(body)
-        for segment, generation, count in answer.freed:
-            self.arena.free(segment, generation, count)
+        if answer.freed:
+            self.arena.free(unpack_ids(answer.freed).tolist())
         return answer
 
     def answered(self, body: bytes) -> Answer:
@@ -151,7 +153,7 @@ class Port:
     def tear(self, letter: Letter) -> None:
         """A letter that was never posted: its memory is free again."""
         if letter.space is not None:
-            self.connection.arena.free(letter.space.segment, letter.space.generation)
+            self.connection.arena.free([letter.space.serial])
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
         """Write and post. Returns the reply, or raises what the server reported."""

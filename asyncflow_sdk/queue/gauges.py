@@ -34,7 +34,7 @@ class Gauges:
         total = 0
         with contextlib.suppress(OSError):  # a file may go meanwhile
             for path in self._directory.iterdir():
-                total += path.stat().st_size
+                total += path.stat().st_blocks * 512
         return total
 
     def fill(self, report: StatusReport, garbage: int) -> StatusReport:

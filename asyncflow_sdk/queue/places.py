@@ -1,11 +1,14 @@
-"""Places: which block holds which columns of which row, for the server. One array per set of columns written
-together, indexed like the ledger's rows; no loop over rows."""
+"""Places: which block holds which columns of which row, for the server. One array for each set of columns written
+together, indexed like the ledger's rows, and one for each property of blocks; no loop over rows or blocks.
+
+It is a function of what it is told: it never looks into shared memory.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import struct
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,62 +17,70 @@ from ..ledger.commands import Ids
 from .blocks import Block, Located
 
 _NOWHERE = -1
-_SHIFT = 32  # a place is (block number << 32) + entry of the block
+_SHIFT = 32  # a place is (slot of the block << 32) + entry of the block
+_ENTRY = (1 << _SHIFT) - 1
+_BLOCK = struct.Struct("<6q")
+_RUN = struct.Struct("<i")
+Family = tuple[str, ...]
 
 
-@dataclass
-class _Live:
-    """A block, who wrote it, and how many rows still need it."""
+class Freed(NamedTuple):
+    """Blocks that nobody needs any more, all in one segment."""
 
-    block: Block
     owner: str
-    rows: int
+    segment: str
+    serials: bytes  # packed int64
 
 
 class Places:
     """Not thread-safe: the server's thread owns it."""
 
     def __init__(self) -> None:
-        self._families: dict[tuple[str, ...], npt.NDArray[np.int64]] = {}
-        self._of_column: dict[str, list[tuple[str, ...]]] = {}
+        self._families: dict[Family, npt.NDArray[np.int64]] = {}
+        self._of_column: dict[str, list[Family]] = {}
+        self._plans: dict[tuple[str, ...], list[tuple[Family, tuple[str, ...], bytes]]] = {}
         self._base = 0
         self._capacity = 1024
-        self._blocks: dict[int, _Live] = {}
-        self._next_block = 0
-        self.live_bytes = 0  # of payload that rows still need
-        self.written_bytes = 0  # of payload, ever
-        self._segments: defaultdict[str, Counter[str]] = defaultdict(Counter)  # owner → segment → blocks
+        self._blocks = np.zeros((1024, 6), np.int64)  # by slot: segment, start, serial, rows, nbytes, rows in need
+        self._free = list(range(1023, -1, -1))  # slots; the lowest is given out first
+        self._segments = _Segments()
+        self.live_bytes = 0  # of blocks that rows still need
+        self.written_bytes = 0  # of blocks, ever
 
     def add(self, ids: Ids, block: Block, owner: str, entries: npt.NDArray[np.int64]) -> None:
         """Row ids[i] finds the columns of ``block`` at entry entries[i]."""
         if not len(ids):
             return
-        family = tuple(placed.name for placed in block.columns)
+        family = block.columns
         if family not in self._families:
             self._families[family] = np.full(self._capacity, _NOWHERE, np.int64)
+            self._plans.clear()
             for name in family:
                 self._of_column.setdefault(name, []).append(family)
-        self._reserve(int(ids.max()))
-        number, self._next_block = self._next_block, self._next_block + 1
-        self._blocks[number] = _Live(block, owner, len(ids))
-        nbytes = _nbytes(block)
-        self.live_bytes += nbytes
-        self.written_bytes += nbytes
-        self._segments[owner][block.segment] += 1
-        self._families[family][ids - self._base] = (number << _SHIFT) + entries
+        self._reserve(int(ids.min()), int(ids.max()))
+        if not self._free:
+            count = len(self._blocks)
+            self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
+            self._free = list(range(2 * count - 1, count - 1, -1))
+        slot = self._free.pop()
+        segment = self._segments.enter(owner, block.segment)
+        self._blocks[slot] = segment, block.start, block.serial, block.rows, block.nbytes, len(ids)
+        self.live_bytes += block.nbytes
+        self.written_bytes += block.nbytes
+        self._families[family][ids - self._base] = (slot << _SHIFT) + entries
 
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[Located, ...]:
         """Where rows find columns; every row must have them."""
+        if not len(ids):
+            return ()
         at = ids - self._base
-        wanted: dict[tuple[str, ...], list[str]] = {}
-        for name in columns:
-            families = self._of_column[name]
-            for family in families if len(families) > 1 else families[:1]:
-                wanted.setdefault(family, []).append(name)
-        places = {family: self._families[family][at] for family in wanted}
-        whole = {f: p for f, p in places.items() if (p >= 0).all()}
-        out = [_located(tuple(names), whole[f], self._blocks) for f, names in wanted.items() if f in whole]
-        covered = {name for located in out for name in located.columns}
+        out: list[Located] = []
+        covered: set[str] = set()
+        for family, names, fields in self._plan(columns):
+            places = self._families[family][at]
+            if names and places.min() >= 0:
+                out.append(self._located(names, fields, places))
+                covered.update(names)
         out += [self._scattered(name, at) for name in columns if name not in covered]
         return tuple(out)
 
@@ -82,51 +93,102 @@ class Places:
             if np.any([self._families[family][at] >= 0 for family in families], axis=0).all()
         )
 
-    def _scattered(self, name: str, at: Ids) -> Located:
-        """A column that different rows got in different company."""
-        place = np.full(len(at), _NOWHERE, np.int64)
-        for family in self._of_column[name]:
-            found = self._families[family][at]
-            place = np.where(found >= 0, found, place)
-        return _located((name,), place, self._blocks)
-
-    def retire(self, ids: Ids) -> list[tuple[str, Block]]:
-        """Rows ended: (owner, block) of the blocks nobody needs any more."""
+    def retire(self, ids: Ids) -> list[Freed]:
+        """Rows ended. What nobody needs any more."""
         at = ids - self._base
-        freed: list[tuple[str, Block]] = []
+        freed: list[Freed] = []
         for array in self._families.values():
-            known = at[at < len(array)]
+            known = at[(at >= 0) & (at < len(array))]
             places = array[known]
-            numbers, counts = np.unique(places[places >= 0] >> _SHIFT, return_counts=True)
             array[known] = _NOWHERE
-            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-                live = self._blocks[number]
-                live.rows -= count
-                if not live.rows:
-                    del self._blocks[number]
-                    self.live_bytes -= _nbytes(live.block)
-                    self._forget(live)
-                    freed.append((live.owner, live.block))
+            slots = places[places >= 0] >> _SHIFT
+            if len(slots):
+                need = self._blocks[:, 5]
+                np.subtract.at(need, slots, 1)
+                ended = slots[need[slots] == 0]
+                if len(ended):
+                    freed += self._forget(np.unique(ended))
         return freed
 
     def segments_of(self, owner: str) -> Collection[str]:
         """Segments of an owner that rows still need."""
-        return self._segments.get(owner, ())
+        return self._segments.of(owner)
 
-    def _forget(self, live: _Live) -> None:
-        segments = self._segments[live.owner]
-        segments[live.block.segment] -= 1
-        if not segments[live.block.segment]:
-            del segments[live.block.segment]
-            if not segments:
-                del self._segments[live.owner]
+    def _plan(self, columns: tuple[str, ...]) -> list[tuple[Family, tuple[str, ...], bytes]]:
+        """The families that have some of these columns, which, and their places in the family."""
+        plan = self._plans.get(columns)
+        if plan is None:
+            wanted: dict[Family, list[str]] = {}
+            for name in columns:
+                for family in self._of_column[name]:
+                    wanted.setdefault(family, []).append(name)
+            plan = [(family, tuple(names), _fields(family, names)) for family, names in wanted.items()]
+            self._plans[columns] = plan
+        return plan
 
-    def _reserve(self, highest: int) -> None:
-        """Room for row ``highest``: forget the front where nothing is placed, or double."""
+    def _scattered(self, name: str, at: Ids) -> Located:
+        """A column that different rows got in different company."""
+        place = np.full(len(at), _NOWHERE, np.int64)
+        field = np.zeros(len(at), np.int32)
+        for family in self._of_column[name]:
+            found = self._families[family][at]
+            field[found >= 0] = family.index(name)
+            place = np.where(found >= 0, found, place)
+        assert place.min() >= 0, "every row has it"
+        return self._located((name,), field, place)
+
+    def _located(self, names: tuple[str, ...], fields: bytes | npt.NDArray[np.int32], places: Ids) -> Located:
+        """``fields``: of all blocks, packed, or for each row."""
+        first = int(places[0])
+        count = len(places)
+        if count == 1 or (int(places[-1]) - first == count - 1 and (np.diff(places) == 1).all()):
+            segment, *block, _ = self._blocks[first >> _SHIFT].tolist()
+            return Located(
+                names,
+                fields if isinstance(fields, bytes) else fields[:1].tobytes(),
+                (self._segments.names[segment],),
+                _BLOCK.pack(0, *block, 1),
+                _RUN.pack(first & _ENTRY),
+                _RUN.pack(count),
+            )
+        run = np.flatnonzero(np.diff(places, prepend=first - 2) != 1)  # where runs begin
+        slots = places[run] >> _SHIFT
+        new = np.flatnonzero(np.diff(slots, prepend=-1))  # where blocks begin, among the runs
+        blocks = self._blocks[slots[new]]
+        blocks[:, 5] = np.diff(new, append=len(run))
+        segments, blocks[:, 0] = _numbered(blocks[:, 0])
+        return Located(
+            names,
+            fields if isinstance(fields, bytes) else fields[run[new]].tobytes(),
+            tuple(self._segments.names[segment] for segment in segments),
+            blocks.tobytes(),
+            (places[run] & _ENTRY).astype(np.int32).tobytes(),
+            np.diff(run, append=count).astype(np.int32).tobytes(),
+        )
+
+    def _forget(self, slots: Ids) -> list[Freed]:
+        self._free.extend(slots.tolist())
+        blocks = self._blocks[slots]
+        self.live_bytes -= int(blocks[:, 4].sum())
+        segments, which = _numbered(blocks[:, 0])
+        out = []
+        for number, segment in enumerate(segments):
+            serials = blocks[which == number, 2]
+            out.append(Freed(self._segments.owners[segment], self._segments.names[segment], serials.tobytes()))
+            self._segments.leave(segment, len(serials))
+        return out
+
+    def _reserve(self, lowest: int, highest: int) -> None:
+        """Room for rows ``lowest`` to ``highest``: forget the front where nothing is placed, or double."""
+        if lowest < self._base:  # a row that had nothing when the front was forgotten
+            more = self._base - lowest
+            for family, array in self._families.items():
+                self._families[family] = np.concatenate([np.full(more, _NOWHERE, np.int64), array])
+            self._base, self._capacity = lowest, self._capacity + more
         if highest - self._base < self._capacity:
             return
         used = [np.flatnonzero(a >= 0) for a in self._families.values()]
-        gone = min((int(u[0]) for u in used if len(u)), default=self._capacity)
+        gone = min((int(u[0]) for u in used if len(u)), default=min(self._capacity, lowest - self._base))
         capacity = self._capacity
         while highest - self._base - gone >= capacity // 2:
             capacity *= 2
@@ -138,23 +200,47 @@ class Places:
         self._capacity = capacity
 
 
-def _nbytes(block: Block) -> int:
-    return sum(placed.nbytes + 8 * (block.rows + 1) * (placed.offsets >= 0) for placed in block.columns)
+class _Segments:
+    """Segments that blocks lie in, by a number while they do."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.owners: list[str] = []
+        self._blocks: list[int] = []
+        self._number: dict[tuple[str, str], int] = {}
+        self._free: list[int] = []
+
+    def enter(self, owner: str, name: str) -> int:
+        """A block more."""
+        number = self._number.get((owner, name))
+        if number is None:
+            if not self._free:
+                self._free.append(len(self.names))
+                self.names.append("")
+                self.owners.append("")
+                self._blocks.append(0)
+            number = self._number[owner, name] = self._free.pop()
+            self.names[number], self.owners[number] = name, owner
+        self._blocks[number] += 1
+        return number
+
+    def leave(self, number: int, blocks: int) -> None:
+        self._blocks[number] -= blocks
+        if not self._blocks[number]:
+            del self._number[self.owners[number], self.names[number]]
+            self._free.append(number)
+
+    def of(self, owner: str) -> Collection[str]:
+        return {name for of, name in self._number if of == owner}
 
 
-def _located(columns: tuple[str, ...], place: npt.NDArray[np.int64], blocks: dict[int, _Live]) -> Located:
-    numbers = place >> _SHIFT
-    entries = (place & ((1 << _SHIFT) - 1)).astype(np.int32)
-    if not len(numbers) or (numbers == numbers[0]).all():
-        block = (blocks[int(numbers[0])].block,) if len(numbers) else ()
-        if len(entries) and (np.diff(entries) == 1).all():
-            return Located(columns, block, b"", b"", int(entries[0]))
-        return Located(columns, block, b"", entries.tobytes(), 0)
-    known, which = np.unique(numbers, return_inverse=True)
-    return Located(
-        columns,
-        tuple(blocks[n].block for n in known.tolist()),
-        which.astype(np.int32).tobytes(),
-        entries.tobytes(),
-        0,
-    )
+def _fields(family: Family, names: list[str]) -> bytes:
+    return np.array([family.index(name) for name in names], np.int32).tobytes()
+
+
+def _numbered(values: npt.NDArray[Any]) -> tuple[list[int], npt.NDArray[Any]]:
+    """The different values, and for each which of them it is."""
+    if (values == values[0]).all():
+        return [int(values[0])], np.zeros(len(values), np.int64)
+    known, which = np.unique(values, return_inverse=True)
+    return known.tolist(), which

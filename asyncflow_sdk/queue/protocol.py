@@ -47,15 +47,15 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Either ``reply`` or ``error`` (class name and message). ``freed``: (segment, generation, blocks) of
-    this session's that nobody needs any more. ``first``: of a call with ``then``, what ``command`` came to; None when
+    """Either ``reply`` or ``error`` (class name and message). ``freed``: serials (int64) of this session's blocks
+    that nobody needs any more. ``first``: of a call with ``then``, what ``command`` came to; None when
     that failed, and the error is its. With it, ``reply`` and ``error`` are those of ``then``."""
 
     reply: AnyReply | Welcome | None = None
     error: tuple[str, str] | None = None
     located: tuple[Located, ...] = ()
     schema: dict[str, ColumnSpec] = {}
-    freed: tuple[tuple[str, int, int], ...] = ()
+    freed: bytes = b""
     first: AnyReply | None = None
 
     def raise_error(self) -> None:

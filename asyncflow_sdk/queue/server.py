@@ -21,7 +21,7 @@ from ..memory import Mapper, SharedDirectory
 from ..types import Batch, Column, ColumnSpec, Event
 from ..types import events as ev
 from ..wire import Server
-from .blocks import Block, Located, Reader, payload_bytes
+from .blocks import Block, Located
 from .checks import check_call, completed, owns
 from .clock import Clock
 from .files import Files
@@ -29,6 +29,7 @@ from .gauges import Gauges
 from .journal import Asked, Dropped, Gone, Journal, Record, Ticked
 from .places import Places
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
+from .reader import Reader
 
 STATUS_EVERY_S = 0.5
 LOOKS = (cmd.GetAudit, cmd.GetStatus)
@@ -83,7 +84,7 @@ class QueueServer:
         self._sessions: dict[str, int] = {}
         self._processes: dict[str, tuple[int, str]] = {}  # pid and key of each session's
         self._pending: dict[int, _Pending] = {}
-        self._freed: dict[str, dict[tuple[str, int], int]] = {}
+        self._freed: dict[str, bytes] = {}  # session → serials of its blocks
         self._next_status = 0.0
         try:
             self._wire = Server(addresses, self)
@@ -133,8 +134,8 @@ class QueueServer:
         had = self.ledger.outside(lambda: answer or b"")
         if had:
             unread = decode_answer(had)
-            for segment, generation, count in unread.freed:
-                self._free_later(session, segment, generation, count)
+            if unread.freed:
+                self._free_later(session, unread.freed)
             if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self.ledger.leases:
                 lease = self.ledger.leases[unread.reply.token]
                 back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled")
@@ -244,7 +245,7 @@ class QueueServer:
         try:
             ids, step = self._check(number, command, call.block)
             if isinstance(command, (cmd.Put, cmd.Complete)):
-                command = msgspec.structs.replace(command, nbytes=payload_bytes(call.block))
+                command = msgspec.structs.replace(command, nbytes=call.block.nbytes if call.block else 0)
             trained = (
                 (step, ids, self.ledger.rows.first[self.ledger.rows.at(ids)])
                 if ids is not None and step >= 0
@@ -287,14 +288,13 @@ class QueueServer:
         columns_of = self._places.columns_of(ids)
         located = self._places.locate(ids, columns_of)
         schema = {name: self.ledger.schema[name] for name in columns_of}
-        segments = {(b.segment, b.generation) for part in located for b in part.blocks}
-        held = [self._mapper.view(segment, generation, 0, 1) for segment, generation in segments]
+        held = [hold for part in located for hold in self._reader.hold(part)]
 
         def read() -> Batch:
             columns: dict[str, Column] = {}
             for part in located:
-                columns.update(self._reader.read(part, schema, len(ids)))
-            held.clear()  # the columns hold their segments themselves, where they are views
+                columns.update(self._reader.read(part, schema))
+            held.clear()  # the columns hold their blocks themselves, where they are views
             return Batch(ids, groups, columns)
 
         return read
@@ -329,8 +329,8 @@ class QueueServer:
             for event in effects.events:
                 self._emit(self._clock.told(event))
         for ids in effects.retired:
-            for owner, block in self._places.retire(ids):
-                self._free(owner, block)
+            for owner, segment, serials in self._places.retire(ids):
+                self._free_in(owner, segment, serials)
         for ticket, rider, lease in following:
             self._pending[ticket] = rider
             self.ledger.apply(self._sessions[rider.session], lease, self.ledger.now, ticket)
@@ -374,15 +374,17 @@ class QueueServer:
             self._free(pending.session, pending.block)
 
     def _free(self, owner: str, block: Block) -> None:
-        if owner in self._sessions:
-            self._free_later(owner, block.segment, block.generation, 1)
-        elif block.segment not in self._places.segments_of(owner):
-            self._files.remove(block.segment)
+        self._free_in(owner, block.segment, block.packed_serial)
 
-    def _free_later(self, owner: str, segment: str, generation: int, blocks: int) -> None:
+    def _free_in(self, owner: str, segment: str, serials: bytes) -> None:
+        if owner in self._sessions:
+            self._free_later(owner, serials)
+        elif segment not in self._places.segments_of(owner):
+            self._files.remove(segment)
+
+    def _free_later(self, owner: str, serials: bytes) -> None:
         """With the owner's next answer."""
-        freed = self._freed.setdefault(owner, {})
-        freed[segment, generation] = freed.get((segment, generation), 0) + blocks
+        self._freed[owner] = self._freed.get(owner, b"") + serials
 
     def _close_session(self, session: str, number: int) -> None:
         self._wire.forget(session)
@@ -394,7 +396,7 @@ class QueueServer:
 
     def _answer(self, ticket: int, session: str, answer: Answer) -> None:
         """The answer to a call that is recorded, with the news of freed memory."""
-        freed = tuple((*key, blocks) for key, blocks in self._freed.pop(session, {}).items())
+        freed = self._freed.pop(session, b"")
         if freed:
             answer = msgspec.structs.replace(answer, freed=freed)
         body = encode(answer)
@@ -404,7 +406,7 @@ class QueueServer:
 
     def _say(self, ticket: int, reply: cmd.Reply | AsyncFlowError, back: Block | None = None) -> None:
         """The answer to a call that is not recorded. ``back``: a block that came with it and is not taken."""
-        freed = () if back is None else ((back.segment, back.generation, 1),)
+        freed = b"" if back is None else back.packed_serial
         if isinstance(reply, AsyncFlowError):
             self._wire.answer(ticket, encode(Answer(error=failure(reply), freed=freed)), at_once=True)
         else:

@@ -27,11 +27,11 @@ Array = np.ndarray[Any, Any]
 
 
 class _Where(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes ``start`` to ``start`` + manifest.nbytes of a segment."""
+    """A block: a header of ALIGN bytes, then manifest.nbytes."""
 
     segment: str
-    generation: int
     start: int
+    serial: int
 
 
 class ShmTransport(WeightTransport):
@@ -69,15 +69,15 @@ class ShmSender(WeightSender):
         tensors, nbytes = _layout(arrays)
         while len(self._kept) >= self._keep:
             self._free(self._kept.popleft()[1])
-        space = self._arena.allocate(max(nbytes, 1))
+        space = self._arena.allocate(ALIGN + nbytes)
         try:
-            digests = _copy(arrays, tensors, space.memory[:nbytes], self._bucket_bytes)
+            digests = _copy(arrays, tensors, space.memory[ALIGN:], self._bucket_bytes)
         except BaseException:
             self._free(space)
             raise
         self._kept.append((version, space))
         manifest = Manifest(version, tensors, nbytes, self._bucket_bytes, digests)
-        return manifest, msgspec.msgpack.encode(_Where(space.segment, space.generation, space.start))
+        return manifest, msgspec.msgpack.encode(_Where(space.segment, space.start, space.serial))
 
     def withdraw(self, version: int) -> None:
         if self._kept and self._kept[-1][0] == version:
@@ -87,7 +87,7 @@ class ShmSender(WeightSender):
         self._arena.close(unlink=False)
 
     def _free(self, space: Allocation) -> None:
-        self._arena.free(space.segment, space.generation)
+        self._arena.free([space.serial])
 
 
 class ShmReceiver(WeightReceiver):
@@ -98,11 +98,11 @@ class ShmReceiver(WeightReceiver):
 
     def fetch(self, manifest: Manifest, where: bytes) -> ShmUpdate:
         place = msgspec.msgpack.decode(where, type=_Where)
-        stop = place.start + manifest.nbytes
+        block = place.segment, place.start, place.serial, ALIGN + manifest.nbytes
         try:
-            shared = self._mapper.view(place.segment, place.generation, place.start, stop)
-            _verify(manifest, shared)
-            own = self._mapper.private(place.segment, place.generation, place.start, stop)
+            shared = self._mapper.view(*block)
+            _verify(manifest, shared[ALIGN:])
+            own = self._mapper.private(*block, skip=ALIGN)
         except LeaseLost as error:
             raise VersionGone(f"version {manifest.version} is no longer kept ({error}); take the newest") from None
         return ShmUpdate(manifest, own)

@@ -2,7 +2,6 @@
 
 import random
 import subprocess
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow_sdk.errors import MemoryFull, ServerLost
-from asyncflow_sdk.memory import Allocation, Arena, Mapper, SharedDirectory
+from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory
 
 MB = 1 << 20
 
@@ -39,11 +38,12 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
 
 
 def on_disk(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.glob("w*"))
+    """Bytes that the files really take."""
+    return sum(path.stat().st_blocks * 512 for path in directory.glob("w*"))
 
 
-def free(arena: Arena, block: Allocation) -> None:
-    arena.free(block.segment, block.generation)
+def free(arena: Arena, *blocks: Allocation) -> None:
+    arena.free([block.serial for block in blocks])
 
 
 def test_a_full_file_system_is_an_error_that_says_what_to_do(tiny: Path) -> None:
@@ -51,27 +51,30 @@ def test_a_full_file_system_is_an_error_that_says_what_to_do(tiny: Path) -> None
     arena = Arena(tiny, "w", MB)
     kept = [arena.allocate(900_000) for _ in range(3)]
     for block in kept:
-        block.memory[:] = 7
+        block.memory[HEADER_BYTES:] = 7
     # when
-    with pytest.raises(MemoryFull, match=r"no room for a segment of \d+ bytes.*--shm-size"):
+    with pytest.raises(MemoryFull, match=r"no room for \d+ more bytes.*--shm-size"):
         arena.allocate(2 * MB)
     # then nothing is left of the attempt, and what was there is as it was
-    assert on_disk(tiny) == arena.nbytes == 3 * MB
-    assert all((block.memory == 7).all() for block in kept)
+    assert on_disk(tiny) == arena.nbytes <= 3 * MB
+    assert all((block.memory[HEADER_BYTES:] == 7).all() for block in kept)
     # and there is room again as soon as something is freed
     free(arena, kept[0])
-    assert arena.allocate(900_000).segment == kept[0].segment
+    again = arena.allocate(900_000)
+    assert (again.segment, again.start) == (kept[0].segment, kept[0].start)
 
 
-def test_idle_segments_make_room_for_a_larger_one(tiny: Path) -> None:
-    # given a file system full of segments that are idle and too small
+def test_free_ranges_make_room_for_a_larger_block(tiny: Path) -> None:
+    # given a file system full of blocks, of which every other one is freed
     arena = Arena(tiny, "w", MB)
-    blocks = [arena.allocate(900_000) for _ in range(4)]
-    while blocks:
-        free(arena, blocks.pop())
-    # when / then
-    assert len(arena.allocate(3_500_000).memory) == 3_500_000
-    assert on_disk(tiny) == arena.nbytes
+    blocks = [arena.allocate(200_000) for _ in range(18)]
+    for block in blocks:
+        block.memory[HEADER_BYTES:] = 7
+    free(arena, *blocks[::2])
+    # when / then: what was free in pieces is there in one
+    assert len(arena.allocate(1_300_000).memory) == 1_300_000
+    assert on_disk(tiny) == arena.nbytes <= 4 * MB
+    assert all((block.memory[HEADER_BYTES:] == 7).all() for block in blocks[1::2])
 
 
 def test_no_inode_is_no_room_either(tiny: Path) -> None:
@@ -84,25 +87,92 @@ def test_no_inode_is_no_room_either(tiny: Path) -> None:
         Arena(tiny, "w", 1 << 16).allocate(10)
 
 
+def test_a_block_larger_than_the_file_system_is_refused_at_once(tiny: Path) -> None:
+    # given
+    arena = Arena(tiny, "w", MB)
+    block = arena.allocate(1000)
+    # when
+    with pytest.raises(MemoryFull, match="no room for 5368709120 more bytes"):
+        arena.allocate(5 << 30)
+    # then nothing was tried: the others' room is as it was, and smaller ones go on
+    assert arena.nbytes <= 2 * MB
+    free(arena, block)
+    assert len(arena.allocate(2_000_000).memory) == 2_000_000
+
+
 def test_a_directory_that_is_gone_is_a_run_that_has_ended(tmp_path: Path) -> None:
     with pytest.raises(ServerLost, match="is gone"):
         Arena(tmp_path / "no", "w").allocate(10)
 
 
-def test_long_churn_holds_what_lives_and_two_segments(directory: Path) -> None:
-    # given blocks of all sizes, freed in order, as rows end
-    arena, numbers = Arena(directory, "w", MB), random.Random(0)
-    alive: deque[Allocation] = deque()
-    most = 0
+class Churn:
+    """Blocks that live and end, and the most bytes of them that lived together."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena, self.live, self.most = arena, 0, 0
+
+    def write(self, nbytes: int) -> Allocation:
+        block = self.arena.allocate(nbytes)
+        block.memory[HEADER_BYTES:] = block.serial % 251
+        self.live += -(-max(nbytes, 1) // 64) * 64
+        self.most = max(self.most, self.live)
+        return block
+
+    def end(self, block: Allocation) -> None:
+        assert (block.memory[HEADER_BYTES:] == block.serial % 251).all()
+        self.live -= -(-max(block.nbytes, 1) // 64) * 64
+        free(self.arena, block)
+
+
+@pytest.mark.parametrize("sizes", [(64, 10_000), (100, 500_000), (50_000, 3 * MB), (900_000, 1_100_000)])
+@pytest.mark.parametrize("order", ["first", "any"])
+def test_long_churn_holds_the_most_that_lived_and_one_segment(
+    directory: Path, sizes: tuple[int, int], order: str
+) -> None:
+    # given blocks of many sizes, which end in order or in none; some live long
+    numbers = random.Random(0)
+    churn = Churn(Arena(directory, "w", MB))
+    alive: list[Allocation] = []
+    long: list[Allocation] = []
+    low, high = sizes
     # when
-    for _ in range(20_000):
-        alive.append(arena.allocate(numbers.choice([0, 1, 63, 64, 1000, 40_000, 200_000])))
-        while sum(len(block.memory) for block in alive) > 3 * MB:
-            free(arena, alive.popleft())
-        most = max(most, arena.nbytes)
+    for turn in range(3000):
+        block = churn.write(int(low * (high / low) ** numbers.random()))
+        (long if turn % 50 == 0 else alive).append(block)
+        while churn.live > 8 * MB:
+            churn.end(alive.pop(0 if order == "first" else numbers.randrange(len(alive))))
+        while len(long) > 10 or sum(each.nbytes for each in long) > 4 * MB:
+            churn.end(long.pop(numbers.randrange(len(long))))
+        # then, at every moment
+        assert churn.arena.nbytes <= churn.most + MB
+        if turn % 100 == 0:
+            assert on_disk(directory) == churn.arena.nbytes
+    for block in alive + long:
+        churn.end(block)
+
+
+def test_memory_of_a_burst_goes_back(directory: Path) -> None:
+    # given a moment in which much lived
+    churn = Churn(Arena(directory, "w", MB))
+    for block in [churn.write(700_000) for _ in range(40)]:
+        churn.end(block)
+    held = churn.arena.nbytes
+    assert held > 20 * MB
+    # when much less does for a while
+    for _ in range(2000):
+        churn.end(churn.write(200_000))
     # then
-    assert most <= 6 * MB
-    assert on_disk(directory) == arena.nbytes
+    assert on_disk(directory) == churn.arena.nbytes <= 3 * MB
+    assert len(list(directory.glob("w*"))) <= 3
+
+
+def test_segments_are_few(directory: Path) -> None:
+    """A process may open a thousand files."""
+    arena = Arena(directory, "w", 1 << 16)
+    blocks = [arena.allocate(30_000) for _ in range(3000)]
+    assert len(list(directory.glob("w*"))) < 300
+    assert arena.nbytes <= 3000 * 30_080 * 1.05
+    free(arena, *blocks)
 
 
 def test_blocks_that_grow_do_not_leave_all_their_sizes_behind(directory: Path) -> None:
@@ -115,20 +185,42 @@ def test_blocks_that_grow_do_not_leave_all_their_sizes_behind(directory: Path) -
         free(arena, previous)
         previous = block
     # then
-    assert arena.nbytes <= 2 * len(previous.memory) + 2 * MB
+    assert arena.nbytes <= 2 * previous.nbytes + 2 * MB
     assert on_disk(directory) == arena.nbytes
 
 
 def test_freeing_what_is_not_there_any_more_does_nothing(directory: Path) -> None:
     arena = Arena(directory, "w", MB)
     block = arena.allocate(10)
-    arena.free("w99", 1)
-    arena.free(block.segment, block.generation + 1)
+    arena.free([99, block.serial + 1])
     free(arena, block)
     again = arena.allocate(10)
-    free(arena, block)  # of the generation before
-    assert (again.segment, again.generation) == (block.segment, block.generation + 1)
-    free(arena, again)
+    free(arena, block)  # the one before
+    assert (again.segment, again.start) == (block.segment, block.start)
+    assert again.serial > block.serial
+    assert arena.blocks == 1
+
+
+def test_what_nobody_may_look_at_is_not_scanned_on_every_allocation(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given many blocks that were freed while a reader looks at each
+    arena, mapper = Arena(directory, "w", MB), Mapper(directory)
+    blocks = [arena.allocate(1000) for _ in range(200)]
+    views = [mapper.view(block.segment, block.start, block.serial, block.nbytes) for block in blocks]
+    free(arena, *blocks)
+    tried = []
+    monkeypatch.setattr(arena, "_open", lambda each: tried.append(each) or Arena._open(arena, each))
+    # when
+    more = [arena.allocate(1000) for _ in range(50)]
+    # then
+    assert len(tried) <= 50
+    # and when they are let go, their memory is used before any other is asked for
+    held = arena.nbytes
+    views.clear()
+    free(arena, *more)
+    more = [arena.allocate(50_000) for _ in range(15)]
+    assert arena.nbytes == held
 
 
 @settings(max_examples=40, deadline=None)
@@ -144,20 +236,21 @@ def test_no_view_ever_changes(steps: list[tuple[str, int]]) -> None:
         for what, which in steps:
             if what == "write":
                 number = (number + 1) % 251
-                block = arena.allocate(which * 400)
-                block.memory[:] = number
+                block = arena.allocate(HEADER_BYTES + which * 400)
+                block.memory[HEADER_BYTES:] = number
                 blocks.append((number, block))
             elif what == "free" and blocks:
-                free(arena, blocks.pop(which % len(blocks))[1])
+                free(arena, *(blocks.pop(which % len(blocks))[1] for _ in range(min(len(blocks), which % 3 + 1))))
             elif what == "look" and blocks:
                 value, block = blocks[which % len(blocks)]
                 look = mapper.private if which % 2 else mapper.view
-                views.append((value, look(block.segment, block.generation, block.start, block.stop)))
+                view = look(block.segment, block.start, block.serial, block.nbytes)
+                views.append((value, view[HEADER_BYTES:]))
             elif what == "drop" and views:
                 views.pop(which % len(views))
             # then, after every step
             assert all((view == value).all() for value, view in views)
-            assert all((block.memory == value).all() for value, block in blocks)
+            assert all((block.memory[HEADER_BYTES:] == value).all() for value, block in blocks)
         views.clear()
     finally:
         mapper.close()

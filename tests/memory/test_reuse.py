@@ -1,6 +1,7 @@
 """Silence costs leases, never mappings: memory is used again only after its last reader let go, or died."""
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from children import Child
 from memory_children import digest, read, read_and_fork, view_at_exit
 
 from asyncflow_sdk.errors import LeaseLost
-from asyncflow_sdk.memory import Allocation, Arena, Mapper, SharedDirectory
+from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory
+from asyncflow_sdk.memory.locks import try_lock
 
 SEGMENT = 1 << 16
 
@@ -24,24 +26,41 @@ def directory() -> Iterator[Path]:
 
 
 def write(arena: Arena, value: int, nbytes: int = 40_000) -> Allocation:
-    """A block of random bytes; two of the default size do not fit into one segment."""
+    """A block of random bytes."""
     block = arena.allocate(nbytes)
-    block.memory[:] = np.random.default_rng(value).integers(0, 256, nbytes, np.uint8)
+    block.memory[HEADER_BYTES:] = payload(value, nbytes)
     return block
 
 
+def payload(value: int, nbytes: int = 40_000) -> np.ndarray:  # type: ignore[type-arg]
+    return np.random.default_rng(value).integers(0, 256, nbytes - HEADER_BYTES, np.uint8)
+
+
 def place(block: Allocation) -> tuple[str, int, int, int]:
-    return block.segment, block.generation, block.start, block.stop
+    return block.segment, block.start, block.serial, block.nbytes
 
 
-def churn(arena: Arena, times: int = 50) -> set[str]:
-    """Write and free; returns the segments used."""
+def where(block: Allocation) -> tuple[str, int]:
+    return block.segment, block.start
+
+
+def churn(arena: Arena, times: int = 50) -> set[tuple[str, int]]:
+    """Write and free; returns the places used."""
     used = set()
     for value in range(times):
         block = write(arena, 1000 + value)
-        used.add(block.segment)
-        arena.free(block.segment, block.generation)
+        used.add(where(block))
+        arena.free([block.serial])
     return used
+
+
+def unread(directory: Path, block: Allocation) -> bool:
+    """Whether nobody has a lock on a block."""
+    fd = os.open(directory / block.segment, os.O_RDWR)
+    try:
+        return try_lock(fd, block.start, block.start + block.nbytes, exclusive=True)
+    finally:
+        os.close(fd)
 
 
 def files_open_on(segment: Path) -> int:
@@ -50,14 +69,14 @@ def files_open_on(segment: Path) -> int:
     return links.count(str(segment))
 
 
-def test_a_segment_is_used_again_when_nobody_reads_it(directory: Path) -> None:
+def test_a_range_is_used_again_when_nobody_reads_it(directory: Path) -> None:
     # given
     arena = Arena(directory, "w", SEGMENT)
     # when
     used = churn(arena)
     # then
     assert len(used) == 1
-    assert arena.nbytes == SEGMENT
+    assert arena.nbytes <= SEGMENT
 
 
 def test_a_frozen_reader_keeps_its_view_for_ever(directory: Path) -> None:
@@ -65,17 +84,18 @@ def test_a_frozen_reader_keeps_its_view_for_ever(directory: Path) -> None:
     arena = Arena(directory, "w", SEGMENT)
     block = write(arena, 1)
     with Child(read, str(directory), place(block)) as reader:
-        assert reader.hear() == digest(block.memory)
+        before = digest(block.memory)
+        assert reader.hear() == before
         reader.stop()
         # when the rows end and the writer goes on for long
-        arena.free(block.segment, block.generation)
+        arena.free([block.serial])
         used = churn(arena)
         # then what the reader sees has not changed
-        assert block.segment not in used
+        assert where(block) not in used
         reader.resume()
         reader.say("again")
-        assert reader.hear() == digest(np.random.default_rng(1).integers(0, 256, 40_000, np.uint8))
-        assert arena.nbytes == 2 * SEGMENT
+        assert reader.hear() == before
+        assert arena.nbytes <= 2 * SEGMENT
 
 
 def test_a_killed_reader_holds_nothing(directory: Path) -> None:
@@ -84,42 +104,41 @@ def test_a_killed_reader_holds_nothing(directory: Path) -> None:
     block = write(arena, 1)
     with Child(read, str(directory), place(block)) as reader:
         reader.hear()
-        arena.free(block.segment, block.generation)
-        assert block.segment not in churn(arena)
+        arena.free([block.serial])
+        assert where(block) not in churn(arena)
         # when
         reader.kill()
-        # then its segment is used again
-        arena.allocate(40_000)  # the other one is taken
-        assert arena.allocate(40_000).segment == block.segment
-        assert arena.nbytes == 2 * SEGMENT
+        # then its range is used again
+        assert where(block) in {where(arena.allocate(40_000)), where(arena.allocate(40_000))}
+        assert arena.nbytes <= 2 * SEGMENT
 
 
-def test_a_late_reader_finds_another_generation_and_not_other_data(directory: Path) -> None:
+def test_a_late_reader_finds_another_serial_and_not_other_data(directory: Path) -> None:
     # given a block that was freed and whose segment was used again
     arena, mapper = Arena(directory, "w", SEGMENT), Mapper(directory)
     block = write(arena, 1)
-    arena.free(block.segment, block.generation)
+    arena.free([block.serial])
     again = write(arena, 2)
-    assert again.segment == block.segment
+    assert where(again) == where(block)
     # when / then
     for look in (mapper.view, mapper.private):
         with pytest.raises(LeaseLost, match="used again"):
             look(*place(block))
     assert digest(mapper.view(*place(again))) == digest(again.memory)
     # and a refused reader holds nothing up
-    arena.free(again.segment, again.generation)
-    assert churn(arena) == {block.segment}
+    arena.free([again.serial])
+    assert churn(arena) == {where(block)}
 
 
 def test_a_segment_that_is_gone_or_too_short_is_no_view(directory: Path) -> None:
     arena, mapper = Arena(directory, "w", SEGMENT), Mapper(directory)
     block = write(arena, 1)
     with pytest.raises(LeaseLost, match="is gone"):
-        mapper.view("w99", 1, 0, 10)
+        mapper.view("w99", 0, 1, 10)
     with pytest.raises(LeaseLost, match="no segment name"):
-        mapper.view("../w1", 1, 0, 10)
+        mapper.view("../w1", 0, 1, 10)
     with pytest.raises(LeaseLost, match="bytes, not"):
-        mapper.view(block.segment, block.generation, 0, SEGMENT + 1)
+        mapper.view(block.segment, block.start, block.serial, SEGMENT + 1)
 
 
 def test_a_view_collected_while_another_is_made_does_not_unlock_it(directory: Path) -> None:
@@ -142,8 +161,8 @@ def test_a_view_collected_while_another_is_made_does_not_unlock_it(directory: Pa
         finally:
             gc.set_threshold(*before)
         gc.collect()
-        # then the segment cannot be used again below the new view
-        assert not arena._segments[block.segment].renew()
+        # then the block cannot be used again below the new view
+        assert not unread(directory, block)
         del held
     gc.unfreeze()
 
@@ -152,18 +171,17 @@ def test_views_outlive_their_mapper_and_then_let_go(directory: Path) -> None:
     # given a view whose mapper is closed
     arena, mapper = Arena(directory, "w", SEGMENT), Mapper(directory)
     block = write(arena, 1)
-    view = mapper.view(*place(block))[10:20]
+    view = mapper.view(*place(block))[HEADER_BYTES + 100 : HEADER_BYTES + 110]
     mapper.close()
-    arena.free(block.segment, block.generation)
-    assert block.segment not in churn(arena)
+    arena.free([block.serial])
+    assert where(block) not in churn(arena)
     assert files_open_on(directory / block.segment) > 2
     # when the last view goes
-    assert view.tolist() == np.random.default_rng(1).integers(0, 256, 40_000, np.uint8)[10:20].tolist()
+    assert view.tolist() == payload(1)[100:110].tolist()
     del view
-    # then no file stays open and the segment is used again
+    # then no file stays open and the range is used again
     assert files_open_on(directory / block.segment) == 2  # the writer's
-    arena.allocate(40_000)
-    assert arena.allocate(40_000).segment == block.segment
+    assert where(block) in {where(arena.allocate(40_000)), where(arena.allocate(40_000))}
 
 
 def test_a_forked_child_neither_unlocks_nor_maps_nor_writes(directory: Path) -> None:
@@ -173,8 +191,8 @@ def test_a_forked_child_neither_unlocks_nor_maps_nor_writes(directory: Path) -> 
     with Child(read_and_fork, str(directory), place(block)) as reader:
         assert reader.hear() == [0, 3]  # all three attempts are refused by name
         # when
-        arena.free(block.segment, block.generation)
-        assert block.segment not in churn(arena)
+        arena.free([block.serial])
+        assert where(block) not in churn(arena)
         # then the parent's view is as it was
         reader.say("look")
         assert reader.hear() is True
@@ -207,9 +225,6 @@ def test_threads_that_take_and_drop_views_leave_no_lock_behind(directory: Path) 
         thread.start()
     for thread in threads:
         thread.join()
-    # when all is freed
-    for block in blocks:
-        arena.free(block.segment, block.generation)
-    # then every segment can be used again
+    # then every block can be used again
     assert wrong == []
-    assert all(segment.renew() for segment in arena._segments.values())
+    assert all(unread(directory, block) for block in blocks)

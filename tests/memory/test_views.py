@@ -10,6 +10,8 @@ import torch
 from asyncflow_sdk.memory import Allocation, Arena, Mapper, SharedDirectory
 from asyncflow_sdk.types import to_torch
 
+HEADER = 64  # the first 16 bytes are the arena's; values begin at the next line
+
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
@@ -22,13 +24,13 @@ def stored(directory: Path) -> tuple[Arena, Mapper, Allocation]:
     """A block of several pages that does not begin on one."""
     arena, mapper = Arena(directory, "w", 1 << 16), Mapper(directory)
     arena.allocate(100)
-    block = arena.allocate(20_000)
-    block.memory.view(np.float32)[:] = np.arange(5000)
+    block = arena.allocate(HEADER + 20_000)
+    block.memory[HEADER:].view(np.float32)[:] = np.arange(5000)
     return arena, mapper, block
 
 
 def place(block: Allocation) -> tuple[str, int, int, int]:
-    return block.segment, block.generation, block.start, block.stop
+    return block.segment, block.start, block.serial, block.nbytes
 
 
 def mapping_of(address: int) -> tuple[str, str]:
@@ -53,21 +55,21 @@ def test_numpy_views_are_read_only_and_lie_in_the_segment(directory: Path) -> No
 
 def test_torch_memory_lies_in_a_private_mapping_of_the_segment(directory: Path) -> None:
     _, mapper, block = stored(directory)
-    tensor = to_torch(mapper.private(*place(block)).view(np.float32))
+    tensor = to_torch(mapper.private(*place(block), skip=HEADER).view(np.float32))
     assert mapping_of(tensor.data_ptr()) == ("rw-p", str(directory / block.segment))
 
 
 def test_writing_in_place_reaches_nobody(directory: Path) -> None:
     # given numpy and torch over the same stored values
     _, mapper, block = stored(directory)
-    view = mapper.view(*place(block)).view(np.float32)
-    first, second = (to_torch(mapper.private(*place(block)).view(np.float32)) for _ in range(2))
+    view = mapper.view(*place(block))[HEADER:].view(np.float32)
+    first, second = (to_torch(mapper.private(*place(block), skip=HEADER).view(np.float32)) for _ in range(2))
     # when torch works in place, on some pages and on all
     first[1000:1010].mul_(-1)
     second.zero_()
     # then each sees its own
     assert np.array_equal(view, np.arange(5000, dtype=np.float32))
-    assert np.array_equal(block.memory.view(np.float32), view)
+    assert np.array_equal(block.memory[HEADER:].view(np.float32), view)
     assert first[1000:1012].tolist() == [*range(-1000, -1010, -1), 1010, 1011]
     assert float(second.sum()) == 0.0
 
@@ -76,9 +78,11 @@ def test_writing_in_place_reaches_nobody(directory: Path) -> None:
 def test_whatever_is_derived_from_a_tensor_holds_the_segment(directory: Path, derive: object) -> None:
     # given only something derived from a tensor
     arena, mapper, block = stored(directory)
-    derived = derive(to_torch(mapper.private(*place(block)).view(np.float32)))  # type: ignore[operator]
-    segment = arena._segments[block.segment]
-    # when / then
-    assert not segment.renew()
+    derived = derive(to_torch(mapper.private(*place(block), skip=HEADER).view(np.float32)))  # type: ignore[operator]
+    # when its memory is wanted
+    arena.free([block.serial])
+    # then it is not used again before that is gone
+    taken = [arena.allocate(block.nbytes) for _ in range(2)]
+    assert block.start not in [each.start for each in taken]
     del derived
-    assert segment.renew()
+    assert arena.allocate(block.nbytes).start == block.start

@@ -43,7 +43,7 @@ def running(kind: str = "ipc", **options: Any) -> Iterator[Run]:
 
 def blocks_in_use(queue: TransferQueue) -> int:
     """Blocks that a writer still counts as somebody's."""
-    return sum(segment.blocks for segment in queue._port.connection.arena._segments.values())
+    return queue._port.connection.arena.blocks
 
 
 def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:

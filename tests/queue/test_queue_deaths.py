@@ -67,7 +67,7 @@ def test_a_frozen_consumer_loses_its_rows_and_keeps_its_view(run: Run) -> None:
         for _ in range(30):
             block = arena.allocate(5 << 20)
             block.memory[:] = 255
-            arena.free(block.segment, block.generation)
+            arena.free([block.serial])
         # then it wakes up, has no effect, and sees what it saw
         child.resume()
         child.say("complete")
@@ -138,7 +138,7 @@ def test_weights_of_a_dead_trainer_stay_until_newer_ones_are_there(run: Run) -> 
 def test_a_forked_child_is_refused_before_it_writes_into_its_parents_memory(run: Run) -> None:
     queue = run.queue()
     queue.declare("work", needs=["x"], gives=["y"])
-    queue.put({"x": values_of(0, 4)})
+    queue.put({"x": np.zeros((4, 1000))})  # so much that it is viewed and not copied
     with Child(use_after_fork, run.address) as child:
         assert child.hear() == [3, 0.0, 100]
     assert queue.audit().put == 4

@@ -17,7 +17,7 @@ from asyncflow_sdk.errors import AsyncFlowError, ProtocolError, SchemaError
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger.commands import TaskSpec, pack_ids
 from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, connection
-from asyncflow_sdk.queue.blocks import Block, Placed, pack_columns, write
+from asyncflow_sdk.queue.blocks import Block, pack_columns, write
 from asyncflow_sdk.queue.protocol import Call, Hello, decode_answer, encode
 from asyncflow_sdk.types import ColumnSpec
 from asyncflow_sdk.wire import Client
@@ -65,27 +65,36 @@ def unharmed(victim: TransferQueue) -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        Block("s1-1", 1, 1, (Placed("x", 64, 8, -1),)),  # somebody else's segment
-        Block("s2-1", 1, 1, (Placed("x", 64, 8, -1),)),  # one's own, which is not there
-        Block("owner", 1, 1, (Placed("x", 0, 8, -1),)),
-        Block("queue", 1, 1, (Placed("x", 0, 8, -1),)),
-        Block("../../etc/passwd", 1, 1, (Placed("x", 64, 8, -1),)),
-        Block("s2-/../s1-1", 1, 1, (Placed("x", 64, 8, -1),)),
-        Block("s2-\0", 1, 1, (Placed("x", 64, 8, -1),)),
-        Block("s2-1", 1, 1, (Placed("x", 64, 16, -1),)),  # more bytes than rows
-        Block("s2-1", 1, 1, (Placed("x", -64, 8, -1),)),
-        Block("s2-1", 1, 1, (Placed("x", 64, 8, 72),)),  # offsets of a fixed column
-        Block("s2-1", 1, -1, (Placed("x", 64, 8, -1),)),
-        Block("s2-1", 1, 2, (Placed("x", 64, 16, -1),)),  # more rows than are put
-        Block("s2-1", 1, 1, (Placed("y", 64, 8, -1),)),
-        Block("s2-1", 1, 1, (Placed("x", 64, 8, -1), Placed("x", 64, 8, -1))),
-        Block("s2-1", 1, 1, ()),
+        Block("s1-1", 0, 1, 1, 128, ("x",)),  # somebody else's segment
+        Block("s2-1", 0, 1, 1, 128, ("x",)),  # one's own, which is not there
+        Block("owner", 0, 1, 1, 0, ("x",)),
+        Block("queue", 0, 1, 1, 0, ("x",)),
+        Block("../../etc/passwd", 0, 1, 1, 128, ("x",)),
+        Block("s2-/../s1-1", 0, 1, 1, 128, ("x",)),
+        Block("s2-\0", 0, 1, 1, 128, ("x",)),
+        Block("s2-2", 0, 1, 1, 0, ("x",)),  # fewer bytes than rows
+        Block("s2-2", 0, 1, 1, 1 << 60, ("x",)),  # more than there are
+        Block("s2-2", 1 << 62, 1, 1, 128, ("x",)),
+        Block("s2-2", 2**63 - 64, 1, 1, 2**63 - 64, ("x",)),
+        Block("s2-2", -64, 1, 1, 128, ("x",)),
+        Block("s2-2", 8, 1, 1, 128, ("x",)),
+        Block("s2-2", 0, 1, 1, 100, ("x",)),
+        Block("s2-2", 0, 0, 1, 128, ("x",)),
+        Block("s2-2", 0, 2**64 - 1, 1, 128, ("x",)),
+        Block("s2-2", 0, 1, -1, 128, ("x",)),
+        Block("s2-2", 0, 1, 0, 128, ("x",)),
+        Block("s2-2", 0, 1, 1 << 31, 1 << 20, ("x",)),
+        Block("s2-2", 0, 1, 2, 128, ("x",)),  # more rows than are put
+        Block("s2-2", 0, 1, 1, 128, ("y",)),
+        Block("s2-2", 0, 1, 1, 128, ("x", "x")),
+        Block("s2-2", 0, 1, 1, 128, ()),
         None,
     ],
 )
 def test_payload_that_is_not_there_or_not_ones_own(
-    hostile: Client, victim: TransferQueue, block: Block | None
+    run: Run, hostile: Client, victim: TransferQueue, block: Block | None
 ) -> None:
+    (run.server.directory.path / "s2-2").write_bytes(bytes(1 << 20))
     with pytest.raises(SchemaError):
         ask(hostile, cmd.Put(groups=1, group_size=1, columns=X), block)
     unharmed(victim)
@@ -145,7 +154,7 @@ def test_nothing_is_done_before_hello_or_for_another_version(run: Run, victim: T
     with pytest.raises(ProtocolError, match="say hello first"):
         ask(client, cmd.GetAudit())
     with pytest.raises(ProtocolError, match="say hello first"):
-        ask(client, cmd.Put(groups=1, group_size=1, columns=X), Block("s1-1", 1, 1, (Placed("x", 64, 8, -1),)))
+        ask(client, cmd.Put(groups=1, group_size=1, columns=X), Block("s1-1", 0, 1, 1, 128, ("x",)))
     with pytest.raises(ProtocolError, match=r"served by asyncflow-sdk .*; old has 0\.0\.1"):
         ask(client, Hello("old", 0, "", "0.0.1"))
     client.close()

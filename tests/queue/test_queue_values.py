@@ -135,7 +135,8 @@ def test_narrow_columns_at_the_end_of_a_segment(run: Run, rows: int) -> None:
     queue.declare("read", needs=["flag"])
     arena = queue._port.connection.arena
     arena._segment_bytes = 1 << 16
-    queue.put({"other": np.zeros((1, (1 << 16) - 64 - -(-rows // 64) * 64), np.uint8)})
+    queue.put({"first": np.zeros(1, np.uint8)})  # 128 bytes: a header and a line
+    queue.put({"other": np.zeros((1, (1 << 16) - 256 - -(-rows // 64) * 64), np.uint8)})
     flags = np.arange(rows) % 7 == 0
     queue.put({"flag": flags})
     # when / then

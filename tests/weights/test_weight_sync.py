@@ -150,8 +150,8 @@ def test_a_flipped_byte_is_found_before_an_engine_sees_it(
         update = await next_of(updates, 0)
         await updates.commit(update, await engine.load_weights(update))
         manifest = publisher.publish(2, weights(2).items())
-        segment, _, start = msgspec.msgpack.decode(server.ledger.versions[2].where)
-        place = start + next(t.offset for t in manifest.tensors if t.name == "head.weight")
+        segment, start, _ = msgspec.msgpack.decode(server.ledger.versions[2].where)
+        place = start + 64 + next(t.offset for t in manifest.tensors if t.name == "head.weight")
         with (server.directory.path / segment).open("r+b") as file:
             file.seek(place)
             file.write(b"\xff")

@@ -1,0 +1,101 @@
+"""Reader: located rows become columns: views where they lie together in one block, else copies.
+
+Copies take no lock: a block loses its serial before anything else of it changes, so what was copied is right if the
+serial is still there afterwards.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import LeaseLost
+from ..memory import Hold, Mapper
+from ..types import Column, ColumnSpec
+from ..types.ragged import Array
+from .blocks import Located
+from .gather import gather
+from .layout import columns_of, damaged, kind_of
+
+COPY_BYTES = 16 << 10
+"""A block up to this size is copied whole: that costs less than the lock that a view holds."""
+_BLOCK = struct.Struct("<6q")
+_RUN = struct.Struct("<i")
+_WORD = struct.Struct("<q")
+MOST_VALUES = 1 << 48
+
+
+class Reader:
+    """Reads located rows into columns. Thread-safe."""
+
+    def __init__(self, mapper: Mapper) -> None:
+        self._mapper = mapper
+
+    def read(self, located: Located, schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
+        """The columns of rows. Raises LeaseLost when they ended, SchemaError when they are damaged."""
+        if len(located.counts) > _RUN.size:
+            return gather(self._mapper, located, [kind_of(name, schema[name]) for name in located.columns])
+        _, start, serial, _, nbytes, _ = _BLOCK.unpack(located.blocks)
+        raw: Any
+        if nbytes <= COPY_BYTES:
+            raw = self._mapper.mapped(located.segments[0], start + nbytes).read(start, nbytes, serial)
+        else:
+            raw = self._mapper.view(located.segments[0], start, serial, nbytes)
+        return {name: column for name, column, _ in _one_run(raw, located, located.columns, schema)}
+
+    def writable(self, located: Located, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
+        """The values of a column in a copy-on-write mapping, where ``read`` gave a view; else None."""
+        if len(located.counts) > _RUN.size:
+            return None
+        _, start, serial, _, nbytes, _ = _BLOCK.unpack(located.blocks)
+        if nbytes <= COPY_BYTES:
+            return None
+        raw = self._mapper.view(located.segments[0], start, serial, nbytes)
+        ((_, column, at),) = _one_run(raw, located, (name,), schema)
+        values = column.values
+        if not values.size:
+            return None
+        own = self._mapper.private(located.segments[0], start, serial, at + values.nbytes, at)
+        return own.view(values.dtype).reshape(values.shape)
+
+    def hold(self, located: Located) -> list[Hold]:
+        """Keep the blocks of rows that live from being used again, until the answer goes."""
+        blocks = np.frombuffer(located.blocks, np.int64).reshape(-1, 6)
+        return [
+            self._mapper.hold(segment, blocks[blocks[:, 0] == number, 1].tolist())
+            for number, segment in enumerate(located.segments)
+        ]
+
+
+def _one_run(
+    raw: Any, located: Located, names: tuple[str, ...], schema: Mapping[str, ColumnSpec]
+) -> list[tuple[str, Column, int]]:
+    """Columns of one run of entries of one block, over its bytes, and where their values begin."""
+    _, _, _, rows, nbytes, _ = _BLOCK.unpack(located.blocks)
+    (first,), (count,) = _RUN.unpack(located.entries), _RUN.unpack(located.counts)
+    fields = struct.unpack(f"<{len(located.columns)}i", located.fields)
+    if names != located.columns:
+        fields = tuple(fields[located.columns.index(name)] for name in names)
+    wanted = [kind_of(name, schema[name]) for name in names]
+    if not 0 <= first <= first + count <= rows:
+        raise LeaseLost(f"entries {first} to {first + count} of a block of {rows}")
+    out = []
+    for kind, (values, size, at) in zip(wanted, columns_of(raw, nbytes, rows, fields, wanted), strict=True):
+        offsets: npt.NDArray[np.int64] | None = None
+        low, length = first, count
+        if kind.ragged:
+            (low,), (high,) = _WORD.unpack_from(raw, at + 8 * first), _WORD.unpack_from(raw, at + 8 * (first + count))
+            length = high - low
+            if low < 0 or length < 0 or (kind.width and high * kind.width > size) or length > MOST_VALUES:
+                raise damaged(kind.name)
+            offsets = np.ndarray((count + 1,), np.int64, raw, at + 8 * first)
+            if low:
+                offsets = offsets - low
+        begin = values + low * kind.width
+        array = np.ndarray((length, *kind.spec.shape), kind.dtype, raw, min(begin, nbytes))
+        out.append((kind.name, Column(kind.spec, array, offsets), begin))
+    return out
