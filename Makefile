@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo test lint bench-demo clean
+.PHONY: help install demo test lint bench-demo bench-queue clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -45,5 +45,16 @@ lint: install
 bench-demo: install .venv-trl/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.demo $(if $(JSON),--json $(JSON)) $(ARGS)
 
+# The peer of the queue, for the side-by-side only. Where it cannot be installed: make bench-queue PEER= ARGS=--no-peer
+PEER ?= .venv-peer/.ready
+.venv-peer/.ready:
+	$(PYTHON) -m venv .venv-peer
+	.venv-peer/bin/python -m pip install --quiet '$(TORCH)'
+	.venv-peer/bin/python -m pip install --quiet TransferQueue==0.1.11
+	touch $@
+
+bench-queue: install $(PEER)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.queue $(if $(JSON),--json $(JSON)) $(ARGS)
+
 clean:
-	rm -rf $(VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-trl .venv-peer .mypy_cache .ruff_cache .pytest_cache .hypothesis

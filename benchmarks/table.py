@@ -29,12 +29,25 @@ def show(title: str, rows: list[Row], path: Path | None) -> None:
     for name in ("work", "unit", "ours", "peer", "ratio to peer", "limit", "ratio to limit"):
         table.add_column(name, justify="left" if name in ("work", "unit") else "right")
     for row in rows:
-        values = list(asdict(row).values())
-        table.add_row(*values[:2], *("" if v is None else f"{v:.3g}" for v in values[2:]))
+        table.add_row(*_cells(row))
     Console(width=140).print(table)
     if path is not None:
         plain = [{k: v if isinstance(v, str) else finite(v) for k, v in asdict(row).items()} for row in rows]
         path.write_text(json.dumps(plain, indent=2, allow_nan=False))
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table as the documents show it."""
+    lines = [
+        "| work | unit | ours | peer | ratio to peer | limit | ratio to limit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join(lines + [f"| {' | '.join(_cells(row))} |" for row in rows])
+
+
+def _cells(row: Row) -> list[str]:
+    work, unit, *numbers = asdict(row).values()
+    return [work, unit, *("" if n is None else f"{n:,.0f}" if abs(n) >= 1000 else f"{n:.3g}" for n in numbers)]
 
 
 def finite(value: float | None) -> float | None:

@@ -25,7 +25,7 @@ class Stepping(Ending):
         for task in [only] if only is not None else list(self.tasks.values()):
             need = task.need
             fresh = (have & need) == need
-            if len(self.partitions) > 1:
+            if len(self.partitions) > 1 or not task.spec.takes(""):
                 fresh &= self.rows.task(task.spec.name, "state")[at] != APART
             if only is None and need:
                 fresh &= (before & need) != need

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ledger_queue import LAST, NUMBER, TEXT, TOKENS, Queue, ids
 
-from asyncflow_sdk.errors import ConfigError, Ended, SchemaError
+from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, Ended, SchemaError
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 
@@ -52,6 +52,15 @@ def test_rows_pass_the_tasks_of_their_partition_and_no_others() -> None:
     assert ids(lease(queue, "train")) == [0, 1, 2, 3]
     assert finish(queue, "score") == [4, 5, 6]
     assert queue.audit().consumed == 3
+
+
+def test_a_task_gets_nothing_of_the_one_partition_there_is_unless_it_takes_it() -> None:
+    queue = Queue(TaskSpec(name="other", needs=("prompt",), gives=("x",), partitions=("eval",)), LAST)
+    put(queue, 2)
+    with pytest.raises(DeadlineExceeded):
+        lease(queue, "other")
+    put(queue, 1, 1, "eval")
+    assert ids(lease(queue, "other")) == [2]
 
 
 def test_the_staleness_rule_does_not_count_rows_that_no_step_takes() -> None:
