@@ -173,7 +173,10 @@ class Loaded(Command, frozen=True, tag="loaded"):
 
 
 class Wanted(Command, frozen=True, tag="wanted"):
-    """How many rows the remaining steps still lack, once there are any."""
+    """How many rows the remaining steps still lack, once there are any; without a last step, the next few steps.
+
+    Rows that are filtered, fail or are cancelled are wanted again: this is how a feeder refills them.
+    """
 
     timeout_s: float = 0.0
 

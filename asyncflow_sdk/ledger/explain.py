@@ -22,8 +22,10 @@ def explain(ledger: State, waiter: Waiter, now: float) -> str:
     if isinstance(command, cmd.Wanted):
         if ledger.steps is None:
             return f"{waited}no task with batch_rows (train) is declared, so nothing says how many rows are wanted"
-        if ledger.steps.window.slots is None:
-            return f"{waited}no number of steps was configured, so any number of rows is wanted"
+        window = ledger.steps.window
+        if window.slots is None:
+            ahead = f"step {window.step} and the {window.max_staleness + 1} after it"
+            return f"{waited}the queue has all the rows that {ahead} can take"
         return f"{waited}the queue has all the rows its steps can take"
     return f"{waited}task {command.task!r} has {_what_there_is(ledger, command)}; {_why_task(ledger, waiter, now)}"
 

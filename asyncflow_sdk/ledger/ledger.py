@@ -149,9 +149,9 @@ class Ledger(Versioning):
     def _wanted(self, session: Session, command: cmd.Wanted) -> cmd.Reply | None:
         if self.ended:
             raise Ended("every step is filled; no more rows are wanted")
-        if self.steps is None or self.steps.window.slots is None:
+        if self.steps is None:
             return None
-        count = self.steps.window.slots - self.unselected
+        count = self.steps.window.wanted - self.unselected
         return cmd.RowsWanted(count=count) if count > 0 else None
 
     def _get_audit(self, session: Session, command: cmd.GetAudit) -> cmd.Reply:

@@ -109,7 +109,7 @@ class Stepping(Ending):
         steps.filling = []
         steps.window.close()
         steps.ready = {d: q for d, q in steps.ready.items() if d is None or d >= steps.window.step}
-        self._dirty.update((f"task {steps.task.spec.name}", "put"))
+        self._dirty.update((f"task {steps.task.spec.name}", "put", "wanted"))
         if steps.window.finished:
             self.ended = True
             self._cancel_unselected("more than the steps needed")

@@ -42,6 +42,14 @@ class Window:
             return None
         return 0 if self.finished else self.free + (self.steps - 1 - self.step) * self.batch_rows
 
+    @property
+    def wanted(self) -> int:
+        """Slots that are worth bringing rows for: all there are, or, without a last step, those of this step and of
+        as many later ones as may be generated for now, and one more."""
+        if self.slots is not None:
+            return self.slots
+        return self.free + (self.max_staleness + 1) * self.batch_rows
+
     def room(self, deadline: int) -> int:
         """How many rows may be admitted with this deadline."""
         if deadline < self.step or self.finished:

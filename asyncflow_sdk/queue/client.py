@@ -191,7 +191,8 @@ class Verbs(Generic[B]):
         await self._port.send(cmd.Loaded(version=version))
 
     async def _wanted(self, *, timeout_s: float = 60.0) -> int:
-        """How many rows the remaining steps lack; waits until there are any. Raises Ended, DeadlineExceeded."""
+        """How many rows the remaining steps lack (without a last step: the next few); waits until there are any.
+        Rows that were filtered, failed or were cancelled are wanted again. Raises Ended, DeadlineExceeded."""
         reply = await self._port.send(cmd.Wanted(timeout_s=timeout_s))
         return int(reply.count)
 

@@ -63,9 +63,10 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 class Feeder:
     """Puts prompts while the steps lack rows: epoch after epoch, each in an order of its own, no more than a
-    chunk ahead of what the queue has room for. A group that failed is replaced by the next prompt.
+    chunk ahead of what the queue has room for. A group that failed or was filtered is replaced by the next prompt.
 
-    Runs in a thread; ``on_failure`` hears of what it could not put.
+    ``epochs``: end the stream when all have been put so often; None goes on while steps want rows.
+    Runs in a thread; ``on_failure`` hears of what it could not put. ``key``: prefix of the keys of its puts.
     """
 
     def __init__(
@@ -77,9 +78,13 @@ class Feeder:
         chunk: int,
         seed: int,
         on_failure: Callable[[BaseException], None],
+        epochs: int | None = None,
+        key: str = "prompts",
     ) -> None:
         self._queue, self._data, self._group_size, self._chunk = queue, data, group_size, chunk
         self._seed, self._on_failure = seed, on_failure
+        self._left = None if epochs is None else epochs * data.rows
+        self._key = key
         self._order = np.empty(0, np.int64)
         self._epoch = 0
         self.fed = 0
@@ -108,8 +113,15 @@ class Feeder:
                 except DeadlineExceeded:
                     continue  # enough rows are there, and will be for as long as training takes
                 groups = min(self._chunk, -(-wanted // self._group_size))
+                if self._left is not None:
+                    groups = min(groups, self._left - self.fed)
+                if not groups:
+                    self._queue.end()
+                    break
                 rows = self._data.take(self.next(groups))
-                self._queue.put(dict(rows), group_size=self._group_size, key=f"prompts-{self.fed}", timeout_s=86400.0)
+                self._queue.put(
+                    dict(rows), group_size=self._group_size, key=f"{self._key}-{self.fed}", timeout_s=86400.0
+                )
                 self.fed += groups
         except Ended:
             pass

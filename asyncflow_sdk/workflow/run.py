@@ -30,6 +30,7 @@ from ..weights import WeightPublisher
 from . import roles
 from .address import find_address, remove_addresses, write_addresses
 from .consumer import Consumer
+from .data import Feeder, Prompts, load_prompts
 from .launch import GRACE_S, LocalProcess
 from .specs import Rollout, Stage, Train
 from .worker import RolloutJob, StageJob, TrainJob, WorkerConfig
@@ -93,6 +94,20 @@ class Run:
         if batch_size is not None:
             self.queue.declare(task, needs=needs, batch_rows=batch_size, lease_s=lease_s)
         return _Watched(self, self.queue, task, count=count, timeout_s=timeout_s)
+
+    def feed(
+        self, prompts: Prompts, *, group_size: int, column: str = "prompt", epochs: int | None = None,
+        chunk: int = 64, seed: int = 0,
+    ) -> Feeder:  # fmt: skip
+        """Put prompts in the background while the steps of training lack rows: epoch after epoch, shuffled by
+        ``seed``, at most ``chunk`` groups at a time. What is filtered, fails or is cancelled is replaced by the next
+        prompts. After ``epochs`` (None: never) the stream ends. Raises ConfigError for data without ``column``."""
+        feeder = Feeder(
+            self.queue, load_prompts(prompts, column), group_size=group_size, chunk=chunk, seed=seed,
+            on_failure=self.fail, epochs=epochs,
+        )  # fmt: skip
+        feeder.start()
+        return feeder
 
     def weight_publisher(self, transport: str = "shm") -> WeightPublisher:
         """The publishing end for a trainer in this process."""

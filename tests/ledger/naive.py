@@ -371,10 +371,13 @@ class Naive(NaiveRows):
     def _wanted(self, session: int, c: cmd.Wanted, outcome: Any) -> None:
         if self._is_error(outcome, [Ended] if self.ended else []):
             return
-        if self.train() is None or self.slots is None or self.slots <= self.unselected:
+        train = self.train()
+        if train is None:
             self._is(outcome, PARKED)
-        else:
-            self._is(outcome, cmd.RowsWanted(count=self.slots - self.unselected))
+            return
+        further = (self.max_staleness + 1) * (train.batch_rows or 0)
+        lacks = (self.free + further if self.slots is None else self.slots) - self.unselected
+        self._is(outcome, cmd.RowsWanted(count=lacks) if lacks > 0 else PARKED)
 
     def _end(self, session: int, c: cmd.End, outcome: Any) -> None:
         self._is(outcome, cmd.Done())

@@ -333,6 +333,16 @@ def test_wanted_counts_what_the_steps_still_lack() -> None:
     assert queue.answers[waiting] == cmd.RowsWanted(count=1)
 
 
+def test_without_a_last_step_the_next_few_are_kept_supplied() -> None:
+    queue, replica, judge, _ = running(max_staleness=1)
+    assert queue.do(queue.admin, cmd.Wanted()).count == 12
+    queue.put(12)
+    waiting = queue.ask(queue.admin, cmd.Wanted(timeout_s=60))
+    assert waiting not in queue.answers
+    produce(queue, replica, judge, 4)
+    assert queue.answers[waiting] == cmd.RowsWanted(count=4)
+
+
 # ---- the end
 
 
@@ -377,7 +387,6 @@ def test_end_with_requests_parked_everywhere_answers_them_all() -> None:
     queue.put(2)
     asked = [
         queue.ask(trainer, cmd.Lease(task="train", count=1, timeout_s=60)),
-        queue.ask(queue.admin, cmd.Wanted(timeout_s=60)),
         queue.ask(queue.admin, cmd.Put(groups=3, group_size=1, columns={"prompt": TEXT}, timeout_s=60)),
         queue.ask(replica, cmd.AwaitVersion(after=0, timeout_s=60)),
     ]

@@ -113,7 +113,8 @@ def test_a_deadline_of_wanted_says_why_nothing_is() -> None:
     with pytest.raises(DeadlineExceeded, match="no task with batch_rows"):
         queue.do(queue.admin, cmd.Wanted())
     queue = Queue(TRAIN)
-    with pytest.raises(DeadlineExceeded, match="no number of steps was configured"):
+    queue.put(12)
+    with pytest.raises(DeadlineExceeded, match="all the rows that step 0 and the 2 after it can take"):
         queue.do(queue.admin, cmd.Wanted())
     queue = Queue(TRAIN, steps=1)
     queue.put(4)
