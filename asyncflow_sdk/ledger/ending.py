@@ -47,10 +47,14 @@ class Ending(State):
             self.steps.window.withdraw(int(count), int(deadline))
         self._reselect = True
 
-    def _finish(self, ids: Ids, state: int, reason: str = "") -> None:
+    def _finish(self, ids: Ids, state: int, reason: str = "", *, through: int | None = None) -> None:
+        """``through``: the rows are of this partition, and every task that takes them is through with them."""
         rows = self.rows
         at = rows.at(ids)
         for name, task in self.tasks.items():
+            if through is not None:
+                task.counts[DONE] -= len(ids) * self._takes(task, through)
+                continue
             states = rows.task(name, "state")[at]
             counts = np.bincount(states, minlength=1 + len(TASK_STATES)).tolist()
             task.counts = [now - gone for now, gone in zip(task.counts, counts, strict=False)]

@@ -168,9 +168,7 @@ class Intake(Leasing):
         if abs(command.priority) >= 1 << 31:
             raise SchemaError(f"a priority is an int32, not {command.priority}")
         self._check_columns(command.columns)
-        if self.put_total - int(self.rows.ended.sum()) + count > self.capacity_rows or self._must_queue(
-            command, trained
-        ):
+        if self.put_total - self.rows.over + count > self.capacity_rows or self._must_queue(command, trained):
             return None
         if self.charged + max(count * self._reserve(), command.nbytes) > self.capacity_bytes:
             lacks_rows = trained and self.steps is not None and self.unselected < self.steps.window.free
@@ -181,30 +179,31 @@ class Intake(Leasing):
         partition = self.partitions.setdefault(command.partition, len(self.partitions))
         rows = self.rows
         ids = rows.add(command.groups, command.group_size)
-        at = rows.at(ids)
-        rows.columns[at] = bits
-        rows.todo[at] = len(takers)
-        rows.partition[at] = partition
-        rows.charged[at] = self._reserve()
-        self.charged += count * self._reserve()
-        self._charge(ids, command.nbytes)
-        rows.priority[at] = command.priority
-        rows.ranked |= command.priority != 0
+        new = slice(rows.count - count, rows.count)
+        rows.columns[new] = bits
+        rows.todo[new] = len(takers)
+        rows.partition[new] = partition
+        rows.nbytes[new] = share = -(-command.nbytes // count)
+        rows.charged[new] = charged = max(share, self._reserve())
+        self.charged += count * charged
+        if command.priority:
+            rows.priority[new] = command.priority
+            rows.ranked = True
         self.put_total += count
         self.unselected += count * trained
-        self._count_kinds(at, 1)
+        self._count_kind(partition, bits, count)
         for task in self.tasks.values():
             if task in takers:
                 task.undone[partition] += count
                 task.counts[WAITING] += count
                 task.waiting[partition] += count * (not task.spec.grouped)
             else:
-                rows.task(task.spec.name, "state")[at] = APART
+                rows.task(task.spec.name, "state")[new] = APART
         reply = cmd.PutDone(first=int(ids[0]), count=count, again=False)
         if command.key:
             self._keys.add(command.key, reply.first, count, command.group_size, rows)
             self._dirty.add("put")  # one that waits with the same key need not
-        self._make_ready(ids, np.zeros(count, np.uint64))
+        self._make_ready_alike(takers, ids, bits, 0)
         return reply
 
     def _must_queue(self, command: cmd.Put, trained: bool) -> bool:

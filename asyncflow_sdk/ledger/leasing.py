@@ -163,23 +163,27 @@ class Leasing(Stepping):
     def _complete(self, session: Session, command: cmd.Complete) -> cmd.Reply:
         lease = self._held(session, command.token)
         task, rows = self.tasks[lease.task], self.rows
-        ids, held = self._named(lease, command.index)
+        ids = lease.ids if command.index is None else lease.ids[_positions(command.index, len(lease.ids))]
+        whole = lease.left == len(lease.ids)  # then it holds every row still
+        held = None if whole else self.rows.having(lease.task, "token", lease.token, ids)
         missing = [name for name in task.spec.gives if name not in command.columns]
-        filtered = np.zeros(len(ids), bool)
+        filtered = None
         if command.filtered is not None:
+            filtered = np.zeros(len(ids), bool)
             filtered[_positions(command.filtered, len(ids))] = True
-        if missing and not filtered.all():
+        if missing and (filtered is None or not filtered.all()):
             raise SchemaError(f"task {lease.task!r} gives {', '.join(map(repr, missing))}, which this lacks")
         self._check_columns(command.columns)
-        mine, dropped = ids[held], ids[held & filtered]
+        mine = ids if held is None else ids[held]
         at = rows.at(mine)
-        before = rows.columns[at].copy()
-        for name in command.columns:
-            if name in self.schema and (twice := (before & self._bit(name)) != 0).any():
-                raise WriteOnceError(f"column {name!r} of row {mine[twice][0]} is already written")
+        before = rows.columns[at]  # a copy
+        if (written := before & np.uint64(self._mask(command.columns))).any():
+            name = next(name for name in command.columns if (written & self._bit(name)).any())
+            twice = (before & self._bit(name)) != 0
+            raise WriteOnceError(f"column {name!r} of row {mine[twice][0]} is already written")
         if len(mine) and command.columns:
             self._count_kinds(at, -1)
-            rows.columns[at] |= self._bits(command.columns)
+            rows.columns[at] = before | np.uint64(self._bits(command.columns))
             self._count_kinds(at, 1)
             self._charge(mine, command.nbytes * len(mine) // len(ids))
         task.move(len(mine), LEASED, DONE)
@@ -189,22 +193,26 @@ class Leasing(Stepping):
         rows.todo[at] -= 1
         self._through(task, mine)
         self._release(lease, len(mine))
-        if len(dropped):
+        if filtered is not None and len(dropped := mine[filtered if held is None else filtered[held]]):
             if task.spec.batch_rows is None:
                 self._end_groups(dropped, FILTERED, f"filtered by task {lease.task!r}")
             else:
                 self._finish(dropped, FILTERED, "no gradient in the step")
-        alive = rows.state[at] == LIVE
-        self._make_ready(mine[alive], before[alive])
-        self._consume(mine)
-        return cmd.Completed(revoked=pack_ids(ids[~held]))
+            alive = rows.state[at] == LIVE
+            mine, before, at = mine[alive], before[alive], at[alive]
+        if command.columns:
+            self._make_ready(mine, before)
+        self._consume(mine, at)
+        return cmd.Completed(revoked=b"" if held is None else pack_ids(ids[~held]))
 
-    def _consume(self, ids: Ids) -> None:
-        """Those that every task is through with, one of them an end, are consumed."""
-        at = self.rows.at(ids)
-        for partition, through in self._by_partition(ids[(self.rows.state[at] == LIVE) & (self.rows.todo[at] == 0)]):
+    def _consume(self, ids: Ids, at: Ids) -> None:
+        """Those of ``ids``, at places ``at``, that every task is through with, one of them an end, are consumed."""
+        over = self.rows.todo[at] == 0
+        if not over.any():
+            return
+        for partition, through in self._by_partition(ids[over & (self.rows.state[at] == LIVE)]):
             if any(not task.spec.gives and self._takes(task, partition) for task in self.tasks.values()):
-                self._finish(through, CONSUMED)
+                self._finish(through, CONSUMED, through=partition)
 
     def _give_back(self, session: Session, command: cmd.GiveBack) -> cmd.Reply:
         lease = self._held(session, command.token)
@@ -257,7 +265,7 @@ class Leasing(Stepping):
                     rows.todo[rows.at(given_up)] -= 1
                     self._through(task, given_up)
                     self.reasons[f"skipped: {tries}"] += len(given_up)
-                    self._consume(given_up)
+                    self._consume(given_up, rows.at(given_up))
                 state = rows.task(name, "state")[rows.at(ids)]
                 ids = ids[(rows.state[rows.at(ids)] == LIVE) & (state == READY)]
             if task.spec.admits:

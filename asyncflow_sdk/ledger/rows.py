@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,7 @@ class Rows:
         self._tasks: dict[str, dict[str, npt.NDArray[Any]]] = {}
         self._arrivals: dict[str, npt.NDArray[np.int32]] = {}
         self.ended = np.zeros(1 + len(TERMINAL), np.int64)
+        self.over = 0  # their sum
 
     def add(self, groups: int, group_size: int) -> Ids:
         """New live rows, in whole groups."""
@@ -55,7 +56,7 @@ class Rows:
         new = slice(self.count, self.count + n)
         ids = np.arange(self.base + self.count, self.base + self.count + n, dtype=np.int64)
         self.count += n
-        self._fields["first"][new] = ids - (np.arange(n) % group_size)
+        self._fields["first"][new] = ids if group_size == 1 else ids - (np.arange(n) % group_size)
         self._fields["size"][new] = group_size
         return ids
 
@@ -63,11 +64,9 @@ class Rows:
         self._tasks[name] = {n: np.full(self._capacity, f, t) for n, (t, f) in _TASK_FIELDS.items()}
         self._arrivals[name] = np.zeros(self._capacity, np.int32)
 
-    def __getattr__(self, name: str) -> npt.NDArray[Any]:
-        try:
-            return self.__dict__["_fields"][name]  # type: ignore[no-any-return]
-        except KeyError:
-            raise AttributeError(name) from None
+    if TYPE_CHECKING:  # the fields are properties, made below
+
+        def __getattr__(self, name: str) -> npt.NDArray[Any]: ...
 
     def task(self, name: str, field: str) -> npt.NDArray[Any]:
         return self._tasks[name][field]
@@ -78,10 +77,14 @@ class Rows:
 
     def having(self, task: str, field: str, value: int, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which of ``ids`` live and have this value in a task."""
+        values = self._tasks[task][field]
+        if len(ids) == 1:  # as it often is: an operation on arrays costs more than all of this
+            place = int(ids[0]) - self.base
+            return np.array([place >= 0 and self.state[place] == LIVE and values[place] == value])
         at = self.at(ids)
         kept = at >= 0  # a row forgotten since had ended, and its place is another's
         at = np.where(kept, at, 0)
-        found: npt.NDArray[np.bool_] = kept & (self.state[at] == LIVE) & (self._tasks[task][field][at] == value)
+        found: npt.NDArray[np.bool_] = kept & (self.state[at] == LIVE) & (values[at] == value)
         return found
 
     def live_ids(self) -> Ids:
@@ -115,6 +118,7 @@ class Rows:
         assert not self.state[at].any(), "a row ends once"
         self.state[at] = state
         self.ended[state] += len(ids)
+        self.over += len(ids)
 
     def _reserve(self, n: int) -> None:
         """Room for n more rows: forget ended rows at the front, or double. Amortised O(1) a row."""
@@ -139,3 +143,7 @@ class Rows:
         self.base += gone
         self.count = kept
         self._capacity = capacity
+
+
+for _name in _FIELDS:
+    setattr(Rows, _name, property(lambda rows, _name=_name: rows._fields[_name]))

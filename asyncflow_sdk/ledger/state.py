@@ -177,7 +177,17 @@ class State:
         """The bit of a column, known or to come; ``_check_places`` came first."""
         return np.uint64(1 << self._places.setdefault(column, len(self._places)))
 
+    def _mask(self, columns: Iterable[str]) -> int:
+        """The bits of columns that are known."""
+        mask = 0
+        for name in columns:
+            if name in self.schema:
+                mask |= 1 << self._places[name]
+        return mask
+
     def _check_places(self, columns: Iterable[str]) -> None:
+        if self._places.keys() >= set(columns):
+            return
         new = sorted(set(columns) - self._places.keys())
         if len(self._places) + len(new) > MAX_COLUMNS:
             raise SchemaError(f"a queue holds at most {MAX_COLUMNS} columns; {new[-1]!r} is one too many")
@@ -185,18 +195,17 @@ class State:
     def _check_columns(self, columns: cmd.Columns) -> None:
         for name, spec in columns.items():
             known = self.schema.get(name)
-            if known is not None and known != spec:
+            if known is not None and known is not spec and known != spec:
                 raise SchemaError(f"column {name!r} is {known}; it cannot take {spec}")
         self._check_places(columns)
 
-    def _bits(self, columns: cmd.Columns) -> np.uint64:
-        bits = np.uint64(0)
+    def _bits(self, columns: cmd.Columns) -> int:
         for name, spec in columns.items():
             if name not in self.schema:
                 self.schema[name] = spec
+                self._places.setdefault(name, len(self._places))
                 self._dirty.add("put")  # one that says otherwise can be refused now
-            bits |= self._bit(name)
-        return bits
+        return self._mask(columns)
 
     def _answer(self, ticket: int, reply: cmd.Reply | AsyncFlowError) -> None:
         self._effects.answers.append((ticket, reply))
@@ -219,11 +228,14 @@ class State:
                 kinds, counts = np.unique(columns, return_counts=True)
                 parts = list(zip(kinds.tolist(), counts.tolist(), strict=True))
             for kind, count in parts:
-                left = self.kinds.get((partition, kind), 0) + change * count
-                if left:
-                    self.kinds[partition, kind] = left
-                else:
-                    del self.kinds[partition, kind]
+                self._count_kind(partition, kind, change * count)
+
+    def _count_kind(self, partition: int, kind: int, change: int) -> None:
+        left = self.kinds.get((partition, kind), 0) + change
+        if left:
+            self.kinds[partition, kind] = left
+        else:
+            self.kinds.pop((partition, kind), None)
 
     def _closed(self, partition: int) -> bool:
         """Whether nothing more can be put there."""
@@ -303,9 +315,10 @@ class State:
         at = self.rows.at(ids)
         share = -(-nbytes // len(ids))
         self.rows.nbytes[at] += share
-        more = np.maximum(self.rows.nbytes[at], self.rows.charged[at]) - self.rows.charged[at]
-        self.rows.charged[at] += more
-        self.charged += int(more.sum())
+        before = self.rows.charged[at]
+        after = np.maximum(self.rows.nbytes[at], before)
+        self.rows.charged[at] = after
+        self.charged += int(after.sum()) - int(before.sum())
 
     def _reserve(self) -> int:
         """Bytes that a new row may come to take."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,14 @@ from .state import (
 
 class Stepping(Ending):
     """Makes rows ready and fills steps."""
+
+    def _make_ready_alike(self, tasks: Iterable[Task], ids: Ids, have: int, before: int) -> None:
+        """Rows that all have the columns ``have`` and had ``before`` are handed to those of ``tasks`` that were not
+        ready to take them then. The tasks take their partition."""
+        for task in tasks:
+            need = int(task.need)
+            if have & need == need and (before & need != need if need else not before):
+                self._ready(task, ids)
 
     def _make_ready(self, ids: Ids, before: Any, only: Task | None = None) -> None:
         """Columns were written: hand rows to the tasks whose needs they now meet."""
