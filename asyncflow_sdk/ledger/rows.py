@@ -145,5 +145,12 @@ class Rows:
         self._capacity = capacity
 
 
+def _field(name: str) -> property:
+    def values(rows: Rows) -> npt.NDArray[Any]:
+        return rows._fields[name]
+
+    return property(values)
+
+
 for _name in _FIELDS:
-    setattr(Rows, _name, property(lambda rows, _name=_name: rows._fields[_name]))
+    setattr(Rows, _name, _field(_name))
