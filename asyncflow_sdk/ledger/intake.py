@@ -239,7 +239,7 @@ class Intake(Leasing):
 
     def _end(self, session: Session, command: cmd.End) -> cmd.Reply:
         if command.partition is None:
-            self.ended = True
+            self.ended = self.end_said = True
         else:
             self.ended_partitions.add(command.partition)
         if command.cancel:

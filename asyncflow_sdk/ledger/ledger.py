@@ -5,7 +5,7 @@ A pure state machine: commands, the time and deaths go in; answers, events and r
 command follows the rows it names, never the rows alive. Not thread-safe: one thread owns it.
 
 Built in layers, each adding the commands of one idea to the one below:
-state → ending → stepping → leasing → intake → versioning → ledger.
+state → ending → stepping → leasing → intake → versioning → losing → ledger.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost
 from . import commands as cmd
 from .commands import TERMINAL
 from .explain import explain
+from .losing import Losing
 from .reporting import report
 from .state import (
     Effects,
     Session,
     Waiter,
 )
-from .versioning import Versioning
 
 
-class Ledger(Versioning):
+class Ledger(Losing):
     """See the module docstring. ``now`` is ledger seconds, never falling."""
 
     def __init__(self) -> None:

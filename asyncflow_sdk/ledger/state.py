@@ -140,6 +140,7 @@ class State:
         self.partitions: dict[str, int] = {"": 0}
         self.group_sizes: dict[str, int] = {}  # of a partition's last put
         self.ended = False
+        self.end_said = False  # by somebody, not because every step was filled
         self.ended_partitions: set[str] = set()
         self.put_total = 0
         self.reasons: Counter[str] = Counter()

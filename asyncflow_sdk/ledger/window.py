@@ -94,6 +94,12 @@ class Window:
         self.free = self.batch_rows
         self._admitted = +self._admitted
 
+    def open_again(self, step: int, back: Counter[int]) -> None:
+        """This step and all later ones are empty again. ``back``: the rows that were in them, by deadline."""
+        self.step, self.free = step, self.batch_rows
+        self._admitted.update(back)
+        assert self.holds()
+
     def holds(self) -> bool:
         """Whether invariant H holds now."""
         due = [j for j in {self.step, *self._admitted} if j >= self.step]

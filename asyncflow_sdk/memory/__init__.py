@@ -3,7 +3,7 @@
 from .arena import Allocation, Arena
 from .directory import SharedDirectory, remove_if_ownerless, sweep
 from .mapper import Hold, Mapped, Mapper
-from .segment import HEADER_BYTES
+from .segment import HEADER_BYTES, blocks_there, sync_directory
 
 __all__ = [
     "HEADER_BYTES",
@@ -13,6 +13,8 @@ __all__ = [
     "Mapped",
     "Mapper",
     "SharedDirectory",
+    "blocks_there",
     "remove_if_ownerless",
     "sweep",
+    "sync_directory",
 ]

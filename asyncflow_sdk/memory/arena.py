@@ -28,7 +28,7 @@ import numpy.typing as npt
 from ..errors import AsyncFlowError, MemoryFull
 from .holes import Holes
 from .locks import try_lock, unlock
-from .segment import ALIGN, PAGE, Segment
+from .segment import ALIGN, PAGE, Segment, sync_directory
 
 SEGMENT_BYTES = 8 << 20
 MOST_SEGMENTS = 64  # of one size: an arena that holds more grows by larger ones, or files would run out
@@ -117,11 +117,18 @@ class Arena:
                 self._release(each)
 
     def sync(self, block: Allocation) -> None:
-        """Return when the block is on the disk, if its directory is on one."""
+        """Return when the block is on the disk, if its directory is on one. Raises MemoryFull: then the block is free."""
         with self._lock:
-            fd = os.dup(self._blocks[block.serial].segment.fd)
+            segment = self._blocks[block.serial].segment
+            fd = os.dup(segment.fd)
         try:
             os.fdatasync(fd)
+            if not segment.named:
+                sync_directory(self._directory)
+                segment.named = True
+        except OSError as error:
+            self.free([block.serial])
+            raise MemoryFull(f"{segment.path} cannot be synced: {os.strerror(error.errno or 0)}") from None
         finally:
             os.close(fd)
 

@@ -3,6 +3,9 @@
 Every segment of a run lies in one directory below /dev/shm (or the temporary directory, where /dev/shm is
 small). A lock on ``owner`` is held while the server lives: a directory whose lock is free belongs to a dead
 run, and the next start removes it.
+
+A directory that a journal owns says so in a file ``journal``, with the path of that journal: while that is there, the
+rows may still be wanted, and nobody removes them but the server that takes the journal up again.
 """
 
 from __future__ import annotations
@@ -12,32 +15,52 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
 
+from ..errors import ConfigError
+
+MARK = "journal"
 PREFIX = "asyncflow-"
 SMALL_BYTES = 256 << 20
 LEFTOVER_S = 60.0
 
 
 class SharedDirectory:
-    """Make and own a directory for segments. ``warning`` says where it had to go and why, else ""."""
+    """Make and own a directory for segments. ``warning`` says where it had to go and why, else "".
 
-    def __init__(self, base: Path | None = None) -> None:
+    ``journal``: the path of a journal that owns it. ``path``: the one that this journal had before, which is taken up
+    again, or made again if it is gone. Raises ConfigError when it is somebody else's.
+    """
+
+    def __init__(self, base: Path | None = None, *, journal: Path | None = None, path: Path | None = None) -> None:
         self.warning = ""
+        if path is not None and path.parent.is_dir():
+            base = path.parent
+        else:
+            path = None
         if base is None:
             base, self.warning = _choose_base()
         sweep(base)
-        self.path, self._lock = _make(base)
-        while not os.fstat(self._lock).st_nlink:  # swept up by another start, between its making and its lock
-            os.close(self._lock)
+        if path is None:
             self.path, self._lock = _make(base)
+            while not os.fstat(self._lock).st_nlink:  # swept up by another start, between its making and its lock
+                os.close(self._lock)
+                self.path, self._lock = _make(base)
+        else:
+            self.path, self._lock = _take_up(path)
+        if journal is not None:
+            (self.path / MARK).write_text(str(journal))
+            _remove_abandoned(base, journal, self.path)
 
-    def close(self) -> None:
-        """Remove the directory. Views that processes still hold stay valid. Idempotent."""
+    def close(self, *, keep: bool = False) -> None:
+        """Remove the directory, unless it is to be taken up again. Views that processes still hold stay valid.
+        Idempotent."""
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            if not keep:
+                shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
 
@@ -46,9 +69,38 @@ def _make(base: Path) -> tuple[Path, int]:
     """A new directory and the descriptor that holds its lock."""
     path = base / f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
     path.mkdir(mode=0o700)
+    return path, _lock(path)
+
+
+def _take_up(path: Path) -> tuple[Path, int]:
+    """The directory of an earlier server, and the descriptor that holds its lock."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError(f"{path}, where this run had its shared memory, belongs to somebody else now")
+    return path, _lock(path)
+
+
+def _lock(path: Path) -> int:
     lock = os.open(path / "owner", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    return path, lock
+    return lock
+
+
+def _remove_abandoned(base: Path, journal: Path, but: Path) -> None:
+    """What a start of this journal left that got no further than making it."""
+    for path in base.glob(f"{PREFIX}{os.getuid()}-*"):
+        with contextlib.suppress(OSError):
+            if path != but and (path / MARK).read_text() == str(journal):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _journal_owns(path: Path) -> bool:
+    """Whether a journal that exists may want what is there."""
+    try:
+        return Path((path / MARK).read_text()).exists()
+    except OSError:
+        return False
 
 
 def sweep(base: Path) -> list[Path]:
@@ -58,7 +110,10 @@ def sweep(base: Path) -> list[Path]:
 
 def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
     """Remove a run's directory if the server that owned it is gone. ``wait_s``: for a server that is known to be
-    dying, since the kernel closes its files one by one: its pipes may end before its lock does."""
+    dying, since the kernel closes its files one by one: its pipes may end before its lock does. One that a journal
+    owns stays."""
+    if _journal_owns(path):
+        return False
     try:
         lock = os.open(path / "owner", os.O_RDWR)
     except OSError:  # being made or removed by somebody else this moment; or their leftover, which age tells
@@ -77,6 +132,8 @@ def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
                     return False
                 time.sleep(0.01)
             else:
+                if _journal_owns(path):  # marked since
+                    return False
                 shutil.rmtree(path, ignore_errors=True)
                 return True
     finally:

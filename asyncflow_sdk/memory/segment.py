@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,33 @@ HEADER_BYTES = 16
 PAGE = mmap.PAGESIZE
 MAGIC = int.from_bytes(b"asyncflw", "little")
 HEADER = struct.Struct("<qq")
+Sizes: TypeAlias = npt.NDArray[np.int64]
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 _POPULATE_WRITE = 23  # of madvise; Python has no name for it
+
+
+def blocks_there(path: Path, starts: Sizes, serials: Sizes, sizes: Sizes) -> npt.NDArray[np.bool_]:
+    """Which blocks a segment's file still has. A file that is not there has none."""
+    there = np.zeros(len(starts), np.bool_)
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size
+            for number, start in enumerate(starts.tolist()):  # read, not mapped: a hole must not become a page
+                if start + int(sizes[number]) <= size:
+                    there[number] = os.pread(fd, HEADER.size, start) == HEADER.pack(MAGIC, int(serials[number]))
+        finally:
+            os.close(fd)
+    return there
+
+
+def sync_directory(path: Path) -> None:
+    """What was made or renamed in it stays, also when the host dies."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class Segment:
@@ -36,6 +62,7 @@ class Segment:
         self.path, self.name, self.number, self.size = path, path.name, number, size
         self._there = bytearray(size // PAGE)
         self.missing = size
+        self.named = False  # on disk, so that it would be found there
         try:
             self.fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         except FileNotFoundError:

@@ -4,6 +4,7 @@ from .client import AsyncTransferQueue, Rows, TransferQueue, open_queue
 from .connection import Connection, LoopPort, Port
 from .leased import AsyncLeasedBatch, LeasedBatch
 from .loader import StreamDataLoader
+from .recovery import Recovered
 from .server import QueueServer
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "LoopPort",
     "Port",
     "QueueServer",
+    "Recovered",
     "Rows",
     "StreamDataLoader",
     "TransferQueue",

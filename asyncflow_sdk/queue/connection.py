@@ -55,8 +55,10 @@ class Connection:
             raise
         self.directory = Path(welcome.directory)
         self.session = welcome.session
-        self.arena = Arena(self.directory, f"s{self.session}-")
-        self.mapper = Mapper(self.directory)
+        rows = Path(welcome.rows) if welcome.rows else self.directory
+        self.arena = Arena(rows, f"s{self.session}-")
+        self.mapper = Mapper(rows)
+        self.synced = welcome.durability == "host"  # payload is on disk before its command is sent
         self.reader = Reader(self.mapper)
 
     def _hello(self) -> Welcome:
@@ -134,6 +136,8 @@ class Port:
         self.connection.wire.check()  # a forked child must not write into what its parent writes
         specs = {name: column.spec for name, column in columns.items()}
         block, space = blocks.write(self.connection.arena, columns)
+        if self.connection.synced:
+            self.connection.arena.sync(space)
         return Letter(msgspec.structs.replace(command, columns=specs), block, space)
 
     async def post(self, letter: Letter, then: cmd.Lease | None = None) -> Answer:

@@ -46,6 +46,16 @@ class Files:
             if not self.replaying:
                 self._doomed += self._weights.glob(f"w{session}-*")
 
+    def reconcile(self, sessions: Collection[int], needed: Collection[str]) -> None:
+        """After a crash: what nobody will remove any more goes, whose session is none of these."""
+        for path in self._rows.glob("s[0-9]*-*"):
+            if int(path.name[1:].split("-")[0]) not in sessions and path.name not in needed:
+                self._doomed.append(path)
+        publishers = {*sessions, *self._publishers.values()}
+        for path in self._weights.glob("w[0-9]*-*"):
+            if int(path.name[1:].split("-")[0]) not in publishers:
+                self._doomed.append(path)
+
     def carry_out(self) -> None:
         """Remove what may go."""
         doomed, self._doomed = self._doomed, []

@@ -18,8 +18,10 @@ from .protocol import Hello
 class Gauges:
     """Not thread-safe: the server's thread owns it."""
 
-    def __init__(self, directory: Path, places: Places) -> None:
-        self._directory, self._places = directory, places
+    TRANSIENT = frozenset({"_directories", "_places", "_host"})
+
+    def __init__(self, directories: set[Path], places: Places) -> None:
+        self._directories, self._places = directories, places
         self._clients: dict[int, tuple[int, str]] = {}  # session → process and host
         self._host = socket.gethostname()
 
@@ -33,8 +35,8 @@ class Gauges:
         """Bytes of shared memory of the run."""
         total = 0
         with contextlib.suppress(OSError):  # a file may go meanwhile
-            for path in self._directory.iterdir():
-                total += path.stat().st_blocks * 512
+            for directory in self._directories:
+                total += sum(path.stat().st_blocks * 512 for path in directory.iterdir())
         return total
 
     def fill(self, report: StatusReport, garbage: int) -> StatusReport:

@@ -7,7 +7,7 @@ It is a function of what it is told: it never looks into shared memory.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,6 +109,26 @@ class Places:
                 if len(ended):
                     freed += self._forget(np.unique(ended))
         return freed
+
+    def lost(self, there: Callable[[str, Ids, Ids, Ids], npt.NDArray[np.bool_]]) -> Ids:
+        """Rows that need a block which is gone. ``there``: which blocks a segment has, by start, serial and bytes."""
+        used = np.ones(len(self._blocks), np.bool_)
+        used[self._free] = False
+        gone = np.zeros(len(self._blocks), np.bool_)
+        for number, name in enumerate(self._segments.names):
+            slots = np.flatnonzero(used & (self._blocks[:, 0] == number))
+            if len(slots):
+                _, starts, serials, _, sizes, _ = self._blocks[slots].T
+                gone[slots] = ~there(name, starts, serials, sizes)
+        if not gone.any():
+            return np.empty(0, np.int64)
+        found = [np.flatnonzero((a >= 0) & gone[np.maximum(a, 0) >> _SHIFT]) for a in self._families.values()]
+        rows: Ids = np.unique(np.concatenate(found)) + self._base
+        return rows
+
+    def segments(self) -> set[str]:
+        """Segments that rows still need."""
+        return {name for _, name in self._segments._number}
 
     def segments_of(self, owner: str) -> Collection[str]:
         """Segments of an owner that rows still need."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ import numpy as np
 import xxhash
 
 from .._version import __version__
-from ..errors import AsyncFlowError, MemoryFull, ProtocolError, by_name
+from ..errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, by_name
 from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
@@ -30,9 +31,12 @@ from .journal import Asked, Dropped, Gone, Journal, Record, Ticked
 from .places import Places
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
 from .reader import Reader
+from .recovery import Home, Recovered
 
 STATUS_EVERY_S = 0.5
-LOOKS = (cmd.GetAudit, cmd.GetStatus)
+TRY_AGAIN_S = 0.5
+"""How often a journal that could not be written is tried again."""
+LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus)
 """Commands that change nothing."""
 _log = logging.getLogger(__name__)
 
@@ -56,25 +60,43 @@ class QueueServer:
     ``on_event``, and ``on_step`` with the number of an acknowledged step and a function that reads its rows
     (every column they have; in any thread, once), are called in the server's thread and must return at
     once. What they raise is logged and changes nothing.
+
+    ``journal``: a directory where every input is kept before its answer leaves, so that a server that is made with it
+    later goes on where this one died (``recovered`` tells what it found). ``durability``: "process" (any process may
+    die at any time) or "host" (the payload is on disk, too, before a put is acknowledged); None: what it was. Raises
+    ConfigError when the directory is served by another process or was written by another version.
     """
+
+    KEPT = ("_sessions", "_processes", "_pending", "_freed")
 
     def __init__(
         self,
         addresses: list[str],
         on_event: Callable[[Event], None] | None = None,
         on_step: Callable[[int, Callable[[], Batch]], None] | None = None,
+        *,
+        journal: Path | None = None,
+        durability: str | None = None,
     ) -> None:
-        self.directory = SharedDirectory()
+        self._home = Home(journal.absolute(), durability) if journal is not None else None
+        self.durability = self._home.durability if self._home is not None else ""
+        try:
+            self.directory = SharedDirectory() if self._home is None else self._home.directory()
+        except BaseException:
+            self._close_home()
+            raise
         self.here = f"inproc://{self.directory.path.name}"
         addresses = [self.here, f"ipc://{self.directory.path}/queue", *addresses]
         self.ledger = Ledger()
         self._places = Places()
-        self._rows = self.directory.path  # where segments of rows lie
-        self.durability = ""
-        self._files = Files(self._rows, self.directory.path)
-        self._mapper = Mapper(self._rows)
+        self.rows = self.directory.path
+        """Where segments of rows lie."""
+        if self._home is not None and self._home.rows is not None:
+            self.rows = self._home.rows
+        self._files = Files(self.rows, self.directory.path)
+        self._mapper = Mapper(self.rows)
         self._reader = Reader(self._mapper)
-        self._gauges = Gauges(self.directory.path, self._places)
+        self._gauges = Gauges({self.directory.path, self.rows}, self._places)
         self._on_event = on_event
         self._on_step = on_step
         self._clock = Clock()
@@ -86,21 +108,69 @@ class QueueServer:
         self._pending: dict[int, _Pending] = {}
         self._freed: dict[str, bytes] = {}  # session → serials of its blocks
         self._next_status = 0.0
+        self.recovered: Recovered | None = None
         try:
-            self._wire = Server(addresses, self)
+            self._wire = self._listen(addresses)
         except BaseException:
-            self.directory.close()
+            self.directory.close(keep=self._home is not None and self._home.head is not None)
+            self._close_home()
             raise
         self.addresses = self._wire.addresses
         if self.directory.warning:
-            self._emit(ev.Note(time_s=time.monotonic(), text=self.directory.warning, level="warning"))
+            self._note(self.directory.warning, "warning")
+        try:
+            self._recover()
+        except BaseException:
+            self._wire.stop()
+            self._mapper.close()
+            self.directory.close(keep=self._home is not None and self._home.head is not None)
+            self._close_home()
+            raise
         self._wire.start()
 
+    def _listen(self, addresses: list[str]) -> Server:
+        """Where an earlier server of the run listened, if that is possible."""
+        if self._home is None:
+            return Server(addresses, self)
+        before = [self._home.bound.get(address, address) for address in addresses]
+        try:
+            wire = Server(before, self, hold=True)
+        except ConfigError:  # its port is somebody else's now
+            wire = Server(addresses, self, hold=True)
+        self._home.listens(dict(zip(addresses, wire.addresses, strict=True)))
+        return wire
+
+    def _recover(self) -> None:
+        if self._home is None:
+            return
+        self.recovered = self._home.recover(self)
+        if self.recovered is not None:
+            self._note(str(self.recovered), self.recovered.level)
+        self._journal = self._home.begin(self)
+        self.ledger.outside.keep = True
+        for session, (pid, key) in self._processes.items():
+            self._wire.watch(session, pid, key)
+
+    def _close_home(self) -> None:
+        if self._home is not None:
+            self._home.close()
+
+    def _note(self, text: str, level: str) -> None:
+        self._emit(ev.Note(time_s=time.monotonic(), text=text, level=level))
+
     def close(self) -> None:
-        """Stop serving and remove the run's segments. Views that processes hold stay valid."""
+        """Stop serving and remove the run's segments, unless a journal may want them: one does until the stream has ended
+        and every row with it. Views that processes hold stay valid."""
         self._wire.stop()
         self._mapper.close()
-        self.directory.close()
+        keep = False
+        if self._journal is not None:
+            self._journal.close()
+            keep = not self.ledger.ended or self.ledger.audit().live > 0
+        self.directory.close(keep=keep)
+        if self._home is not None and not keep:
+            self._home.remove_rows()
+        self._close_home()
 
     # ---- called by the wire
 
@@ -167,6 +237,8 @@ class QueueServer:
             self._next_status = now + STATUS_EVERY_S
             self._status()
         deadlines = [self.ledger.next_deadline(), self._next_status if self._on_event is not None else None]
+        if self._journal is not None and self._journal.failure is not None:
+            deadlines.append(now + TRY_AGAIN_S)
         return min((d - now for d in deadlines if d is not None), default=None)
 
     def tick(self, now: float) -> None:
@@ -176,9 +248,19 @@ class QueueServer:
         self._record(Ticked(now))
 
     def settle(self) -> bool:
-        if self._journal is not None and not self._journal.commit():
-            return False
+        if self._journal is not None:
+            failed = self._journal.failure
+            if not self._journal.commit():
+                if failed is None:
+                    self._note(
+                        f"{self._journal.path} cannot be written: {self._journal.failure}; answers wait", "error"
+                    )
+                return False
+            if failed is not None:
+                self._note(f"{self._journal.path} can be written again", "info")
         self._files.carry_out()
+        if self._journal is not None and self._home is not None:
+            self._journal = self._home.compact(self, self._journal)
         return True
 
     # ---- requests
@@ -228,7 +310,7 @@ class QueueServer:
         assert isinstance(joined, cmd.Joined)
         self._sessions[session] = joined.session
         self._processes[session] = (hello.pid, hello.pid_key)
-        rows = "" if self._rows == self.directory.path else str(self._rows)
+        rows = "" if self.rows == self.directory.path else str(self.rows)
         welcome = Welcome(joined.session, str(self.directory.path), __version__, self.durability, rows)
         self._gauges.came(joined.session, hello)
         self._answer(ticket, session, Answer(welcome))
@@ -271,7 +353,7 @@ class QueueServer:
 
         def look() -> bytes:
             try:
-                found.append(check_call(self.ledger, self._rows, number, command, block))
+                found.append(check_call(self.ledger, self.rows, number, command, block))
             except AsyncFlowError as error:
                 return encode(failure(error))
             return b""

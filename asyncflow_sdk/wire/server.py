@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import zmq
 
@@ -72,6 +72,8 @@ class _Session:
     A request may be dropped over one socket before it comes over another (``early``): then it is carried out when
     it comes and taken back at once, as if it had come in order. What it gives back must not be lost with it.
     """
+
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"payloads", "unsent", "routes"})
 
     answers: dict[int, bytes] = field(default_factory=dict)
     payloads: dict[int, Payload] = field(default_factory=dict)  # what goes beside some of them
@@ -148,6 +150,8 @@ class Server:
     none; ``refused``: connections shut out by their key. ``hold``: answers leave together at the end of a round, so
     that the handler can settle what they rest on once for all of them. Raises ConfigError.
     """
+
+    KEPT = ("_sessions", "_by_ticket", "_next_ticket")
 
     def __init__(
         self,
@@ -233,6 +237,12 @@ class Server:
     def replay_drop(self, session_id: str, seq: int) -> None:
         """Word that came to an earlier server that a request is dropped. Before ``start``."""
         self._drop(session_id, self._sessions.setdefault(session_id, _Session()), seq)
+
+    def replayed(self) -> None:
+        """Nothing of what was replayed is sent before it is asked for again."""
+        self._outbox.clear()
+        for session in self._sessions.values():
+            session.routes = dict.fromkeys((*session.answers, *session.tickets))
 
     def watch(self, session: str, pid: int, key: str) -> None:
         """Call ``gone`` when the process of a session ends. Processes of other hosts cannot be watched."""

@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from ..errors import AsyncFlowError, Ended, WorkerFailed
+from ..errors import AsyncFlowError, ConfigError, Ended, WorkerFailed
 from ..interfaces import TRAIN_COLUMNS
 from ..ledger import Audit
 from ..plugins import import_path
-from ..queue import Connection, LeasedBatch, QueueServer, TransferQueue, open_queue
+from ..queue import Connection, LeasedBatch, QueueServer, Recovered, TransferQueue, open_queue
 from ..types import Batch, Event
 from ..weights import WeightPublisher
 from . import roles
@@ -60,6 +60,11 @@ class Run:
     def session(self) -> int:
         """The number of this connection's session, as ``queue.status()`` lists it."""
         return self._connection.session
+
+    @property
+    def recovered(self) -> Recovered | None:
+        """What was found of a run that had died; None for one that is new, and in other processes than its own."""
+        return self._server.recovered if self._server is not None else None
 
     def start(self, spec: Rollout | Stage | Train, **job: Any) -> list[Worker]:
         """Declare the task of ``spec`` and start its workers. Raises ConfigError for a task that cannot be
@@ -132,10 +137,13 @@ class Run:
 
     def close(self) -> None:
         """End the stream, stop the workers started from here, and leave. Idempotent."""
+        self._close(end=True)
+
+    def _close(self, *, end: bool) -> None:
         if self._connection.wire.closed:
             return
         try:
-            self.finish()
+            self.finish() if end else self.stop_workers()
         finally:
             self._connection.close()
             if self._server is not None:
@@ -169,7 +177,10 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is not None and self._server is not None and self._server.durability:
+            self._close(end=False)  # what came so far can be gone on with
+        else:
+            self.close()
 
     # ---- workers
 
@@ -288,22 +299,37 @@ def serve(
     capacity_rows: int = 100_000,
     capacity_bytes: int | None = None,
     steps: int | None = None,
+    durability: Literal["process", "host"] | None = None,
 ) -> Run:
     """Serve a run from this process. ``directory``: where workers log. ``address``: also listen there
     (``tcp://127.0.0.1:0`` picks a port); a socket of the run is always there. ``capacity_bytes``: of payload alive
-    at once; by default half of what is free where the segments lie."""
+    at once; by default half of what is free where the segments lie.
+
+    ``durability``: what was acknowledged survives the kill of any process ("process"), or of the host too ("host",
+    which waits for the disk): a journal is kept in ``directory``, and whoever serves the same directory again goes on
+    where that run died, with the limits it had; workers that still live just wait for it. ``run.recovered`` tells what
+    was found. Raises ConfigError while another process serves it.
+    """
     path = Path(directory) if directory is not None else None
     if path is not None:
         path.mkdir(parents=True, exist_ok=True)
-    server = QueueServer([address] if address else [], on_event=on_event, on_step=on_step)
+    if durability not in (None, "process", "host"):
+        raise ConfigError(f'durability is "process" or "host", not {durability!r}')
+    if durability is not None and path is None:
+        raise ConfigError(f'a run of durability "{durability}" needs a directory for its journal')
+    journal = path / "journal" if path is not None and (durability or (path / "journal").is_dir()) else None
+    server = QueueServer(
+        [address] if address else [], on_event=on_event, on_step=on_step, journal=journal, durability=durability
+    )
     try:
         run = Run(Connection(server.here, name), server, path)
         if capacity_bytes is None:
-            room = os.statvfs(server.directory.path)
+            room = os.statvfs(server.rows)
             capacity_bytes = max(room.f_bavail * room.f_frsize // 2, 1)
-        run.queue.configure(
-            max_staleness=max_staleness, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, steps=steps
-        )
+        if server.recovered is None:
+            run.queue.configure(
+                max_staleness=max_staleness, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, steps=steps
+            )
         if path is not None:
             write_addresses(path, server.addresses)
     except BaseException:

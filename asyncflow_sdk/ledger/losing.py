@@ -1,0 +1,102 @@
+"""Rows whose payload is gone, as after a restart of the host: they fail with their groups, each counted.
+
+A full step that lacks some of its rows cannot be trained. It is opened again, and every step after it, as long as none
+of these was acknowledged: what is left of their rows is selected anew. Invariant H of the staleness rule holds
+then, too: rows selected into step m have a deadline of m or later, B of them at most in each, so those that come back
+with a deadline up to j are (j - k + 1)·B at most, which is what H leaves at the start of step k.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import numpy as np
+
+from ..types import events as ev
+from .commands import Ids
+from .ready import ReadyQueue
+from .rows import LEASED, LIVE, NONE, READY, SELECTED
+from .state import FAILED, Steps
+from .versioning import Versioning
+
+
+class Losing(Versioning):
+    """Ends rows that nobody can read any more."""
+
+    def lose(self, ids: Ids, now: float, reason: str) -> None:
+        """Rows fail, and their groups; those that were trained already fail alone."""
+        self._now = now
+        rows = self.rows
+        ids = ids[ids >= rows.base]
+        if self.steps is not None:
+            self._leave_steps(self.steps, self._alive(ids), reason)
+        self._end_groups(self._alive(ids), FAILED, reason)
+        trained = self._alive(ids)
+        if len(trained):
+            self._finish(trained, FAILED, reason)
+        self._settle()
+
+    def _settle(self) -> None:
+        raise NotImplementedError
+
+    def _alive(self, ids: Ids) -> Ids:
+        alive: Ids = ids[self.rows.state[self.rows.at(ids)] == LIVE]
+        return alive
+
+    def _leave_steps(self, steps: Steps, ids: Ids, reason: str) -> None:
+        held = {lease.step: self._outstanding(lease) for lease in self.leases.values() if lease.step != NONE}
+        full = dict(steps.closed) | held
+        since = steps.window.step
+        while since - 1 in full:  # no step from here on is acknowledged
+            since -= 1
+        hit = sorted(set(self.rows.step[self.rows.at(ids)].tolist()) & full.keys())
+        for step in hit:
+            if step >= since:
+                self._open_again(steps, step)
+                break
+            steps.closed = deque((number, part) for number, part in steps.closed if number != step)
+            self._finish(self._alive(full[step]), FAILED, f"{reason} in a step that a later one overtook")
+
+    def _open_again(self, steps: Steps, first: int) -> None:
+        """Rows of this step and later ones are unselected; leases of them end."""
+        parts: list[tuple[int, Ids, int]] = [(steps.window.step, part, SELECTED) for part in steps.filling]
+        parts += [(step, ids, SELECTED) for step, ids in steps.closed if step >= first]
+        for lease in [lease for lease in self.leases.values() if lease.step >= first]:
+            ids = self._outstanding(lease)
+            parts.append((lease.step, ids, LEASED))
+            self._release(lease, len(ids))
+            self._effects.events.append(
+                ev.LeaseReturned(
+                    time_s=self._now, worker=self._name(lease.session), task=lease.task, count=len(ids),
+                    reason=f"payload of step {lease.step} is lost",
+                )
+            )  # fmt: skip
+        steps.closed = deque((step, ids) for step, ids in steps.closed if step < first)
+        steps.filling = []
+        back: Counter[int] = Counter()
+        for _, ids, state in sorted(parts, key=lambda part: -part[0]):
+            back.update(self._unselect(steps, ids, state))
+        steps.window.open_again(first, back)
+        if not self.end_said:  # it had ended because every step was filled
+            self.ended = False
+        self._reselect = True
+        self._wake_all()
+
+    def _unselect(self, steps: Steps, ids: Ids, state: int) -> Counter[int]:
+        """Rows are ready for the step again, before those that are. Returns how many by deadline."""
+        rows, name = self.rows, steps.task.spec.name
+        at = rows.at(ids)
+        rows.task(name, "state")[at] = READY
+        rows.task(name, "token")[at] = NONE
+        rows.step[at] = NONE
+        steps.task.move(len(ids), state, READY)
+        self.unselected += len(ids)
+        counts: Counter[int] = Counter()
+        for deadline, count in zip(*np.unique(rows.deadline[at], return_counts=True), strict=True):
+            key = None if deadline == NONE else int(deadline)
+            if key is not None:
+                counts[key] = int(count)
+            if key not in steps.ready:
+                steps.ready[key] = ReadyQueue(rows, name)
+            steps.ready[key].push_front(ids[rows.deadline[at] == deadline])
+        return counts

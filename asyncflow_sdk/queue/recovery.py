@@ -1,0 +1,317 @@
+"""Recovery: the journal directory of a run, and a queue server as it was when its process died.
+
+lock               held while a server lives; its process, and where it listens
+snapshot-000003    the whole state before the first record of journal-000003; the newest one counts
+journal-000003     every input since
+damaged-...        what could not be applied of a journal that was damaged before its end
+segments/          at level host, the rows themselves
+
+Each start, and each journal that has grown long, begins the next number: first the empty journal, then, renamed into
+place, the snapshot that makes it count; then the old ones go. A crash in between leaves either pair whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .._version import __version__
+from ..errors import ConfigError, MemoryFull, ProtocolError
+from ..ledger.commands import Ids
+from ..memory import SharedDirectory, blocks_there
+from ..wire import process_key
+from . import snapshot
+from .journal import FORMAT, Asked, Dropped, Gone, Head, Journal, Recorded
+
+if TYPE_CHECKING:
+    from .server import QueueServer
+
+LEVELS = ("process", "host")
+LEAST_BYTES = 16 << 20
+GROWTH = 4
+"""A journal longer than ``LEAST_BYTES``, and than so many times its snapshot, is replaced by a new snapshot."""
+LOST = "payload lost"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a server that came back found. ``rows``: live; ``lost``: whose payload was gone, and ended with their groups
+    as failed; ``cut``: bytes of the journal that were not applied, of them ``behind`` whole records behind a damage,
+    kept in ``damaged``; ``differing``: records that gave other answers than the first time, which is a bug."""
+
+    records: int
+    rows: int
+    sessions: int
+    lost: int
+    cut: int
+    behind: int
+    damaged: str
+    differing: int
+
+    @property
+    def level(self) -> str:
+        """Of the note that tells it."""
+        return "error" if self.damaged or self.differing else "warning" if self.lost or self.cut else "info"
+
+    def __str__(self) -> str:
+        text = f"recovered {self.rows} live rows and {self.sessions} sessions; {self.records} records were replayed"
+        if self.lost:
+            text += f"; the payload of {self.lost} rows is lost, and they failed with their groups"
+        if self.damaged:
+            text += (
+                f"; the journal is damaged: {self.cut} bytes with {self.behind} records that can still be read were not"
+                f" applied, and are kept in {self.damaged}"
+            )
+        elif self.cut:
+            text += f"; {self.cut} bytes at the end of the journal were torn and never acknowledged"
+        if self.differing:
+            text += f"; {self.differing} records gave other answers than before: a bug of the SDK, please report it"
+        return text
+
+
+class Home:
+    """The journal directory of one run. Raises ConfigError when another server has it, or when it cannot be read."""
+
+    def __init__(self, path: Path, durability: str | None) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock, self.bound = _take(path)
+        try:
+            self._number, self.head, self._state = _newest(path)
+            if self.head is not None:
+                self._check(durability)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self.durability = self.head.durability if self.head is not None else durability or LEVELS[0]
+        self.run = self.head.run if self.head is not None else token_hex(8)
+        self.rows = path / "segments" if self.durability == "host" else None
+        if self.rows is not None:
+            self.rows.mkdir(mode=0o700, exist_ok=True)
+        self._least = 0
+
+    def _check(self, durability: str | None) -> None:
+        assert self.head is not None
+        if self.head.sdk != __version__:
+            raise ConfigError(
+                f"{self.path} was written by asyncflow-sdk {self.head.sdk}, and this is {__version__}, which may decide"
+                " otherwise: continue it with that version, or choose another directory"
+            )
+        if durability not in (None, self.head.durability):
+            raise ConfigError(
+                f"{self.path} holds a run of durability {self.head.durability!r}; it cannot go on as {durability!r}"
+            )
+
+    def directory(self) -> SharedDirectory:
+        """The run's shared memory: the same as before."""
+        path = Path(self.head.directory) if self.head is not None else None
+        return SharedDirectory(journal=self.path, path=path)
+
+    def remove_rows(self) -> None:
+        """Nobody wants the segments any more."""
+        if self.rows is not None:
+            shutil.rmtree(self.rows, ignore_errors=True)
+
+    def listens(self, addresses: dict[str, str]) -> None:
+        """Note where the server listens: asked for → bound. The next one listens there too."""
+        content = msgspec.json.encode({"pid": os.getpid(), "addresses": addresses})
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, content, 0)
+
+    def recover(self, server: QueueServer) -> Recovered | None:
+        """Bring a server that has not started to where the last one was; None for a run that is new."""
+        if self.head is None:
+            return None
+        restore(server, self._state)
+        self._state = None
+        recorded = Recorded(self._file("journal", self._number))
+        try:
+            differing, now = replay(server, recorded, self.head.now)
+            cut = recorded.cut
+            behind = recorded.readable_behind() if cut else 0
+        finally:
+            recorded.close()
+        server._clock.resume(now)
+        damaged = ""
+        if behind:
+            aside = self.path / f"damaged-{self._number:06d}-at-{recorded.end}"
+            os.link(recorded.path, aside)
+            damaged = str(aside)
+        lost = self._lose(server)
+        self._restarted(server)
+        server._files.reconcile(server._sessions.values(), server._places.segments())
+        audit = server.ledger.audit()
+        return Recovered(recorded.records, audit.live, len(server._sessions), lost, cut, behind, damaged, differing)
+
+    def begin(self, server: QueueServer) -> Journal:
+        """A snapshot of the server, and the journal that follows it. Raises MemoryFull, OSError: the old ones count."""
+        number = self._number + 1
+        rows = str(self.rows) if self.rows is not None else ""
+        head = Head(
+            FORMAT, __version__, self.run, self.durability, str(server.directory.path), rows, _boot(), server._clock()
+        )
+        path = self._file("journal", number)
+        path.unlink(missing_ok=True)
+        journal = Journal(path, head, sync=self.durability == "host")
+        whole = self._file("snapshot", number)
+        try:
+            snapshot.write(whole, msgspec.msgpack.encode(head), state_of(server))
+        except BaseException as error:
+            journal.close()
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise MemoryFull(f"no room for a snapshot in {self.path}: {error}") from None
+            raise
+        for old in self.path.glob("*-??????"):
+            if old.name.startswith(("journal-", "snapshot-")) and old not in (path, whole):
+                old.unlink()
+        self._number, self.head = number, head
+        self._least = max(LEAST_BYTES, GROWTH * whole.stat().st_size)
+        return journal
+
+    def compact(self, server: QueueServer, journal: Journal) -> Journal:
+        """The journal to go on with: the same, until it has grown long."""
+        if journal.nbytes <= self._least:
+            return journal
+        try:
+            new = self.begin(server)
+        except Exception:
+            _log.exception("the journal in %s goes on without a snapshot", self.path)
+            self._least = 2 * journal.nbytes
+            return journal
+        journal.close()
+        return new
+
+    def close(self) -> None:
+        """Let another server have it."""
+        os.close(self._lock)
+
+    def _file(self, kind: str, number: int) -> Path:
+        return self.path / f"{kind}-{number:06d}"
+
+    def _lose(self, server: QueueServer) -> int:
+        """End rows whose payload is gone. Memory that outlived a restart of the host was never synced at level process."""
+        assert self.head is not None
+        rows = self.rows if self.rows is not None else server.directory.path
+        gone = self.head.boot != _boot() and self.durability == "process"
+        lost: Ids = server._places.lost(
+            lambda name, starts, serials, sizes: blocks_there(rows / name, starts, serials, sizes) & (not gone)
+        )
+        if len(lost):
+            server.ledger.lose(lost, server._clock(), LOST)
+            server._flush()
+        return len(lost)
+
+    def _restarted(self, server: QueueServer) -> None:
+        """Processes do not outlive their host."""
+        assert self.head is not None
+        if self.head.boot == _boot():
+            return
+        for session, (_, key) in list(server._processes.items()):
+            if key and key.split(" ")[0] == self.head.boot:
+                server.gone(session, "its host was started again")
+
+
+def replay(server: QueueServer, recorded: Recorded, now: float) -> tuple[int, float]:
+    """Carry out what was recorded. Returns how many records gave other answers than before, and the ledger's time."""
+    differing = 0
+    outside = server.ledger.outside
+    server._replaying = server._files.replaying = True
+    try:
+        for entry in recorded.entries():
+            record = entry.record
+            server._clock.fixed = now = record.now
+            outside.replay(entry.notes)
+            if isinstance(record, Asked):
+                server._wire.replay(record.session, record.seq, record.done, record.body)
+            elif isinstance(record, Dropped):
+                server._wire.replay_drop(record.session, record.seq)
+            elif isinstance(record, Gone):
+                server.gone(record.session, record.reason)
+            else:
+                server.tick(record.now)
+            used = outside.replay(None)
+            differing += not used or server._told != entry.told
+            server._told = 0
+    finally:
+        server._replaying = server._files.replaying = False
+        server._wire.replayed()
+    return differing, now
+
+
+def state_of(server: QueueServer) -> dict[str, Any]:
+    """Everything that a server's next answers depend on."""
+    return {name: snapshot.attributes(part) for name, part in _parts(server).items()}
+
+
+def restore(server: QueueServer, state: dict[str, Any]) -> None:
+    parts = _parts(server)
+    for name, attributes in state.items():
+        vars(parts[name]).update(attributes)
+    server._wire.replayed()
+
+
+def _parts(server: QueueServer) -> dict[str, Any]:
+    return {
+        "server": server,
+        "ledger": server.ledger,
+        "places": server._places,
+        "files": server._files,
+        "gauges": server._gauges,
+        "wire": server._wire,
+    }
+
+
+def _newest(path: Path) -> tuple[int, Head | None, Any]:
+    """Number, head and state of the newest snapshot; (0, None, None) where there is none yet."""
+    numbers = sorted(int(found.name[-6:]) for found in path.glob("snapshot-??????"))
+    failed = ""
+    for number in reversed(numbers):
+        if not (path / f"journal-{number:06d}").exists():
+            failed = failed or f"journal-{number:06d} is missing"
+            continue
+        try:
+            head_bytes, state = snapshot.read(path / f"snapshot-{number:06d}")
+            head = msgspec.msgpack.decode(head_bytes, type=Head)
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            failed = failed or str(error)
+        else:
+            return number, head, state
+    if numbers:
+        raise ConfigError(f"{path} holds a run that cannot be read: {failed}. Move it away to begin anew")
+    return 0, None, None
+
+
+def _take(path: Path) -> tuple[int, dict[str, str]]:
+    """The lock, and where the last server that had it listened."""
+    lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        said = msgspec.json.decode(os.pread(lock, 1 << 16, 0) or b"{}")
+        addresses = {str(asked): str(bound) for asked, bound in said.get("addresses", {}).items()}
+        pid = said.get("pid", "?")
+    except (msgspec.MsgspecError, AttributeError):
+        addresses, pid = {}, "?"
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        where = ", ".join(addresses.values()) or "this host alone"
+        raise ConfigError(
+            f"{path.parent} is being served by process {pid}, on {where}; connect to it, or end that process and those"
+            " it forked"
+        ) from None
+    return lock, addresses
+
+
+def _boot() -> str:
+    """Of the host, so that its restart can be seen."""
+    return process_key(os.getpid()).split(" ")[0]

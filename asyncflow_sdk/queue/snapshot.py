@@ -1,0 +1,237 @@
+"""Snapshot: the whole state of a queue server as bytes, and back, without pickle.
+
+    data = encode(state)            # dicts, lists, sets, deques, arrays, numbers, and objects of our own rooms
+    state = decode(data)            # the same, objects that were one object being one again
+
+It is structural: every attribute of every object is carried, also one that was added yesterday. What must not be is
+named in ``TRANSIENT`` of its class, and made anew by the constructor. Only classes of the rooms below are made; nothing
+is imported and nothing is called but a constructor without arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from ..errors import AsyncFlowError, ProtocolError
+from ..memory import sync_directory
+
+ROOMS = ("ledger", "memory", "queue", "types", "wire")
+MAGIC = b"asyncfl-snapsh1\n"
+_LENGTH = struct.Struct("<QQ")
+_PACKAGE = __name__.split(".")[0]
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_FACTORIES: dict[str, Callable[[], Any]] = {"Counter": Counter, "list": list, "dict": dict, "set": set, "int": int}
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder().decode
+
+
+def encode(state: Any) -> bytes:
+    """Raises TypeError that names what cannot be carried, and where it is."""
+    return _pack(_Encoder().node(state, "state"))
+
+
+def decode(data: bytes) -> Any:
+    """Raises ProtocolError for what ``encode`` did not make."""
+    try:
+        return _Decoder().value(_unpack(data))
+    except AsyncFlowError:
+        raise
+    except Exception as error:
+        raise ProtocolError(f"this is no snapshot: {error!r}") from error
+
+
+def write(path: Path, head: bytes, state: Any) -> None:
+    """A file that is whole or not there, also when the host dies. Raises OSError."""
+    part = path.with_suffix(".part")
+    body = encode(state)
+    try:
+        with part.open("wb") as file:
+            file.write(MAGIC)
+            for content in (head, body):
+                file.write(_LENGTH.pack(len(content), xxhash.xxh3_64_intdigest(content)))
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        sync_directory(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read(path: Path) -> tuple[bytes, Any]:
+    """The head and the state. Raises ProtocolError when the file is damaged."""
+    data = path.read_bytes()
+    found = []
+    at = len(MAGIC)
+    for _ in range(2):
+        length, checksum = _LENGTH.unpack_from(data, at) if len(data) >= at + _LENGTH.size else (0, 1)
+        content = data[at + _LENGTH.size : at + _LENGTH.size + length]
+        if data[: len(MAGIC)] != MAGIC or len(content) != length or xxhash.xxh3_64_intdigest(content) != checksum:
+            raise ProtocolError(f"{path} is damaged")
+        found.append(content)
+        at += _LENGTH.size + length
+    return found[0], decode(found[1])
+
+
+def attributes(thing: Any) -> dict[str, Any]:
+    """What an object carries: all it has, but for what its class calls ``TRANSIENT``; or what it calls ``KEPT``."""
+    kept = getattr(type(thing), "KEPT", None)
+    if kept is not None:
+        return {name: getattr(thing, name) for name in kept}
+    named = dict(getattr(thing, "__dict__", {}))
+    for cls in type(thing).__mro__:
+        slots = getattr(cls, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
+                named[name] = getattr(thing, name)
+    for name in getattr(type(thing), "TRANSIENT", ()):
+        named.pop(name, None)
+    return named
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+        self._kept: list[Any] = []  # ids are those of living objects
+
+    def node(self, thing: Any, where: str) -> Any:
+        """Numbers, text and bytes as they are; else a list that begins with what it is."""
+        kind = type(thing)
+        if kind in _PLAIN:
+            return thing
+        if kind is tuple:
+            return ["tuple", *self._all(thing, where)]
+        if (known := self._known.get(id(thing))) is not None:
+            return ["same", known]
+        self._known[id(thing)] = len(self._kept)
+        self._kept.append(thing)
+        if kind is np.ndarray and thing.dtype.kind in "biuf":
+            return ["array", thing.dtype.str, list(thing.shape), np.ascontiguousarray(thing).tobytes()]
+        if isinstance(thing, np.generic) and thing.dtype.kind in "biuf":
+            return ["number", thing.dtype.str, thing.tobytes()]
+        if kind in (dict, Counter, OrderedDict):
+            return [kind.__name__, *self._pairs(thing, where)]
+        if kind is defaultdict:
+            factory = getattr(thing.default_factory, "__name__", "")
+            if factory not in _FACTORIES:
+                raise TypeError(f"{where}: a defaultdict of {thing.default_factory} cannot be carried")
+            return ["defaultdict", factory, *self._pairs(thing, where)]
+        if kind is list:
+            return ["list", *self._all(thing, where)]
+        if kind is deque:
+            return ["deque", thing.maxlen, *self._all(thing, where)]
+        if kind in (set, frozenset):
+            return [kind.__name__, *self._all(sorted(thing), where)]
+        if (name := _name(kind)) is None:
+            raise TypeError(f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be carried")
+        if isinstance(thing, msgspec.Struct) and kind.__struct_config__.frozen:
+            return ["struct", name, _pack(thing)]
+        if isinstance(thing, msgspec.Struct):
+            named = {field: getattr(thing, field) for field in kind.__struct_fields__}
+        else:
+            named = attributes(thing)
+        flat: list[Any] = ["object", name]
+        for attribute, value in named.items():
+            flat += (attribute, self.node(value, f"{where}.{attribute}"))
+        return flat
+
+    def _all(self, things: Iterable[Any], where: str) -> list[Any]:
+        return [thing if type(thing) in _PLAIN else self.node(thing, where) for thing in things]
+
+    def _pairs(self, things: dict[Any, Any], where: str) -> list[Any]:
+        flat: list[Any] = []
+        for key, value in things.items():
+            flat += (
+                key if type(key) in _PLAIN else self.node(key, where),
+                value if type(value) in _PLAIN else self.node(value, f"{where}[{key!r}]"),
+            )
+        return flat
+
+
+class _Decoder:
+    def __init__(self) -> None:
+        self._known: list[Any] = []
+        self._types: dict[str, type] = {}
+
+    def value(self, node: Any) -> Any:
+        if type(node) is not list:
+            return node
+        kind, rest = node[0], node[1:]
+        if kind == "tuple":
+            return tuple(self.value(each) for each in rest)
+        if kind == "same":
+            return self._known[rest[0]]
+        if kind in ("array", "number", "struct"):
+            self._known.append(self._leaf(kind, rest))
+            return self._known[-1]
+        return self._container(kind, rest)
+
+    def _leaf(self, kind: str, rest: list[Any]) -> Any:
+        if kind == "struct":
+            return msgspec.msgpack.decode(rest[1], type=self._type(rest[0]))
+        dtype = np.dtype(rest[0])
+        if dtype.kind not in "biuf":
+            raise ProtocolError(f"a snapshot has no {dtype}")
+        if kind == "number":
+            return np.frombuffer(rest[1], dtype)[0]
+        return np.frombuffer(rest[2], dtype).reshape(rest[1]).copy()
+
+    def _container(self, kind: str, rest: list[Any]) -> Any:
+        made: Any
+        at = len(self._known)
+        self._known.append(None)
+        if kind == "frozenset":
+            made = frozenset(self.value(each) for each in rest)
+            self._known[at] = made
+            return made
+        if kind == "object":
+            cls: Any = self._type(rest[0])
+            made = cls() if getattr(cls, "TRANSIENT", ()) else cls.__new__(cls)
+        elif kind == "defaultdict":
+            made = defaultdict(_FACTORIES[rest[0]])
+        elif kind == "deque":
+            made = deque(maxlen=rest[0])
+        else:
+            made = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict, "list": list, "set": set}[kind]()
+        self._known[at] = made
+        rest = rest[1:] if kind in ("object", "defaultdict", "deque") else rest
+        if kind == "object":
+            for name, node in zip(rest[::2], rest[1::2], strict=True):
+                object.__setattr__(made, name, self.value(node))
+        elif kind in ("dict", "Counter", "OrderedDict", "defaultdict"):
+            for key, node in zip(rest[::2], rest[1::2], strict=True):
+                made[self.value(key)] = self.value(node)
+        elif kind == "set":
+            made.update(self.value(each) for each in rest)
+        else:
+            made.extend(self.value(each) for each in rest)
+        return made
+
+    def _type(self, name: str) -> type:
+        if name not in self._types:
+            module, _, qualname = name.partition(":")
+            found: Any = sys.modules.get(f"{_PACKAGE}.{module}")
+            for part in qualname.split("."):
+                found = getattr(found, part, None)
+            if not isinstance(found, type) or _name(found) != name:
+                raise ProtocolError(f"a snapshot names {name!r}, which is none of our classes")
+            self._types[name] = found
+        return self._types[name]
+
+
+def _name(cls: type) -> str | None:
+    """What a class is called in snapshots; None for one that is not of our rooms."""
+    package, _, module = cls.__module__.partition(".")
+    if package != _PACKAGE or module.partition(".")[0] not in ROOMS or issubclass(cls, BaseException):
+        return None
+    return f"{module}:{cls.__qualname__}"
