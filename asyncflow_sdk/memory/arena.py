@@ -37,7 +37,7 @@ EPOCH = 4  # the high-water mark is that of the time in which its bytes were all
 FILL_BYTES = 1 << 20  # of a range whose pages were given back, how many to get again at once
 
 
-@dataclass(frozen=True)
+@dataclass
 class Allocation:
     """A block, writable through ``memory`` (uint8, (nbytes,)) until announced; the first 16 bytes are the arena's."""
 

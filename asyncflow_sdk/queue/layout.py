@@ -1,13 +1,12 @@
 """Layout: what the headers of blocks say of their columns, checked against what they lie in and against the schema.
 
 Shared memory can be written by anyone of this user: a header that is damaged gives SchemaError, never an array over
-what does not belong to its block. All checks are written once, for one block in plain numbers and for many in arrays.
+what does not belong to its block.
 """
 
 from __future__ import annotations
 
 import functools
-import struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from ..types import ColumnSpec, carrier
 ROWS, COLUMNS, NBYTES, TABLE = range(HEADER_BYTES // 8, HEADER_BYTES // 8 + 4)
 """Places in a header, in words of 8 bytes; the table has three for each column."""
 MOST_BYTES = 1 << 48
-_FIXED = struct.Struct("<3q")
 Ints = npt.NDArray[np.int64]
 
 
@@ -46,32 +44,15 @@ def kind_of(name: str, spec: ColumnSpec) -> Kind:
     return Kind(name, spec, dtype, width, spec.kind != "fixed")
 
 
-def columns_of(
-    raw: Any, nbytes: int, rows: int, fields: tuple[int, ...], wanted: list[Kind]
-) -> list[tuple[int, int, int]]:
-    """(values, nbytes, offsets) of columns of one block, ``raw``. Raises SchemaError."""
-    said_rows, columns, said_nbytes = _FIXED.unpack_from(raw, HEADER_BYTES)
-    body = 8 * TABLE + 24 * columns
-    bad = said_rows != rows or said_nbytes != nbytes or not 0 < columns <= nbytes // 24 or body > nbytes
-    out = []
-    for kind, field in zip(wanted, fields, strict=True):
-        if bad or not 0 <= field < columns:
-            raise damaged(kind.name)
-        values, size, offsets = _FIXED.unpack_from(raw, 8 * TABLE + 24 * field)
-        if wrong(kind, values, size, offsets, rows, nbytes, body):
-            raise damaged(kind.name)
-        out.append((values, size, offsets))
-    return out
-
-
-def wrong(kind: Kind, values: Any, size: Any, offsets: Any, rows: Any, nbytes: Any, body: Any) -> Any:
-    """Whether a column does not lie in its block; of ints, or of arrays of them. No sum can overflow: what is
-    compared first bounds what is added later."""
-    out = (values < body) | (values > nbytes) | (values % 64 != 0) | (size < 0) | (size > nbytes - values)
+def wrong(kind: Kind, table: Ints, rows: Ints, nbytes: Ints, body: Ints) -> bool:
+    """Whether a column does not lie in its block, for any of n blocks. No sum can overflow: what is compared first
+    bounds what is added later."""
+    values, size, offsets = table.T
+    bad = (values < body) | (values > nbytes) | (values % 64 != 0) | (size < 0) | (size > nbytes - values)
     if not kind.ragged:
-        return out | (size != rows * kind.width) | (offsets != -1)
-    out = out | (size % kind.width != 0 if kind.width else size != 0)
-    return out | (offsets < body) | (offsets > nbytes) | (offsets % 64 != 0) | (8 * (rows + 1) > nbytes - offsets)
+        return bool((bad | (size != rows * kind.width) | (offsets != -1)).any())
+    bad |= (offsets < body) | (offsets > nbytes) | (offsets % 64 != 0) | (8 * (rows + 1) > nbytes - offsets)
+    return bool(bad.any())
 
 
 def damaged(name: str) -> SchemaError:
@@ -82,8 +63,8 @@ def damaged(name: str) -> SchemaError:
 
 
 def tables(words: Ints, blocks: Ints, fields: Ints, wanted: list[Kind]) -> Ints:
-    """The same for the n blocks of a Located that lie in ``words``, a whole segment: int64 (n, columns, 3), of
-    ``fields`` (n or 1, columns). Raises SchemaError, LeaseLost."""
+    """Where the columns of the n blocks of a Located lie in ``words``, a whole segment: int64 (n, columns, 3), each (values, nbytes,
+    offsets); of ``fields`` (n or 1, columns). Raises SchemaError, LeaseLost."""
     _, starts, serials, rows, nbytes, _ = blocks.T
     first = starts // 8
     if (starts % 64).any() or first.min() < 0 or (first + TABLE > len(words)).any():
@@ -98,8 +79,7 @@ def tables(words: Ints, blocks: Ints, fields: Ints, wanted: list[Kind]) -> Ints:
         raise damaged(wanted[0].name)
     table: Ints = words.take((first[:, None] + TABLE + 3 * fields)[:, :, None] + np.arange(3))
     for c, kind in enumerate(wanted):
-        values, size, offsets = table[:, c].T
-        if np.any(wrong(kind, values, size, offsets, rows, nbytes, body)):
+        if wrong(kind, table[:, c], rows, nbytes, body):
             raise damaged(kind.name)
     return table
 

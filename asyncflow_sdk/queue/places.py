@@ -21,6 +21,7 @@ _SHIFT = 32  # a place is (slot of the block << 32) + entry of the block
 _ENTRY = (1 << _SHIFT) - 1
 _BLOCK = struct.Struct("<6q")
 _RUN = struct.Struct("<i")
+_SERIAL = struct.Struct("<q")
 Family = tuple[str, ...]
 
 
@@ -47,27 +48,45 @@ class Places:
         self.live_bytes = 0  # of blocks that rows still need
         self.written_bytes = 0  # of blocks, ever
 
+    def put(self, first: int, block: Block, owner: str, group_size: int) -> None:
+        """Rows from ``first`` on find the columns of ``block`` there, ``group_size`` rows at each entry."""
+        count = block.rows * group_size
+        self._reserve(first, first + count - 1)
+        place = self._enter(block, owner, count) << _SHIFT
+        at = first - self._base
+        if count == 1:
+            self._families[block.columns][at] = place
+        else:
+            entries = np.arange(place, place + block.rows)
+            self._families[block.columns][at : at + count] = (
+                entries if group_size == 1 else entries.repeat(group_size)
+            )
+
     def add(self, ids: Ids, block: Block, owner: str, entries: npt.NDArray[np.int64]) -> None:
         """Row ids[i] finds the columns of ``block`` at entry entries[i]."""
-        if not len(ids):
-            return
+        if len(ids):
+            self._reserve(int(ids.min()), int(ids.max()))
+            place = self._enter(block, owner, len(ids)) << _SHIFT
+            self._families[block.columns][ids - self._base] = place + entries
+
+    def _enter(self, block: Block, owner: str, rows: int) -> int:
+        """A block that ``rows`` rows need. Returns its slot."""
         family = block.columns
         if family not in self._families:
             self._families[family] = np.full(self._capacity, _NOWHERE, np.int64)
             self._plans.clear()
             for name in family:
                 self._of_column.setdefault(name, []).append(family)
-        self._reserve(int(ids.min()), int(ids.max()))
         if not self._free:
             count = len(self._blocks)
             self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
             self._free = list(range(2 * count - 1, count - 1, -1))
         slot = self._free.pop()
         segment = self._segments.enter(owner, block.segment)
-        self._blocks[slot] = segment, block.start, block.serial, block.rows, block.nbytes, len(ids)
+        self._blocks[slot] = segment, block.start, block.serial, block.rows, block.nbytes, rows
         self.live_bytes += block.nbytes
         self.written_bytes += block.nbytes
-        self._families[family][ids - self._base] = (slot << _SHIFT) + entries
+        return slot
 
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[Located, ...]:
         """Where rows find columns; every row must have them."""
@@ -75,13 +94,15 @@ class Places:
             return ()
         at = ids - self._base
         out: list[Located] = []
-        covered: set[str] = set()
+        covered = 0
         for family, names, fields in self._plan(columns):
             places = self._families[family][at]
-            if names and places.min() >= 0:
+            if (int(places[0]) if len(at) == 1 else places.min()) >= 0:
                 out.append(self._located(names, fields, places))
-                covered.update(names)
-        out += [self._scattered(name, at) for name in columns if name not in covered]
+                covered += len(names)
+        if covered < len(columns):
+            found = {name for located in out for name in located.columns}
+            out += [self._scattered(name, at) for name in columns if name not in found]
         return tuple(out)
 
     def columns_of(self, ids: Ids) -> tuple[str, ...]:
@@ -96,6 +117,8 @@ class Places:
     def retire(self, ids: Ids) -> list[Freed]:
         """Rows ended. What nobody needs any more."""
         at = ids - self._base
+        if len(at) == 1:
+            return self._retire_one(int(at[0]))
         freed: list[Freed] = []
         for array in self._families.values():
             known = at[(at >= 0) & (at < len(array))]
@@ -129,6 +152,24 @@ class Places:
     def segments(self) -> set[str]:
         """Segments that rows still need."""
         return {name for _, name in self._segments._number}
+
+    def _retire_one(self, at: int) -> list[Freed]:
+        freed: list[Freed] = []
+        for array in self._families.values():
+            place = int(array[at]) if 0 <= at < len(array) else _NOWHERE
+            if place >= 0:
+                array[at] = _NOWHERE
+                slot = place >> _SHIFT
+                segment, _, serial, _, nbytes, need = self._blocks[slot].tolist()
+                self._blocks[slot, 5] = need - 1
+                if need == 1:
+                    self._free.append(slot)
+                    self.live_bytes -= nbytes
+                    freed.append(
+                        Freed(self._segments.owners[segment], self._segments.names[segment], _SERIAL.pack(serial))
+                    )
+                    self._segments.leave(segment, 1)
+        return freed
 
     def segments_of(self, owner: str) -> Collection[str]:
         """Segments of an owner that rows still need."""

@@ -14,19 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import LeaseLost
-from ..memory import Hold, Mapper
+from ..memory import HEADER_BYTES, Hold, Mapper
 from ..types import Column, ColumnSpec
 from ..types.ragged import Array
 from .blocks import Located
 from .gather import gather
-from .layout import columns_of, damaged, kind_of
+from .layout import MOST_BYTES, TABLE, damaged, kind_of
 
 COPY_BYTES = 16 << 10
 """A block up to this size is copied whole: that costs less than the lock that a view holds."""
 _BLOCK = struct.Struct("<6q")
 _RUN = struct.Struct("<i")
 _WORD = struct.Struct("<q")
-MOST_VALUES = 1 << 48
 
 
 class Reader:
@@ -74,28 +73,46 @@ class Reader:
 def _one_run(
     raw: Any, located: Located, names: tuple[str, ...], schema: Mapping[str, ColumnSpec]
 ) -> list[tuple[str, Column, int]]:
-    """Columns of one run of entries of one block, over its bytes, and where their values begin."""
+    """Columns of one run of entries of one block, over its bytes, and where their values begin.
+
+    What is checked here in plain numbers, ``layout`` checks for many blocks in arrays.
+    """
     _, _, _, rows, nbytes, _ = _BLOCK.unpack(located.blocks)
     (first,), (count,) = _RUN.unpack(located.entries), _RUN.unpack(located.counts)
     fields = struct.unpack(f"<{len(located.columns)}i", located.fields)
     if names != located.columns:
         fields = tuple(fields[located.columns.index(name)] for name in names)
-    wanted = [kind_of(name, schema[name]) for name in names]
+    try:
+        said_rows, columns, said_nbytes, *table = struct.unpack_from(f"<{3 * max(fields) + 6}q", raw, HEADER_BYTES)
+    except struct.error:
+        raise damaged(names[0]) from None
+    body = 8 * TABLE + 24 * columns
+    if said_rows != rows or said_nbytes != nbytes or not max(fields) < columns <= nbytes // 24:
+        raise damaged(names[0])
     if not 0 <= first <= first + count <= rows:
         raise LeaseLost(f"entries {first} to {first + count} of a block of {rows}")
     out = []
-    for kind, (values, size, at) in zip(wanted, columns_of(raw, nbytes, rows, fields, wanted), strict=True):
+    for name, field in zip(names, fields, strict=True):
+        _, spec, dtype, width, ragged = kind_of(name, schema[name])
+        values, size, at = table[3 * field : 3 * field + 3]
+        if values < body or values % 64 or not 0 <= size <= nbytes - values:
+            raise damaged(name)
         offsets: npt.NDArray[np.int64] | None = None
         low, length = first, count
-        if kind.ragged:
+        if not ragged:
+            if size != rows * width or at != -1:
+                raise damaged(name)
+        else:
+            if at < body or at % 64 or 8 * (rows + 1) > nbytes - at:
+                raise damaged(name)
             (low,), (high,) = _WORD.unpack_from(raw, at + 8 * first), _WORD.unpack_from(raw, at + 8 * (first + count))
             length = high - low
-            if low < 0 or length < 0 or (kind.width and high * kind.width > size) or length > MOST_VALUES:
-                raise damaged(kind.name)
+            if low < 0 or length < 0 or high > (size // width if width else MOST_BYTES):
+                raise damaged(name)
             offsets = np.ndarray((count + 1,), np.int64, raw, at + 8 * first)
             if low:
                 offsets = offsets - low
-        begin = values + low * kind.width
-        array = np.ndarray((length, *kind.spec.shape), kind.dtype, raw, min(begin, nbytes))
-        out.append((kind.name, Column(kind.spec, array, offsets), begin))
+        begin = values + low * width
+        array: Array = np.ndarray((length, *spec.shape), dtype, raw, begin)
+        out.append((name, Column(spec, array, offsets), begin))
     return out

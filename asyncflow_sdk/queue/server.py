@@ -430,9 +430,7 @@ class QueueServer:
         elif isinstance(reply, cmd.PutDone):
             assert block is not None
             assert isinstance(pending.command, cmd.Put)
-            ids = np.arange(reply.first, reply.first + reply.count)
-            entries = np.repeat(np.arange(block.rows), pending.command.group_size)
-            self._places.add(ids, block, pending.session, entries)
+            self._places.put(reply.first, block, pending.session, pending.command.group_size)
         elif isinstance(reply, cmd.Completed):
             self._place_completion(pending, unpack_ids(reply.revoked))
         elif isinstance(pending.command, cmd.Publish):

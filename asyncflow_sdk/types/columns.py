@@ -64,7 +64,7 @@ def _pack(value: Any) -> Column:
     if isinstance(value, Ragged):
         spec = ColumnSpec("ragged", dtype_name(value.values.dtype), value.values.shape[1:])
         return Column(spec, _plain(value.values), value.offsets)
-    if is_torch(value):
+    if not isinstance(value, np.ndarray) and is_torch(value):
         value = from_torch(value)
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUS":
         if value.ndim == 0:

@@ -50,8 +50,9 @@ def carrier(name: str) -> np.dtype[Any]:
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """The name of a numpy dtype. Raises SchemaError for object arrays and what torch does not know."""
+    name = _NAME.get(dtype)  # dtypes hash by their byte order too
     try:
-        return _NAME[dtype.newbyteorder("=")]
+        return name or _NAME[dtype.newbyteorder("=")]
     except KeyError:
         hint = "; convert it to numbers, text or bytes first" if dtype.hasobject else ""
         raise SchemaError(f"numpy dtype {dtype} cannot be stored{hint}") from None
