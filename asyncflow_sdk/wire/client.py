@@ -193,11 +193,11 @@ class Client:
 
     def _wait(self, channel: _ThreadSocket, seconds: float) -> bool:
         """Whether there is something to receive within so many seconds."""
-        watched: list[tuple[Any, int]] = [(channel.socket, zmq.POLLIN)]
-        if channel.handshake is not None:
-            watched.append((channel.handshake.monitor, zmq.POLLIN))
+        watched: list[tuple[Any, int]] = [(channel.socket, _READABLE)]
         if self._server.fd >= 0:
-            watched.append((self._server.fd, zmq.POLLIN))
+            watched.append((self._server.fd, _READABLE))
+        if channel.handshake is not None:
+            watched.append((channel.handshake.monitor, _READABLE))
         ready = dict(zmq.zmq_poll(watched, int(seconds * 1000) + 1))
         if channel.handshake is not None and channel.handshake.monitor in ready and channel.handshake.read():
             channel.handshake, self._let_in = None, True
@@ -248,6 +248,7 @@ class Client:
         return self._loops[loop]
 
 
+_READABLE, _MORE = int(zmq.POLLIN), int(zmq.RCVMORE)  # operations on enumerations take longer than receiving
 _ENVELOPE_BYTES = 64 << 10
 """Room for what goes around a call."""
 _LAST_WORDS_MS = 100
@@ -295,7 +296,7 @@ class _ThreadSocket:
         """The next answer; None if it is one to another request than ``seq``."""
         self.torn = True  # until all frames of the answer are here
         response, frames = decode_response(self.socket.recv()), []
-        while self.socket.getsockopt(zmq.RCVMORE):
+        while self.socket.getsockopt(_MORE):
             frames.append(self.socket.recv(copy=False))
         self.torn = False
         return Reply(response.body, frames) if response.seq == seq else None

@@ -31,6 +31,10 @@ MAX_UNSENT_BYTES = 4 << 30
 """Payload on its way to one session past which a further answer is not sent before it is asked for again."""
 Payload: TypeAlias = Callable[[], Sequence[Any]]
 """Makes the frames that go beside an answer: contiguous buffers, unchanged for as long as they are referred to."""
+# As plain integers: an operation on zmq's enumerations costs as much as receiving a message.
+_AT_ONCE, _MORE_COMES, _MORE, _EVENTS, _READABLE = map(
+    int, (zmq.NOBLOCK, zmq.SNDMORE, zmq.RCVMORE, zmq.EVENTS, zmq.POLLIN)
+)
 _log = logging.getLogger(__name__)
 
 
@@ -103,7 +107,13 @@ class _Session:
             self._pass(seq)
 
     def _pass(self, seq: int) -> None:
+        if seq == self.low + 1 and not self.ahead:
+            self.low = seq
+            return
         self.ahead.add(seq)
+        self._advance()
+
+    def _advance(self) -> None:
         while self.low + 1 in self.ahead:
             self.low += 1
             self.ahead.remove(self.low)
@@ -131,13 +141,13 @@ class _Session:
         if seq > self.low:
             self.low = seq
             self.ahead = {s for s in self.ahead if s > seq}
-            while self.low + 1 in self.ahead:
-                self.low += 1
-                self.ahead.remove(self.low)
+            self._advance()
 
     def raise_done(self, done: int) -> None:
         """Every answer below has arrived, or is taken back."""
         self.done = done
+        if not self.answers:
+            return
         for seq in [s for s in self.answers if s < done]:
             self.settle(seq)
 
@@ -321,14 +331,12 @@ class Server:
         """All requests that have come, but not for ever: deaths and deadlines get their turn."""
         for _ in range(64):
             try:
-                name = router.recv(zmq.NOBLOCK)
+                name = router.recv(_AT_ONCE)
             except zmq.Again:
                 return
-            envelope, frames = b"", []
-            if router.getsockopt(zmq.RCVMORE):
-                envelope = router.recv()
-                while router.getsockopt(zmq.RCVMORE):
-                    frames.append(router.recv(copy=False))
+            envelope, frames = router.recv(), []  # a router has at least one frame beside the name
+            while router.getsockopt(_MORE):
+                frames.append(router.recv(copy=False))
             try:
                 if len(frames) > MAX_FRAMES or len(envelope) + sum(map(len, frames)) > self._max_bytes:
                     raise ProtocolError(f"a request of {len(frames)} frames or too many bytes")
@@ -342,6 +350,8 @@ class Server:
                 self._accept((router, name), request, frames)
                 if not self._hold:
                     self._flush()
+            if not router.getsockopt(_EVENTS) & _READABLE:
+                return
 
     def _accept(self, route: Route, request: Request, frames: list[Any]) -> None:
         session = self._sessions.setdefault(request.session, _Session())
@@ -424,6 +434,7 @@ class Server:
         router, name = route
         with contextlib.suppress(zmq.ZMQError):  # its client is gone; the answer stays for a retry
             if frames:
-                return router.send_multipart((name, envelope, *frames), zmq.NOBLOCK, copy=False, track=True)
-            router.send_multipart((name, envelope), zmq.NOBLOCK)
+                return router.send_multipart((name, envelope, *frames), _AT_ONCE, copy=False, track=True)
+            router.send(name, _AT_ONCE | _MORE_COMES)
+            router.send(envelope, _AT_ONCE)
         return None
