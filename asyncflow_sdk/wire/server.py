@@ -350,7 +350,7 @@ class Server:
                 self._accept((router, name), request, frames)
                 if not self._hold:
                     self._flush()
-            if not router.getsockopt(_EVENTS) & _READABLE:
+            if not int(router.getsockopt(_EVENTS)) & _READABLE:
                 return
 
     def _accept(self, route: Route, request: Request, frames: list[Any]) -> None:
