@@ -32,9 +32,8 @@ MAX_UNSENT_BYTES = 4 << 30
 Payload: TypeAlias = Callable[[], Sequence[Any]]
 """Makes the frames that go beside an answer: contiguous buffers, unchanged for as long as they are referred to."""
 # As plain integers: an operation on zmq's enumerations costs as much as receiving a message.
-_AT_ONCE, _MORE_COMES, _MORE, _EVENTS, _READABLE = map(
-    int, (zmq.NOBLOCK, zmq.SNDMORE, zmq.RCVMORE, zmq.EVENTS, zmq.POLLIN)
-)
+_AT_ONCE, _MORE_COMES = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_MORE, _EVENTS, _READABLE = int(zmq.RCVMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 _log = logging.getLogger(__name__)
 
 
