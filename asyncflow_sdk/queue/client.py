@@ -20,7 +20,6 @@ from ..errors import AsyncFlowError, SchemaError, VersionNeeded
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
 from ..ledger.commands import Audit, FailedGroup, StatusReport, TaskSpec
-from ..types import Column
 from . import blocks
 from ._once import drive, sync
 from .connection import BlockingPort, Connection, LoopPort, Port
@@ -163,15 +162,13 @@ class Verbs(Generic[B]):
     def _read(self, answer: Answer, lease: cmd.Leased) -> B:
         """Views and copies of the rows leased."""
         ids, reader = unpack_ids(lease.ids), self._port.connection.reader
-        columns: dict[str, Column] = {}
-        for located in answer.located:
-            columns.update(reader.read(located, answer.schema))
+        columns = self._port.connection.columns(answer)
         where = {name: located for located in answer.located for name in located.columns}
 
         def writable(name: str) -> Any:
             return reader.writable(where[name], name, answer.schema)
 
-        return self._batch(ids, unpack_ids(lease.groups), columns, writable)
+        return self._batch(ids, unpack_ids(lease.groups), columns, writable if where else None)
 
     def _stream(
         self, task: str, count: int = 1, *, partition: str | None = None, timeout_s: float = 60.0

@@ -1,4 +1,9 @@
-"""Connection: a session with a queue server, the memory it writes and reads, and the ways to call it."""
+"""Connection: a session with a queue server, the memory it writes and reads, and the ways to call it.
+
+A client that sees the server's shared memory writes and reads there, and only places travel. One on another host, or
+in a container that has another /dev/shm, sends and gets its columns as frames beside each call; the server puts
+them where they would have been.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,38 +19,54 @@ from typing import Any, TypeAlias
 import msgspec
 
 from .._version import __version__
-from ..errors import ProtocolError, ServerLost
+from ..errors import ConfigError, LeaseLost, ServerLost
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import Allocation, Arena, Mapper
 from ..types import Column, Event
-from ..wire import Client, process_key
+from ..wire import Client, Reply, RunKey, process_key, same_host
 from . import blocks
-from .protocol import Answer, Call, Hello, Welcome, decode_answer, encode
+from .payload import Payload, from_frames, to_frames
+from .protocol import Answer, Call, Delivered, Hello, Welcome, decode_answer, encode
 from .reader import Reader
 
 CALL_S = 30.0
 """How long a call that waits for nothing may take before the server counts as lost (seconds)."""
-
+SLOWEST_BYTES_PER_S = 10e6
+"""How fast payload is counted on to travel: a call may take so much longer than its deadline."""
 
 WritingCommand: TypeAlias = cmd.Put | cmd.Complete
 
 
 @dataclass(frozen=True)
 class Letter:
-    """A command to be sent, and where its payload was written."""
+    """A command to be sent, and where its payload was written, or itself."""
 
     command: WritingCommand | cmd.GiveBack
     block: blocks.Block | None = None
     space: Allocation | None = None
+    payload: Payload | None = None
+    frames: Sequence[Any] = ()
 
 
 class Connection:
-    """A session with a queue server on this host, and the memory it writes and reads. Thread-safe."""
+    """A session with a queue server, and the memory it writes and reads. Thread-safe.
 
-    def __init__(self, address: str, name: str) -> None:
+    ``key``: a copy of the run's run.key, or its path; tcp addresses beyond loopback need it. ``shared_memory`` False:
+    send columns as frames even where the server's memory is in sight. ``inline`` says whether they are.
+    Raises ConfigError, AccessDenied, ServerLost, ProtocolError.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        *,
+        key: RunKey | str | os.PathLike[str] | None = None,
+        shared_memory: bool = True,
+    ) -> None:
         self.name = name
-        self.wire = Client(address)
+        self.wire = Client(address, key if key is None or isinstance(key, RunKey) else RunKey.load(key))
         self._events: list[Event] = []
         self._lock = threading.Lock()
         try:
@@ -53,6 +74,10 @@ class Connection:
         except BaseException:
             self.wire.close()
             raise
+        self.wire.max_bytes = welcome.max_bytes
+        if not welcome.durability:
+            self.wire.watch(welcome.pid, welcome.pid_key)
+        self.inline = not (shared_memory and _sees(welcome))
         self.directory = Path(welcome.directory)
         self.session = welcome.session
         rows = Path(welcome.rows) if welcome.rows else self.directory
@@ -66,12 +91,15 @@ class Connection:
         answer = decode_answer(self.wire.ask(encode(Call(hello)), CALL_S))
         answer.raise_error()
         assert isinstance(answer.reply, Welcome)
-        if not Path(answer.reply.directory).is_dir():
-            self.wire.ask(encode(Call(cmd.Leave())), 0.0)
-            raise ProtocolError(
-                f"{answer.reply.directory} is not here: the server at {self.wire.address} runs on another host"
-            )
         return answer.reply
+
+    def need_memory(self, what: str) -> None:
+        """Raises ConfigError unless this connection shares memory with the server."""
+        if self.inline:
+            raise ConfigError(
+                f"{what} goes through shared memory, which this connection to {self.wire.address} has not: it works"
+                " on the server's host alone"
+            )
 
     def report(self, *events: Event) -> None:
         """Tell the run something; it goes with the next call."""
@@ -79,24 +107,40 @@ class Connection:
             self._events.extend(events)
 
     def call(
-        self, command: cmd.AnyCommand | None, block: blocks.Block | None = None, then: cmd.Lease | None = None
+        self,
+        command: cmd.AnyCommand | None,
+        block: blocks.Block | None = None,
+        then: cmd.Lease | None = None,
+        payload: Payload | None = None,
     ) -> bytes:
         """The encoded call, with the events that were waiting."""
         with self._lock:
-            body = encode(Call(command, block, tuple(self._events), then))
+            body = encode(Call(command, block, tuple(self._events), then, payload, self.inline))
             self._events.clear()
         return body
 
-    def opened(self, body: bytes) -> Answer:
+    def opened(self, reply: Reply) -> Answer:
         """The answer, its notices taken. It may be an error."""
-        answer = decode_answer(body)
+        answer = decode_answer(reply.body)
         if answer.freed:
             self.arena.free(unpack_ids(answer.freed).tolist())
-        return answer
+        return Delivered(**msgspec.structs.asdict(answer), frames=reply.frames) if reply.frames else answer
 
-    def answered(self, body: bytes) -> Answer:
-        """The same. Raises what the server reported."""
-        answer = self.opened(body)
+    def columns(self, answer: Answer) -> dict[str, Column]:
+        """The columns of rows leased: views where they lie together, else copies; or what came with the answer."""
+        if isinstance(answer, Delivered):
+            assert answer.payload is not None
+            return from_frames(answer.payload, answer.schema, answer.frames)
+        if answer.payload is not None:
+            raise LeaseLost("the rows ended before their values were sent")
+        columns: dict[str, Column] = {}
+        for located in answer.located:
+            columns.update(self.reader.read(located, answer.schema))
+        return columns
+
+    def answered(self, reply: Reply) -> Answer:
+        """The same as ``opened``. Raises what the server reported."""
+        answer = self.opened(reply)
         answer.raise_error()
         return answer
 
@@ -113,14 +157,27 @@ class Connection:
             self.mapper.close()
 
 
+def _sees(welcome: Welcome) -> bool:
+    """Whether this process can write and map what the server wrote and mapped."""
+    try:
+        found = os.stat(f"{welcome.directory}/owner")
+    except OSError:
+        return False
+    seen = same_host(welcome.pid_key) and (found.st_dev, found.st_ino) == welcome.owner
+    return seen and os.access(welcome.directory, os.W_OK)
+
+
 class Port:
     """How verbs reach the server: ``ask`` blocks the thread or suspends the task."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
-    async def ask(self, body: bytes, timeout_s: float) -> bytes:
+    async def ask(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
         raise NotImplementedError
+
+    _copies = False
+    """Whether what is sent must be a copy, because it may be sent still when the caller has its hands free again."""
 
     async def answer(self, command: cmd.AnyCommand | None) -> Answer:
         timeout_s: float = getattr(command, "timeout_s", CALL_S)
@@ -129,12 +186,18 @@ class Port:
     async def send(self, command: cmd.AnyCommand) -> Any:
         return (await self.answer(command)).reply
 
-    def write(self, command: WritingCommand, columns: Mapping[str, Column]) -> Letter:
-        """Write columns to shared memory: the command with their place, ready to be posted, or to be torn."""
+    def write(self, command: WritingCommand, columns: Mapping[str, Column], *, keep: bool = True) -> Letter:
+        """Write columns to shared memory: the command with their place, ready to be posted, or to be torn.
+        ``keep``: the columns may change before it is posted."""
         if not columns:
             return Letter(command)
         self.connection.wire.check()  # a forked child must not write into what its parent writes
         specs = {name: column.spec for name, column in columns.items()}
+        if self.connection.inline:
+            payload, frames = to_frames(columns, copy=keep or self._copies)
+            letter = Letter(msgspec.structs.replace(command, columns=specs), payload=payload, frames=frames)
+            self.connection.wire.fits(b"", frames)
+            return letter
         block, space = blocks.write(self.connection.arena, columns)
         if self.connection.synced:
             self.connection.arena.sync(space)
@@ -147,12 +210,13 @@ class Port:
         also when this call is cancelled before the answer is here. So a letter is posted once.
         """
         try:
-            body = self.connection.call(letter.command, letter.block, then)
+            body = self.connection.call(letter.command, letter.block, then, letter.payload)
         except BaseException:
             self.tear(letter)
             raise
         timeout_s: float = getattr(then or letter.command, "timeout_s", CALL_S)
-        return self.connection.opened(await self.ask(body, timeout_s))
+        timeout_s += sum(frame.nbytes for frame in letter.frames) / SLOWEST_BYTES_PER_S
+        return self.connection.opened(await self.ask(body, timeout_s, letter.frames))
 
     def tear(self, letter: Letter) -> None:
         """A letter that was never posted: its memory is free again."""
@@ -161,16 +225,18 @@ class Port:
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
         """Write and post. Returns the reply, or raises what the server reported."""
-        answer = await self.post(self.write(command, columns))
+        answer = await self.post(self.write(command, columns, keep=False))
         answer.raise_error()
         return answer.reply
 
 
 class BlockingPort(Port):
-    async def ask(self, body: bytes, timeout_s: float) -> bytes:
-        return self.connection.wire.ask(body, timeout_s)
+    async def ask(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
+        return self.connection.wire.exchange(body, timeout_s, frames)
 
 
 class LoopPort(Port):
-    async def ask(self, body: bytes, timeout_s: float) -> bytes:
-        return await self.connection.wire.aask(body, timeout_s)
+    _copies = True
+
+    async def ask(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
+        return await self.connection.wire.aexchange(body, timeout_s, frames)

@@ -11,6 +11,7 @@ from ..errors import AsyncFlowError, by_name
 from ..ledger.commands import AnyCommand, AnyReply, Lease
 from ..types import ColumnSpec, Event
 from .blocks import Block, Located
+from .payload import Payload
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -25,31 +26,41 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """``directory``: of the run's shared memory; a client that cannot see it is on another host. ``rows``: where
-    segments of rows lie, if elsewhere. ``durability``: a server that dies may come back: "" (never), process or host."""
+    """``directory``: of the run's shared memory; ``owner``: device and inode of the file of that name in it, by which a
+    client knows that it sees this directory and not its like. ``rows``: where segments of rows lie, if elsewhere.
+    ``durability``: a server that dies may come back: "" (never), process or host. ``pid``, ``pid_key``: its process.
+    ``max_bytes``: the largest call it takes."""
 
     session: int
     directory: str
     sdk: str
     durability: str = ""
     rows: str = ""
+    owner: tuple[int, int] = (0, 0)
+    pid: int = 0
+    pid_key: str = ""
+    max_bytes: int = 1 << 30
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
     """``command`` None only delivers ``events``. ``block``: the payload of a put or a completion. ``then``: a lease
     asked for by the way, once ``command`` (a completion or a return of rows) has had its effect; if that fails,
-    nothing is leased."""
+    nothing is leased. ``payload``: of a put or a completion whose columns come as frames beside this; ``inline``: so
+    shall those of the answer."""
 
     command: AnyCommand | Hello | None
     block: Block | None = None
     events: tuple[Event, ...] = ()
     then: Lease | None = None
+    payload: Payload | None = None
+    inline: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Either ``reply`` or ``error`` (class name and message). ``freed``: serials (int64) of this session's blocks
     that nobody needs any more. ``first``: of a call with ``then``, what ``command`` came to; None when
-    that failed, and the error is its. With it, ``reply`` and ``error`` are those of ``then``."""
+    that failed, and the error is its. With it, ``reply`` and ``error`` are those of ``then``. ``payload``: the columns of
+    ``schema`` are the frames beside this."""
 
     reply: AnyReply | Welcome | None = None
     error: tuple[str, str] | None = None
@@ -57,10 +68,17 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     schema: dict[str, ColumnSpec] = {}
     freed: bytes = b""
     first: AnyReply | None = None
+    payload: Payload | None = None
 
     def raise_error(self) -> None:
         if self.error is not None:
             raise by_name(*self.error)
+
+
+class Delivered(Answer, frozen=True, array_like=True):
+    """An answer with the frames that came beside it. It does not travel."""
+
+    frames: Any = ()
 
 
 def _plain(value: Any) -> Any:

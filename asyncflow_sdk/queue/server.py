@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..memory import Mapper, SharedDirectory
-from ..types import Batch, Column, ColumnSpec, Event
+from ..types import Batch, ColumnSpec, Event
 from ..types import events as ev
-from ..wire import Server
+from ..wire import Server, ServerKeys, process_key
+from . import remote
 from .blocks import Block, Located
 from .checks import check_call, completed, owns
 from .clock import Clock
@@ -32,6 +34,7 @@ from .places import Places
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
 from .reader import Reader
 from .recovery import Home, Recovered
+from .remote import Remote
 
 STATUS_EVERY_S = 0.5
 TRY_AGAIN_S = 0.5
@@ -47,8 +50,10 @@ class _Pending:
 
     session: str
     command: cmd.AnyCommand
+    owner: str  # of the block
     block: Block | None
     ids: Ids | None  # of a completion, in the order of the block's entries
+    inline: bool  # whether payload goes beside the answer
     then: cmd.Lease | None = None  # to be carried out when this one has had its effect
     first: cmd.Reply | None = None  # what came of the command that this one rode with
 
@@ -59,7 +64,7 @@ class QueueServer:
 
     ``on_event``, and ``on_step`` with the number of an acknowledged step and a function that reads its rows
     (every column they have; in any thread, once), are called in the server's thread and must return at
-    once. What they raise is logged and changes nothing.
+    once. What they raise is logged and changes nothing. ``keys``: for the addresses that are tcp.
 
     ``journal``: a directory where every input is kept before its answer leaves, so that a server that is made with it
     later goes on where this one died (``recovered`` tells what it found). ``durability``: "process" (any process may
@@ -77,6 +82,7 @@ class QueueServer:
         *,
         journal: Path | None = None,
         durability: str | None = None,
+        keys: ServerKeys | None = None,
     ) -> None:
         self._home = Home(journal.absolute(), durability) if journal is not None else None
         self.durability = self._home.durability if self._home is not None else ""
@@ -96,6 +102,7 @@ class QueueServer:
         self._files = Files(self.rows, self.directory.path)
         self._mapper = Mapper(self.rows)
         self._reader = Reader(self._mapper)
+        self._remote = Remote(self.rows, self._reader, synced=self.durability == "host")
         self._gauges = Gauges({self.directory.path, self.rows}, self._places)
         self._on_event = on_event
         self._on_step = on_step
@@ -110,7 +117,7 @@ class QueueServer:
         self._next_status = 0.0
         self.recovered: Recovered | None = None
         try:
-            self._wire = self._listen(addresses)
+            self._wire = self._listen(addresses, keys)
         except BaseException:
             self.directory.close(keep=self._home is not None and self._home.head is not None)
             self._close_home()
@@ -128,15 +135,15 @@ class QueueServer:
             raise
         self._wire.start()
 
-    def _listen(self, addresses: list[str]) -> Server:
+    def _listen(self, addresses: list[str], keys: ServerKeys | None) -> Server:
         """Where an earlier server of the run listened, if that is possible."""
         if self._home is None:
-            return Server(addresses, self)
+            return Server(addresses, self, keys)
         before = [self._home.bound.get(address, address) for address in addresses]
         try:
-            wire = Server(before, self, hold=True)
+            wire = Server(before, self, keys, hold=True)
         except ConfigError:  # its port is somebody else's now
-            wire = Server(addresses, self, hold=True)
+            wire = Server(addresses, self, keys, hold=True)
         self._home.listens(dict(zip(addresses, wire.addresses, strict=True)))
         return wire
 
@@ -162,6 +169,7 @@ class QueueServer:
         """Stop serving and remove the run's segments, unless a journal may want them: one does until the stream has ended
         and every row with it. Views that processes hold stay valid."""
         self._wire.stop()
+        self._remote.close()
         self._mapper.close()
         keep = False
         if self._journal is not None:
@@ -193,6 +201,13 @@ class QueueServer:
             except MemoryFull as full:
                 self._say(ticket, full, call.block)
                 return
+        if not self._replaying and (frames or call.payload is not None):
+            try:
+                call = self._remote.store(call, frames)
+                body = encode(call)
+            except AsyncFlowError as error:
+                self._say(ticket, error)
+                return
         now = self._clock()
         self._change(session, ticket, call, now)
         self._record(Asked(now, session, seq, done, body))
@@ -213,7 +228,7 @@ class QueueServer:
         elif ticket:
             pending = self._pending.pop(ticket, None)
             if pending is not None and pending.block is not None:
-                self._free(session, pending.block)
+                self._free(pending.owner, pending.block)
             self.ledger.forget(ticket)
         self._flush()
         self._record(Dropped(now, session, seq))
@@ -313,9 +328,21 @@ class QueueServer:
         rows = "" if self.rows == self.directory.path else str(self.rows)
         welcome = Welcome(joined.session, str(self.directory.path), __version__, self.durability, rows)
         self._gauges.came(joined.session, hello)
-        self._answer(ticket, session, Answer(welcome))
+        self._answer(ticket, session, Answer(welcome), made=True)
         if not self._replaying:
             self._wire.watch(session, hello.pid, hello.pid_key)
+
+    def make(self, body: bytes) -> tuple[bytes, Sequence[Any]]:
+        """The answer to a hello with what is not the same for a server that came back; rows with their values."""
+        answer = decode_answer(body)
+        if not isinstance(answer.reply, Welcome):
+            return self._remote.inline(answer)
+        owner = os.stat(self.directory.path / "owner")
+        pid = os.getpid()
+        reply = msgspec.structs.replace(
+            answer.reply, owner=(owner.st_dev, owner.st_ino), pid=pid, pid_key=process_key(pid)
+        )
+        return encode(msgspec.structs.replace(answer, reply=reply)), ()
 
     def _command(self, session: str, ticket: int, call: Call, now: float) -> None:
         command = call.command
@@ -324,10 +351,12 @@ class QueueServer:
         number = self._sessions[session]
         if isinstance(command, cmd.Join):
             raise ProtocolError("join is said by hello")
+        block, here = call.block, call.payload is not None
+        owner, writer = (remote.OWNER, remote.NUMBER) if here else (session, number)
         try:
-            ids, step = self._check(number, command, call.block)
+            ids, step = self._check(writer, command, block)
             if isinstance(command, (cmd.Put, cmd.Complete)):
-                command = msgspec.structs.replace(command, nbytes=call.block.nbytes if call.block else 0)
+                command = msgspec.structs.replace(command, nbytes=block.nbytes if block else 0)
             trained = (
                 (step, ids, self.ledger.rows.first[self.ledger.rows.at(ids)])
                 if ids is not None and step >= 0
@@ -335,12 +364,12 @@ class QueueServer:
             )
             if call.then is not None and not isinstance(command, (cmd.Complete, cmd.GiveBack)):
                 raise ProtocolError("a lease rides with a completion or a return of rows, and with nothing else")
-            self._pending[ticket] = _Pending(session, command, call.block, ids, call.then)
+            self._pending[ticket] = _Pending(session, command, owner, block, ids, call.inline, call.then)
             self.ledger.apply(number, command, now, ticket)
         except Exception:
             self._pending.pop(ticket, None)
-            if call.block is not None and owns(number, call.block.segment):
-                self._free(session, call.block)
+            if block is not None and owns(writer, block.segment):
+                self._free(owner, block)
             raise
         self._flush(trained)
         if isinstance(command, cmd.Leave):
@@ -373,9 +402,7 @@ class QueueServer:
         held = [hold for part in located for hold in self._reader.hold(part)]
 
         def read() -> Batch:
-            columns: dict[str, Column] = {}
-            for part in located:
-                columns.update(self._reader.read(part, schema))
+            columns = remote.read(self._reader, located, schema)
             held.clear()  # the columns hold their blocks themselves, where they are views
             return Batch(ids, groups, columns)
 
@@ -399,10 +426,18 @@ class QueueServer:
                 continue
             answer = self._carry_out(pending, reply)
             if pending.then is not None and answer.error is None:
-                rider = _Pending(pending.session, pending.then, None, None, first=reply)  # type: ignore[arg-type]
+                rider = _Pending(
+                    pending.session,
+                    pending.then,
+                    remote.OWNER,
+                    None,
+                    None,
+                    pending.inline,
+                    first=reply,  # type: ignore[arg-type]
+                )
                 following.append((ticket, rider, pending.then))
             else:
-                self._answer(ticket, pending.session, answer)
+                self._answer(ticket, pending.session, answer, made=pending.inline and bool(answer.located))
         done = any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
         if trained is not None and self._on_step is not None and done and not self._replaying:
             step, ids, groups = trained
@@ -426,11 +461,11 @@ class QueueServer:
         block = pending.block
         if isinstance(reply, AsyncFlowError) or (isinstance(reply, cmd.PutDone) and reply.again):
             if block is not None:  # once sent, a block is its writer's again by the server's word alone
-                self._free(pending.session, block)
+                self._free(pending.owner, block)
         elif isinstance(reply, cmd.PutDone):
             assert block is not None
             assert isinstance(pending.command, cmd.Put)
-            self._places.put(reply.first, block, pending.session, pending.command.group_size)
+            self._places.put(reply.first, block, pending.owner, pending.command.group_size)
         elif isinstance(reply, cmd.Completed):
             self._place_completion(pending, unpack_ids(reply.revoked))
         elif isinstance(pending.command, cmd.Publish):
@@ -449,14 +484,16 @@ class QueueServer:
             return
         entries = np.arange(pending.block.rows)
         kept = ~np.isin(pending.ids, revoked)
-        self._places.add(pending.ids[kept], pending.block, pending.session, entries[kept])
+        self._places.add(pending.ids[kept], pending.block, pending.owner, entries[kept])
         if not kept.any():
-            self._free(pending.session, pending.block)
+            self._free(pending.owner, pending.block)
 
     def _free(self, owner: str, block: Block) -> None:
         self._free_in(owner, block.segment, block.packed_serial)
 
     def _free_in(self, owner: str, segment: str, serials: bytes) -> None:
+        if owner == remote.OWNER and self._remote.free(segment, serials):
+            return
         if owner in self._sessions:
             self._free_later(owner, serials)
         elif segment not in self._places.segments_of(owner):
@@ -470,19 +507,22 @@ class QueueServer:
         self._wire.forget(session)
         self._freed.pop(session, None)
         self._processes.pop(session, None)
-        self._pending = {ticket: pending for ticket, pending in self._pending.items() if pending.session != session}
+        for ticket in [ticket for ticket, pending in self._pending.items() if pending.session == session]:
+            pending = self._pending.pop(ticket)
+            if pending.owner == remote.OWNER and pending.block is not None:
+                self._free(remote.OWNER, pending.block)
         self._gauges.went(number)
         self._files.ended(number, self._places.segments_of(session))
 
-    def _answer(self, ticket: int, session: str, answer: Answer) -> None:
-        """The answer to a call that is recorded, with the news of freed memory."""
+    def _answer(self, ticket: int, session: str, answer: Answer, made: bool = False) -> None:
+        """The answer to a call that is recorded, with the news of freed memory. ``made``: see ``make``."""
         freed = self._freed.pop(session, b"")
         if freed:
             answer = msgspec.structs.replace(answer, freed=freed)
         body = encode(answer)
         if self.ledger.outside.keep or self._replaying:
             self._told = xxhash.xxh3_64_intdigest(body, self._told)
-        self._wire.answer(ticket, body)
+        self._wire.answer(ticket, body, made)
 
     def _say(self, ticket: int, reply: cmd.Reply | AsyncFlowError, back: Block | None = None) -> None:
         """The answer to a call that is not recorded. ``back``: a block that came with it and is not taken."""

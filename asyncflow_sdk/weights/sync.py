@@ -43,6 +43,7 @@ class WeightPublisher:
         self._port = queue._port
         self._connection = self._port.connection
         self.transport = transport
+        self._connection.need_memory(f"weights transport {transport!r}")
         self._sender = transport_named(transport).sender(
             self._connection.directory, f"{self._connection.session}-{next(_publishers)}"
         )
@@ -116,6 +117,7 @@ class WeightUpdates:
 
     def _receiver(self, transport: str) -> WeightReceiver:
         if transport not in self._receivers:
+            self._connection.need_memory(f"weights transport {transport!r}")
             self._receivers[transport] = transport_named(transport).receiver(self._connection.directory)
         return self._receivers[transport]
 

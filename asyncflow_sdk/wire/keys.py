@@ -36,7 +36,7 @@ class ServerKeys(
     clients: tuple[Key, ...]
 
     @classmethod
-    def load(cls, path: str | Path) -> ServerKeys:
+    def load(cls, path: str | os.PathLike[str]) -> ServerKeys:
         """Raises ConfigError: no such file, not readable, readable by others, or no server key."""
         return _load(Path(path), cls, "server key")
 
@@ -49,7 +49,7 @@ class RunKey(msgspec.Struct, frozen=True, tag="asyncflow run key", tag_field="ki
     secret: Key
 
     @classmethod
-    def load(cls, path: str | Path) -> RunKey:
+    def load(cls, path: str | os.PathLike[str]) -> RunKey:
         """Raises ConfigError: no such file, not readable, readable by others, or no run key."""
         return _load(Path(path), cls, "run key")
 

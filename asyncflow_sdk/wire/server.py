@@ -15,11 +15,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import zmq
 
-from ..errors import AsyncFlowError, ProtocolError
+from ..errors import ProtocolError
 from .envelope import MAX_BYTES, MAX_FRAMES, PROTOCOL, OtherProtocol, Request, Response, decode_request, encode
 from .keys import ServerKeys
 from .listening import Listening, Route
@@ -29,8 +29,6 @@ MAX_WAIT_S = 3600.0
 """The longest sleep between two rounds, whatever deadline comes next: a deadline may be infinite."""
 MAX_UNSENT_BYTES = 4 << 30
 """Payload on its way to one session past which a further answer is not sent before it is asked for again."""
-Payload: TypeAlias = Callable[[], Sequence[Any]]
-"""Makes the frames that go beside an answer: contiguous buffers, unchanged for as long as they are referred to."""
 # As plain integers: an operation on zmq's enumerations costs as much as receiving a message.
 _AT_ONCE, _MORE_COMES = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _MORE, _EVENTS, _READABLE = int(zmq.RCVMORE), int(zmq.EVENTS), int(zmq.POLLIN)
@@ -47,6 +45,10 @@ class Handler(Protocol):
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
         """Nobody waits for a request any more, nor read its answer. ``answer``: what it was; None if there was
         none yet. ``ticket`` 0 and no answer: the request has not come yet."""
+
+    def make(self, answer: bytes) -> tuple[bytes, Sequence[Any]]:
+        """An answer as it is sent, and frames to go beside it: contiguous buffers that are not changed for as long as
+        they are referred to."""
 
     def gone(self, session: str, reason: str) -> None:
         """The process of a session ended."""
@@ -76,11 +78,11 @@ class _Session:
     it comes and taken back at once, as if it had come in order. What it gives back must not be lost with it.
     """
 
-    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"payloads", "unsent", "routes"})
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"unsent", "routes"})
 
     answers: dict[int, bytes] = field(default_factory=dict)
-    payloads: dict[int, Payload] = field(default_factory=dict)  # what goes beside some of them
-    unsent: dict[int, _Unsent] = field(default_factory=dict)  # and is not through yet
+    made: set[int] = field(default_factory=set)  # those of them that are made anew each time they are sent
+    unsent: dict[int, _Unsent] = field(default_factory=dict)  # payload of theirs that is not through yet
     tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket, unanswered
     routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection it came over last
     done: int = 0
@@ -124,7 +126,7 @@ class _Session:
 
     def forget(self, seq: int) -> bytes | None:
         """The answer, which nobody will ask for again."""
-        self.payloads.pop(seq, None)
+        self.made.discard(seq)
         return self.answers.pop(seq, None)
 
     def may_send(self, seq: int) -> bool:
@@ -212,10 +214,10 @@ class Server:
         elif self._thread.ident is None:
             self._close()
 
-    def answer(self, ticket: int, body: bytes, payload: Payload | None = None, at_once: bool = False) -> None:
+    def answer(self, ticket: int, body: bytes, made: bool = False, at_once: bool = False) -> None:
         """Answer a request. In the server's thread; a ticket nobody waits for any more is ignored.
 
-        ``payload`` is called for each time the answer is sent. If it raises an AsyncFlowError, the answer goes alone.
+        ``made``: what is sent is what the handler makes of it then.
         ``at_once``: it rests on nothing that has to be settled.
         """
         session_id, seq = self._by_ticket.pop(ticket, ("", 0))
@@ -224,8 +226,8 @@ class Server:
             return
         session.tickets.pop(seq, None)
         session.answers[seq] = body
-        if payload is not None:
-            session.payloads[seq] = payload
+        if made:
+            session.made.add(seq)
         if at_once:
             self._send(session, seq)
         else:
@@ -414,18 +416,18 @@ class Server:
 
     def _send(self, session: _Session, seq: int) -> None:
         """Send an answer where its request came from last; one that came to an earlier server is asked for again."""
-        route, payload = session.routes[seq], session.payloads.get(seq)
+        route, answer = session.routes[seq], session.answers[seq]
         if route is None:
             return
-        envelope = encode(Response(PROTOCOL, seq, session.answers[seq]))
-        if payload is None:
-            self._post(route, envelope)
+        if seq not in session.made:
+            self._post(route, encode(Response(PROTOCOL, seq, answer)))
         elif session.may_send(seq):
             try:
-                frames = payload()
-            except AsyncFlowError:
-                frames = ()
-            tracker = self._post(route, envelope, frames)
+                body, frames = self._handler.make(answer)
+            except Exception:  # one answer that cannot be made must not be everybody's
+                _log.exception("the server failed to make an answer")
+                return
+            tracker = self._post(route, encode(Response(PROTOCOL, seq, body)), frames)
             if tracker is not None:
                 session.unsent[seq] = _Unsent(route, tracker, sum(memoryview(frame).nbytes for frame in frames))
 

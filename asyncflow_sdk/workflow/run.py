@@ -1,4 +1,4 @@
-"""Run: the handle of a run, in the process that serves it or in any other on this host.
+"""Run: the handle of a run, in the process that serves it, in any other on this host, or on another.
 
 with af.serve("runs/mine") as run:                    # the driver
     run.queue.put({"prompt": prompts}, group_size=8, key="epoch-0")
@@ -6,6 +6,7 @@ with af.serve("runs/mine") as run:                    # the driver
     for step in run.consumer("train", batch_size=256): ...
 
 with af.connect(address) as run: ...                  # another process
+with af.connect("tcp://10.0.0.1:7000", key="run.key") as run: ...    # another host, of a run served at tcp://0.0.0.0:7000
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..plugins import import_path
 from ..queue import Connection, LeasedBatch, QueueServer, Recovered, TransferQueue, open_queue
 from ..types import Batch, Event
 from ..weights import WeightPublisher
+from ..wire import ServerKeys, on_loopback, server_keys
 from . import roles
 from .address import find_address, remove_addresses, write_addresses
 from .consumer import Consumer
@@ -65,6 +67,11 @@ class Run:
     def recovered(self) -> Recovered | None:
         """What was found of a run that had died; None for one that is new, and in other processes than its own."""
         return self._server.recovered if self._server is not None else None
+
+    @property
+    def _near(self) -> str:
+        """The address for workers started from here: they share this host, its memory, and need no key."""
+        return self._connection.wire.address if self._server is None else self._server.addresses[1]
 
     def start(self, spec: Rollout | Stage | Train, **job: Any) -> list[Worker]:
         """Declare the task of ``spec`` and start its workers. Raises ConfigError for a task that cannot be
@@ -194,13 +201,13 @@ class Run:
 
     def _launch(self, spec: Rollout | Stage | Train, role: str, job: RolloutJob | StageJob | TrainJob) -> Worker:
         name = self._name(role)
-        config = WorkerConfig(name, self.address, job, _own_path())
+        config = WorkerConfig(name, self._near, job, _own_path(), self._connection.wire.key)
         log = (self.directory or Path(".")) / "logs" / f"{name}.log"
         self._workers.append(LocalProcess(config, spec.place, log, self._report, self.fail, self._changed.set))
         return self._workers[-1]
 
     def _thread(self, spec: Stage, gives: tuple[str, ...]) -> Worker:
-        connection = Connection(self.address, self._name(spec.task))
+        connection = Connection(self._near, self._name(spec.task), key=self._connection.wire.key)
         self._workers.append(_Thread(spec, gives, connection, self.fail, self._changed.set))
         return self._workers[-1]
 
@@ -292,6 +299,7 @@ def serve(
     directory: str | Path | None = None,
     *,
     address: str | None = None,
+    key: str | os.PathLike[str] | None = None,
     on_event: Callable[[Event], None] | None = None,
     on_step: Callable[[int, Callable[[], Batch]], None] | None = None,
     name: str = "driver",
@@ -305,10 +313,14 @@ def serve(
     (``tcp://127.0.0.1:0`` picks a port); a socket of the run is always there. ``capacity_bytes``: of payload alive
     at once; by default half of what is free where the segments lie.
 
+    An address that other hosts may reach (``tcp://0.0.0.0:7000``) is served with keys: ``server.key`` and ``run.key``
+    in ``directory``, made there unless they are; clients get a copy of ``run.key``. ``key``: another path for
+    ``server.key``; given, an address on loopback has keys too.
+
     ``durability``: what was acknowledged survives the kill of any process ("process"), or of the host too ("host",
     which waits for the disk): a journal is kept in ``directory``, and whoever serves the same directory again goes on
     where that run died, with the limits it had; workers that still live just wait for it. ``run.recovered`` tells what
-    was found. Raises ConfigError while another process serves it.
+    was found. Raises ConfigError, also while another process serves it.
     """
     path = Path(directory) if directory is not None else None
     if path is not None:
@@ -318,9 +330,11 @@ def serve(
     if durability is not None and path is None:
         raise ConfigError(f'a run of durability "{durability}" needs a directory for its journal')
     journal = path / "journal" if path is not None and (durability or (path / "journal").is_dir()) else None
+    keys = _keys(path, address, key)
     server = QueueServer(
-        [address] if address else [], on_event=on_event, on_step=on_step, journal=journal, durability=durability
-    )
+        [address] if address else [], on_event=on_event, on_step=on_step, journal=journal, durability=durability,
+        keys=keys,
+    )  # fmt: skip
     try:
         run = Run(Connection(server.here, name), server, path)
         if capacity_bytes is None:
@@ -338,9 +352,34 @@ def serve(
     return run
 
 
-def connect(address: str | os.PathLike[str], *, name: str = "client") -> Run:
-    """Connect to a run on this host: by its address, or by its directory while it is served."""
-    return Run(Connection(find_address(address), name))
+def connect(
+    address: str | os.PathLike[str],
+    *,
+    key: str | os.PathLike[str] | None = None,
+    shared_memory: bool = True,
+    name: str = "client",
+) -> Run:
+    """Connect to a run: by its address or, on its own host, by its directory while it is served.
+
+    ``key``: the path of a copy of the run's ``run.key``, which a run that other hosts can reach asks for.
+    ``shared_memory`` False: send values over the socket even where the server's memory is in sight, as it is done
+    anyway from another host. Raises ConfigError, AccessDenied, ServerLost, ProtocolError.
+    """
+    return Run(Connection(find_address(address), name, key=key, shared_memory=shared_memory))
+
+
+def _keys(directory: Path | None, address: str | None, key: str | os.PathLike[str] | None) -> ServerKeys | None:
+    """The keys to serve an address with; None for one that needs none."""
+    tcp = address is not None and address.startswith("tcp:")
+    if key is not None and not tcp:
+        raise ConfigError(
+            f"key= is for a tcp address; {address or 'the socket of a run'} is on this host and needs none"
+        )
+    if key is not None:
+        return server_keys(Path(key), (directory or Path(key).parent) / "run.key")
+    if directory is None or address is None or not tcp or on_loopback(address):
+        return None
+    return server_keys(directory / "server.key", directory / "run.key")
 
 
 def _own_path() -> list[str]:

@@ -23,6 +23,7 @@ from ..plugins import import_name, registry
 from ..queue import Connection, TransferQueue, open_queue
 from ..types import GRPO, Sampling
 from ..types import events as ev
+from ..wire import RunKey
 
 FATAL = (ConfigError, PluginError, SchemaError, WeightMismatch, ModuleNotFoundError)
 EXIT_FATAL = 3
@@ -61,14 +62,17 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     job: RolloutJob | StageJob | TrainJob
     path: list[str]
     """The driver's import path, so that a function importable there is importable here."""
+    key: RunKey | None = None
+    """What the driver itself came in with, from another host."""
 
 
 def main() -> int:
     config = msgspec.json.decode(_first_line(), type=WorkerConfig)
     directories: list[Path] = []
     threading.Thread(target=_end_with_driver, args=(directories,), daemon=True).start()
-    connection = Connection(config.address, config.name)
-    directories.append(connection.directory)
+    connection = Connection(config.address, config.name, key=config.key)
+    if not connection.inline:
+        directories.append(connection.directory)
     sys.path += [entry for entry in config.path if entry not in sys.path]
     queue = open_queue(connection)
     _state(connection, "starting")

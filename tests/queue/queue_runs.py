@@ -4,27 +4,34 @@ import contextlib
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from asyncflow_sdk.memory import Arena
 from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, open_queue
 
-KINDS = ("in-process", "ipc", "tcp")
+KINDS = ("in-process", "ipc", "tcp", "remote")
+"""``remote``: over tcp, and as if the server's memory were out of sight."""
 _numbers = itertools.count()
+_arenas: weakref.WeakKeyDictionary[Connection, Arena] = weakref.WeakKeyDictionary()  # where its values are written
 
 
 class Run:
     """A server, its address of one kind, and the connections made by ``queue``."""
 
     def __init__(self, kind: str, **options: Any) -> None:
-        extra = {"in-process": f"inproc://run{next(_numbers)}", "ipc": None, "tcp": "tcp://127.0.0.1:0"}[kind]
+        extra = {"in-process": f"inproc://run{next(_numbers)}", "ipc": None}.get(kind, "tcp://127.0.0.1:0")
+        self.shared_memory = kind != "remote"
         self.server = QueueServer([extra] if extra else [], **options)
         self.address = self.server.addresses[-1]
         self._connections: list[Connection] = []
 
     def queue(self, name: str = "test") -> TransferQueue:
-        self._connections.append(Connection(self.address, name))
-        return open_queue(self._connections[-1])
+        connection = Connection(self.address, name, shared_memory=self.shared_memory)
+        self._connections.append(connection)
+        _arenas[connection] = self.server._remote.arena if connection.inline else connection.arena
+        return open_queue(connection)
 
     def close(self) -> None:
         for connection in self._connections:
@@ -41,9 +48,14 @@ def running(kind: str = "ipc", **options: Any) -> Iterator[Run]:
         run.close()
 
 
+def arena_of(queue: TransferQueue) -> Arena:
+    """Where what is put lies."""
+    return _arenas[queue._port.connection]
+
+
 def blocks_in_use(queue: TransferQueue) -> int:
     """Blocks that a writer still counts as somebody's."""
-    return queue._port.connection.arena.blocks
+    return arena_of(queue).blocks
 
 
 def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:

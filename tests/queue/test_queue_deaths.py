@@ -45,7 +45,9 @@ def test_rows_of_a_killed_consumer_come_again_and_its_token_is_stale(run: Run) -
         # and nobody can complete them with the dead one's token
         stale = cmd.Complete(token=held["token"], columns={})
         with pytest.raises(LeaseLost):
-            queue._port.connection.answered(queue._port.connection.wire.ask(queue._port.connection.call(stale), 5))
+            queue._port.connection.answered(
+                queue._port.connection.wire.exchange(queue._port.connection.call(stale), 5)
+            )
         batch.complete({"y": np.arange(8.0)})
         assert queue.audit().balanced
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost, ProtocolErr
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import LeasedBatch, TransferQueue
 from asyncflow_sdk.queue.protocol import Call, decode_answer, encode
+from asyncflow_sdk.wire import Reply
 
 
 @pytest.fixture(params=KINDS)
@@ -32,15 +34,15 @@ def queue(run: Run) -> TransferQueue:
 def counting(queue: TransferQueue) -> Iterator[list[int]]:
     """Requests made over a connection, in a list of one."""
     wire, count = queue._port.connection.wire, [0]
-    ask = wire.ask
+    exchange = wire.exchange
 
-    def counted(body: bytes, timeout_s: float) -> bytes:
+    def counted(*request: Any) -> Reply:
         count[0] += 1
-        return ask(body, timeout_s)
+        return exchange(*request)
 
-    wire.ask = counted  # type: ignore[method-assign]
+    wire.exchange = counted  # type: ignore[method-assign]
     yield count
-    wire.ask = ask  # type: ignore[method-assign]
+    wire.exchange = exchange  # type: ignore[method-assign]
 
 
 def through(stream: Iterable[LeasedBatch], finished: Callable[[LeasedBatch], dict[str, object]]) -> list[int]:

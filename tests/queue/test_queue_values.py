@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queue_runs import KINDS, Run, blocks_in_use, running
+from queue_runs import KINDS, Run, arena_of, blocks_in_use, running
 
 from asyncflow_sdk.queue import TransferQueue
 from asyncflow_sdk.types import Batch, Ragged, from_torch
@@ -125,7 +125,7 @@ def test_torch_writes_reach_nobody_and_lie_in_shared_memory(run: Run) -> None:
     ]
     spans = [tuple(int(part, 16) for part in line.split()[0].split("-")) for line in maps if " rw-p " in line]
     for tensor in (x, r):
-        assert any(low <= tensor.data_ptr() < high for low, high in spans)
+        assert any(low <= tensor.data_ptr() < high for low, high in spans) == run.shared_memory
 
 
 @pytest.mark.parametrize("rows", [1, 63, 1000, 60_000])
@@ -133,7 +133,7 @@ def test_narrow_columns_at_the_end_of_a_segment(run: Run, rows: int) -> None:
     # given a block of one byte a row that ends where its segment ends
     queue = run.queue()
     queue.declare("read", needs=["flag"])
-    arena = queue._port.connection.arena
+    arena = arena_of(queue)
     arena._segment_bytes = 1 << 16
     queue.put({"first": np.zeros(1, np.uint8)})  # 128 bytes: a header and a line
     queue.put({"other": np.zeros((1, (1 << 16) - 256 - -(-rows // 64) * 64), np.uint8)})

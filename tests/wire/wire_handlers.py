@@ -36,6 +36,9 @@ class Parrot:
         if ticket or answer is not None:
             self.dropped_ones.append((ticket, answer))
 
+    def make(self, answer: bytes) -> tuple[bytes, Sequence[Any]]:
+        return answer, ()
+
     def gone(self, session: str, reason: str) -> None:
         self.gone_ones.append(session)
 
