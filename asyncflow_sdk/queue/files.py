@@ -25,7 +25,8 @@ class Files:
 
     def remove(self, segment: str) -> None:
         """The last row of a segment whose session has ended is through."""
-        self._doomed.append(self._rows / segment)
+        if not self.replaying:
+            self._doomed.append(self._rows / segment)
 
     def ended(self, session: int, needed: Collection[str]) -> None:
         """A session has ended: its segments go, but for those ``needed`` by rows or by a version."""

@@ -37,6 +37,7 @@ class Remote:
         self._directory, self._reader, self._synced = directory, reader, synced
         self._prefix = f"s{NUMBER}-{secrets.token_hex(4)}-"
         self._arena: Arena | None = None
+        self._freed: list[int] = []
 
     @property
     def arena(self) -> Arena:
@@ -58,11 +59,17 @@ class Remote:
         return msgspec.structs.replace(call, block=block)
 
     def free(self, segment: str, serials: bytes) -> bool:
-        """Blocks in a segment are needed no more. False if it is an earlier server's."""
-        if self._arena is None or not segment.startswith(self._prefix):
+        """Blocks in a segment are needed no more, once ``carry_out`` is called. False if it is an earlier server's."""
+        if not segment.startswith(self._prefix):
             return False
-        self._arena.free(unpack_ids(serials).tolist())
+        self._freed += unpack_ids(serials).tolist()
         return True
+
+    def carry_out(self) -> None:
+        """What was freed may be written again, now that it is kept who ended."""
+        if self._freed:
+            freed, self._freed = self._freed, []
+            self.arena.free(freed)
 
     def inline(self, answer: Answer) -> tuple[bytes, Sequence[Any]]:
         """An answer with the values of its rows beside it. They are read where they lie each time it is sent: the lease

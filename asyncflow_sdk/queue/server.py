@@ -274,6 +274,7 @@ class QueueServer:
             if failed is not None:
                 self._note(f"{self._journal.path} can be written again", "info")
         self._files.carry_out()
+        self._remote.carry_out()
         if self._journal is not None and self._home is not None:
             self._journal = self._home.compact(self, self._journal)
         return True
