@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from .errors import LeaseLost as LeaseLost
     from .errors import SchemaError as SchemaError
     from .errors import WorkerFailed as WorkerFailed
+    from .interfaces import Candidates as Candidates
     from .interfaces import Capabilities as Capabilities
     from .interfaces import Completion as Completion
     from .interfaces import Request as Request
     from .interfaces import RolloutEngine as RolloutEngine
+    from .interfaces import Sampler as Sampler
     from .interfaces import StepResult as StepResult
     from .interfaces import TrainEngine as TrainEngine
     from .interfaces import WeightUpdate as WeightUpdate
@@ -66,12 +68,14 @@ _WHERE = {
     "Ended": "errors",
     "DeadlineExceeded": "errors",
     "Batch": "types",
+    "Candidates": "interfaces",
     "Capabilities": "interfaces",
     "Completion": "interfaces",
     "GRPO": "types",
     "Ragged": "types",
     "Request": "interfaces",
     "RolloutEngine": "interfaces",
+    "Sampler": "interfaces",
     "Sampling": "types",
     "Staleness": "types",
     "StepResult": "interfaces",

@@ -1,15 +1,18 @@
 """What plugins implement: abstract classes and their promises, nothing else."""
 
 from .rollout import Capabilities, Completion, Request, RolloutEngine
+from .sampler import Candidates, Sampler
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
 from .weights import WeightReceiver, WeightSender, WeightTransport, WeightUpdate
 
 __all__ = [
     "TRAIN_COLUMNS",
+    "Candidates",
     "Capabilities",
     "Completion",
     "Request",
     "RolloutEngine",
+    "Sampler",
     "StepResult",
     "TrainEngine",
     "WeightReceiver",

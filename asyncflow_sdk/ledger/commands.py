@@ -25,6 +25,23 @@ def unpack_ids(data: bytes) -> Ids:
     return np.frombuffer(data, "<i8")
 
 
+class SamplerSpec(msgspec.Struct, frozen=True):
+    """A sampler by the name it is registered with, and the options it is made of."""
+
+    name: str
+    options: dict[str, bool | int | float | str | None] = {}
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """What a task's sampler says of itself: see ``Sampler``. ``chooses``: whether it does so by itself."""
+
+    measure: str = ""
+    window: int = 1
+    whole_groups: bool = False
+    balanced: bool = False
+    chooses: bool = False
+
+
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One use of rows.
 
@@ -34,6 +51,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     put skip it. ``batch_rows``: rows of one step; whole groups are selected into steps, each leased whole
     (train). Without ``gives`` it is an end of the stream: a row is consumed when every task of its partition,
     one of them an end, has completed it. ``partitions``: those whose rows it takes; ``("*",)`` takes all.
+    ``sampler``: chooses among ready rows; None takes the first.
     """
 
     name: str
@@ -44,6 +62,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     admits: bool = False
     batch_rows: int | None = None
     partitions: tuple[str, ...] = ("",)
+    sampler: SamplerSpec | None = None
 
     def takes(self, partition: str) -> bool:
         return partition in self.partitions or "*" in self.partitions
@@ -82,9 +101,14 @@ class Configure(Command, frozen=True, tag="configure"):
 
 
 class Declare(Command, frozen=True, tag="declare"):
-    """Declare a task. Saying the same again does nothing."""
+    """Declare a task. Saying the same again does nothing.
+
+    ``measures``: float64, of the live rows that have the column its sampler measures, in order; the server says so,
+    never the client.
+    """
 
     task: TaskSpec
+    measures: bytes = b""
 
 
 class Put(Command, frozen=True, tag="put"):
@@ -102,6 +126,8 @@ class Put(Command, frozen=True, tag="put"):
     nbytes: int = 0
     """Of the payload; the server says so, never the client."""
     priority: int = 0
+    measures: dict[str, bytes] = {}
+    """Of columns that samplers measure, float64 for each group; the server says so, never the client."""
 
 
 class Lease(Command, frozen=True, tag="lease"):
@@ -131,6 +157,8 @@ class Complete(Command, frozen=True, tag="complete"):
     filtered: bytes | None = None
     nbytes: int = 0
     """Of the payload; the server says so, never the client."""
+    measures: dict[str, bytes] = {}
+    """Of columns that samplers measure, float64 for each row; the server says so, never the client."""
 
 
 class GiveBack(Command, frozen=True, tag="give_back"):

@@ -61,6 +61,8 @@ class Ending(State):
             self._through(task, ids[states < DONE])
             self._count_fit(task, ids[states == READY], -1)
             self._count_waiting(task, ids[states == WAITING])
+            if task.sampling.whole_groups and counts[WAITING]:
+                self._excused.append((name, ids[states == WAITING]))
             if not counts[LEASED]:
                 continue
             for token, count in zip(

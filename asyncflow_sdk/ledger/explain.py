@@ -37,6 +37,8 @@ def _what_there_is(ledger: State, command: cmd.Lease) -> str:
     fit = max((n for partition, n in task.fit.items() if where in (None, partition)), default=0)
     if not fit:
         return "nothing to give"
+    if fit >= max(command.at_least, 1) and task.spec.sampler is not None:
+        return f"nothing to give: {fit} rows are ready, and sampler {task.spec.sampler.name!r} chooses none of them"
     text = f"{fit} of {command.at_least} rows"
     parked = next(iter(ledger.waiters.get("put", {}).values()), None)
     if parked is not None:

@@ -61,7 +61,9 @@ class Intake(Leasing):
             if known.spec != spec:
                 raise ConfigError(f"task {spec.name!r} is already declared as {known.spec}, not {spec}")
             return cmd.Done()
+        sampling = self.sampling_of(spec)
         self._check_task(spec)
+        self._check_sampling(spec, sampling)
         bits = np.uint64(0)
         for column in spec.needs:
             bits |= self._bit(column)
@@ -78,7 +80,11 @@ class Intake(Leasing):
             if "*" in spec.partitions or any(self.partitions.get(each) == partition for each in spec.partitions):
                 taken |= np.isin(live, part)
         rows.task(name, "state")[rows.at(live[~taken])] = APART
-        self.tasks[name] = task = Task(spec, bits)
+        self.tasks[name] = task = Task(spec, bits, sampling)
+        if sampling.measure and sampling.measure not in rows.measures:
+            rows.add_measure(sampling.measure)
+            if command.measures:
+                self._measure(self.having(sampling.measure), {sampling.measure: command.measures}, slice(None))
         if spec.batch_rows is not None:
             self.unselected = int(taken.sum())
             self.steps = Steps(task, Window(spec.batch_rows, self.max_staleness, self.last_steps))
@@ -91,6 +97,8 @@ class Intake(Leasing):
             task.undone[partition] = len(part)
             task.waiting[partition] = len(part) * (not spec.grouped)
         task.counts[WAITING] = len(live)
+        if sampling.whole_groups and len(live):
+            rows.excuse(name, live)
         self._make_ready(live, np.zeros(len(live), np.uint64), only=task)
         if spec.admits and self.steps is not None:
             state = rows.task(self.steps.task.spec.name, "state")[rows.at(live)]
@@ -189,6 +197,8 @@ class Intake(Leasing):
         if command.priority:
             rows.priority[new] = command.priority
             rows.ranked = True
+        if command.measures:
+            self._measure(ids, command.measures, np.repeat(np.arange(command.groups), command.group_size))
         self.put_total += count
         self.unselected += count * trained
         self._count_kind(partition, bits, count)

@@ -10,21 +10,20 @@ import numpy as np
 from ..errors import Ended, LeaseLost, SchemaError, WriteOnceError
 from ..types import events as ev
 from . import commands as cmd
+from .choosing import Choosing
 from .commands import Ids, pack_ids
 from .rows import DONE, LEASED, LIVE, NONE, READY, SELECTED, WAITING
 from .state import (
     CONSUMED,
     FAILED,
     FILTERED,
-    MAX_NUMBER,
     Held,
     Session,
     Task,
 )
-from .stepping import Stepping
 
 
-class Leasing(Stepping):
+class Leasing(Choosing):
     """Grants, completes and returns leases."""
 
     def _lease(self, session: Session, command: cmd.Lease) -> cmd.Reply | None:
@@ -51,9 +50,13 @@ class Leasing(Stepping):
         if task.spec.admits:
             return self._lease_admitted(session, task, command)
         for partition in self._in_turn(task, command.partition):
-            if self._enough(task, partition, command.at_least):
+            if not self._enough(task, partition, command.at_least):
+                continue
+            least = command.at_least if task.fit[partition] >= command.at_least else 1
+            ids = self._take(task, task.ready[partition], command.count, least)
+            if len(ids):
                 task.turn = partition + 1
-                return self._grant(session, task, task.ready[partition].take(command.count))
+                return self._grant(session, task, ids)
         return None
 
     def _check_at_least(self, task: Task, command: cmd.Lease) -> None:
@@ -100,7 +103,7 @@ class Leasing(Stepping):
             if self._takes(self.steps.task, partition):
                 reply = reply or self._lease_in_window(session, task, partition, command.count)
             else:
-                ids = self._queue(task, partition).take_groups(command.count, MAX_NUMBER)
+                ids = self._take(task, self._queue(task, partition), command.count)
                 if len(ids):
                     self.rows.version[self.rows.at(ids)] = session.loaded
                     reply = self._grant(session, task, ids, version=session.loaded)
@@ -126,7 +129,7 @@ class Leasing(Stepping):
             redo.popleft()
             return self._grant(session, task, ids, version=loaded)
         room = window.room(loaded + self.max_staleness)
-        ids = ready.take_groups(count, room)
+        ids = self._take(task, ready, count, room=room)
         if len(ids):
             at = rows.at(ids)
             rows.version[at] = loaded
@@ -142,6 +145,7 @@ class Leasing(Stepping):
         name, rows = task.spec.name, self.rows
         token, self._next_token = self._next_token, self._next_token + 1
         at = rows.at(ids)
+        task.given += 1
         if step == NONE:
             self._count_fit(task, ids, -1)
         rows.task(name, "state")[at] = LEASED
@@ -184,6 +188,7 @@ class Leasing(Stepping):
         if len(mine) and command.columns:
             self._count_kinds(at, -1)
             rows.columns[at] = before | np.uint64(self._bits(command.columns))
+            self._measure(mine, command.measures, slice(None) if held is None else held)
             self._count_kinds(at, 1)
             self._charge(mine, command.nbytes * len(mine) // len(ids))
         task.move(len(mine), LEASED, DONE)

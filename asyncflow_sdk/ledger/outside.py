@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
+from ..errors import AsyncFlowError, by_name
+
 
 class Outside:
     """Not thread-safe: whoever owns the ledger owns it."""
@@ -29,6 +33,20 @@ class Outside:
         if self.keep:
             self._notes.append(note)
         return note
+
+    def guarded(self, produce: Callable[[], bytes]) -> bytes:
+        """The same for what may fail: an AsyncFlowError is noted too, and raised again in a replay."""
+
+        def look() -> bytes:
+            try:
+                return b"+" + produce()
+            except AsyncFlowError as error:
+                return b"-" + msgspec.msgpack.encode((type(error).__name__, str(error)))
+
+        note = self(look)
+        if note[:1] == b"-":
+            raise by_name(*msgspec.msgpack.decode(note[1:], type=tuple[str, str]))
+        return note[1:]
 
     def take(self) -> tuple[bytes, ...]:
         """The notes since the last call."""

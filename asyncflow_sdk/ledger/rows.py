@@ -46,6 +46,7 @@ class Rows:
         self._fields = {n: np.full(capacity, fill, dtype) for n, (dtype, fill) in _FIELDS.items()}
         self._tasks: dict[str, dict[str, npt.NDArray[Any]]] = {}
         self._arrivals: dict[str, npt.NDArray[np.int32]] = {}
+        self.measures: dict[str, npt.NDArray[np.float64]] = {}  # by column; NaN: not known
         self.ended = np.zeros(1 + len(TERMINAL), np.int64)
         self.over = 0  # their sum
 
@@ -63,6 +64,9 @@ class Rows:
     def add_task(self, name: str) -> None:
         self._tasks[name] = {n: np.full(self._capacity, f, t) for n, (t, f) in _TASK_FIELDS.items()}
         self._arrivals[name] = np.zeros(self._capacity, np.int32)
+
+    def add_measure(self, column: str) -> None:
+        self.measures[column] = np.full(self._capacity, np.nan)
 
     if TYPE_CHECKING:  # the fields are properties, made below
 
@@ -104,7 +108,12 @@ class Rows:
         firsts = self.at(self.first[self.at(ids)])
         np.add.at(arrivals, firsts, 1)
         whole = firsts[arrivals[firsts] == self.size[firsts]]
-        return self.members(whole + self.base) if len(whole) else whole
+        return self.members(np.unique(whole) + self.base) if len(whole) else whole
+
+    def excuse(self, task: str, live: Ids) -> None:
+        """A task that takes whole groups comes when some rows have ended: they count as ready in their groups."""
+        firsts, there = np.unique(self.first[self.at(live)], return_counts=True)
+        self._arrivals[task][self.at(firsts)] = self.size[self.at(firsts)] - there
 
     def task_counts(self, name: str) -> dict[str, int]:
         """Live rows by their state in a task."""
@@ -131,7 +140,7 @@ class Rows:
         while kept + n > capacity // 2:  # leave half free, or every put would move the rest
             capacity *= 2
 
-        def moved(old: npt.NDArray[Any], fill: int) -> npt.NDArray[Any]:
+        def moved(old: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
             new = np.full(capacity, fill, old.dtype)
             new[:kept] = old[gone : self.count]
             return new
@@ -140,6 +149,7 @@ class Rows:
         for name, fields in self._tasks.items():
             self._tasks[name] = {f: moved(fields[f], fill) for f, (_, fill) in _TASK_FIELDS.items()}
             self._arrivals[name] = moved(self._arrivals[name], 0)
+        self.measures = {column: moved(values, np.nan) for column, values in self.measures.items()}
         self.base += gone
         self.count = kept
         self._capacity = capacity

@@ -13,7 +13,7 @@ from ..errors import AsyncFlowError, SchemaError
 from ..types import ColumnSpec
 from ..types import events as ev
 from . import commands as cmd
-from .commands import TERMINAL, Ids, TaskSpec
+from .commands import TERMINAL, Ids, Sampling, TaskSpec
 from .outside import Outside
 from .ready import ReadyQueue
 from .remembering import KeyedPuts, Letters
@@ -74,6 +74,7 @@ class Task:
 
     spec: TaskSpec
     need: np.uint64
+    sampling: Sampling = field(default_factory=Sampling)
     ready: dict[int, ReadyQueue] = field(default_factory=dict)
     undone: Counter[int] = field(default_factory=Counter)
     waiting: Counter[int] = field(default_factory=Counter)
@@ -81,6 +82,7 @@ class Task:
     turn: int = 0  # a lease that names no partition looks there first
     redo: dict[int, deque[Ids]] = field(default_factory=dict)  # admitted rows whose producer was lost
     counts: list[int] = field(default_factory=lambda: [0] * len(TASK_STATES))
+    given: int = 0  # leases
     came: int = 0
     passed: int = 0
     leases: dict[int, Held] = field(default_factory=dict)  # by token, the oldest first
@@ -149,6 +151,7 @@ class State:
         self.schema: dict[str, ColumnSpec] = {}
         self._places: dict[str, int] = {}  # of a column's bit
         self._reselect = False
+        self._excused: list[tuple[str, Ids]] = []  # rows of tasks that take whole groups, that ended unready
         self._keys = KeyedPuts()
         self.letters = Letters()
         self._next_session = 1
@@ -198,6 +201,8 @@ class State:
             known = self.schema.get(name)
             if known is not None and known is not spec and known != spec:
                 raise SchemaError(f"column {name!r} is {known}; it cannot take {spec}")
+            if name in self.rows.measures and not spec.measurable:
+                raise SchemaError(f"column {name!r} is measured by a sampler; {spec} has no number a row")
         self._check_places(columns)
 
     def _bits(self, columns: cmd.Columns) -> int:
@@ -308,6 +313,12 @@ class State:
         if not task.spec.grouped:
             for partition, part in self._by_partition(ids):
                 task.fit[partition] += sign * len(part)
+
+    def _measure(self, ids: Ids, measures: dict[str, bytes], pick: Any) -> None:
+        """Rows got columns that samplers measure. ``pick``: which of the measures are theirs."""
+        for column, values in measures.items():
+            if column in self.rows.measures:
+                self.rows.measures[column][self.rows.at(ids)] = np.frombuffer(values, "<f8")[pick]
 
     def _charge(self, ids: Ids, nbytes: int) -> None:
         """Rows got payload of ``nbytes`` in all."""

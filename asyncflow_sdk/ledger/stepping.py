@@ -10,7 +10,7 @@ import numpy as np
 from .commands import Ids
 from .ending import Ending
 from .ready import ReadyQueue
-from .rows import APART, DONE, NONE, READY, SELECTED, WAITING
+from .rows import APART, DONE, LIVE, NONE, READY, SELECTED, WAITING
 from .state import (
     Task,
 )
@@ -45,9 +45,10 @@ class Stepping(Ending):
 
     def _ready(self, task: Task, ids: Ids) -> None:
         name = task.spec.name
-        if task.spec.grouped:
+        if task.spec.grouped or task.sampling.whole_groups:
             ids = self.rows.arrive(name, ids)
-            ids = ids[self.rows.task(name, "state")[self.rows.at(ids)] == WAITING]  # not if skipped already
+            at = self.rows.at(ids)  # not those that were skipped, or have ended
+            ids = ids[(self.rows.task(name, "state")[at] == WAITING) & (self.rows.state[at] == LIVE)]
             if not len(ids):
                 return
         self.rows.task(name, "state")[self.rows.at(ids)] = READY
@@ -124,7 +125,14 @@ class Stepping(Ending):
             self._cancel_unselected("more than the steps needed")
             self._wake_all()
 
+    def _excuse(self) -> None:
+        """Rows that ended before they were ready no longer keep the rest of their groups waiting."""
+        while self._excused:
+            name, ids = self._excused.pop()
+            self._ready(self.tasks[name], ids[self.rows.at(ids) >= 0])
+
     def _refill(self) -> None:
+        self._excuse()
         if self._reselect and self.steps is not None:
             self._reselect = False
             self._select()

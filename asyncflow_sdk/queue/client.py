@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..errors import AsyncFlowError, SchemaError, VersionNeeded
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
-from ..ledger.commands import Audit, FailedGroup, StatusReport, TaskSpec
+from ..ledger.commands import Audit, FailedGroup, SamplerSpec, StatusReport, TaskSpec
 from . import blocks
 from ._once import drive, sync
 from .connection import BlockingPort, Connection, LoopPort, Port
@@ -78,11 +78,22 @@ class Verbs(Generic[B]):
         admits: bool = False,
         batch_rows: int | None = None,
         partitions: Sequence[str] = ("",),
+        sampler: str | tuple[str, Mapping[str, Any]] | SamplerSpec | None = None,
     ) -> None:
-        """Declare a task: see TaskSpec. Saying the same again does nothing. Raises ConfigError."""
+        """Declare a task: see TaskSpec. Saying the same again does nothing.
+
+        ``sampler``: the name of one, or name and options: ("shuffled", {"seed": 1}), ("length_bucketed", {"column":
+        "response_ids"}), "whole_groups", ...; ``asyncflow plugins`` lists those installed where the queue is served.
+        Raises ConfigError, PluginError.
+        """
+        if isinstance(sampler, str):
+            sampler = SamplerSpec(sampler)
+        elif isinstance(sampler, tuple):
+            sampler = SamplerSpec(sampler[0], dict(sampler[1]))
         task = TaskSpec(
             name=name, needs=_names(needs), gives=_names(gives), lease_s=lease_s,
             max_attempts=max_attempts, admits=admits, batch_rows=batch_rows, partitions=tuple(partitions),
+            sampler=sampler,
         )  # fmt: skip
         await self._port.send(cmd.Declare(task=task))
 

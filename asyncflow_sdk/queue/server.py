@@ -30,6 +30,7 @@ from .clock import Clock
 from .files import Files
 from .gauges import Gauges
 from .journal import Asked, Dropped, Gone, Journal, Record, Ticked
+from .measuring import Measuring
 from .places import Places
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
 from .reader import Reader
@@ -103,6 +104,7 @@ class QueueServer:
         self._mapper = Mapper(self.rows)
         self._reader = Reader(self._mapper)
         self._remote = Remote(self.rows, self._reader, synced=self.durability == "host")
+        self._measuring = Measuring(self.ledger, self._places, self._reader)
         self._gauges = Gauges({self.directory.path, self.rows}, self._places)
         self._on_event = on_event
         self._on_step = on_step
@@ -358,6 +360,7 @@ class QueueServer:
             ids, step = self._check(writer, command, block)
             if isinstance(command, (cmd.Put, cmd.Complete)):
                 command = msgspec.structs.replace(command, nbytes=block.nbytes if block else 0)
+            command = self._measuring.fill(command, block)
             trained = (
                 (step, ids, self.ledger.rows.first[self.ledger.rows.at(ids)])
                 if ids is not None and step >= 0

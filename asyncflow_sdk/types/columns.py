@@ -30,6 +30,14 @@ class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...] = ()
     """Trailing shape: of a row (fixed) or of one element of a row (ragged)."""
 
+    @property
+    def measurable(self) -> bool:
+        """Whether a row has one number here: its value (fixed), or its length."""
+        if self.kind != "fixed":
+            return True
+        dtype = carrier(self.dtype)
+        return not self.shape and dtype.names is None and dtype.kind != "c"
+
     def __str__(self) -> str:
         if self.kind in ("text", "bytes"):
             return self.kind

@@ -1,6 +1,15 @@
-"""The transports that come with the SDK."""
+"""The transports and samplers that come with the SDK."""
 
 from ..plugins import AdapterSpec, hookimpl
+
+SAMPLERS = {
+    "fifo": "Fifo",
+    "whole_groups": "WholeGroups",
+    "shuffled": "Shuffled",
+    "by_column": "ByColumn",
+    "length_bucketed": "LengthBucketed",
+    "token_balanced": "TokenBalanced",
+}
 
 
 @hookimpl
@@ -8,5 +17,9 @@ def asyncflow_adapters() -> list[AdapterSpec]:
     return [
         AdapterSpec(
             kind="transport", name="shm", factory="asyncflow_sdk.weights.shm:ShmTransport", tested="Linux 6.18"
-        )
+        ),
+        *(
+            AdapterSpec(kind="sampler", name=name, factory=f"asyncflow_sdk.ledger.samplers:{factory}")
+            for name, factory in SAMPLERS.items()
+        ),
     ]

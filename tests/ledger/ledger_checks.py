@@ -37,7 +37,8 @@ def freeze(thing: Any, seen: dict[int, Any] | None = None) -> Any:
         return type(thing).__name__, [(freeze(k, seen), freeze(v, seen)) for k, v in thing.items()]
     if isinstance(thing, list | tuple | set) or type(thing).__name__ == "deque":
         return type(thing).__name__, [freeze(item, seen) for item in thing]
-    hidden = ("_now", "_lease_ends", "_request_ends", "_effects", "_handlers", "_dirty", "_all_woken", "redo")
+    hidden = {"_now", "_lease_ends", "_request_ends", "_effects", "_dirty", "_all_woken", "redo"}
+    hidden |= getattr(thing, "TRANSIENT", set())
     return type(thing).__name__, [(n, freeze(value, seen)) for n, value in vars(thing).items() if n not in hidden]
 
 

@@ -173,11 +173,25 @@ class Naive(NaiveRows):
         if not enough:
             self._is(outcome, PARKED)
             return
+        sampler = "" if task.sampler is None else task.sampler.name
+        size = max(len(self.rows[i].group) for ready in enough.values() for i in ready)
+        if sampler == "whole_groups" and isinstance(outcome, SchemaError):
+            assert c.count - c.at_least < size - 1, "groups would have made it up"
+            return
         ids = self._leased(session, task, outcome)
         ready = enough[outcome.partition]
         assert set(ids) <= set(ready)
-        assert len(ids) == min(c.count, len(ready))
-        assert [self.rows[i].priority for i in ids] == self._highest(ready)[: len(ids)]
+        if sampler == "whole_groups":
+            groups = {self.rows[i].group for i in ids}
+            assert set(ids) == {i for i in ready if self.rows[i].group in groups}, "whole, or what is left of it"
+            assert len(ids) <= c.count or len(groups) == 1
+            assert len(ids) > c.count - size or len(ids) == len(ready)
+        else:
+            assert len(ids) == min(c.count, len(ready))
+        highest = self._highest(ready)[: len(ids)]
+        assert sorted((self.rows[i].priority for i in ids), reverse=True) == highest
+        if sampler != "length_bucketed":
+            assert [self.rows[i].priority for i in ids] == highest
         self._is(outcome.step, -1)
 
     def closed(self, partition: str) -> bool:

@@ -167,6 +167,9 @@ class NaiveRows:
             return False
         if task.admits or task.batch_rows:
             return all(self.has_needs(self.rows[m], task) for m in row.group)
+        if task.sampler is not None and task.sampler.name == "whole_groups":
+            members = [self.rows[m] for m in row.group]
+            return all(self.has_needs(m, task) or m.ended is not None for m in members)
         return self.has_needs(row, task)
 
     def ready(self, task: TaskSpec, partition: str | None = None) -> list[int]:

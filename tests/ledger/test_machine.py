@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,7 @@ from ledger_harness import COLUMN, Fair, Harness
 from asyncflow_sdk.errors import LeaseLost
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.commands import SamplerSpec
 from asyncflow_sdk.types import ColumnSpec
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
@@ -30,6 +32,16 @@ ORDINARY = {"prompt": COLUMN}
 
 def one_in(n: int) -> st.SearchStrategy[bool]:
     return st.integers(0, n - 1).map(lambda drawn: drawn == n - 1)
+
+
+def samplers(column: str) -> st.SearchStrategy[SamplerSpec | None]:
+    known = [
+        SamplerSpec("whole_groups"),
+        SamplerSpec("shuffled", {"seed": 1, "window": 3}),
+        SamplerSpec("length_bucketed", {"column": column, "window": 4}),
+        SamplerSpec("token_balanced", {"column": column}),
+    ]
+    return st.sampled_from([None, None, None, *known])
 
 
 def make_tasks(draw: Any, batch_rows: int) -> list[TaskSpec]:
@@ -51,15 +63,13 @@ def make_tasks(draw: Any, batch_rows: int) -> list[TaskSpec]:
         tasks.append(TaskSpec(name="score", needs=("response",), lease_s=9, partitions=("eval",)))
     if reward_of is not None:
         every = draw(st.sampled_from([("",), ("*",)]), "reward takes")
-        tasks.append(
-            TaskSpec(
-                name="reward", needs=(reward_of,), gives=("reward",), lease_s=6, max_attempts=2, partitions=every
-            )
+        spec = TaskSpec(
+            name="reward", needs=(reward_of,), gives=("reward",), lease_s=6, max_attempts=2, partitions=every
         )
+        tasks.append(msgspec.structs.replace(spec, sampler=draw(samplers(reward_of), "reward's sampler")))
     if side is not None:
-        tasks.append(
-            TaskSpec(name="side", needs=("prompt",), gives=side, lease_s=8, max_attempts=attempts, partitions=both)
-        )
+        spec = TaskSpec(name="side", needs=("prompt",), gives=side, lease_s=8, max_attempts=attempts, partitions=both)
+        tasks.append(msgspec.structs.replace(spec, sampler=draw(samplers("prompt"), "side's sampler")))
     needs = {None: ("response",), "response": ("response", "reward"), "prompt": ("reward",)}[reward_of]
     tasks.append(TaskSpec(name="train", needs=needs, lease_s=20, batch_rows=batch_rows if trains else None))
     return tasks
