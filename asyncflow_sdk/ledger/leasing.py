@@ -175,7 +175,7 @@ class Leasing(Choosing):
         if command.filtered is not None:
             filtered = np.zeros(len(ids), bool)
             filtered[_positions(command.filtered, len(ids))] = True
-        if missing and (filtered is None or not filtered.all()):
+        if missing and len(ids) and (filtered is None or not filtered.all()):
             raise SchemaError(f"task {lease.task!r} gives {', '.join(map(repr, missing))}, which this lacks")
         self._check_columns(command.columns)
         mine = ids if held is None else ids[held]
