@@ -47,24 +47,31 @@ def gather(mapper: Mapper, located: Located, wanted: list[Kind]) -> dict[str, Co
     blocks = np.frombuffer(located.blocks, np.int64).reshape(-1, 6)
     number, starts, serials, _, nbytes, _ = blocks.T
     with contextlib.ExitStack() as stack:
-        mapped: list[tuple[Mapped, Any]] = []
-        table = np.empty((len(blocks), len(wanted), 3), np.int64)
-        fields = np.frombuffer(located.fields, np.int32).astype(np.int64).reshape(-1, len(wanted))
+        parts: list[tuple[Mapped, Any]] = []
         for at, name in enumerate(located.segments):
             mine: Any = number == at if len(located.segments) > 1 else slice(None)
             segment = mapper.mapped(name, int((starts[mine] + nbytes[mine]).max()))
+            parts.append((segment, mine))
             if not stack.enter_context(segment.whole()):
                 stack.enter_context(contextlib.closing(mapper.hold(name, starts[mine].tolist())))
                 for start, serial in zip(starts[mine].tolist(), serials[mine].tolist(), strict=True):
                     segment.check(start, serial)
-            table[mine] = tables(
-                segment.bytes.view(np.int64), blocks[mine], fields[mine] if len(fields) > 1 else fields, wanted
-            )
-            mapped.append((segment, mine))
-        columns = _copy([segment.bytes for segment, _ in mapped], _runs(located, blocks, table), wanted)
-        for segment, mine in mapped:
-            check_serials(segment.bytes.view(np.int64), starts[mine], serials[mine])
-    return columns
+        try:
+            table = _table(located, blocks, parts, wanted)
+            return _copy([segment.bytes for segment, _ in parts], _runs(located, blocks, table), wanted)
+        finally:  # also when something seems damaged that was only overwritten meanwhile
+            for segment, mine in parts:
+                check_serials(segment.bytes.view(np.int64), starts[mine], serials[mine])
+
+
+def _table(located: Located, blocks: Ints, parts: list[tuple[Mapped, Any]], wanted: list[Kind]) -> Ints:
+    """Where the columns of the blocks lie: (blocks, columns, 3)."""
+    out = np.empty((len(blocks), len(wanted), 3), np.int64)
+    fields = np.frombuffer(located.fields, np.int32).astype(np.int64).reshape(-1, len(wanted))
+    for segment, mine in parts:
+        words = segment.bytes.view(np.int64)
+        out[mine] = tables(words, blocks[mine], fields[mine] if len(fields) > 1 else fields, wanted)
+    return out
 
 
 def _runs(located: Located, blocks: Ints, table: Ints) -> _Runs:

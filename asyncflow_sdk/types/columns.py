@@ -136,7 +136,12 @@ def unpack(column: Column) -> Values:
     raw = column.values.tobytes()
     ends = column.offsets.tolist()
     pieces = [raw[a:b] for a, b in itertools.pairwise(ends)]
-    return [p.decode() for p in pieces] if column.spec.kind == "text" else pieces
+    if column.spec.kind == "bytes":
+        return pieces
+    try:
+        return [p.decode() for p in pieces]
+    except UnicodeDecodeError as error:
+        raise SchemaError(f"a text column holds bytes that are not UTF-8: {error}") from None
 
 
 def empty(spec: ColumnSpec) -> Column:

@@ -130,6 +130,27 @@ def test_a_late_reader_finds_another_serial_and_not_other_data(directory: Path) 
     assert churn(arena) == {where(block)}
 
 
+def test_blocks_freed_together_are_gone_together(directory: Path) -> None:
+    # given blocks side by side, of which one is looked at
+    arena, mapper = Arena(directory, "w", SEGMENT), Mapper(directory)
+    blocks = [write(arena, value, 1000) for value in range(10)]
+    held = mapper.view(*place(blocks[6]))
+    before = digest(held)
+    # when
+    arena.free([block.serial for block in blocks])
+    # then nobody else finds any, though nothing else was written there yet
+    for block in [*blocks[:6], *blocks[7:]]:
+        with pytest.raises(LeaseLost, match="used again"):
+            mapper.view(*place(block))
+    assert mapper.view(*place(blocks[6]))[16:].tobytes() == held[16:].tobytes()
+    # and their memory is used again around the one
+    again = [write(arena, 100 + value, 1000) for value in range(9)]
+    assert sorted(map(where, again)) == sorted(where(block) for block in blocks if block is not blocks[6])
+    assert digest(held) == before
+    del held
+    assert where(write(arena, 200, 1000)) == where(blocks[6])
+
+
 def test_a_segment_that_is_gone_or_too_short_is_no_view(directory: Path) -> None:
     arena, mapper = Arena(directory, "w", SEGMENT), Mapper(directory)
     block = write(arena, 1)
