@@ -25,6 +25,11 @@ class Outside:
         self._notes: list[bytes] = []
         self._replay: deque[bytes] | None = None
 
+    @property
+    def noting(self) -> bool:
+        """Whether notes are taken or given: where not, a caller may spare itself the making of them."""
+        return self.keep or self._replay is not None
+
     def __call__(self, produce: Callable[[], bytes]) -> bytes:
         """What ``produce`` gives; in a replay, what it gave. It must change nothing; if it raises, nothing is noted."""
         if self._replay is not None:

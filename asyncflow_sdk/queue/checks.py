@@ -5,6 +5,7 @@ Without them a client that is broken could make rows that nobody can read, or na
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ..errors import SchemaError
 from ..ledger import Ledger
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
-from ..types import carrier
+from ..types import ColumnSpec, carrier
 from .blocks import ALIGN, Block
 
 
@@ -63,7 +64,8 @@ def completed(ledger: Ledger, command: cmd.AnyCommand, block: Block | None) -> t
 
 
 def _check_block(block: Block, columns: cmd.Columns) -> None:
-    if sorted(block.columns) != sorted(columns):
+    names = tuple(columns)
+    if block.columns != names and sorted(block.columns) != sorted(names):
         raise SchemaError("the payload is not that of the columns named")
     if (
         not 0 < block.rows < 1 << 31
@@ -73,16 +75,25 @@ def _check_block(block: Block, columns: cmd.Columns) -> None:
         or not 0 < block.serial < 1 << 63
     ):
         raise SchemaError(f"the payload lies nowhere: {block}")
-    least = 0
-    for name, spec in columns.items():
+    a_row, more = _least(names, tuple(columns.values()))
+    least = a_row * block.rows + more
+    if block.nbytes < least:
+        raise SchemaError(f"the payload has {block.nbytes} bytes, and its columns at least {least}")
+
+
+@functools.lru_cache(1024)
+def _least(names: tuple[str, ...], specs: tuple[ColumnSpec, ...]) -> tuple[int, int]:
+    """The least bytes that such columns take: for each row, and besides. Raises SchemaError for what cannot be."""
+    a_row = more = 0
+    for name, spec in zip(names, specs, strict=True):
         size = carrier(spec.dtype).itemsize
         for length in spec.shape:
             size *= length
         if min(spec.shape, default=0) < 0:
             raise SchemaError(f"column {name!r} has the shape {spec.shape}")
-        least += size * block.rows if spec.kind == "fixed" else 8 * (block.rows + 1)
-    if block.nbytes < least:
-        raise SchemaError(f"the payload has {block.nbytes} bytes, and its columns at least {least}")
+        a_row += size if spec.kind == "fixed" else 8
+        more += 0 if spec.kind == "fixed" else 8
+    return a_row, more
 
 
 def _size(path: str) -> int:

@@ -6,9 +6,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,8 +44,7 @@ LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus)
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Pending:
+class _Pending(NamedTuple):
     """A request under way, with what only the command that began it knows."""
 
     session: str
@@ -382,6 +380,8 @@ class QueueServer:
 
     def _check(self, number: int, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
         """Raises what is wrong with the payload, which only the files tell; a replay is told what was found."""
+        if not self.ledger.outside.noting:
+            return check_call(self.ledger, self.rows, number, command, block)
         found: list[tuple[Ids | None, int]] = []
 
         def look() -> bytes:
@@ -442,8 +442,12 @@ class QueueServer:
                 following.append((ticket, rider, pending.then))
             else:
                 self._answer(ticket, pending.session, answer, made=pending.inline and bool(answer.located))
-        done = any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
-        if trained is not None and self._on_step is not None and done and not self._replaying:
+        if (
+            trained is not None
+            and self._on_step is not None
+            and not self._replaying
+            and any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
+        ):
             step, ids, groups = trained
             self._tell(self._on_step, step, self._keep(ids, groups))
         if not self._replaying:
@@ -487,6 +491,9 @@ class QueueServer:
         if pending.block is None or pending.ids is None:
             return
         entries = np.arange(pending.block.rows)
+        if not len(revoked):
+            self._places.add(pending.ids, pending.block, pending.session, entries)
+            return
         kept = ~np.isin(pending.ids, revoked)
         self._places.add(pending.ids[kept], pending.block, pending.owner, entries[kept])
         if not kept.any():

@@ -129,8 +129,10 @@ def _plain(array: Array) -> Array:
 def unpack(column: Column) -> Values:
     """What a reader sees: an array, a Ragged, or a list of str or bytes. Arrays are read-only, wherever they lie."""
     if column.spec.kind in ("fixed", "ragged"):
-        values = column.values.view()
-        values.flags.writeable = False
+        values = column.values
+        if values.flags.writeable:
+            values = values.view()
+            values.flags.writeable = False
         return values if column.offsets is None else Ragged(values, column.offsets)
     assert column.offsets is not None
     raw = column.values.tobytes()

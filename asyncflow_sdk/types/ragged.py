@@ -30,7 +30,7 @@ class Ragged:
         offsets = np.ascontiguousarray(offsets, dtype=np.int64)
         if offsets.ndim != 1 or not len(offsets) or offsets[0] != 0 or offsets[-1] != len(values):
             raise SchemaError(f"offsets must run from 0 to {len(values)}, the number of values")
-        if (offsets[1:] < offsets[:-1]).any():
+        if len(offsets) > 2 and (offsets[1:] < offsets[:-1]).any():
             raise SchemaError("offsets must not fall: a row would have a negative length")
         self.values = values
         self.offsets = offsets
