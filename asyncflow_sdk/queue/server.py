@@ -492,7 +492,7 @@ class QueueServer:
             return
         entries = np.arange(pending.block.rows)
         if not len(revoked):
-            self._places.add(pending.ids, pending.block, pending.session, entries)
+            self._places.add(pending.ids, pending.block, pending.owner, entries)
             return
         kept = ~np.isin(pending.ids, revoked)
         self._places.add(pending.ids[kept], pending.block, pending.owner, entries[kept])
