@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .samples import Columns
 
-SPEEDUP = {"ours": 20, "ours-tcp": 20, "shm": 20, "zmq": 20, "zmq-tcp": 20, "peer": 1}
+SPEEDUP = {"ours": 20, "ours-journal": 20, "ours-tcp": 20, "shm": 20, "zmq-tcp": 20, "peer": 1}
 """How much more work a contender gets than the peer, so that each is measured for a comparable time."""
 
 
@@ -87,7 +87,9 @@ class Client(ABC):
     def close(self) -> None: ...
 
 
-_MODULES = {"ours": "ours", "ours-tcp": "ours", "shm": "floor", "zmq": "floor", "zmq-tcp": "floor", "peer": "peer"}
+_MODULES = {
+    "ours": "ours", "ours-journal": "ours", "ours-tcp": "ours", "shm": "floor", "zmq-tcp": "floor", "peer": "peer",
+}  # fmt: skip
 
 
 def service(name: str) -> Service:

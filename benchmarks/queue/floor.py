@@ -2,7 +2,7 @@
 
 A put is a block; a task takes blocks whose columns it needs are there; one request each. No rows, no leases, no
 types, no checks, no books, nothing freed. ``shm``: payload in one pre-faulted arena, only its places travel.
-``zmq`` and ``zmq-tcp``: payload in frames of the messages, never copied by this code.
+``zmq-tcp``: payload in frames of the messages, never copied by this code.
 """
 
 from __future__ import annotations

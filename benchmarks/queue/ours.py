@@ -1,7 +1,11 @@
-"""AsyncFlow's TransferQueue, with everything on: leases, types, completion, the audit checked at the end."""
+"""AsyncFlow's TransferQueue, with everything on: leases, types, completion, the audit checked at the end.
+
+``ours-journal``: with a journal that survives the kill of any process. ``ours-tcp``: as from another host.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +16,16 @@ from .samples import Columns
 
 
 class Ours(Service):
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
 
     def start(self, tasks: dict[str, Task]) -> str:
-        self._run = af.serve(**self._options)
+        self._folder = tempfile.TemporaryDirectory()
+        options: dict[str, Any] = {
+            "ours-journal": {"directory": self._folder.name, "durability": "process"},
+            "ours-tcp": {"address": "tcp://127.0.0.1:0"},
+        }.get(self._kind, {})
+        self._run = af.serve(**options)
         for name, task in tasks.items():
             self._run.queue.declare(name, needs=task.needs, gives=task.gives)
         return self._run.address
@@ -31,11 +40,12 @@ class Ours(Service):
 
     def stop(self) -> None:
         self._run.close()
+        self._folder.cleanup()
 
 
 class OurClient(Client):
-    def __init__(self, address: str, **options: Any) -> None:
-        self._run = af.connect(address, **options)
+    def __init__(self, kind: str, address: str) -> None:
+        self._run = af.connect(address, shared_memory=kind != "ours-tcp")
         self._last: af.LeasedBatch | None = None
 
     def prepare(self, columns: Columns) -> dict[str, Any]:
@@ -72,8 +82,8 @@ class OurClient(Client):
 
 
 def service(name: str) -> Service:
-    return Ours()
+    return Ours(name)
 
 
 def client(name: str, address: str) -> Client:
-    return OurClient(address)
+    return OurClient(name, address)
