@@ -1,6 +1,6 @@
 """Shared memory: one allocator for samples and for weights, and read-only views that never change."""
 
-from .arena import Allocation, Arena
+from .arena import Allocation, Arena, NoHole
 from .directory import SharedDirectory, remove_if_ownerless, sweep
 from .mapper import Hold, Mapped, Mapper
 from .segment import HEADER_BYTES, blocks_there, sync_directory
@@ -12,6 +12,7 @@ __all__ = [
     "Hold",
     "Mapped",
     "Mapper",
+    "NoHole",
     "SharedDirectory",
     "blocks_there",
     "remove_if_ownerless",

@@ -51,6 +51,10 @@ class Allocation:
         return len(self.memory)
 
 
+class NoHole(Exception):
+    """Raised when more memory is needed than the arena holds, and it was not to grow."""
+
+
 class _Range(NamedTuple):
     """A block, or several freed ones side by side."""
 
@@ -91,8 +95,12 @@ class Arena:
         """Blocks that were not freed yet."""
         return len(self._blocks)
 
-    def allocate(self, nbytes: int) -> Allocation:
-        """Room for a block of ``nbytes`` (its 16 bytes of header among them), at a multiple of 64. Raises MemoryFull."""
+    def allocate(self, nbytes: int, *, grow: bool = True) -> Allocation:
+        """Room for a block of ``nbytes`` (its 16 bytes of header among them), at a multiple of 64.
+
+        ``grow`` False: only where a block lay before, if blocks are there that may have been freed meanwhile. Raises
+        MemoryFull, and NoHole.
+        """
         if os.getpid() != self._pid:
             raise AsyncFlowError(
                 "shared memory cannot be written in a child made by fork(); connect again in the child"
@@ -101,7 +109,7 @@ class Arena:
         with self._lock:
             if self._waiting:
                 self._look_again()
-            segment, start = self._take(size)
+            segment, start = self._take(size, grow or not self._blocks)
             self._serial += 1
             self._blocks[self._serial] = _Range(segment, start, start + size, [start])
             self._count(size)
@@ -175,13 +183,15 @@ class Arena:
     def _look_at_all(self) -> None:
         self._waiting = deque(each for each in self._waiting if not self._open(each))
 
-    def _take(self, nbytes: int) -> tuple[Segment, int]:
+    def _take(self, nbytes: int, grow: bool) -> tuple[Segment, int]:
         """A range of that size whose pages are there."""
         found = self._holes.take(nbytes)
         if found is None and self._waiting:
             self._look_at_all()
             found = self._holes.take(nbytes)
         if found is None:
+            if not grow:
+                raise NoHole
             self._grow(nbytes)
             found = self._holes.take(nbytes)
             assert found is not None

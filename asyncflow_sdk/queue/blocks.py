@@ -68,8 +68,9 @@ def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
     return packed
 
 
-def write(arena: Arena, columns: Mapping[str, Column]) -> tuple[Block, Allocation]:
-    """Copy packed columns into shared memory: the one copy between producer and consumer. Raises MemoryFull."""
+def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> tuple[Block, Allocation]:
+    """Copy packed columns into shared memory: the one copy between producer and consumer. ``grow``, and what it raises:
+    see ``Arena.allocate``."""
     rows = len(next(iter(columns.values())))
     end = -(-(HEADER_BYTES + 24 + 24 * len(columns)) // ALIGN) * ALIGN
     head = [rows, len(columns), 0]
@@ -85,7 +86,7 @@ def write(arena: Arena, columns: Mapping[str, Column]) -> tuple[Block, Allocatio
             end += -(-offsets.nbytes // ALIGN) * ALIGN
     head[2] = end
     header = struct.pack(f"<{len(head)}q", *head)
-    space = arena.allocate(end)
+    space = arena.allocate(end, grow=grow)
     if end <= JOIN_BYTES:
         pieces: list[Any] = [header, _PAD[: -(len(header) + HEADER_BYTES) % ALIGN]]
         for array in arrays:

@@ -22,7 +22,7 @@ from .._version import __version__
 from ..errors import ConfigError, LeaseLost, ServerLost
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
-from ..memory import Allocation, Arena, Mapper
+from ..memory import Allocation, Arena, Mapper, NoHole
 from ..types import Column, Event
 from ..wire import Client, Reply, RunKey, process_key, same_host
 from . import blocks
@@ -186,9 +186,11 @@ class Port:
     async def send(self, command: cmd.AnyCommand) -> Any:
         return (await self.answer(command)).reply
 
-    def write(self, command: WritingCommand, columns: Mapping[str, Column], *, keep: bool = True) -> Letter:
+    def write(
+        self, command: WritingCommand, columns: Mapping[str, Column], *, keep: bool = True, grow: bool = True
+    ) -> Letter:
         """Write columns to shared memory: the command with their place, ready to be posted, or to be torn.
-        ``keep``: the columns may change before it is posted."""
+        ``keep``: the columns may change before it is posted. ``grow``: see ``Arena.allocate``."""
         if not columns:
             return Letter(command)
         self.connection.wire.check()  # a forked child must not write into what its parent writes
@@ -198,7 +200,7 @@ class Port:
             letter = Letter(msgspec.structs.replace(command, columns=specs), payload=payload, frames=frames)
             self.connection.wire.fits(b"", frames)
             return letter
-        block, space = blocks.write(self.connection.arena, columns)
+        block, space = blocks.write(self.connection.arena, columns, grow=grow)
         if self.connection.synced:
             self.connection.arena.sync(space)
         return Letter(msgspec.structs.replace(command, columns=specs), block, space)
@@ -225,7 +227,13 @@ class Port:
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
         """Write and post. Returns the reply, or raises what the server reported."""
-        answer = await self.post(self.write(command, columns, keep=False))
+        try:
+            letter = self.write(command, columns, keep=False, grow=False)
+        except NoHole:  # rows that ended since the last answer may have left room
+            timeout_s: float = getattr(command, "timeout_s", CALL_S)
+            self.connection.answered(await self.ask(self.connection.call(None), timeout_s))
+            letter = self.write(command, columns, keep=False)
+        answer = await self.post(letter)
         answer.raise_error()
         return answer.reply
 
