@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,14 @@ def hear() -> Any:
 
 
 class Child:
-    """A process that runs ``function``. It is killed when the block ends."""
+    """A process that runs ``function``, started by the command ``within``. It is killed when the block ends."""
 
-    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, function: Callable[..., None], *arguments: Any, within: Sequence[str] = ()) -> None:
         path = Path(function.__code__.co_filename)
         folders = f"{path.parent}:{Path(__file__).parent}"
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the child
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, folders, path.stem, function.__name__, json.dumps(arguments)],
+            [*within, sys.executable, "-c", _BOOT, folders, path.stem, function.__name__, json.dumps(arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, bufsize=1,
         )  # fmt: skip
         assert self._process.stdout is not None

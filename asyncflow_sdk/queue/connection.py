@@ -164,7 +164,7 @@ def _sees(welcome: Welcome) -> bool:
     except OSError:
         return False
     seen = same_host(welcome.pid_key) and (found.st_dev, found.st_ino) == welcome.owner
-    return seen and os.access(welcome.directory, os.W_OK)
+    return seen and os.access(welcome.rows or welcome.directory, os.W_OK)
 
 
 class Port:

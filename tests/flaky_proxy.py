@@ -7,15 +7,27 @@ import threading
 
 
 class FlakyProxy:
-    """Forwards to ``port``; each connection is cut after a random number of pieces, in either direction."""
+    """Forwards to ``port``; each connection is cut after a random number of ``pieces``, in either direction. ``halt``
+    stops it, or only what it brings back, without a word until ``resume``."""
 
-    def __init__(self, port: int, seed: int = 0) -> None:
-        self._target, self._numbers = port, random.Random(seed)
+    def __init__(self, port: int, seed: int = 0, pieces: tuple[int, int] = (4, 16)) -> None:
+        self._target, self._numbers, self._pieces = port, random.Random(seed), pieces
+        self._there, self._back = threading.Event(), threading.Event()
+        self.resume()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.cuts = 0
         self.steady = False
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def halt(self, *, there: bool = True) -> None:
+        self._back.clear()
+        if there:
+            self._there.clear()
+
+    def resume(self) -> None:
+        self._there.set()
+        self._back.set()
 
     def close(self) -> None:
         self._listener.close()
@@ -25,13 +37,14 @@ class FlakyProxy:
             while True:
                 here, _ = self._listener.accept()
                 there = socket.create_connection(("127.0.0.1", self._target))
-                left = [self._numbers.randint(4, 16)]
-                for source, sink in ((here, there), (there, here)):
-                    threading.Thread(target=self._forward, args=(source, sink, left), daemon=True).start()
+                left = [self._numbers.randint(*self._pieces)]
+                for source, sink, moving in ((here, there, self._there), (there, here, self._back)):
+                    threading.Thread(target=self._forward, args=(source, sink, moving, left), daemon=True).start()
 
-    def _forward(self, source: socket.socket, sink: socket.socket, left: list[int]) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, moving: threading.Event, left: list[int]) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                moving.wait()
                 left[0] -= 1
                 if left[0] <= 0 and not self.steady:
                     self.cuts += 1
