@@ -143,6 +143,7 @@ def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
 def _choose_base() -> tuple[Path, str]:
     shm = Path("/dev/shm")
     with contextlib.suppress(OSError):
+        sweep(shm)  # what dead runs left there may be what makes it small
         room = os.statvfs(shm)
         free = room.f_bavail * room.f_frsize
         if free >= SMALL_BYTES and os.access(shm, os.W_OK):

@@ -125,6 +125,8 @@ class QueueServer:
         self.addresses = self._wire.addresses
         if self.directory.warning:
             self._note(self.directory.warning, "warning")
+            if on_event is None:  # nobody would see it
+                _log.warning(self.directory.warning)
         try:
             self._recover()
         except BaseException:

@@ -107,6 +107,11 @@ def _pack_sequence(rows: list[Any]) -> Column:
         return Column(ColumnSpec("fixed", dtype_name(array.dtype)), array, None)
     if any(numbers):
         raise SchemaError("single numbers and arrays are mixed; give one or the other")
+    if not any(isinstance(row, np.ndarray) or np.size(row) for row in rows):
+        raise SchemaError(
+            "every row is an empty list, which has no dtype; give empty arrays of the column's dtype, such as"
+            " np.empty(0, np.int32)"
+        )
     try:
         return _pack(Ragged.of(rows))
     except ValueError as error:

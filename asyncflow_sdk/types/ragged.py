@@ -41,7 +41,8 @@ class Ragged:
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         if not arrays:
             return cls(np.empty(0, dtype or np.int64), np.zeros(1, np.int64))
-        model = next((a for a in arrays if a.size), arrays[0])  # an empty list has no dtype of its own
+        typed = [a for a, row in zip(arrays, rows, strict=True) if a is row]
+        model = next((a for a in arrays if a.size), (typed or arrays)[0])  # an empty list has no dtype of its own
         trailing = model.shape[1:]
         for i, array in enumerate(arrays):
             if array.ndim == 0 or (len(array) and array.shape[1:] != trailing):

@@ -57,19 +57,22 @@ def test_a_frozen_consumer_loses_its_rows_and_keeps_its_view(run: Run) -> None:
     queue = run.queue()
     queue.declare("work", needs=["x"], gives=["y"], lease_s=1.0)
     queue.declare("end", needs=["y"])
-    queue.put({"x": values_of(0, 4)})
-    with Child(consume, run.address, 4) as child:
+    rows = 3000  # so many that they are viewed and not copied
+    queue.put({"x": values_of(0, rows)})
+    with Child(consume, run.address, rows) as child:
         child.hear()
         child.stop()
         # when another does its rows, they end, and their memory is wanted again and again
-        queue.get("work", 4, timeout_s=30).complete({"y": np.full(4, 7.0)})
-        queue.get("end", 4).ack()
+        queue.get("work", rows, timeout_s=30).complete({"y": np.full(rows, 7.0)})
+        queue.get("end", rows).ack()
         queue.flush()
         arena = queue._port.connection.arena
-        for _ in range(30):
-            block = arena.allocate(5 << 20)
-            block.memory[:] = 255
-            arena.free([block.serial])
+        for number in range(200):
+            blocks = [arena.allocate(1 << (8 + (number + n) % 12)) for n in range(20)]
+            for block in blocks:
+                block.memory[16:] = 255
+            arena.free([block.serial for block in blocks])
+        assert arena.nbytes <= 8 << 20  # it costs its own bytes and holds up no others
         # then it wakes up, has no effect, and sees what it saw
         child.resume()
         child.say("complete")

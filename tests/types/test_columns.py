@@ -52,6 +52,9 @@ def test_text_with_surrogates_is_refused(text: str) -> None:
         ([torch.tensor(1, dtype=torch.bfloat16)], "fixed bfloat16[]"),
         ([torch.zeros(2, dtype=torch.bfloat16), torch.zeros(0, dtype=torch.bfloat16)], "ragged bfloat16[n]"),
         ([[1, 2], [], [3]], "ragged int64[n]"),
+        ([[], np.empty(0, np.int16), []], "ragged int16[n]"),
+        ([torch.empty(0, dtype=torch.bfloat16), []], "ragged bfloat16[n]"),
+        ([np.empty((0, 4), np.int16)], "ragged int16[n, 4]"),
         ([np.zeros((2, 4), np.float16), np.zeros((0, 4), np.float16)], "ragged float16[n, 4]"),
         ([np.zeros((3, 0), np.float16), np.zeros((1, 0), np.float16)], "ragged float16[n, 0]"),
         (np.array(["a", "bc"]), "text"),
@@ -86,6 +89,8 @@ def test_kinds(value: object, spec: str) -> None:
         ([[[1, 2]], [[1]]], "row 1 has shape"),
         ([1, 2**63 + 1], "neither int64 nor float64 can hold exactly"),
         ([2**64], "numpy dtype object cannot be stored"),
+        ([[], [], ()], "every row is an empty list, which has no dtype"),
+        ([[[]], []], "every row is an empty list, which has no dtype"),
     ],
 )
 def test_what_is_no_column_is_refused_by_name(value: object, reason: str) -> None:
