@@ -40,13 +40,28 @@ class ReadyQueue:
     def take(self, count: int) -> Ids:
         """Up to ``count`` rows."""
         parts: list[Ids] = []
-        while count > 0 and (queue := self._first()) is not None:
+        while count > 0 and self._order:
+            queue = self._queues[-self._order[0]]
+            if not queue:
+                del self._queues[-self._order.pop(0)]
+                continue
             chunk = queue.popleft()
+            if len(chunk) < count and queue:  # small chunks are looked at together
+                chunks, rows = [chunk], len(chunk)
+                while rows < count and queue:
+                    chunks.append(queue.popleft())
+                    rows += len(chunks[-1])
+                chunk = np.concatenate(chunks)
+            ready = self.is_ready(chunk)
+            if not ready.all():
+                chunk = chunk[ready]
             if len(chunk) > count:
                 queue.appendleft(chunk[count:])
                 chunk = chunk[:count]
             parts.append(chunk)
             count -= len(chunk)
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else NOBODY
 
     def take_groups(self, count: int, room: int) -> Ids:
