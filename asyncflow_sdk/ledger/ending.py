@@ -75,7 +75,8 @@ class Ending(State):
         rows.finish(ids, state)
         self.charged -= int(rows.charged[at].sum())
         self.largest_row = max(self.largest_row, int(rows.nbytes[at].max(initial=0)))
-        self.letters.forget(rows.first[at])
+        if self.letters.blamed:
+            self.letters.forget(rows.first[at])
         self._effects.retired.append(ids)
         label = TERMINAL[state - 1]
         if reason:

@@ -79,8 +79,12 @@ class Letters:
         self.total += 1
         self.groups.append(cmd.FailedGroup(reasons=tuple(self._reasons.get(group["first"], ())), **group))
 
+    @property
+    def blamed(self) -> bool:
+        """Whether any live group lost a lease."""
+        return bool(self._reasons)
+
     def forget(self, firsts: Ids) -> None:
         """Groups ended."""
-        if self._reasons:
-            for first in np.unique(firsts).tolist():
-                self._reasons.pop(first, None)
+        for first in np.unique(firsts).tolist():
+            self._reasons.pop(first, None)

@@ -226,8 +226,11 @@ class State:
 
     def _count_kinds(self, at: Ids, change: int) -> None:
         """Live rows with the columns they have came (``change`` 1) or went (-1)."""
-        for partition, ids in self._by_partition(at + self.rows.base):
-            columns = self.rows.columns[self.rows.at(ids)]
+        split = [(0, at)] if len(self.partitions) == 1 else self._by_partition(at + self.rows.base)
+        for partition, ids in split:
+            columns = self.rows.columns[at if ids is at else self.rows.at(ids)]
+            if not len(columns):
+                continue
             if len(columns) == 1 or (columns == columns[0]).all():  # as they nearly always are
                 parts = [(int(columns[0]), len(columns))]
             else:

@@ -120,11 +120,20 @@ class Places:
         if len(at) == 1:
             return self._retire_one(int(at[0]))
         freed: list[Freed] = []
+        if len(at) and not 0 <= at.min() <= at.max() < self._capacity:
+            at = at[(at >= 0) & (at < self._capacity)]
+        if not len(at):
+            return freed
         for array in self._families.values():
-            known = at[(at >= 0) & (at < len(array))]
-            places = array[known]
-            array[known] = _NOWHERE
-            slots = places[places >= 0] >> _SHIFT
+            slots = array[at] >> _SHIFT
+            first = int(slots[0])
+            if (slots == first).all():  # as they nearly always are: of one block, or nowhere
+                if first >= 0:
+                    array[at] = _NOWHERE
+                    freed += self._release(first, len(at))
+                continue
+            array[at] = _NOWHERE
+            slots = slots[slots >= 0]
             if len(slots):
                 need = self._blocks[:, 5]
                 np.subtract.at(need, slots, 1)
@@ -159,17 +168,20 @@ class Places:
             place = int(array[at]) if 0 <= at < len(array) else _NOWHERE
             if place >= 0:
                 array[at] = _NOWHERE
-                slot = place >> _SHIFT
-                segment, _, serial, _, nbytes, need = self._blocks[slot].tolist()
-                self._blocks[slot, 5] = need - 1
-                if need == 1:
-                    self._free.append(slot)
-                    self.live_bytes -= nbytes
-                    freed.append(
-                        Freed(self._segments.owners[segment], self._segments.names[segment], _SERIAL.pack(serial))
-                    )
-                    self._segments.leave(segment, 1)
+                freed += self._release(place >> _SHIFT, 1)
         return freed
+
+    def _release(self, slot: int, rows: int) -> list[Freed]:
+        """So many rows of a block need it no more."""
+        segment, _, serial, _, nbytes, need = self._blocks[slot].tolist()
+        self._blocks[slot, 5] = need - rows
+        if need > rows:
+            return []
+        self._free.append(slot)
+        self.live_bytes -= nbytes
+        freed = Freed(self._segments.owners[segment], self._segments.names[segment], _SERIAL.pack(serial))
+        self._segments.leave(segment, 1)
+        return [freed]
 
     def segments_of(self, owner: str) -> Collection[str]:
         """Segments of an owner that rows still need."""

@@ -113,6 +113,9 @@ class QueueServer:
         self._sessions: dict[str, int] = {}
         self._processes: dict[str, tuple[int, str]] = {}  # pid and key of each session's
         self._pending: dict[int, _Pending] = {}
+        self._schemas: dict[
+            tuple[tuple[str, ...], int], dict[str, ColumnSpec]
+        ] = {}  # columns, and all that rows have
         self._freed: dict[str, bytes] = {}  # session → serials of its blocks
         self._next_status = 0.0
         self.recovered: Recovered | None = None
@@ -417,8 +420,11 @@ class QueueServer:
     def _locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[tuple[Located, ...], dict[str, ColumnSpec]]:
         have = self.ledger.rows.columns[self.ledger.rows.at(ids)]
         common = int(np.bitwise_and.reduce(have)) if len(have) else 0
-        names = tuple(name for name in columns if common >> self.ledger._places[name] & 1)
-        return self._places.locate(ids, names), {name: self.ledger.schema[name] for name in names}
+        schema = self._schemas.get((columns, common))
+        if schema is None:
+            here = [name for name in columns if common >> self.ledger._places[name] & 1]
+            schema = self._schemas[columns, common] = {name: self.ledger.schema[name] for name in here}
+        return self._places.locate(ids, tuple(schema)), schema
 
     # ---- what came of them
 
