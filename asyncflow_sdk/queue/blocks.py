@@ -20,6 +20,7 @@ from ..memory import HEADER_BYTES, Allocation, Arena
 from ..types import Column
 from ..types.columns import pack
 from ..types.ragged import Array
+from .arguments import check_name
 
 ALIGN = 64
 JOIN_BYTES = 64 << 10
@@ -60,7 +61,12 @@ class Located(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
-    """Pack what a caller hands in. Raises SchemaError when columns differ in their number of rows."""
+    """Pack what a caller hands in. Raises SchemaError when columns differ in their number of rows, and for what is no
+    mapping of names to columns."""
+    if not isinstance(columns, Mapping):
+        raise SchemaError(f"columns are given by name, as a dict; not as a {type(columns).__name__}")
+    for name in columns:
+        check_name("a column", name)
     packed = {name: pack(name, value) for name, value in columns.items()}
     sizes = {name: len(column) for name, column in packed.items()}
     if len(set(sizes.values())) > 1:

@@ -18,6 +18,9 @@ from ..ledger.commands import Ids
 from ..types import ColumnSpec, carrier
 from .blocks import ALIGN, Block
 
+MAX_PUT_ROWS = 1 << 22
+"""Rows of one put: the ledger keeps about a hundred bytes for each, however little was sent."""
+
 
 def owns(session: int, segment: str) -> bool:
     """Whether a segment is one that a session writes rows into."""
@@ -41,6 +44,11 @@ def check_call(
     if isinstance(command, cmd.Put):
         if block is not None and block.rows != command.groups:
             raise SchemaError(f"{command.groups} groups are put with {block.rows} values")
+        if command.groups * command.group_size > MAX_PUT_ROWS:
+            raise SchemaError(
+                f"{command.groups} groups of {command.group_size} rows are more than one put takes, {MAX_PUT_ROWS:,};"
+                " put fewer at a time"
+            )
         return None, -1
     return completed(ledger, command, block)
 

@@ -16,12 +16,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AsyncFlowError, SchemaError, VersionNeeded
+from ..errors import AsyncFlowError, ConfigError, SchemaError, VersionNeeded
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
 from ..ledger.commands import Audit, FailedGroup, SamplerSpec, StatusReport, TaskSpec
 from . import blocks
 from ._once import drive, sync
+from .arguments import check_arguments, check_name, check_names
 from .connection import BlockingPort, Connection, LoopPort, Port
 from .leased import AsyncLeasedBatch, Lease, LeasedBatch
 from .protocol import Answer
@@ -86,15 +87,13 @@ class Verbs(Generic[B]):
         "response_ids"}), "whole_groups", ...; ``asyncflow plugins`` lists those installed where the queue is served.
         Raises ConfigError, PluginError.
         """
-        if isinstance(sampler, str):
-            sampler = SamplerSpec(sampler)
-        elif isinstance(sampler, tuple):
-            sampler = SamplerSpec(sampler[0], dict(sampler[1]))
         task = TaskSpec(
-            name=name, needs=_names(needs), gives=_names(gives), lease_s=lease_s,
-            max_attempts=max_attempts, admits=admits, batch_rows=batch_rows, partitions=tuple(partitions),
-            sampler=sampler,
+            name=name, needs=check_names("needs", needs), gives=check_names("gives", gives), lease_s=lease_s,
+            max_attempts=max_attempts, admits=admits, batch_rows=batch_rows,
+            partitions=check_names("partitions", partitions, empty=True), sampler=_sampler(sampler),
         )  # fmt: skip
+        check_name("a task", name)
+        check_arguments(task)
         await self._port.send(cmd.Declare(task=task))
 
     async def _put(
@@ -147,7 +146,7 @@ class Verbs(Generic[B]):
         """
         ask = cmd.Lease(
             task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
-            columns=None if columns is None else _names(columns),
+            columns=None if columns is None else check_names("columns", columns),
         )  # fmt: skip
         return await self._take(ask, ack)
 
@@ -322,10 +321,17 @@ class TransferQueue(Verbs[LeasedBatch]):
         return AsyncTransferQueue(LoopPort(self._port.connection))
 
 
-def _names(columns: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(columns, str):
-        raise SchemaError(f"columns are a list of names; {columns!r} is one name: write [{columns!r}]")
-    return tuple(columns)
+def _sampler(sampler: Any) -> SamplerSpec | None:
+    if sampler is None or isinstance(sampler, SamplerSpec):
+        return sampler
+    name, options = (sampler, {}) if isinstance(sampler, str) else sampler if _is_pair(sampler) else (None, None)
+    if not isinstance(name, str) or not isinstance(options, Mapping):
+        raise ConfigError(f"a sampler is a name, or a pair of name and options, not {sampler!r:.100}")
+    return SamplerSpec(name, dict(options))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
 
 
 def _ids(rows: npt.ArrayLike) -> npt.NDArray[np.int64]:

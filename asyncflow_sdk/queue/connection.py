@@ -26,6 +26,7 @@ from ..memory import Allocation, Arena, Mapper, NoHole
 from ..types import Column, Event
 from ..wire import Client, Reply, RunKey, process_key, same_host
 from . import blocks
+from .arguments import check_arguments
 from .payload import Payload, from_frames, to_frames
 from .protocol import Answer, Call, Delivered, Hello, Welcome, decode_answer, encode
 from .reader import Reader
@@ -113,7 +114,11 @@ class Connection:
         then: cmd.Lease | None = None,
         payload: Payload | None = None,
     ) -> bytes:
-        """The encoded call, with the events that were waiting."""
+        """The encoded call, with the events that were waiting. Raises TypeError and SchemaError for arguments that no
+        server could read."""
+        for each in (command, then):
+            if each is not None:
+                check_arguments(each)
         with self._lock:
             body = encode(Call(command, block, tuple(self._events), then, payload, self.inline))
             self._events.clear()

@@ -74,6 +74,10 @@ def _pack(value: Any) -> Column:
         return Column(spec, _plain(value.values), value.offsets)
     if not isinstance(value, np.ndarray) and is_torch(value):
         value = from_torch(value)
+    if isinstance(value, np.ma.MaskedArray):
+        raise SchemaError(
+            "a masked array cannot be stored: its mask would be lost; store the mask as a column of its own"
+        )
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUS":
         if value.ndim == 0:
             raise SchemaError("a single number is no column; give one entry a row")

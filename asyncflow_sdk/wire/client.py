@@ -103,7 +103,9 @@ class Client:
             channel.busy += 1
         seq, began, tracker = self._numbering.begin(), time.monotonic(), None
         try:
-            until = began + timeout_s + GRACE_S
+            until = (
+                began + max(0.0, timeout_s) + GRACE_S
+            )  # not a number waits for nothing, and must not wait for ever
             while True:
                 if tracker is None or tracker.done:
                     tracker = channel.send(self._numbering.frame(seq, body), frames)
@@ -142,7 +144,9 @@ class Client:
         channel = self._loop_socket()
         seq, began = self._numbering.begin(), time.monotonic()
         try:
-            until = began + timeout_s + GRACE_S
+            until = (
+                began + max(0.0, timeout_s) + GRACE_S
+            )  # not a number waits for nothing, and must not wait for ever
             future = channel.expect(seq)
             tracker: Any = None
             while True:

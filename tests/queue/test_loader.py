@@ -1,5 +1,6 @@
 """StreamDataLoader: what a training loop takes for a data loader, with a queue's guarantees behind it."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import Child, say
 from queue_runs import Run, running, until
 from torch.utils.data import DataLoader
 
 import asyncflow_sdk as af
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.queue import Connection, TransferQueue, open_queue
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -276,17 +278,31 @@ def test_torchs_data_loader_takes_it(queue: TransferQueue, prefetch: int) -> Non
             len(what)
 
 
-@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_worker_process_of_a_data_loader_is_told_what_to_do(queue: TransferQueue) -> None:
-    loader = af.StreamDataLoader(queue, "train", ["x"], 4)
-    with pytest.raises(af.AsyncFlowError, match="made by fork.*use num_workers=0"):
-        next(iter(DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="fork")))
+def load_after_fork(address: str) -> None:
+    """Iterate in a child made by fork(), as a worker process of a DataLoader does, and then here."""
+    loader = af.StreamDataLoader(open_queue(Connection(address, "forker")), "train", ["x"], 4)
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        try:
+            next(iter(loader))
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    say([os.read(reader, 4096).decode(), len(list(loader))])
+
+
+def test_a_worker_process_of_a_data_loader_is_told_what_to_do(run: Run, queue: TransferQueue) -> None:
+    # given a child made by fork(), the way a DataLoader makes workers
+    with Child(load_after_fork, run.address) as child:
+        told, batches = child.hear()
+    # then it is told, and its parent goes on
+    assert told.startswith("AsyncFlowError: a StreamDataLoader cannot be used in a child made by fork()")
+    assert "use num_workers=0" in told
+    assert batches == 3
+    # and where workers are spawned, sending it there fails as clearly
     with pytest.raises(TypeError, match="cannot be sent to another process.*num_workers=0"):
-        next(iter(DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="spawn")))
-    with pytest.raises(TypeError, match="cannot be sent to another process"):
-        pickle.dumps(loader)
-    assert len(list(loader)) == 3
+        pickle.dumps(af.StreamDataLoader(queue, "train"))
 
 
 def test_tensors_outlive_their_rows(run: Run, prefetch: int) -> None:
