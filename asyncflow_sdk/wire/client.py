@@ -31,6 +31,7 @@ from .sockets import connect, on_loopback, transport_of
 RESEND_S = 5.0
 GRACE_S = 15.0
 """How much longer than its own deadline a request waits for the server's word on it."""
+_AT_ONCE = int(zmq.NOBLOCK)
 
 
 class Reply(NamedTuple):
@@ -291,10 +292,13 @@ class _ThreadSocket:
             raise
 
     def send(self, envelope: bytes, frames: Sequence[Any]) -> Any:
-        """Returns what tells when the payload is through; None without payload."""
-        if frames:
-            return self.socket.send_multipart((envelope, *frames), copy=False, track=True)
-        return self.socket.send(envelope)
+        """Returns what tells when the payload is through; None without payload. Never waits: a socket whose
+        connection was refused for good takes nothing any more, and what says so has to be heard."""
+        with contextlib.suppress(zmq.Again):
+            if frames:
+                return self.socket.send_multipart((envelope, *frames), _AT_ONCE, copy=False, track=True)
+            self.socket.send(envelope, _AT_ONCE)
+        return None
 
     def receive(self, seq: int) -> Reply | None:
         """The next answer; None if it is one to another request than ``seq``."""
@@ -337,10 +341,12 @@ class _LoopSocket:
         return self.waiting[seq]
 
     async def send(self, envelope: bytes, frames: Sequence[Any]) -> Any:
-        """Returns what tells when the payload is through."""
-        if frames:
-            return await self.socket.send_multipart((envelope, *frames), copy=False, track=True)
-        return await self.socket.send(envelope)
+        """The same as that of ``_ThreadSocket``."""
+        with contextlib.suppress(zmq.Again):
+            if frames:
+                return await self.socket.send_multipart((envelope, *frames), _AT_ONCE, copy=False, track=True)
+            await self.socket.send(envelope, _AT_ONCE)
+        return None
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended already

@@ -113,6 +113,20 @@ def test_a_client_whose_key_does_not_fit_is_told_so_and_nobody_else_suffers(file
         good.close()
 
 
+def test_a_client_that_is_refused_before_it_asks_does_not_wait_for_ever(files: tuple[Path, Path]) -> None:
+    # given a connection that was refused for good, so that its socket takes no message any more
+    keys = server_keys(*files)
+    public, secret = (each.decode() for each in zmq.curve_keypair())
+    with serving("tcp://127.0.0.1:0", keys=keys) as parrot:
+        client = Client(parrot.server.addresses[0], RunKey(keys.public, public, secret))
+        socket = client._thread_socket().socket
+        until(lambda: not socket.poll(0, zmq.POLLOUT), "the refusal")
+        # when / then
+        with pytest.raises(AccessDenied):
+            client.ask(b"x", 30)
+        client.close()
+
+
 def test_a_key_that_was_struck_out_is_shut_out(files: tuple[Path, Path]) -> None:
     import msgspec
 
