@@ -135,6 +135,10 @@ class Lease(Command, frozen=True, tag="lease"):
 
     ``partition``: of these rows only; None takes the task's partitions in turn. ``at_least``: wait for so many;
     only the rest at the end of the stream may be fewer. ``columns``: of the task's needs, those to be read; None for all.
+
+    ``team``: the ``world_size`` ranks of a team lease together. Nothing is given before every rank has asked; then
+    one lease of ``count`` rows is dealt out in ``shards`` (0: one a rank; else a divisor of ``world_size``, and
+    ``world_size // shards`` ranks one after another get the same one). All ranks must ask alike.
     """
 
     task: str
@@ -143,12 +147,17 @@ class Lease(Command, frozen=True, tag="lease"):
     partition: str | None = None
     at_least: int = 0
     columns: tuple[str, ...] | None = None
+    team: str = ""
+    rank: int = 0
+    world_size: int = 1
+    shards: int = 0
 
 
 class Complete(Command, frozen=True, tag="complete"):
     """Write ``columns`` of leased rows and acknowledge them, all or nothing.
 
-    ``index``: positions in the lease (int32), None for all. ``filtered``: positions in ``index`` to drop.
+    ``index``: positions in the lease (int32), None for all. ``filtered``: positions in ``index`` to drop. Of a lease
+    of a team: positions in the shard of ``rank``.
     """
 
     token: int
@@ -159,6 +168,7 @@ class Complete(Command, frozen=True, tag="complete"):
     """Of the payload; the server says so, never the client."""
     measures: dict[str, bytes] = {}
     """Of columns that samplers measure, float64 for each row; the server says so, never the client."""
+    rank: int = 0
 
 
 class GiveBack(Command, frozen=True, tag="give_back"):
@@ -168,12 +178,14 @@ class GiveBack(Command, frozen=True, tag="give_back"):
     index: bytes | None = None
     reason: str = ""
     blame: bool = False
+    rank: int = 0
 
 
 class Renew(Command, frozen=True, tag="renew"):
     """Start the time of a lease again."""
 
     token: int
+    rank: int = 0
 
 
 class Publish(Command, frozen=True, tag="publish"):
@@ -277,7 +289,8 @@ class PutDone(Reply, frozen=True, tag="put_done"):
 
 class Leased(Reply, frozen=True, tag="leased"):
     """Rows that are this session's until completed. ``version``: of the replica (rollout) or being trained
-    (train); ``step``: of a task with batch_rows, else -1."""
+    (train); ``step``: of a task with batch_rows, else -1. Of a team's lease ``ids`` are those of one ``shard``
+    of ``shards``, given to ``rank``; ``imbalance``: how much heavier than the mean the heaviest shard is."""
 
     token: int
     task: str
@@ -287,6 +300,11 @@ class Leased(Reply, frozen=True, tag="leased"):
     version: int = -1
     lease_s: float = 0.0
     partition: str = ""
+    rank: int = 0
+    world_size: int = 1
+    shard: int = 0
+    shards: int = 1
+    imbalance: float = 0.0
 
 
 class LoadFirst(Reply, frozen=True, tag="load_first"):
@@ -296,9 +314,11 @@ class LoadFirst(Reply, frozen=True, tag="load_first"):
 
 
 class Completed(Reply, frozen=True, tag="completed"):
-    """``revoked``: ids that were no longer this lease's (their group had ended); nothing was written there."""
+    """``revoked``: ids that were no longer this lease's (their group had ended); nothing was written there.
+    ``again``: those that another rank with the same shard had completed; nothing was written there either."""
 
     revoked: bytes
+    again: bytes = b""
 
 
 class Cancelled(Reply, frozen=True, tag="cancelled"):

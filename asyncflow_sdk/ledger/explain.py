@@ -75,7 +75,14 @@ def _why_no_room(ledger: State, put: cmd.Put, now: float) -> str:
 
 
 def _why_task(ledger: State, waiter: Waiter, now: float) -> str:
-    task = ledger.tasks[waiter.command.task]
+    command, task = waiter.command, ledger.tasks[waiter.command.task]
+    if command.world_size > 1:
+        absent = sorted(set(range(command.world_size)) - {command.rank, *task.teams[command.team].asking})
+        if absent:
+            return (
+                f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {command.world_size} of team"
+                f" {command.team!r} have not asked"
+            )
     if task.spec.admits and ledger.steps is None:
         return "no task with batch_rows (train) is declared, so the staleness rule cannot admit anything"
     if not any(task.undone.values()):
@@ -162,7 +169,7 @@ def _holding(ledger: State, names: list[str], now: float) -> str:
             parts.append(f"{ready} rows are ready for task {name!r}{nobody}")
         if task.leases:
             oldest = next(iter(task.leases.values()))
-            who = ledger.sessions[oldest.session].name
+            who = ledger._name(oldest.session)
             parts.append(
                 f"{task.counts[LEASED]} rows are leased in task {name!r}, the oldest by {who} for"
                 f" {now - oldest.since:.1f} s"

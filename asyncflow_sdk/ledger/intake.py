@@ -7,13 +7,13 @@ import numpy as np
 from ..errors import ConfigError, Ended, SchemaError
 from . import commands as cmd
 from .commands import TaskSpec, unpack_ids
-from .leasing import Leasing
 from .rows import APART, LIVE, WAITING
 from .state import CANCELLED, MAX_NUMBER, Session, Steps, Task
+from .teaming import Teaming
 from .window import Window
 
 
-class Intake(Leasing):
+class Intake(Teaming):
     """Takes sessions, settings, tasks and rows."""
 
     def _join(self, command: cmd.Join) -> cmd.Reply:
@@ -32,8 +32,7 @@ class Intake(Leasing):
             return
         for ticket in list(member.parked):
             self._unpark(self.parked[ticket])
-        for lease in list(member.leases.values()):
-            self._return(lease, self._outstanding(lease), reason, blame)
+        self._lost(member, reason, blame)
         del self.sessions[session]
 
     def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:

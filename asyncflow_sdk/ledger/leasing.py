@@ -17,6 +17,7 @@ from .state import (
     CONSUMED,
     FAILED,
     FILTERED,
+    Crew,
     Held,
     Session,
     Task,
@@ -42,21 +43,39 @@ class Leasing(Choosing):
                 raise SchemaError(
                     f"task {task.spec.name!r} is not declared to need column {column!r}; it needs: {needs}"
                 )
+        self._check_team(task, command)
         if self._exhausted(task, command.partition):
             where = "" if command.partition is None else f" of partition {command.partition!r}"
             raise Ended(f"task {command.task!r} has had every row{where} it will get")
-        if task.spec.batch_rows is not None:
-            return self._lease_step(session, task)
         if task.spec.admits:
             return self._lease_admitted(session, task, command)
+        if command.world_size > 1:
+            return self._lease_team(session, task, command)
+        found = self._find(task, command, 1)
+        return None if found is None else self._grant(session, task, *found)
+
+    def _check_team(self, task: Task, command: cmd.Lease) -> None:
+        raise NotImplementedError
+
+    def _lease_team(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:
+        raise NotImplementedError
+
+    def _find(self, task: Task, command: cmd.Lease, at_least: int) -> tuple[Ids, int] | None:
+        """Rows for a lease, and their step, if there are enough; they are in no queue any more."""
+        if task.spec.batch_rows is not None:
+            assert self.steps is not None
+            if not self.steps.closed:
+                return None
+            step, ids = self.steps.closed.popleft()
+            return ids, step
         for partition in self._in_turn(task, command.partition):
-            if not self._enough(task, partition, command.at_least):
+            if not self._enough(task, partition, max(at_least, command.at_least)):
                 continue
             least = command.at_least if task.fit[partition] >= command.at_least else 1
             ids = self._take(task, task.ready[partition], command.count, least)
             if len(ids):
                 task.turn = partition + 1
-                return self._grant(session, task, ids)
+                return ids, NONE
         return None
 
     def _check_at_least(self, task: Task, command: cmd.Lease) -> None:
@@ -83,13 +102,6 @@ class Leasing(Choosing):
         if partition is not None:
             return [number for number in [self.partitions.get(partition)] if number in task.ready]
         return sorted(task.ready, key=lambda number: (number < task.turn, number))
-
-    def _lease_step(self, session: Session, task: Task) -> cmd.Reply | None:
-        assert self.steps is not None
-        if not self.steps.closed:
-            return None
-        step, ids = self.steps.closed.popleft()
-        return self._grant(session, task, ids, step=step, version=step)
 
     def _lease_admitted(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:
         """Whole groups: of partitions that are trained, as the staleness rule allows for the version this replica
@@ -141,7 +153,10 @@ class Leasing(Choosing):
             return cmd.LoadFirst(version=self.version)
         return None
 
-    def _grant(self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int = NONE) -> cmd.Leased:
+    def _grant(
+        self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None,
+        crew: Crew | None = None,
+    ) -> cmd.Leased:  # fmt: skip
         name, rows = task.spec.name, self.rows
         token, self._next_token = self._next_token, self._next_token + 1
         at = rows.at(ids)
@@ -152,10 +167,10 @@ class Leasing(Choosing):
         task.move(len(ids), READY if task.spec.batch_rows is None else SELECTED, LEASED)
         rows.task(name, "token")[at] = token
         until = self._now + task.spec.lease_s
-        self._hold(Held(token, name, session.id, ids, self._now, until, len(ids), step))
+        self._hold(Held(token, name, session.id, ids, self._now, until, len(ids), step, crew))
         return cmd.Leased(
             token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
-            step=step, version=version, lease_s=task.spec.lease_s, partition=self._partition_of(ids[:1]),
+            step=step, version=step if version is None else version, lease_s=task.spec.lease_s, partition=self._partition_of(ids[:1]),
         )  # fmt: skip
 
     def _partition_of(self, ids: Ids) -> str:
@@ -165,16 +180,20 @@ class Leasing(Choosing):
         return next(name for name, known in self.partitions.items() if known == number)
 
     def _complete(self, session: Session, command: cmd.Complete) -> cmd.Reply:
-        lease = self._held(session, command.token)
+        lease = self._held(session, command.token, command.rank)
+        return self._finish_rows(lease, lease.ids, command)
+
+    def _finish_rows(self, lease: Held, part: Ids, command: cmd.Complete) -> cmd.Completed:
+        """Complete rows of a lease; positions are those in ``part`` of it."""
         task, rows = self.tasks[lease.task], self.rows
-        ids = lease.ids if command.index is None else lease.ids[_positions(command.index, len(lease.ids))]
+        ids = part if command.index is None else part[positions(command.index, len(part))]
         whole = lease.left == len(lease.ids)  # then it holds every row still
         held = None if whole else self.rows.having(lease.task, "token", lease.token, ids)
         missing = [name for name in task.spec.gives if name not in command.columns]
         filtered = None
         if command.filtered is not None:
             filtered = np.zeros(len(ids), bool)
-            filtered[_positions(command.filtered, len(ids))] = True
+            filtered[positions(command.filtered, len(ids))] = True
         if missing and len(ids) and (filtered is None or not filtered.all()):
             raise SchemaError(f"task {lease.task!r} gives {', '.join(map(repr, missing))}, which this lacks")
         self._check_columns(command.columns)
@@ -220,13 +239,13 @@ class Leasing(Choosing):
                 self._finish(through, CONSUMED, through=partition)
 
     def _give_back(self, session: Session, command: cmd.GiveBack) -> cmd.Reply:
-        lease = self._held(session, command.token)
-        ids, held = self._named(lease, command.index)
+        lease = self._held(session, command.token, command.rank)
+        ids, held = self._named(lease, lease.part(command.rank), command.index)
         self._return(lease, ids[held], command.reason or f"given back by {session.name}", command.blame)
         return cmd.Done()
 
     def _renew(self, session: Session, command: cmd.Renew) -> cmd.Reply:
-        lease = self._held(session, command.token)
+        lease = self._held(session, command.token, command.rank)
         lease.expires = self._now + self.tasks[lease.task].spec.lease_s
         self._lease_ends.add(lease.token)
         return cmd.Done()
@@ -315,26 +334,26 @@ class Leasing(Choosing):
                 rows.version[at] = rows.deadline[at] = NONE
                 self._queue(task, partition).push_front(group)
 
-    def _held(self, session: Session, token: int) -> Held:
+    def _held(self, session: Session, token: int, rank: int) -> Held:
         lease = self.leases.get(token)
-        if lease is None or lease.session != session.id:
+        if lease is None or not lease.held_by(session.id, rank):
             raise LeaseLost(
                 f"lease {token} is not held by {session.name}: completed, expired, returned, or its rows ended"
             )
         return lease
 
-    def _named(self, lease: Held, index: bytes | None) -> tuple[Ids, Any]:
+    def _named(self, lease: Held, part: Ids, index: bytes | None) -> tuple[Ids, Any]:
         """The rows a command names, and which of them the lease still holds."""
-        ids = lease.ids if index is None else lease.ids[_positions(index, len(lease.ids))]
+        ids = part if index is None else part[positions(index, len(part))]
         return ids, self.rows.having(lease.task, "token", lease.token, ids)
 
     def _outstanding(self, lease: Held) -> Ids:
-        ids, held = self._named(lease, None)
+        ids, held = self._named(lease, lease.ids, None)
         outstanding: Ids = ids[held]
         return outstanding
 
 
-def _positions(index: bytes, count: int) -> Any:
+def positions(index: bytes, count: int) -> Any:
     """Positions a client named, checked."""
     if len(index) % 4:
         raise SchemaError("positions are packed int32")

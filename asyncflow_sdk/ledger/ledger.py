@@ -86,7 +86,7 @@ class Ledger(Losing):
             if lease.token not in self.leases:
                 continue  # its rows ended with those of another
             limit = self.tasks[lease.task].spec.lease_s
-            self._return(lease, self._outstanding(lease), f"the lease expired after {limit:g} s", blame=True)
+            self._void(lease, f"the lease expired after {limit:g} s", blame=True)
         self._settle()
         late = self._request_ends.due(now)
         for waiter in late:
@@ -125,6 +125,8 @@ class Ledger(Losing):
             place = min(self._dirty)
             self._dirty.remove(place)
             for waiter in list(self.waiters.get(place, {}).values()):
+                if waiter.ticket not in self.parked:
+                    continue  # answered with another rank of its team
                 session = self.sessions[waiter.session]
                 reply: cmd.Reply | AsyncFlowError | None
                 try:

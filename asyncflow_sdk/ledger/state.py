@@ -41,7 +41,7 @@ class Session:
 
 @dataclass
 class Held:
-    """A lease. ``left``: rows still to be completed."""
+    """A lease. ``left``: rows still to be completed. ``crew``: of a team's, who has which rows of it."""
 
     token: int
     task: str
@@ -51,6 +51,71 @@ class Held:
     expires: float
     left: int
     step: int = NONE
+    crew: Crew | None = None
+
+    @property
+    def sessions(self) -> list[int]:
+        """Those that hold it."""
+        return [self.session] if self.crew is None else list(dict.fromkeys(self.crew.members))
+
+    def part(self, rank: int) -> Ids:
+        """The rows whose positions a client names."""
+        return self.ids if self.crew is None else self.ids[self.crew.span(rank)]
+
+    def held_by(self, session: int, rank: int) -> bool:
+        if self.crew is None:
+            return session == self.session
+        return 0 <= rank < self.crew.size and session == self.crew.members[rank]
+
+    def session_of(self, rank: int) -> int:
+        return self.session if self.crew is None else self.crew.members[rank]
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody has anything left to say of it."""
+        crew = self.crew
+        alone = crew is None or not crew.shared or self.step != NONE
+        return not self.left and (alone or crew is None or len(crew.done) == crew.size)
+
+
+@dataclass
+class Crew:
+    """Who works on a team's lease. ``members``: the session of each rank. ``bounds``: shard s has the rows from
+    bounds[s] to bounds[s + 1]. ``done``: ranks that are through with theirs. ``finished``: which rows were completed.
+    ``seen``: by rank, which rows of its shard it has completed or given back. ``filtered``: by shard, positions to drop
+    when a step is acknowledged by all."""
+
+    team: str
+    members: list[int]
+    bounds: list[int]
+    done: set[int] = field(default_factory=set)
+    finished: Any = None
+    seen: dict[int, Any] = field(default_factory=dict)
+    filtered: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks have the same shard."""
+        return len(self.bounds) - 1 < self.size
+
+    def shard(self, rank: int) -> int:
+        return rank * (len(self.bounds) - 1) // self.size
+
+    def span(self, rank: int) -> slice:
+        shard = self.shard(rank)
+        return slice(self.bounds[shard], self.bounds[shard + 1])
+
+
+@dataclass
+class Team:
+    """Ranks that lease together. ``asking``: by rank and ticket, what waits for the others. ``leases``: outstanding."""
+
+    asking: dict[int, dict[int, Waiter]] = field(default_factory=dict)
+    leases: dict[int, Held] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,6 +151,7 @@ class Task:
     came: int = 0
     passed: int = 0
     leases: dict[int, Held] = field(default_factory=dict)  # by token, the oldest first
+    teams: dict[str, Team] = field(default_factory=dict)
 
     def move(self, count: int, before: int, after: int) -> None:
         """``count`` live rows changed their state."""
@@ -287,23 +353,45 @@ class State:
         self.parked[waiter.ticket] = waiter
         self.sessions[waiter.session].parked[waiter.ticket] = None
         self._request_ends.add(waiter.ticket)
+        if (team := self._team_of(waiter.command)) is not None:
+            team.asking.setdefault(waiter.command.rank, {})[waiter.ticket] = waiter
+
+    def _team_of(self, command: cmd.Command) -> Team | None:
+        """The team that asks."""
+        if not isinstance(command, cmd.Lease) or command.world_size == 1:
+            return None
+        return self.tasks[command.task].teams.setdefault(command.team, Team())
 
     def _unpark(self, waiter: Waiter) -> None:
+        if (team := self._team_of(waiter.command)) is not None:
+            asked = team.asking[waiter.command.rank]
+            del asked[waiter.ticket]
+            if not asked:
+                del team.asking[waiter.command.rank]
         del self.waiters[waiter.place][waiter.ticket], self.parked[waiter.ticket]
         del self.sessions[waiter.session].parked[waiter.ticket]
         self._dirty.add("put")  # the next in line may go
 
     def _hold(self, lease: Held) -> None:
-        for leases in (self.leases, self.tasks[lease.task].leases, self.sessions[lease.session].leases):
+        for leases in self._kept_in(lease):
             leases[lease.token] = lease
         self._lease_ends.add(lease.token)
 
     def _release(self, lease: Held, count: int) -> None:
         """Rows are no longer leased; without any a lease is over."""
         lease.left -= count
-        if not lease.left:
-            for leases in (self.leases, self.tasks[lease.task].leases, self.sessions[lease.session].leases):
-                del leases[lease.token]
+        if lease.over:
+            self._drop(lease)
+
+    def _drop(self, lease: Held) -> None:
+        for leases in self._kept_in(lease):
+            leases.pop(lease.token, None)
+
+    def _kept_in(self, lease: Held) -> list[dict[int, Held]]:
+        task = self.tasks[lease.task]
+        places = [self.leases, task.leases]
+        places += [self.sessions[number].leases for number in lease.sessions if number in self.sessions]
+        return places if lease.crew is None else [*places, task.teams[lease.crew.team].leases]
 
     def _count_waiting(self, task: Task, ids: Ids) -> None:
         """Rows of a task got the columns they lacked, or ended without."""

@@ -60,7 +60,9 @@ def completed(ledger: Ledger, command: cmd.AnyCommand, block: Block | None) -> t
     lease = ledger.leases.get(command.token)
     if lease is None:
         return None, -1  # the ledger refuses it
-    ids = lease.ids
+    if lease.crew is not None and not 0 <= command.rank < lease.crew.size:
+        return None, -1  # the ledger refuses it
+    ids = lease.part(command.rank)
     if command.index is not None:
         at = np.frombuffer(command.index[: len(command.index) // 4 * 4], "<i4")
         if len(at) and not 0 <= at.min() <= at.max() < len(ids):

@@ -20,6 +20,7 @@ from ..errors import AsyncFlowError, ConfigError, SchemaError, VersionNeeded
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
 from ..ledger.commands import Audit, FailedGroup, SamplerSpec, StatusReport, TaskSpec
+from ..types.columns import empty
 from . import blocks
 from ._once import drive, sync
 from .arguments import check_arguments, check_name, check_names
@@ -130,6 +131,10 @@ class Verbs(Generic[B]):
         at_least: int = 0,
         partition: str | None = None,
         timeout_s: float = 60.0,
+        team: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        shards: int = 0,
         ack: Lease | None = None,
     ) -> B:
         """Lease up to ``count`` ready rows of a task, at least one; of a task with batch_rows, one whole step;
@@ -141,12 +146,20 @@ class Verbs(Generic[B]):
         that are left. It has its effect whatever becomes of the lease: before one is waited for. If it fails, its
         error (LeaseLost, SchemaError, WriteOnceError) is raised and nothing was leased.
 
+        ``team``: the ``world_size`` ranks of a team lease together: the k-th get of each ``rank`` belongs to the k-th
+        lease of the team, given when all have asked. Its ``count`` rows (or its step) are dealt out in ``shards`` (0:
+        one a rank; fewer: ``world_size // shards`` ranks one after another get the very same rows), whose row counts
+        differ by 1 at most, and which a balanced sampler makes about equally heavy. A step is acknowledged when every
+        rank has; when one dies before, gives back or is too late, all lose it, and the next get of every rank is that
+        step again, under a new token. What another session holds under the rank is void.
+
         Raises Ended when there will never be another row, VersionNeeded when the replica must load newer
         weights first, DeadlineExceeded that says what is missing and who should bring it.
         """
         ask = cmd.Lease(
             task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
-            columns=None if columns is None else check_names("columns", columns),
+            columns=None if columns is None else check_names("columns", columns), team=team, rank=rank,
+            world_size=world_size, shards=shards,
         )  # fmt: skip
         return await self._take(ask, ack)
 
@@ -164,7 +177,9 @@ class Verbs(Generic[B]):
             batch = self._read(answer, lease)
         except BaseException:  # rows that cannot be read must not stay ours
             with contextlib.suppress(AsyncFlowError):
-                await self._port.send(cmd.GiveBack(token=lease.token, reason="reading the rows failed"))
+                await self._port.send(
+                    cmd.GiveBack(token=lease.token, reason="reading the rows failed", rank=lease.rank)
+                )
             raise
         batch._bind(self._port, lease)
         return batch
@@ -173,6 +188,8 @@ class Verbs(Generic[B]):
         """Views and copies of the rows leased."""
         ids, reader = unpack_ids(lease.ids), self._port.connection.reader
         columns = self._port.connection.columns(answer)
+        if not len(ids):  # of a team's last rows there may be fewer than shards
+            columns = {name: empty(spec) for name, spec in answer.schema.items()}
         where = {name: located for located in answer.located for name in located.columns}
 
         def writable(name: str) -> Any:
@@ -181,7 +198,7 @@ class Verbs(Generic[B]):
         return self._batch(ids, unpack_ids(lease.groups), columns, writable if where else None)
 
     def _stream(
-        self, task: str, count: int = 1, *, partition: str | None = None, timeout_s: float = 60.0
+        self, task: str, count: int = 1, *, at_least: int = 0, partition: str | None = None, timeout_s: float = 60.0
     ) -> Stream[B]:
         """Batches of a task, one after another, until the stream ends; ``get`` says what each is.
 
@@ -190,7 +207,7 @@ class Verbs(Generic[B]):
         for one batch. Leaving the loop sends what is unsent; use it as a context manager, too, to have
         an exception in the loop count against the rows.
         """
-        ask = cmd.Lease(task=task, count=count, timeout_s=timeout_s, partition=partition)
+        ask = cmd.Lease(task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least)
         return self._streams(lambda last: self._take(ask, last, acknowledge=False))
 
     async def _loaded(self, version: int) -> None:
@@ -296,20 +313,25 @@ class TransferQueue(Verbs[LeasedBatch]):
         at_least: int = 0,
         partition: str | None = None,
         timeout_s: float = 60.0,
+        team: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        shards: int = 0,
         ack: Lease | None = None,
     ) -> LeasedBatch:
         return drive(
             self._get(
-                task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s, ack=ack
+                task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s, team=team,
+                rank=rank, world_size=world_size, shards=shards, ack=ack,
             )
-        )
+        )  # fmt: skip
 
     get.__doc__ = Verbs._get.__doc__
 
     def stream(
-        self, task: str, count: int = 1, *, partition: str | None = None, timeout_s: float = 60.0
+        self, task: str, count: int = 1, *, at_least: int = 0, partition: str | None = None, timeout_s: float = 60.0
     ) -> BlockingStream:
-        stream = self._stream(task, count, partition=partition, timeout_s=timeout_s)
+        stream = self._stream(task, count, at_least=at_least, partition=partition, timeout_s=timeout_s)
         assert isinstance(stream, BlockingStream)
         return stream
 

@@ -36,7 +36,8 @@ _LEFT = "left without completing"
 class Lease(Batch):
     """What both kinds of leased batch are. ``token``: the lease's fencing token. ``index``: number of the
     step, else -1. ``version``: the version of the replica (rollout) or being trained (train), else -1.
-    ``partition``: that the rows were put into."""
+    ``partition``: that the rows were put into. Of a team's lease: ``rank`` of ``world_size``, the number of its
+    ``shard``, and the ``imbalance`` of all shards (how much heavier than the mean the heaviest is; 0 is perfect)."""
 
     token: int
     task: str
@@ -44,6 +45,10 @@ class Lease(Batch):
     version: int
     partition: str
     lease_s: float
+    rank: int
+    world_size: int
+    shard: int
+    imbalance: float
     _port: Port
     _left: int
     _last: tuple[Letter, int] | None = None  # what finish() left to be sent, and of how many rows
@@ -52,6 +57,8 @@ class Lease(Batch):
         self._port, self._left = port, self.rows
         self.token, self.task, self.lease_s = lease.token, lease.task, lease.lease_s
         self.index, self.version, self.partition = lease.step, lease.version, lease.partition
+        self.rank, self.world_size = lease.rank, lease.world_size
+        self.shard, self.imbalance = lease.shard, lease.imbalance
 
     async def _complete(
         self,
@@ -68,6 +75,8 @@ class Lease(Batch):
         for them. Raises LeaseLost, SchemaError, WriteOnceError; then nothing had an effect.
         """
         command, packed, count = self._completion(columns, index, filtered)
+        if not self.rows:  # a rank without rows has nothing to say
+            return self.ids
         try:
             reply = await self._port.send_columns(command, packed)
         except LeaseLost:
@@ -93,7 +102,8 @@ class Lease(Batch):
         if self._last is not None:
             raise SchemaError("this batch is finished already; complete() takes rows in parts, finish() the last")
         command, packed, count = self._completion(columns, index, filtered)
-        self._last = self._port.write(command, packed), count
+        if self.rows:
+            self._last = self._port.write(command, packed), count
 
     def _completion(
         self, columns: Mapping[str, Any] | None, index: npt.ArrayLike | None, filtered: npt.ArrayLike | None
@@ -108,7 +118,11 @@ class Lease(Batch):
                 raise SchemaError(f"filtered must be bool of shape ({count},), not {mask.dtype} of {mask.shape}")
             drop = _positions(mask).tobytes() if mask.any() else None
         command = cmd.Complete(
-            token=self.token, columns={}, index=None if rows is None else rows.tobytes(), filtered=drop
+            token=self.token,
+            columns={},
+            index=None if rows is None else rows.tobytes(),
+            filtered=drop,
+            rank=self.rank,
         )
         return command, pack_columns(columns or {}), count
 
@@ -122,8 +136,12 @@ class Lease(Batch):
         if last is None:
             if self._left <= 0:
                 return None
-            token = self.token
-            word = cmd.Complete(token=token, columns={}) if acknowledge else cmd.GiveBack(token=token, reason=_LEFT)
+            token, rank = self.token, self.rank
+            done, back = (
+                cmd.Complete(token=token, columns={}, rank=rank),
+                cmd.GiveBack(token=token, rank=rank, reason=_LEFT),
+            )
+            word: cmd.Complete | cmd.GiveBack = done if acknowledge else back
             last = Letter(word), self._left
         letter, count = last
         answer = await self._port.post(letter, then)
@@ -137,20 +155,31 @@ class Lease(Batch):
 
     async def _give_back(self, *, index: npt.ArrayLike | None = None, reason: str = "", blame: bool = False) -> None:
         """Return rows for others to take. ``blame``: the attempt counts; after too many the group fails."""
+        if not self.rows:
+            return
         rows = None if index is None else _positions(index)
         await self._port.send(
-            cmd.GiveBack(token=self.token, index=None if rows is None else rows.tobytes(), reason=reason, blame=blame)
+            cmd.GiveBack(
+                token=self.token,
+                index=None if rows is None else rows.tobytes(),
+                reason=reason,
+                blame=blame,
+                rank=self.rank,
+            )
         )
         self._left -= self.rows if rows is None else len(rows)
 
     async def _renew(self) -> None:
-        """Start the lease's time again. Raises LeaseLost when it is too late."""
-        await self._port.send(cmd.Renew(token=self.token))
+        """Start the lease's time again; of a team's, for all ranks. Raises LeaseLost when it is too late."""
+        if not self.rows:
+            return
+        await self._port.send(cmd.Renew(token=self.token, rank=self.rank))
 
     async def _ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
         """Acknowledge all rows without writing anything: the step is trained.
 
-        ``filtered``: bool (rows,), True for rows that carried no gradient. Raises LeaseLost.
+        ``filtered``: bool (rows,), True for rows that carried no gradient. Raises LeaseLost. Of a team's step this
+        is one rank's word; it takes effect when every rank has given its own.
         """
         await self._complete(filtered=filtered)
 

@@ -18,6 +18,7 @@ from ..errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, by_
 from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
+from ..ledger.state import Held
 from ..memory import Mapper, SharedDirectory
 from ..types import Batch, ColumnSpec, Event
 from ..types import events as ev
@@ -228,8 +229,9 @@ class QueueServer:
                 self._free_later(session, unread.freed)
             if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self.ledger.leases:
                 lease = self.ledger.leases[unread.reply.token]
-                back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled")
-                self.ledger.apply(lease.session, back, now, 0)
+                rank = unread.reply.rank
+                back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled", rank=rank)
+                self.ledger.apply(lease.session_of(rank), back, now, 0)
         elif ticket:
             pending = self._pending.pop(ticket, None)
             if pending is not None and pending.block is not None:
@@ -364,11 +366,8 @@ class QueueServer:
             if isinstance(command, (cmd.Put, cmd.Complete)):
                 command = msgspec.structs.replace(command, nbytes=block.nbytes if block else 0)
             command = self._measuring.fill(command, block)
-            trained = (
-                (step, ids, self.ledger.rows.first[self.ledger.rows.at(ids)])
-                if ids is not None and step >= 0
-                else None
-            )
+            lease = self.ledger.leases.get(command.token) if isinstance(command, cmd.Complete) and step >= 0 else None
+            trained = self._trained(lease, ids)
             if call.then is not None and not isinstance(command, (cmd.Complete, cmd.GiveBack)):
                 raise ProtocolError("a lease rides with a completion or a return of rows, and with nothing else")
             self._pending[ticket] = _Pending(session, command, owner, block, ids, call.inline, call.then)
@@ -378,10 +377,19 @@ class QueueServer:
             if block is not None and owns(writer, block.segment):
                 self._free(owner, block)
             raise
+        if lease is not None and lease.crew is not None and len(lease.crew.done) < lease.crew.size:
+            trained = None  # other ranks have not acknowledged yet
         self._flush(trained)
         if isinstance(command, cmd.Leave):
             del self._sessions[session]
             self._close_session(session, number)
+
+    def _trained(self, lease: Held | None, ids: Ids | None) -> tuple[int, Ids, Ids] | None:
+        """Step, rows and groups of rows of a step that are acknowledged now; of a team's, all of its rows."""
+        if lease is None or ids is None:
+            return None
+        ids = ids if lease.crew is None else lease.ids
+        return lease.step, ids, self.ledger.rows.first[self.ledger.rows.at(ids)]
 
     def _check(self, number: int, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
         """Raises what is wrong with the payload, which only the files tell; a replay is told what was found."""
@@ -418,6 +426,8 @@ class QueueServer:
         return read
 
     def _locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[tuple[Located, ...], dict[str, ColumnSpec]]:
+        if not len(ids):  # a rank of a team without rows: what they would be
+            return (), {name: self.ledger.schema[name] for name in columns if name in self.ledger.schema}
         have = self.ledger.rows.columns[self.ledger.rows.at(ids)]
         common = int(np.bitwise_and.reduce(have)) if len(have) else 0
         schema = self._schemas.get((columns, common))
@@ -483,7 +493,7 @@ class QueueServer:
             assert isinstance(pending.command, cmd.Put)
             self._places.put(reply.first, block, pending.owner, pending.command.group_size)
         elif isinstance(reply, cmd.Completed):
-            self._place_completion(pending, unpack_ids(reply.revoked))
+            self._place_completion(pending, unpack_ids(reply.revoked + reply.again))
         elif isinstance(pending.command, cmd.Publish):
             self._files.published(pending.command.version, self._sessions[pending.session], self.ledger.versions)
         elif isinstance(reply, cmd.Leased):

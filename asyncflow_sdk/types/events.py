@@ -78,6 +78,17 @@ class LeaseReturned(_Event, frozen=True, tag="returned"):
     reason: str
 
 
+class Balanced(_Event, frozen=True, tag="balanced"):
+    """A lease of a team was dealt out to ``shards``: the heaviest is 1 + ``imbalance`` times as heavy as the mean,
+    in the measure of the task's sampler (in rows without one). ``step``: -1 where there is none."""
+
+    task: str
+    shards: int
+    rows: int
+    imbalance: float
+    step: int = -1
+
+
 class Status(_Event, frozen=True, tag="status"):
     """A sample of the queue: rows by task and state, and who waits for what."""
 
@@ -94,4 +105,6 @@ class Note(_Event, frozen=True, tag="note"):
     level: str = "info"
 
 
-Event: TypeAlias = WorkerState | Span | StepTrained | Published | Loaded | RowsEnded | LeaseReturned | Status | Note
+Event: TypeAlias = (
+    WorkerState | Span | StepTrained | Published | Loaded | RowsEnded | LeaseReturned | Balanced | Status | Note
+)

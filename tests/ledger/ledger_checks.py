@@ -74,10 +74,10 @@ def check_counters(ledger: Ledger) -> None:
                 assert ledger.leases[int(tokens[i])].task == name
     for i in live:
         assert rows.todo[i] == sum(rows.task(t, "state")[i] < DONE for t in ledger.tasks)
-    assert held == {token: lease.left for token, lease in ledger.leases.items()}
-    assert all(lease.left > 0 and lease.session in ledger.sessions for lease in ledger.leases.values())
+    assert held == {token: lease.left for token, lease in ledger.leases.items() if lease.left}
+    assert all(not lease.over and set(lease.sessions) & set(ledger.sessions) for lease in ledger.leases.values())
     for number, session in ledger.sessions.items():
-        assert list(session.leases) == [token for token, lease in ledger.leases.items() if lease.session == number]
+        assert list(session.leases) == [token for token, lease in ledger.leases.items() if number in lease.sessions]
     assert ledger.kinds == Counter((int(rows.partition[i]), int(rows.columns[i])) for i in live)
     times = [thing.expires for things in (ledger.leases, ledger.parked) for thing in things.values()]
     assert ledger.next_deadline() == min(times, default=None)

@@ -1,0 +1,193 @@
+"""Teams over a real queue: ranks in threads and processes, one lease for all of them."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from queue_runs import Run, in_threads, running, until
+
+from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost
+from asyncflow_sdk.queue import Connection, TransferQueue, open_queue
+
+SIZE = 4
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with running("ipc") as run:
+        yield run
+
+
+def prepared(run: Run, steps: int, **more: Any) -> TransferQueue:
+    """A training task with ``steps`` steps of 8 rows, all of them there."""
+    queue = run.queue("admin")
+    queue.declare("train", needs=["x"], batch_rows=8, lease_s=60, **more)
+    random = np.random.default_rng(0)
+    for _ in range(steps):
+        queue.put({"x": [np.arange(n) for n in random.integers(1, 200, 8)]})
+    queue.end()
+    return queue
+
+
+def train(queue: TransferQueue, rank: int, **more: Any) -> list[tuple[int, list[int], float]]:
+    """Every step of one rank: its number, the rows, the imbalance."""
+    done = []
+    while True:
+        try:
+            with queue.get("train", team="dp", rank=rank, world_size=SIZE, timeout_s=30, **more) as batch:
+                assert (batch.rank, batch.world_size) == (rank, SIZE)
+                assert [len(row) for row in batch["x"]] == [row[-1] + 1 for row in batch["x"]]
+                batch.ack()
+                done.append((batch.index, batch.ids.tolist(), batch.imbalance))
+        except Ended:
+            return done
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_ranks_train_the_steps_together_each_its_shard(run: Run, shards: int) -> None:
+    queue = prepared(run, 5, sampler=("token_balanced", {"column": "x"}))
+    queues = [run.queue(f"rank-{r}") for r in range(SIZE)]
+    done = in_threads(SIZE, lambda rank: train(queues[rank], rank, shards=shards))
+    for step in range(5):
+        rows = [done[rank][step][1] for rank in range(SIZE)]
+        if shards:
+            assert rows[0] == rows[1]
+            assert rows[2] == rows[3]
+            rows = [rows[0], rows[2]]
+        assert sorted(i for part in rows for i in part) == list(range(8 * step, 8 * step + 8))
+        assert len({len(part) for part in rows}) == 1
+        assert len({done[rank][step][2] for rank in range(SIZE)}) == 1
+        assert done[0][step][2] < 0.5
+    assert queue.audit().consumed == 40
+
+
+def test_a_step_is_told_once_with_all_of_its_rows() -> None:
+    told: list[tuple[int, list[int]]] = []
+    with running("ipc", on_step=lambda step, read: told.append((step, read().ids.tolist()))) as run:
+        prepared(run, 2)
+        queues = [run.queue(f"rank-{r}") for r in range(SIZE)]
+        in_threads(SIZE, lambda rank: train(queues[rank], rank))
+    assert [(step, sorted(ids)) for step, ids in told] == [(0, list(range(8))), (1, list(range(8, 16)))]
+
+
+def rank_process(address: str, rank: int, holds: Any, answers: Any) -> None:
+    """Train; but with ``holds`` say so after the second step is leased, and stay there."""
+    connection = Connection(address, f"rank-{rank}")
+    queue = open_queue(connection)
+    done: list[int] = []
+    lost = 0
+    while True:
+        try:
+            batch = queue.get("train", team="dp", rank=rank, world_size=2, timeout_s=30)
+        except Ended:
+            break
+        if holds is not None and len(done) == 1:
+            holds.set()
+            signal.pause()
+        if rank == 0 and batch.index == 1 and not lost:
+            until(functools.partial(_is_lost, batch), "the other rank's death is known")
+        try:
+            batch.ack()
+            done.append(batch.index)
+        except LeaseLost:
+            lost += 1
+    answers.put((rank, done, lost))
+    connection.close()
+
+
+def _is_lost(batch: Any) -> bool:
+    try:
+        batch.renew()
+    except LeaseLost:
+        return True
+    return False
+
+
+def test_a_killed_rank_takes_the_step_from_all_and_is_restarted(run: Run) -> None:
+    # given two ranks as processes, one of which is killed with a step in hand
+    queue = prepared(run, 4)
+    context = multiprocessing.get_context("spawn")
+    holds, answers = context.Event(), context.Queue()
+    processes = [
+        context.Process(target=rank_process, args=(run.address, rank, holds if rank else None, answers))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    assert holds.wait(60)
+    assert processes[1].pid is not None
+    os.kill(processes[1].pid, signal.SIGKILL)
+    # when it is started again
+    again = context.Process(target=rank_process, args=(run.address, 1, None, answers))
+    again.start()
+    # then both train that step and the rest, and every row once
+    results = {rank: (done, lost) for rank, done, lost in [answers.get(timeout=60), answers.get(timeout=60)]}
+    for process in (*processes, again):
+        process.join(30)
+    assert results[0] == ([0, 1, 2, 3], 1)
+    assert results[1][0] == [1, 2, 3]
+    audit = queue.audit()
+    assert (audit.consumed, audit.live) == (32, 0)
+
+
+def test_a_cancelled_request_of_a_rank_lets_it_ask_again(run: Run) -> None:
+    prepared(run, 1)
+    queues = [run.queue(f"rank-{r}") for r in range(2)]
+    with pytest.raises(DeadlineExceeded, match="rank 1 of 2 of team 'dp' have not asked"):
+        queues[0].get("train", team="dp", rank=0, world_size=2, timeout_s=0.05)
+
+    def both(rank: int) -> int:
+        with queues[rank].get("train", team="dp", rank=rank, world_size=2, timeout_s=30) as batch:
+            batch.ack()
+            return batch.rows
+
+    assert in_threads(2, both) == [4, 4]
+
+
+def test_rows_written_by_ranks_that_share_a_shard_are_written_once(run: Run) -> None:
+    queue = run.queue("admin")
+    queue.declare("score", needs=["x"], gives=["y"])
+    queue.declare("last", needs=["y"])
+    queue.put({"x": np.arange(7)})
+    queue.end()
+    queues = [run.queue(f"rank-{r}") for r in range(SIZE)]
+
+    def work(rank: int) -> None:
+        while True:
+            try:
+                batch = queues[rank].get("score", 4, team="tp", rank=rank, world_size=SIZE, shards=2, timeout_s=30)
+            except Ended:
+                return
+            with batch:
+                assert len(batch.complete({"y": batch["x"] * 10 + rank})) == 0
+
+    in_threads(SIZE, work)
+    with queue.get("last", 7) as batch:
+        assert (batch["y"] // 10).tolist() == batch.ids.tolist()
+        batch.ack()
+    assert queue.audit().consumed == 7
+
+
+def test_a_rank_without_rows_goes_on_like_the_others(run: Run) -> None:
+    queue = run.queue("admin")
+    queue.declare("score", needs=["x", "s"])
+    queue.put({"x": np.arange(2), "s": ["a", "b"]})
+    queue.end()
+    queues = [run.queue(f"rank-{r}") for r in range(3)]
+
+    def work(rank: int) -> int:
+        with queues[rank].get("score", 8, team="t", rank=rank, world_size=3, timeout_s=30) as batch:
+            assert set(batch) == {"x", "s"}
+            assert len(batch["s"]) == batch.rows
+            batch.ack()
+            return batch.rows
+
+    assert in_threads(3, work) == [1, 1, 0]
+    assert queue.audit().consumed == 2
