@@ -77,6 +77,7 @@ class Arena:
         self._segments: dict[int, Segment] = {}
         self._blocks: dict[int, _Range] = {}  # by serial
         self._holes = Holes()
+        self._lacking = False  # whether pages were ever given back, or never taken
         self._waiting: deque[_Range] = deque()  # freed, but readers still look
         self._made = 0
         self._serial = secrets.randbits(30) + 1 << 32  # no two arenas share one, nor does payload look like one
@@ -185,19 +186,21 @@ class Arena:
 
     def _take(self, nbytes: int, grow: bool) -> tuple[Segment, int]:
         """A range of that size whose pages are there."""
-        found = self._holes.take(nbytes)
+        found = self._holes.take(nbytes, self._lacks if self._lacking else None)
         if found is None and self._waiting:
             self._look_at_all()
-            found = self._holes.take(nbytes)
+            found = self._holes.take(nbytes, self._lacks if self._lacking else None)
         if found is None:
             if not grow:
                 raise NoHole
             self._grow(nbytes)
-            found = self._holes.take(nbytes)
+            found = self._holes.take(nbytes, self._lacks if self._lacking else None)
             assert found is not None
         segment, start = self._segments[found[0]], found[1]
         if segment.missing:
             try:
+                if not grow and segment.lacks(start, start + nbytes):
+                    raise NoHole
                 self._fill(segment, start, start + nbytes)
             except BaseException:
                 self._holes.add(segment.number, start, start + nbytes)
@@ -211,27 +214,29 @@ class Arena:
         usual = max(self._segment_bytes, self.nbytes // MOST_SEGMENTS)
         size = _pages(max(usual // nbytes, 1) * nbytes if nbytes * MOST_WASTE > usual else usual)
         least = _pages(nbytes)
-        self._shrink(self._limit(nbytes) - size)
+        self._shrink(self._limit(nbytes) - least)
         self._made += 1
         path = self._directory / f"{self._prefix}{self._made}"
         try:
-            segment = Segment(path, self._made, size, max(least, min(size, self._limit(nbytes) - self.nbytes)))
+            segment = Segment(
+                path, self._made, size, max(least, min(size, self._limit(nbytes) - self.nbytes) // PAGE * PAGE)
+            )
         except MemoryFull:
             self._look_at_all()
             self._shrink(0)
             segment = Segment(path, self._made, size, least)
         self._segments[segment.number] = segment
         self._holes.add(segment.number, 0, size)
+        self._lacking |= segment.missing > 0
 
     def _fill(self, segment: Segment, start: int, stop: int) -> None:
-        lacking = segment.lacks(start, stop)
-        if not lacking:
+        if not segment.lacks(start, stop):
             return
-        room = self._limit(stop - start) - self.nbytes
-        if room < lacking:
-            self._shrink(self._limit(stop - start) - lacking)
-        elif room > FILL_BYTES:  # not page by page
-            stop = min(max(stop, start + FILL_BYTES), segment.size)
+        more = min(max(stop, start + FILL_BYTES), segment.size)  # not page by page
+        limit = self._limit(stop - start)
+        self._shrink(limit - segment.lacks(start, more))
+        if self.nbytes + segment.lacks(start, more) <= limit:
+            stop = more
         try:
             segment.fill(start, stop)
         except MemoryFull:
@@ -239,11 +244,15 @@ class Arena:
             self._shrink(0)
             segment.fill(start, stop)
 
+    def _lacks(self, segment: int, start: int, stop: int) -> int:
+        return self._segments[segment].lacks(start, stop)
+
     def _shrink(self, limit: int) -> None:
         """Give free memory back until no more than ``limit`` bytes are held: idle segments, then pages of holes."""
         excess = self.nbytes - limit
         if excess <= 0:
             return
+        self._lacking = True
         for segment in sorted(self._segments.values(), key=lambda s: s.held, reverse=True):
             if self._holes.remove(segment.number, segment.size):
                 del self._segments[segment.number]

@@ -4,7 +4,9 @@ enough is mostly one that was freed just now, and so in the cache, and large one
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+CHOICES = 8
 
 
 class Holes:
@@ -28,11 +30,21 @@ class Holes:
             stop = after
         self._keep(segment, start, stop)
 
-    def take(self, nbytes: int) -> tuple[int, int] | None:
-        """Segment and start of ``nbytes`` that are free no longer; None if no hole is large enough."""
+    def take(self, nbytes: int, cost: Callable[[int, int, int], int] | None = None) -> tuple[int, int] | None:
+        """Segment and start of ``nbytes`` that are free no longer; None if no hole is large enough. ``cost`` of using
+        a range (segment, start, stop): of the smallest few holes the one that costs least."""
         at = bisect_left(self._by_size, (nbytes,))
         if at == len(self._by_size):
             return None
+        if cost is not None:
+            least = None
+            for other in range(at, min(at + CHOICES, len(self._by_size))):
+                _, segment, start = self._by_size[other]
+                costs = cost(segment, start, start + nbytes)
+                if least is None or costs < least:
+                    least, at = costs, other
+                    if not costs:
+                        break
         size, segment, start = self._by_size.pop(at)
         del self._stop_of[segment, start]
         del self._start_of[segment, start + size]

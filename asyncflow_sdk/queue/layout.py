@@ -44,15 +44,18 @@ def kind_of(name: str, spec: ColumnSpec) -> Kind:
     return Kind(name, spec, dtype, width, spec.kind != "fixed")
 
 
-def wrong(kind: Kind, table: Ints, rows: Ints, nbytes: Ints, body: Ints) -> bool:
-    """Whether a column does not lie in its block, for any of n blocks. No sum can overflow: what is compared first
-    bounds what is added later."""
-    values, size, offsets = table.T
-    bad = (values < body) | (values > nbytes) | (values % 64 != 0) | (size < 0) | (size > nbytes - values)
-    if not kind.ragged:
-        return bool((bad | (size != rows * kind.width) | (offsets != -1)).any())
-    bad |= (offsets < body) | (offsets > nbytes) | (offsets % 64 != 0) | (8 * (rows + 1) > nbytes - offsets)
-    return bool(bad.any())
+def _wrong(wanted: list[Kind], table: Ints, rows: Ints, nbytes: Ints, body: Ints) -> npt.NDArray[np.bool_]:
+    """Which columns of which blocks do not lie in their block: (n, columns). No sum can overflow: what is compared
+    first bounds what is added later."""
+    values, size, offsets = table[:, :, 0], table[:, :, 1], table[:, :, 2]
+    ragged = np.array([kind.ragged for kind in wanted])
+    width = np.array([kind.width for kind in wanted])
+    rows, nbytes, body = rows[:, None], nbytes[:, None], body[:, None]
+    bad = (values < body) | (values > nbytes) | (values & 63 != 0) | (size < 0) | (size > nbytes - values)
+    fixed = (size != rows * width) | (offsets != -1)
+    packed = (offsets < body) | (offsets > nbytes) | (offsets & 63 != 0) | (8 * (rows + 1) > nbytes - offsets)
+    found: npt.NDArray[np.bool_] = bad | np.where(ragged, packed, fixed)
+    return found
 
 
 def damaged(name: str) -> SchemaError:
@@ -78,9 +81,9 @@ def tables(words: Ints, blocks: Ints, fields: Ints, wanted: list[Kind]) -> Ints:
     if bad.any() or fields.min() < 0 or (fields >= columns[:, None]).any():
         raise damaged(wanted[0].name)
     table: Ints = words.take((first[:, None] + TABLE + 3 * fields)[:, :, None] + np.arange(3))
-    for c, kind in enumerate(wanted):
-        if wrong(kind, table[:, c], rows, nbytes, body):
-            raise damaged(kind.name)
+    found = _wrong(wanted, table, rows, nbytes, body).any(axis=0)
+    if found.any():
+        raise damaged(wanted[int(found.argmax())].name)
     return table
 
 
