@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -191,6 +192,8 @@ class Server:
             if socket is not None:
                 self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_out, zmq.POLLIN)
+        self._deaths = select.epoll()  # of watched processes, in one place: a round must not look at each of them
+        self._poller.register(self._deaths.fileno(), zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="asyncflow-server", daemon=True)
 
     @property
@@ -266,7 +269,7 @@ class Server:
             return
         if fd is not None:
             self._pidfds[fd] = session
-            self._poller.register(fd, zmq.POLLIN)
+            self._deaths.register(fd, select.EPOLLIN)
 
     def forget(self, session: str) -> None:
         """A session ended: what it may ask for again is dropped, and its process no longer watched for it."""
@@ -286,12 +289,8 @@ class Server:
                 self._flush()
                 wait_s = MAX_WAIT_S if timeout is None else min(max(0.0, timeout), MAX_WAIT_S)
                 ready = dict(self._poller.poll(int(wait_s * 1000) + 1))
-                for fd in [f for f in ready if f in self._pidfds]:
-                    session = self._unwatch(fd)
-                    try:
-                        self._handler.gone(session, "its process ended")
-                    except Exception:  # one session's end must not be everybody's
-                        _log.exception("the server failed at the end of a session")
+                if self._deaths.fileno() in ready:
+                    self._bury()
                 if self._wake_out in ready:
                     self._run_calls()
                 if self._listening.zap in ready:
@@ -304,7 +303,18 @@ class Server:
         finally:
             self._close()
 
+    def _bury(self) -> None:
+        for fd, _ in self._deaths.poll(0):
+            if fd not in self._pidfds:
+                continue  # its session was forgotten at the end of another
+            session = self._unwatch(fd)
+            try:
+                self._handler.gone(session, "its process ended")
+            except Exception:  # one session's end must not be everybody's
+                _log.exception("the server failed at the end of a session")
+
     def _close(self) -> None:
+        self._deaths.close()
         self._listening.close()
         for fd in (*self._pidfds, self._wake_out, self._wake_in):
             os.close(fd)
@@ -324,7 +334,7 @@ class Server:
 
     def _unwatch(self, fd: int) -> str:
         session = self._pidfds.pop(fd)
-        self._poller.unregister(fd)
+        self._deaths.unregister(fd)
         os.close(fd)
         return session
 
