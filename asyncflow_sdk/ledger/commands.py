@@ -430,7 +430,8 @@ class StatusReport(Reply, frozen=True, tag="status"):
     was completed, since the start; their differences between two reports are rates. ``waiting``: by the client's
     name, what its parked request waits for, in words. ``sessions`` and ``parked`` name at most 100 each, of
     ``session_count`` and ``parked_count``. ``step``: being filled, of ``batch_rows`` rows; -1 without steps.
-    ``over``: the stream has ended. What only a server knows, 0 or "" without one: ``payload_bytes`` of live rows,
+    ``over``: the stream has ended. ``charged_bytes``, of ``capacity_bytes``: of live rows, with what is reserved
+    for what they may still be given. What only a server knows, 0 or "" without one: ``payload_bytes`` of live rows,
     ``held_bytes`` of shared memory, ``written_bytes`` since the start, ``garbage`` messages, ``sdk``.
     """
 
@@ -463,6 +464,8 @@ class StatusReport(Reply, frozen=True, tag="status"):
     pid: int = 0
     host: str = ""
     sdk: str = ""
+    capacity_bytes: int = 0
+    charged_bytes: int = 0
 
 
 TERMINAL = ("consumed", "filtered", "expired", "failed", "cancelled")

@@ -35,6 +35,8 @@ def report(ledger: State) -> StatusReport:
         live=ledger.put_total - sum(ended.values()),
         put=ledger.put_total,
         capacity_rows=ledger.capacity_rows,
+        capacity_bytes=ledger.capacity_bytes,
+        charged_bytes=ledger.charged,
         came={name: task.came for name, task in ledger.tasks.items()},
         passed={name: task.passed for name, task in ledger.tasks.items()},
         sessions=tuple(_session(session, now) for session in _most_telling(ledger, waiters)),

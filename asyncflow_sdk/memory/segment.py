@@ -60,7 +60,6 @@ class Segment:
 
     def __init__(self, path: Path, number: int, size: int, filled: int) -> None:
         self.path, self.name, self.number, self.size = path, path.name, number, size
-        self._there = bytearray(size // PAGE)
         self.missing = size
         self.named = False  # on disk, so that it would be found there
         try:
@@ -70,6 +69,8 @@ class Segment:
         except OSError as error:
             raise self._no_room(error, filled) from None
         try:
+            self._check_room(filled)
+            self._there = bytearray(size // PAGE)
             os.ftruncate(self.fd, size)
             self.map = mmap.mmap(self.fd, size, mmap.MAP_SHARED)
             self.fill(0, filled)
@@ -95,9 +96,7 @@ class Segment:
         if not lacking:
             return
         try:
-            room = os.statvfs(self.path.parent)
-            if room.f_bavail * room.f_frsize < lacking:  # to find out by filling it up would starve all others
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._check_room(lacking)
             os.posix_fallocate(self.fd, low * PAGE, (high - low) * PAGE)
         except OSError as error:
             raise self._no_room(error, lacking) from None
@@ -108,6 +107,12 @@ class Segment:
             np.frombuffer(self.map, np.uint8)[(low + np.flatnonzero(pages == 0)) * PAGE] = 0
         self._there[low:high] = b"\1" * (high - low)
         self.missing -= lacking
+
+    def _check_room(self, nbytes: int) -> None:
+        """Raises OSError. To find out by filling it up would starve all others."""
+        room = os.statvfs(self.path.parent)
+        if room.f_bavail * room.f_frsize < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def punch(self, start: int, stop: int, most: int) -> None:
         """Give pages wholly in a free range back to the system, the last first, at least ``most`` bytes if there

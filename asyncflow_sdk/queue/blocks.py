@@ -96,12 +96,13 @@ def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> 
     if end <= JOIN_BYTES:
         pieces: list[Any] = [header, _PAD[: -(len(header) + HEADER_BYTES) % ALIGN]]
         for array in arrays:
-            pieces += (array, _PAD[: -array.nbytes % ALIGN])
+            pieces += (np.ascontiguousarray(array), _PAD[: -array.nbytes % ALIGN])
         space.memory[HEADER_BYTES:] = np.frombuffer(b"".join(pieces), np.uint8)
     else:
         space.memory[HEADER_BYTES : HEADER_BYTES + len(header)] = np.frombuffer(header, np.uint8)
         at = -(-(HEADER_BYTES + len(header)) // ALIGN) * ALIGN
         for array in arrays:
-            space.memory[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
+            if array.nbytes:  # also of a view with steps this is the only copy
+                space.memory[at : at + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
             at += -(-array.nbytes // ALIGN) * ALIGN
     return Block(space.segment, space.start, space.serial, rows, end, tuple(columns)), space

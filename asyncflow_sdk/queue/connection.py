@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from .._version import __version__
-from ..errors import ConfigError, LeaseLost, ServerLost
+from ..errors import ConfigError, LeaseLost, SchemaError, ServerLost
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import Allocation, Arena, Mapper, NoHole
@@ -31,6 +31,7 @@ from .payload import Payload, from_frames, to_frames
 from .protocol import Answer, Call, Delivered, Hello, Welcome, decode_answer, encode
 from .reader import Reader
 
+LARGE_BYTES = 128 << 20
 CALL_S = 30.0
 """How long a call that waits for nothing may take before the server counts as lost (seconds)."""
 SLOWEST_BYTES_PER_S = 10e6
@@ -201,6 +202,7 @@ class Port:
         self.connection.wire.check()  # a forked child must not write into what its parent writes
         specs = {name: column.spec for name, column in columns.items()}
         if self.connection.inline:
+            self.connection.wire.fits(b"", more=sum(column.values.nbytes for column in columns.values()))
             payload, frames = to_frames(columns, copy=keep or self._copies)
             letter = Letter(msgspec.structs.replace(command, columns=specs), payload=payload, frames=frames)
             self.connection.wire.fits(b"", frames)
@@ -232,6 +234,14 @@ class Port:
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
         """Write and post. Returns the reply, or raises what the server reported."""
+        size = sum(column.values.nbytes for column in columns.values())
+        if size >= LARGE_BYTES and isinstance(command, cmd.Put):
+            room = (await self.send(cmd.GetStatus())).capacity_bytes
+            if size > room:  # seen before so much is written only to be refused
+                raise SchemaError(
+                    f"{size} bytes in one put are more than the whole queue holds (capacity_bytes={room}); put fewer"
+                    " at a time"
+                )
         try:
             letter = self.write(command, columns, keep=False, grow=False)
         except NoHole:  # rows that ended since the last answer may have left room

@@ -46,7 +46,8 @@ class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Column(msgspec.Struct, frozen=True):
-    """n packed values of one column. ``offsets`` is None for the fixed kind."""
+    """n packed values of one column. ``offsets`` is None for the fixed kind. Of what a caller handed in the values
+    may lie anyhow; those that were stored are contiguous."""
 
     spec: ColumnSpec
     values: Array
@@ -57,7 +58,7 @@ class Column(msgspec.Struct, frozen=True):
 
 
 def pack(name: str, value: Any) -> Column:
-    """Pack ``value``, one entry a row, without copying where its memory is already contiguous.
+    """Pack ``value``, one entry a row, without copying an array.
 
     Takes numpy arrays and torch tensors (first dimension = rows), Ragged, and sequences of str, bytes,
     numbers, or arrays (ragged). Raises SchemaError naming the column.
@@ -129,10 +130,8 @@ def _pack_bytes(kind: Kind, rows: list[Any]) -> Column:
 
 
 def _plain(array: Array) -> Array:
-    """Contiguous, in native byte order."""
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    return np.ascontiguousarray(array)
+    """In native byte order. It may lie anyhow: the one copy to where it is stored puts it together."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def unpack(column: Column) -> Values:

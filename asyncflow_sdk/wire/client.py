@@ -75,9 +75,10 @@ class Client:
         if self.closed:
             raise ServerLost(f"this connection to {self.address} is closed")
 
-    def fits(self, body: bytes, frames: Sequence[Any] = ()) -> None:
-        """Raises ProtocolError for a request that is larger than ``max_bytes``, the most the server takes."""
-        size = len(body) + sum(memoryview(frame).nbytes for frame in frames) + _ENVELOPE_BYTES
+    def fits(self, body: bytes, frames: Sequence[Any] = (), more: int = 0) -> None:
+        """Raises ProtocolError for a request that is larger than ``max_bytes``, the most the server takes. ``more``:
+        bytes that are not there yet."""
+        size = len(body) + more + sum(memoryview(frame).nbytes for frame in frames) + _ENVELOPE_BYTES
         if size > self.max_bytes:
             raise ProtocolError(
                 f"a call of {size} bytes is too large; this server takes at most {self.max_bytes}: send fewer rows"

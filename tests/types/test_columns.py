@@ -98,7 +98,7 @@ def test_what_is_no_column_is_refused_by_name(value: object, reason: str) -> Non
         pack("reward", value)
 
 
-def test_memory_that_is_not_plain_is_made_so() -> None:
+def test_memory_that_is_not_plain_is_taken_as_it_lies() -> None:
     # given the same numbers behind strides, in a foreign byte order, read-only, and transposed
     wanted = np.arange(12, dtype=np.int32).reshape(4, 3)
     read_only = wanted.copy()
@@ -115,7 +115,8 @@ def test_memory_that_is_not_plain_is_made_so() -> None:
         # when
         column = pack(name, value)
         # then
-        assert column.values.flags.c_contiguous, name
+        if name != "torch":
+            assert np.shares_memory(column.values, value) == (name != "big"), name
         assert column.values.dtype == np.dtype("=i4"), name
         assert column.values.tolist() == wanted.tolist(), name
 
