@@ -49,12 +49,13 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """A request. ``now``, here and below: ledger seconds. ``body``: as it came."""
+    """A request. ``now``, here and below: ledger seconds. ``ticket``: what the wire called it. ``body``: as it came."""
 
     now: float
     session: str
     seq: int
     done: int
+    ticket: int
     body: bytes
 
 

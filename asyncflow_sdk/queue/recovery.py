@@ -232,7 +232,7 @@ def replay(server: QueueServer, recorded: Recorded, now: float) -> tuple[int, fl
             server._clock.fixed = now = record.now
             outside.replay(entry.notes)
             if isinstance(record, Asked):
-                server._wire.replay(record.session, record.seq, record.done, record.body)
+                server._wire.replay(record.session, record.seq, record.done, record.ticket, record.body)
             elif isinstance(record, Dropped):
                 server._wire.replay_drop(record.session, record.seq)
             elif isinstance(record, Gone):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -91,7 +92,9 @@ class QueueServer:
         except BaseException:
             self._close_home()
             raise
-        self.here = f"inproc://{self.directory.path.name}"
+        self.here = (
+            f"inproc://{self.directory.path.name}-{secrets.token_hex(4)}"  # a name falls a while after its server
+        )
         addresses = [self.here, f"ipc://{self.directory.path}/queue", *addresses]
         self.ledger = Ledger()
         self._places = Places()
@@ -216,7 +219,7 @@ class QueueServer:
                 return
         now = self._clock()
         self._change(session, ticket, call, now)
-        self._record(Asked(now, session, seq, done, body))
+        self._record(Asked(now, session, seq, done, ticket, body))
 
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
         if session not in self._sessions:

@@ -241,11 +241,12 @@ class Server:
         session_id, seq = self._by_ticket[ticket]
         return seq, self._sessions[session_id].done
 
-    def replay(self, session_id: str, seq: int, done: int, body: bytes) -> None:
+    def replay(self, session_id: str, seq: int, done: int, ticket: int, body: bytes) -> None:
         """A request that came to an earlier server. Before ``start``."""
         session = self._sessions.setdefault(session_id, _Session())
         session.raise_done(done)
         session.over(min(done, seq) - 1)
+        self._next_ticket = ticket
         self._begin(None, session_id, session, seq, body, ())
 
     def replay_drop(self, session_id: str, seq: int) -> None:

@@ -16,11 +16,11 @@ from asyncflow_sdk.queue.journal import FORMAT, Asked, Dropped, Entry, Gone, Hea
 
 HEAD = Head(FORMAT, "0", "run", "process", "/nowhere", "", "boot", 1.5)
 RECORDS = [
-    Asked(2.0, "session", 1, 1, b"hello" * 5),
+    Asked(2.0, "session", 1, 1, 1, b"hello" * 5),
     Ticked(3.0),
     Gone(4.0, "session", "its process ended"),
     Dropped(4.5, "session", 7),
-    Asked(5.0, "session", 2, 1, b""),
+    Asked(5.0, "session", 2, 1, 3, b""),
 ]
 
 
