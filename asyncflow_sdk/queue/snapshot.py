@@ -130,10 +130,11 @@ class _Encoder:
             return ["list", *self._all(thing, where)]
         if kind is deque:
             return ["deque", thing.maxlen, *self._all(thing, where)]
+        if isinstance(thing, tuple):
+            return ["named", _known_name(kind, where), *self._all(thing, where)]
         if kind in (set, frozenset):
             return [kind.__name__, *self._all(sorted(thing), where)]
-        if (name := _name(kind)) is None:
-            raise TypeError(f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be carried")
+        name = _known_name(kind, where)
         if isinstance(thing, msgspec.Struct) and kind.__struct_config__.frozen:
             return ["struct", name, _pack(thing)]
         if isinstance(thing, msgspec.Struct):
@@ -188,14 +189,16 @@ class _Decoder:
 
     def _container(self, kind: str, rest: list[Any]) -> Any:
         made: Any
+        cls: Any
         at = len(self._known)
         self._known.append(None)
-        if kind == "frozenset":
-            made = frozenset(self.value(each) for each in rest)
-            self._known[at] = made
+        if kind in ("frozenset", "named"):
+            cls = frozenset if kind == "frozenset" else self._type(rest.pop(0))
+            values = [self.value(each) for each in rest]
+            made = self._known[at] = cls(values) if cls is frozenset else cls(*values)
             return made
         if kind == "object":
-            cls: Any = self._type(rest[0])
+            cls = self._type(rest[0])
             made = cls() if getattr(cls, "TRANSIENT", ()) else cls.__new__(cls)
         elif kind == "defaultdict":
             made = defaultdict(_FACTORIES[rest[0]])
@@ -227,6 +230,13 @@ class _Decoder:
                 raise ProtocolError(f"a snapshot names {name!r}, which is none of our classes")
             self._types[name] = found
         return self._types[name]
+
+
+def _known_name(cls: type, where: str) -> str:
+    name = _name(cls)
+    if name is None:
+        raise TypeError(f"{where}: a {cls.__module__}.{cls.__qualname__} cannot be carried")
+    return name
 
 
 def _name(cls: type) -> str | None:
