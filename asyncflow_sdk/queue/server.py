@@ -194,7 +194,7 @@ class QueueServer:
     def request(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
         try:
             call = decode_call(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._say(ticket, ProtocolError(f"the server cannot read this call: {error}"))
             return
         if not self._replaying:

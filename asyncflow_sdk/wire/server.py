@@ -359,7 +359,10 @@ class Server:
             except ProtocolError:
                 self.garbage += 1
             else:
-                self._accept((router, name), request, frames)
+                try:
+                    self._accept((router, name), request, frames)
+                except Exception:  # one request must not be everybody's end
+                    _log.exception("the server failed at a request")
                 if not self._hold:
                     self._flush()
             if not int(router.getsockopt(_EVENTS)) & _READABLE:
