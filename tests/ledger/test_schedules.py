@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ledger_checks import check_counters
+from ledger_checks import check_counters, check_no_lost_wakeup
 
 from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost
 from asyncflow_sdk.ledger import Ledger, TaskSpec
@@ -54,6 +54,10 @@ class World:
         self._order += 1
         heapq.heappush(self._later, (self.now + seconds, self._order, what))
 
+    def lengths(self, count: int) -> bytes:
+        """Measures, as a server reads them from payload."""
+        return np.array([self.random.paretovariate(1.1) for _ in range(count)], "<f8").tobytes()
+
     def soon(self) -> float:
         """Seconds with a heavy tail."""
         return min(0.2 * self.random.paretovariate(1.1), 40.0)
@@ -77,6 +81,13 @@ class World:
         self.ledger.session_died(session, self.now, "killed")
         self._answer()
 
+    def forget(self, session: int) -> None:
+        """A session hangs for ever: nobody will hear its answers."""
+        self._asked = {
+            ticket: (asked[0], lambda reply: None) if asked[0] == session else asked
+            for ticket, asked in self._asked.items()
+        }
+
     def _answer(self) -> None:
         effects = self.ledger.drain()
         for ids in effects.retired:
@@ -84,6 +95,8 @@ class World:
         assert self.ledger.steps is None or self.ledger.steps.window.holds()
         if self.commands % 11 == 0:
             check_counters(self.ledger)
+        if self.commands % 61 == 0:
+            check_no_lost_wakeup(self.ledger)
         for ticket, reply in effects.answers:
             _, then = self._asked.pop(ticket)  # once, and only what was asked
             self.later(0.0, lambda then=then, reply=reply: then(reply))
@@ -124,9 +137,12 @@ class Worker:
         life = self.life
         self.world.later(seconds, lambda: what() if life == self.life else None)
 
+    at_least = 0
+
     def ask(self) -> None:
-        count = self.world.random.randint(1, 6)
-        self.call(cmd.Lease(task=self.task, count=count, timeout_s=2 * FOR_EVER), self.got)
+        count = max(self.world.random.randint(1, 6), self.at_least)
+        lease = cmd.Lease(task=self.task, count=count, timeout_s=2 * FOR_EVER, at_least=self.at_least)
+        self.call(lease, self.got)
 
     def got(self, reply: Any) -> None:
         if isinstance(reply, Ended):
@@ -142,11 +158,14 @@ class Worker:
         raise NotImplementedError
 
     def complete(self, lease: cmd.Leased, gives: tuple[str, ...], at: list[int] | None, drop: list[int]) -> None:
+        count = len(cmd.unpack_ids(lease.ids)) if at is None else len(at)
         command = cmd.Complete(
             token=lease.token,
             columns=dict.fromkeys(gives, COLUMN),
             index=None if at is None else np.array(at, "<i4").tobytes(),
             filtered=np.array(drop, "<i4").tobytes(),
+            measures={name: self.world.lengths(count) for name in gives},
+            rank=lease.rank,
         )
         self.call(command, self.completed)
 
@@ -269,10 +288,19 @@ class Feeder(Worker):
     def ask(self) -> None:
         self.call(cmd.Wanted(timeout_s=2 * FOR_EVER), self.got)
 
+    priorities = (0,)
+
     def work(self, reply: Any) -> None:
         if isinstance(reply, cmd.RowsWanted):
             groups = max(1, min(reply.count, self.most) // self.size)
-            put = cmd.Put(groups=groups, group_size=self.size, columns={"prompt": COLUMN}, timeout_s=2 * FOR_EVER)
+            put = cmd.Put(
+                groups=groups,
+                group_size=self.size,
+                columns={"prompt": COLUMN},
+                timeout_s=2 * FOR_EVER,
+                priority=self.world.random.choice(self.priorities),
+                measures={"prompt": self.world.lengths(groups)},
+            )
             self.call(put, self.got)
         else:
             self.later(self.world.soon(), self.ask)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ledger_checks import freeze
 from ledger_queue import LAST, PLAIN, TOKENS, Queue, ids, packed, produce, running
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, Ended, LeaseLost, SchemaError
@@ -102,6 +103,7 @@ def test_a_step_is_acknowledged_when_every_rank_has() -> None:
 def test_a_rank_acknowledges_its_whole_shard_and_nothing_but() -> None:
     queue, ranks = steps()
     one, two = ask_all(queue, ranks)
+    before = freeze(queue.ledger)
     with pytest.raises(SchemaError, match="rank 0 of team 't' has 4 rows of step 0 and acknowledges 2"):
         ranks.complete(one, 0, 1)
     with pytest.raises(SchemaError, match="positions must lie in 0..3"):
@@ -115,6 +117,7 @@ def test_a_rank_acknowledges_its_whole_shard_and_nothing_but() -> None:
     ):
         with pytest.raises(LeaseLost):
             queue.do(ranks.sessions[1], thief)
+    assert freeze(queue.ledger) == before
     ranks.complete(one, 3, 1, 2, 0, drop=(0,))
     ranks.complete(two)
     assert queue.audit().filtered == 1
@@ -251,8 +254,10 @@ def test_a_deadline_of_a_complete_team_says_what_is_missing() -> None:
 def test_ranks_that_do_not_ask_alike_are_told(wrong: dict[str, Any], error: type[Exception], why: str) -> None:
     queue, ranks = steps(size=4)
     ranks.ask(0)
+    before = freeze(queue.ledger)
     with pytest.raises(error, match=why):
         queue.do(ranks.sessions[1], ranks.command(**({"rank": 1} | wrong)))
+    assert freeze(queue.ledger) == before
 
 
 def test_some_tasks_have_no_teams() -> None:
