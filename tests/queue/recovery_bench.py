@@ -15,7 +15,7 @@ import zmq
 
 from asyncflow_sdk._version import __version__
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.memory import Arena
+from asyncflow_sdk.memory import Arena, Mapper
 from asyncflow_sdk.queue import QueueServer, blocks, recovery, snapshot
 from asyncflow_sdk.queue.protocol import Answer, Call, Hello, decode_answer, encode
 from asyncflow_sdk.wire.envelope import decode_request, decode_response
@@ -128,6 +128,7 @@ class Bench:
         self.server = make(path, self.now)
         self.twin = make(None, self.now)
         self.twin.rows = self.server.rows
+        self.twin._reader._mapper = Mapper(self.server.rows)  # it measures the same payload
         self.clients: dict[str, Client] = {}
         self.round: list[tuple[int, Callable[[QueueServer, Tape], None]]] = []  # and the next ticket
         self.kills = 0

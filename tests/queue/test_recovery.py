@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,14 +15,20 @@ from recovery_bench import Bench, Client, differs, state
 
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.commands import SamplerSpec
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
-TASKS = [
-    TaskSpec(name="rollout", needs=("prompt",), gives=("response",), lease_s=10, max_attempts=2, admits=True),
-    TaskSpec(name="reward", needs=("response",), gives=("reward",), lease_s=6, max_attempts=2),
-    TaskSpec(name="side", needs=("prompt",), lease_s=8, partitions=("", "eval")),
-    TaskSpec(name="train", needs=("response", "reward"), lease_s=20, batch_rows=4),
-]
+ROLLOUT = TaskSpec(name="rollout", needs=("prompt",), gives=("response",), lease_s=10, max_attempts=2, admits=True)
+REWARD = TaskSpec(name="reward", needs=("response",), gives=("reward",), lease_s=6, max_attempts=2)
+SIDE = TaskSpec(name="side", needs=("prompt",), lease_s=8, partitions=("", "eval"))
+TRAIN = TaskSpec(name="train", needs=("response", "reward"), lease_s=20, batch_rows=4)
+TASKS = [ROLLOUT, REWARD, SIDE, TRAIN]
+SAMPLERS = {
+    "rollout": SamplerSpec("shuffled", {"seed": 1, "window": 8}),
+    "reward": SamplerSpec("length_bucketed", {"column": "response", "window": 8}),
+    "side": SamplerSpec("by_column", {"column": "prompt"}),
+    "train": SamplerSpec("token_balanced", {"column": "response"}),
+}
 COLUMNS = {"rollout": "response", "reward": "reward"}
 
 
@@ -33,7 +40,11 @@ class Chance:
         self.joined = self.version = 0
         admin = self.join()
         limits = cmd.Configure(max_staleness=self.random.choice([0, 1, 3]), capacity_rows=60)
-        for command in [limits, *(cmd.Declare(task=task) for task in TASKS)]:
+        tasks = [
+            msgspec.structs.replace(task, sampler=self.random.choice([None, SAMPLERS[task.name]])) for task in TASKS
+        ]
+        unknown = msgspec.structs.replace(SIDE, name="nobody", sampler=SamplerSpec("nobody"))
+        for command in [limits, *(cmd.Declare(task=task) for task in [*tasks, unknown])]:
             bench.send(admin, admin.call(command))
         self.publish(admin)
 
@@ -66,8 +77,24 @@ class Chance:
             bench.send(client, bench.put(client, values, group_size=2, key=key, timeout_s=wait, **more))
         elif what == "lease":
             task = draw.choice(TASKS).name
-            lease = cmd.Lease(task=task, count=draw.randint(1, 6), timeout_s=draw.choice([0.0, 5.0, 50.0]))
-            bench.send(client, client.call(lease))
+            count = draw.randint(1, 6)
+            lease = cmd.Lease(
+                task=task,
+                count=count,
+                timeout_s=draw.choice([0.0, 5.0, 50.0]),
+                at_least=draw.choice([0, 0, 0, count]),
+            )
+            if draw.random() < 0.4:  # a team, whose other rank is soon to ask
+                rank = draw.randint(0, 1)
+                for each in (rank, 1 - rank)[: draw.randint(1, 2)]:
+                    team = msgspec.structs.replace(
+                        lease, count=4, at_least=0, timeout_s=50.0, team="t", rank=each, world_size=2,
+                        shards=draw.choice([0, 0, 1]),
+                    )  # fmt: skip
+                    bench.send(client, client.call(team))
+                    client = draw.choice(clients)
+            else:
+                bench.send(client, client.call(lease))
         elif what == "use" and client.leases:
             self.use(client, client.leases[draw.choice(list(client.leases))])
         elif what == "again" and client.open:
@@ -100,23 +127,26 @@ class Chance:
 
     def use(self, client: Client, lease: cmd.Leased) -> None:
         bench, draw = self.bench, self.random
-        count = len(lease.ids) // 8
+        count, rank = len(lease.ids) // 8, lease.rank
+        if not count:
+            return
         index = sorted(draw.sample(range(count), draw.randint(1, count)))
         packed = None if len(index) == count else np.array(index, "<i4").tobytes()
         how = draw.choices(["complete", "give back", "renew"], [8, 1, 1])[0]
         del client.leases[lease.token]
         if how == "renew":
             client.leases[lease.token] = lease
-            bench.send(client, client.call(cmd.Renew(token=lease.token)))
+            bench.send(client, client.call(cmd.Renew(token=lease.token, rank=rank)))
         elif how == "give back":
-            bench.send(client, client.call(cmd.GiveBack(token=lease.token, index=packed, blame=draw.random() < 0.5)))
+            back = cmd.GiveBack(token=lease.token, index=packed, blame=draw.random() < 0.5, rank=rank)
+            bench.send(client, client.call(back))
         elif lease.task in COLUMNS:
             filtered = np.array([0], "<i4").tobytes() if draw.random() < 0.1 else None
-            command = cmd.Complete(token=lease.token, columns={}, index=packed, filtered=filtered)
+            command = cmd.Complete(token=lease.token, columns={}, index=packed, filtered=filtered, rank=rank)
             bench.send(client, bench.put(client, {COLUMNS[lease.task]: np.random.rand(len(index))}, command=command))
         else:
             then = cmd.Lease(task=lease.task, count=2, timeout_s=3.0) if draw.random() < 0.5 else None
-            bench.send(client, client.call(cmd.Complete(token=lease.token, columns={}), None, then))
+            bench.send(client, client.call(cmd.Complete(token=lease.token, columns={}, rank=rank), None, then))
 
 
 @pytest.mark.timeout(3600 if LONG else 300)
