@@ -1,3 +1,4 @@
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,6 @@ from echo_runs import segments
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Whatever a test does, no shared memory of its runs is left."""
-    before = segments()
+    before = segments(os.getpid())
     yield
-    assert segments() <= before
+    assert segments(os.getpid()) <= before

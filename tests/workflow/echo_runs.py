@@ -18,10 +18,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def segments() -> set[str]:
-    """Directories of runs in shared memory that this process, or one that has ended, made."""
-    found = {path.name: int(path.name.split("-")[2]) for path in Path("/dev/shm").glob("asyncflow-*")}
-    return {name for name, pid in found.items() if pid == os.getpid() or not alive(pid)}
+def segments(pid: int) -> set[str]:
+    """Directories of runs in shared memory that a process made."""
+    return {path.name for path in Path("/dev/shm").glob(f"asyncflow-{os.getuid()}-{pid}-*")}
 
 
 def until(condition: Any, what: str, seconds: float = 30.0) -> None:

@@ -114,7 +114,7 @@ def test_stopping_by_signal_leaves_no_process_and_no_memory(tmp_path: Path, mome
     assert process.returncode != 0
     assert "Interrupted" in errors
     assert not [pid for pid in pids if alive(pid)]
-    assert not segments()
+    assert not segments(process.pid)
     assert '"interrupted"' in (tmp_path / "run" / "summary.json").read_text()
 
 
@@ -127,7 +127,7 @@ def test_impatient_ctrl_c_is_as_clean(tmp_path: Path) -> None:
     process.communicate(timeout=30)
 
     assert not [pid for pid in pids if alive(pid)]
-    assert not segments()
+    assert not segments(process.pid)
 
 
 def test_a_killed_driver_takes_its_workers_and_its_memory_with_it(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_killed_driver_takes_its_workers_and_its_memory_with_it(tmp_path: Path
     process.stderr.close()
 
     until(lambda: not [pid for pid in pids if alive(pid)], "the end of all workers")
-    until(lambda: not segments(), "the removal of shared memory")
+    until(lambda: not segments(process.pid), "the removal of shared memory")
 
 
 def test_results_that_come_after_their_lease_ended_are_others_now_and_the_run_goes_on(tmp_path: Path) -> None:
