@@ -198,7 +198,14 @@ class Verbs(Generic[B]):
         return self._batch(ids, unpack_ids(lease.groups), columns, writable if where else None)
 
     def _stream(
-        self, task: str, count: int = 1, *, at_least: int = 0, partition: str | None = None, timeout_s: float = 60.0
+        self,
+        task: str,
+        count: int = 1,
+        *,
+        columns: Sequence[str] | None = None,
+        at_least: int = 0,
+        partition: str | None = None,
+        timeout_s: float = 60.0,
     ) -> Stream[B]:
         """Batches of a task, one after another, until the stream ends; ``get`` says what each is.
 
@@ -207,7 +214,10 @@ class Verbs(Generic[B]):
         for one batch. Leaving the loop sends what is unsent; use it as a context manager, too, to have
         an exception in the loop count against the rows.
         """
-        ask = cmd.Lease(task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least)
+        ask = cmd.Lease(
+            task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
+            columns=None if columns is None else check_names("columns", columns),
+        )  # fmt: skip
         return self._streams(lambda last: self._take(ask, last, acknowledge=False))
 
     async def _loaded(self, version: int) -> None:
@@ -329,9 +339,18 @@ class TransferQueue(Verbs[LeasedBatch]):
     get.__doc__ = Verbs._get.__doc__
 
     def stream(
-        self, task: str, count: int = 1, *, at_least: int = 0, partition: str | None = None, timeout_s: float = 60.0
+        self,
+        task: str,
+        count: int = 1,
+        *,
+        columns: Sequence[str] | None = None,
+        at_least: int = 0,
+        partition: str | None = None,
+        timeout_s: float = 60.0,
     ) -> BlockingStream:
-        stream = self._stream(task, count, at_least=at_least, partition=partition, timeout_s=timeout_s)
+        stream = self._stream(
+            task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s
+        )
         assert isinstance(stream, BlockingStream)
         return stream
 

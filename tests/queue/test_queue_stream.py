@@ -260,3 +260,12 @@ def test_leases_ride_with_completions_only(queue: TransferQueue) -> None:
         with pytest.raises(ProtocolError, match="rides with a completion"):
             answer.raise_error()
     until(lambda: queue.status().rows["work"]["ready"] == 1, "the row is untouched")
+
+
+def test_a_stream_reads_the_columns_it_is_asked_for(queue: TransferQueue) -> None:
+    queue.declare("both", needs=["x", "z"])
+    queue.put({"x": [1.0], "z": [2.0]})
+    with queue.stream("both", columns=["z"]) as stream:
+        for batch in stream:
+            assert list(batch) == ["z"]
+            break
