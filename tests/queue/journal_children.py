@@ -2,12 +2,16 @@
 
 import os
 import resource
+import signal
 from pathlib import Path
 
-from children import say
+import numpy as np
+from children import hear, say
 
-from asyncflow_sdk.errors import MemoryFull
+from asyncflow_sdk.errors import Ended, LeaseLost, MemoryFull
 from asyncflow_sdk.queue import Connection, QueueServer, open_queue
+from asyncflow_sdk.queue.journal import Journal, Recorded
+from asyncflow_sdk.queue.protocol import decode_call
 
 
 def fill_a_small_disk(path: str) -> None:
@@ -30,9 +34,6 @@ def fill_a_small_disk(path: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     queue.put({"x": [acknowledged]})
     after = queue.audit().put
-    from asyncflow_sdk.queue.journal import Recorded
-    from asyncflow_sdk.queue.protocol import decode_call
-
     (name,) = copy.glob("journal-*")
     bodies = [decode_call(entry.record.body).command for entry in Recorded(name).entries()]
     recovered = sum(type(command).__name__ == "Put" for command in bodies)
@@ -44,3 +45,86 @@ def fill_a_small_disk(path: str) -> None:
     )  # fmt: skip
     queue.end(cancel=True)
     server.close()
+
+
+def serve_and_die(path: str, writes: int, moment: str) -> None:
+    """Serve a run; at the ``writes``-th commit of the journal, kill -9 at a moment of it."""
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    write, commit, left = Journal._write, Journal.commit, [writes]
+
+    def counted(journal: Journal) -> None:
+        if left[0] == 0 and moment == "torn":
+            os.pwrite(journal._fd, bytes(journal._buffer[: len(journal._buffer) * 2 // 3]), journal._written)
+        if left[0] == 0 and moment in ("torn", "before"):
+            die()
+        write(journal)
+
+    def committed(journal: Journal) -> bool:
+        left[0] -= bool(journal._buffer)
+        done = commit(journal)
+        if left[0] <= 0 and moment == "after":
+            die()  # written, and no answer has left
+        return done
+
+    Journal._write, Journal.commit = counted, committed  # type: ignore[method-assign]
+    server = QueueServer([], journal=Path(path), durability="process")
+    server._home._least = 1 << 14  # type: ignore[union-attr] - snapshots, too, come while it runs
+    found = server.recovered
+    say(
+        {
+            "address": server.addresses[1],
+            "differing": found.differing if found else 0,
+            "lost": found.lost if found else 0,
+            "damaged": found.damaged if found else "",
+        }
+    )
+    hear()
+    say("closing")
+    server.close()
+
+
+def patient() -> None:
+    """Ask again often: the server comes back soon."""
+    from asyncflow_sdk.wire import client
+
+    client.RESEND_S = 0.1
+
+
+def values_of(first: int, count: int) -> np.ndarray:  # type: ignore[type-arg]
+    return (np.arange(first, first + count) * np.pi) ** 0.5
+
+
+def put_all(address: str, first: int, puts: int, size: int) -> None:
+    """Put rows number first, first + 1, ...: each put under its key; what is said was acknowledged."""
+    patient()
+    queue = open_queue(Connection(address, "producer"))
+    for number in range(first, puts):
+        queue.put(
+            {"number": np.arange(size) + number * size, "x": values_of(number * size, size)}, key=f"put-{number}"
+        )
+        say(number)
+    say("done")
+    hear()
+
+
+def work_all(address: str, task: str) -> None:
+    """Complete rows of a task until the end; say which, once it is acknowledged."""
+    patient()
+    queue = open_queue(Connection(address, "consumer"))
+    rng = np.random.default_rng(os.getpid())
+    try:
+        while True:
+            batch = queue.get(task, int(rng.integers(1, 9)), timeout_s=60)
+            numbers, x = batch.array("number"), batch.array("x")
+            exact = all(values_of(int(n), 1)[0] == v for n, v in zip(numbers, x, strict=True))
+            try:
+                batch.complete({"y": x * 2}) if task == "work" else batch.ack()
+            except LeaseLost:
+                continue
+            say({"numbers": numbers.tolist(), "exact": bool(exact)})
+    except Ended:
+        say("done")
+    hear()
