@@ -47,7 +47,7 @@ def fill_a_small_disk(path: str) -> None:
     server.close()
 
 
-def serve_and_die(path: str, writes: int, moment: str) -> None:
+def serve_and_die(path: str, writes: int, moment: str, durability: str = "process") -> None:
     """Serve a run; at the ``writes``-th commit of the journal, kill -9 at a moment of it."""
 
     def die() -> None:
@@ -70,7 +70,7 @@ def serve_and_die(path: str, writes: int, moment: str) -> None:
         return done
 
     Journal._write, Journal.commit = counted, committed  # type: ignore[method-assign]
-    server = QueueServer([], journal=Path(path), durability="process")
+    server = QueueServer([], journal=Path(path), durability=durability)
     server._home._least = 1 << 14  # type: ignore[union-attr] - snapshots, too, come while it runs
     found = server.recovered
     say(
@@ -127,4 +127,14 @@ def work_all(address: str, task: str) -> None:
             say({"numbers": numbers.tolist(), "exact": bool(exact)})
     except Ended:
         say("done")
+    hear()
+
+
+def produce_and_wait(address: str) -> None:
+    """Wait for rows of a task; say what came."""
+    patient()
+    queue = open_queue(Connection(address, "waiter"))
+    queue.declare("other", needs=["z"])
+    say("waits")
+    say(queue.get("other", 3, timeout_s=60).array("z").tolist())
     hear()

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import threading
 from collections import Counter
 from pathlib import Path
@@ -17,6 +19,7 @@ from children import Child
 from journal_children import put_all, serve_and_die, work_all
 from queue_runs import until
 
+from asyncflow_sdk.memory import sweep
 from asyncflow_sdk.queue import Connection, open_queue
 from asyncflow_sdk.wire import client
 
@@ -34,8 +37,6 @@ class Heard:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        import json
-
         for line in self.child._out:
             self.said.append(json.loads(line))
         self.over.set()
@@ -58,6 +59,7 @@ class Deadly:
         self.path, self.clients_die = path, clients_die
         self.server = self._serve(10**9)
         self.address = self.server.said[0]["address"]
+        self.directory = os.path.dirname(self.address.removeprefix("ipc://"))
         self.queue = open_queue(Connection(self.address, "driver"))
         self.queue.declare("work", needs=["number", "x"], gives=["y"], max_attempts=1000)
         self.queue.declare("last", needs=["number", "x", "y"], max_attempts=1000)
@@ -154,7 +156,7 @@ def test_whoever_is_killed_at_any_moment(seed: int, tmp_path: Path, monkeypatch:
         assert run.deaths > 1
     finally:
         run.close()
-        run.queue._port.connection.close() if not run.server.over.is_set() else None
-        run.server.child.say("close")
-        run.server.over.wait(30)
         run.server.end()
+        run.queue._port.connection.wire.close()
+        shutil.rmtree(run.path)
+        sweep(Path(run.directory).parent)
