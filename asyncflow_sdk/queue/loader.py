@@ -34,8 +34,9 @@ class StreamDataLoader(Generic[T]):
 
     ``columns``: those to read, of the task's needs (None: all); the others are not touched. ``collate``: makes
     what is yielded out of a Batch; without it, ``Batch.to_torch()``. It runs in the loop's thread; memory is
-    pinned there by whoever wants that. ``rank`` of ``world_size``: every rank of ``team`` iterates over a loader
-    of its own, and the k-th batches of all ranks are shards of one lease. ``prefetch`` 1: the next batch is leased
+    pinned there by whoever wants that. ``rank`` of ``world_size``: every rank of ``team`` (the task's name) iterates
+    over a loader of its own, and the k-th batches of all ranks are the shards, of ``count`` rows each, of one lease;
+    ``shards``: as of ``get``, fewer where several ranks need the same rows. ``prefetch`` 1: the next batch is leased
     while this one is worked on; its time (``lease_s`` of the task) starts again when it is handed out.
     ``at_least``, ``partition``: as of ``get``. ``timeout_s``: the longest the loop waits for a batch.
 
@@ -53,6 +54,7 @@ class StreamDataLoader(Generic[T]):
         rank: int = 0,
         world_size: int = 1,
         team: str = "",
+        shards: int = 0,
         collate: Callable[[LeasedBatch], T] | None = None,
         prefetch: int = 0,
         at_least: int = 0,
@@ -70,7 +72,11 @@ class StreamDataLoader(Generic[T]):
             "timeout_s": timeout_s,
         }  # fmt: skip
         if world_size > 1:
-            self._ask |= {"team": team or task, "rank": rank, "world_size": world_size}
+            whole = shards or world_size
+            self._ask |= {
+                "count": count * whole, "at_least": at_least * whole, "team": team or task, "rank": rank,
+                "world_size": world_size, "shards": shards,
+            }  # fmt: skip
         self.lease: LeasedBatch | None = None
         """The batch being worked on, to complete, renew or give back parts of it by hand."""
         _known_to_torch()
@@ -210,6 +216,10 @@ class _Ahead:
                 if isinstance(batch, LeasedBatch):
                     await batch._close(None)
         await self._queue._port.connection.wire.aclose_loop()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
 
 
 def _known_to_torch() -> None:

@@ -1,6 +1,5 @@
 """StreamDataLoader: what a training loop takes for a data loader, with a queue's guarantees behind it."""
 
-import os
 import pickle
 import subprocess
 import sys
@@ -11,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from children import Child, say
-from queue_runs import Run, running, until
+from children import Child
+from loader_children import be_rank_1, load_after_fork
+from queue_runs import Run, in_threads, running, until
 from torch.utils.data import DataLoader
 
 import asyncflow_sdk as af
-from asyncflow_sdk.queue import Connection, TransferQueue, open_queue
+from asyncflow_sdk.queue import TransferQueue
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -258,6 +258,83 @@ def test_a_deadline_counts_only_while_somebody_waits(run: Run) -> None:
     assert next(batches)["x"].tolist() == [2.0]
 
 
+# ---- ranks
+
+
+def train_as(run: Run, rank: int, prefetch: int, **options: Any) -> list[list[float]]:
+    """The batches that one of two ranks sees."""
+    loader = af.StreamDataLoader(
+        run.queue(f"rank-{rank}"), "train", ["x"], rank=rank, world_size=2, prefetch=prefetch, **options
+    )  # fmt: skip
+    return [batch["x"].tolist() for batch in loader]
+
+
+def test_ranks_get_shards_of_the_same_steps(run: Run, prefetch: int) -> None:
+    # given three steps
+    queue = run.queue()
+    queue.configure(steps=3)
+    queue.declare("train", needs=["x"], batch_rows=8)
+    queue.put({"x": np.arange(24.0)})
+    # when
+    first, second = in_threads(2, lambda rank: train_as(run, rank, prefetch))
+    # then
+    assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [
+        list(range(0, 8)), list(range(8, 16)), list(range(16, 24)),
+    ]  # fmt: skip
+    assert {len(shard) for shard in first + second} == {4}
+    assert consumed(queue) == 24
+
+
+def test_count_is_what_one_rank_gets(run: Run, prefetch: int) -> None:
+    queue = run.queue()
+    queue.declare("train", needs=["x"])
+    queue.put({"x": np.arange(15.0)})
+    queue.end()
+    first, second = in_threads(2, lambda rank: train_as(run, rank, prefetch, count=3))
+    assert sorted(x for batch in first + second for x in batch) == list(range(15))
+    assert [len(a) + len(b) for a, b in zip(first, second, strict=True)] == [6, 6, 3]
+    assert consumed(queue) == 15
+
+
+def test_ranks_that_need_the_same_rows_share_a_shard(run: Run, prefetch: int) -> None:
+    queue = run.queue()
+    queue.declare("train", needs=["x"])
+    queue.put({"x": np.arange(6.0)})
+    queue.end()
+    first, second = in_threads(2, lambda rank: train_as(run, rank, prefetch, count=2, shards=1))
+    assert first == second
+    assert sorted(x for batch in first for x in batch) == list(range(6))
+    assert consumed(queue) == 6
+
+
+def test_a_killed_rank_is_started_again_and_each_step_is_trained_once_by_all(run: Run, prefetch: int) -> None:
+    # given two ranks, one of them in a process of its own, in their first step
+    queue = run.queue()
+    queue.configure(steps=2)
+    queue.declare("train", needs=["x"], batch_rows=4)
+    queue.put({"x": np.arange(8.0)})
+    first = iter(af.StreamDataLoader(queue, "train", ["x"], rank=0, world_size=2, prefetch=prefetch))
+    with Child(be_rank_1, run.address, prefetch) as child:
+        mine = next(first)["x"].tolist()
+        assert sorted(mine + child.hear()) == [0, 1, 2, 3]
+        # when
+        child.kill()
+        with pytest.raises(af.LeaseLost):
+            next(first)
+    assert consumed(queue) == 0
+    # then the step comes again, whole, to all
+    with Child(be_rank_1, run.address, prefetch) as child:
+        first = iter(af.StreamDataLoader(queue, "train", ["x"], rank=0, world_size=2, prefetch=prefetch))
+        for step in range(2):
+            mine = next(first)["x"].tolist()
+            assert sorted(mine + child.hear()) == list(range(4 * step, 4 * step + 4))
+            assert consumed(queue) == 4 * step
+            child.say("go on")
+        assert next(first, None) is None
+        assert child.hear() == "over"
+    assert consumed(queue) == 8
+
+
 # ---- beside torch's own
 
 
@@ -276,20 +353,6 @@ def test_torchs_data_loader_takes_it(queue: TransferQueue, prefetch: int) -> Non
     for what in (loader, outer):
         with pytest.raises(TypeError):
             len(what)
-
-
-def load_after_fork(address: str) -> None:
-    """Iterate in a child made by fork(), as a worker process of a DataLoader does, and then here."""
-    loader = af.StreamDataLoader(open_queue(Connection(address, "forker")), "train", ["x"], 4)
-    reader, writer = os.pipe()
-    if not (child := os.fork()):
-        try:
-            next(iter(loader))
-        except BaseException as error:
-            os.write(writer, f"{type(error).__name__}: {error}".encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    say([os.read(reader, 4096).decode(), len(list(loader))])
 
 
 def test_a_worker_process_of_a_data_loader_is_told_what_to_do(run: Run, queue: TransferQueue) -> None:
