@@ -74,6 +74,7 @@ class Arena:
 
     def __init__(self, directory: Path, prefix: str, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._directory, self._prefix, self._segment_bytes = directory, prefix, segment_bytes
+        self._unknown = segment_bytes // 4
         self._segments: dict[int, Segment] = {}
         self._blocks: dict[int, _Range] = {}  # by serial
         self._holes = Holes()
@@ -81,7 +82,7 @@ class Arena:
         self._waiting: deque[_Range] = deque()  # freed, but readers still look
         self._made = 0
         self._serial = secrets.randbits(30) + 1 << 32  # no two arenas share one, nor does payload look like one
-        self._live = 0
+        self._live = self._known = 0
         self._peak = self._peak_before = self._turnover = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -99,8 +100,8 @@ class Arena:
     def allocate(self, nbytes: int, *, grow: bool = True) -> Allocation:
         """Room for a block of ``nbytes`` (its 16 bytes of header among them), at a multiple of 64.
 
-        ``grow`` False: only where a block lay before, if blocks are there that may have been freed meanwhile. Raises
-        MemoryFull, and NoHole.
+        ``grow`` False: only where a block lay before, and not more than lived before, if blocks are there that may
+        have been freed meanwhile. Raises MemoryFull, and NoHole.
         """
         if os.getpid() != self._pid:
             raise AsyncFlowError(
@@ -110,6 +111,9 @@ class Arena:
         with self._lock:
             if self._waiting:
                 self._look_again()
+            if not grow and self._blocks and self._live + size > self._known:
+                self._known = self._live + size + self._unknown  # not at every step on the way up
+                raise NoHole
             segment, start = self._take(size, grow or not self._blocks)
             self._serial += 1
             self._blocks[self._serial] = _Range(segment, start, start + size, [start])
@@ -269,8 +273,10 @@ class Arena:
                 return
 
     def _limit(self, more: int = 0) -> int:
-        """Bytes that may be held, with a block of ``more`` about to live."""
-        return max(self._peak, self._peak_before, self._live + more) + self._segment_bytes
+        """Bytes that may be held, with a block of ``more`` about to live: with what may have ended without being known
+        here, a segment above the most that lived."""
+        most = max(self._peak, self._peak_before, self._live + more)
+        return max(most + self._segment_bytes - self._unknown, self._segment_bytes)
 
     def _count(self, size: int) -> None:
         self._live += size
@@ -278,6 +284,7 @@ class Arena:
         self._turnover += size
         if self._turnover > EPOCH * max(self._peak, self._segment_bytes):
             self._peak_before, self._peak, self._turnover = self._peak, self._live, 0
+            self._known = min(self._known, self._peak_before)
             self._shrink(self._limit())
 
 

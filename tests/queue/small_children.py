@@ -65,7 +65,7 @@ def fill_up() -> None:
         return
     logging.disable()
     outcome: dict[str, Any] = {"errors": []}
-    with af.serve() as run:
+    with af.serve(capacity_bytes=8 << 30) as run:
         queue = run.queue
         queue.declare("work", needs=["x"], gives=["y"])
         queue.declare("end", needs=["y"])
