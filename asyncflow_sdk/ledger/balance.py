@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 Weights = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
+HEAVIEST = 1e200
 SWAPS = 8  # at most, for each shard
 TRIED = 8  # lighter shards, for each swap
 
@@ -25,7 +26,7 @@ def balance(weights: Weights, shards: int) -> npt.NDArray[np.int64]:
 
     The same for the same weights, everywhere. What is not finite or below 0 weighs nothing.
     """
-    clean = np.where(np.isfinite(weights) & (weights > 0), weights, 0.0)
+    clean = _clean(weights)
     if shards < 2 or len(clean) <= shards or (clean == clean[0]).all():
         return split(len(clean), shards)
     order = np.argsort(-clean, kind="stable")
@@ -41,9 +42,14 @@ def split(rows: int, shards: int) -> npt.NDArray[np.int64]:
 
 def imbalance(weights: Weights, shard: npt.NDArray[np.int64], shards: int) -> float:
     """How much heavier than the mean the heaviest shard is: max / mean - 1; 0 is perfect."""
-    sums = np.bincount(shard, np.where(np.isfinite(weights) & (weights > 0), weights, 0.0), shards)
+    sums = np.bincount(shard, _clean(weights), shards)
     mean = float(sums.mean())
     return float(sums.max()) / mean - 1.0 if mean > 0 else 0.0
+
+
+def _clean(weights: Weights) -> Weights:
+    """Weights whose sums are numbers."""
+    return np.where(np.isfinite(weights) & (weights > 0), np.minimum(weights, HEAVIEST), 0.0)
 
 
 def _named(shard: npt.NDArray[np.int64], shards: int) -> npt.NDArray[np.int64]:

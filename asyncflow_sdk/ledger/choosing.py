@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import numpy as np
@@ -16,9 +16,10 @@ from .state import MAX_NUMBER, Task
 from .stepping import Stepping
 
 
-def make_sampler(spec: SamplerSpec) -> Sampler:
-    """A sampler found through the hook. Raises PluginError, ConfigError."""
-    factory = registry().get("sampler", spec.name).load()
+def make_sampler(spec: SamplerSpec, own: Mapping[str, Callable[..., Sampler]] | None = None) -> Sampler:
+    """A sampler found through the hook, or among those of the server's ``own`` process. Raises PluginError,
+    ConfigError."""
+    factory = (own or {}).get(spec.name) or registry().get("sampler", spec.name).load()
     try:
         sampler = factory(**spec.options)
     except AsyncFlowError:

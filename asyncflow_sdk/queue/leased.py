@@ -12,6 +12,7 @@ for batch in queue.stream("reward", count=64):
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -51,10 +52,11 @@ class Lease(Batch):
     imbalance: float
     _port: Port
     _left: int
+    _since: float
     _last: tuple[Letter, int] | None = None  # what finish() left to be sent, and of how many rows
 
     def _bind(self, port: Port, lease: cmd.Leased) -> None:
-        self._port, self._left = port, self.rows
+        self._port, self._left, self._since = port, self.rows, time.monotonic()
         self.token, self.task, self.lease_s = lease.token, lease.task, lease.lease_s
         self.index, self.version, self.partition = lease.step, lease.version, lease.partition
         self.rank, self.world_size = lease.rank, lease.world_size
@@ -169,11 +171,17 @@ class Lease(Batch):
         )
         self._left -= self.rows if rows is None else len(rows)
 
-    async def _renew(self) -> None:
-        """Start the lease's time again; of a team's, for all ranks. Raises LeaseLost when it is too late."""
-        if not self.rows:
+    async def _renew(self, *, after_s: float = 0.0) -> None:
+        """Start the lease's time again; of a team's, for all ranks. Raises LeaseLost when it is too late.
+
+        ``after_s``: only if it began, or was renewed here, so many seconds ago. So long work may call it wherever it
+        gets on, ``batch.renew(after_s=batch.lease_s / 3)``, as often as it likes; and if it hangs, others get the rows.
+        """
+        now = time.monotonic()
+        if not self.rows or now - self._since < after_s:
             return
         await self._port.send(cmd.Renew(token=self.token, rank=self.rank))
+        self._since = now
 
     async def _ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
         """Acknowledge all rows without writing anything: the step is trained.

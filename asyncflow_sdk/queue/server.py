@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,10 @@ import xxhash
 
 from .._version import __version__
 from ..errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, by_name
+from ..interfaces import Sampler
 from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd
+from ..ledger.choosing import make_sampler
 from ..ledger.commands import Ids
 from ..ledger.state import Held
 from ..memory import Mapper, SharedDirectory
@@ -84,6 +87,7 @@ class QueueServer:
         journal: Path | None = None,
         durability: str | None = None,
         keys: ServerKeys | None = None,
+        samplers: Mapping[str, Callable[..., Sampler]] | None = None,
     ) -> None:
         self._home = Home(journal.absolute(), durability) if journal is not None else None
         self.durability = self._home.durability if self._home is not None else ""
@@ -97,6 +101,7 @@ class QueueServer:
         )
         addresses = [self.here, f"ipc://{self.directory.path}/queue", *addresses]
         self.ledger = Ledger()
+        self.ledger.make_sampler = functools.partial(make_sampler, own=samplers)
         self._places = Places()
         self.rows = self.directory.path
         """Where segments of rows lie."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from typing import Any
 
 from ..errors import Ended
 from ..queue import LeasedBatch, TransferQueue
@@ -23,14 +24,17 @@ class Consumer:
     """Iterates over leased batches until the stream ends. Each must be acknowledged (or completed) before the
     next is asked for; one that is not is given back. ``timeout_s``: the longest it waits for one batch before
     DeadlineExceeded says what is missing. ``ahead``: lease the next batch while this one is worked on, for
-    loops that run to their end: what is leased ahead goes back only when the connection closes.
+    loops that run to their end: what is leased ahead goes back only when the connection closes. ``ranks``: what
+    ``get`` takes of a rank of a team.
     """
 
     def __init__(
-        self, source: TransferQueue, task: str, *, count: int = 1, timeout_s: float = 3600.0, ahead: bool = False
-    ) -> None:
+        self, source: TransferQueue, task: str, *, count: int = 1, timeout_s: float = 3600.0, ahead: bool = False,
+        ranks: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self._queue, self._task, self._count, self._timeout_s = source, task, count, timeout_s
         self._ahead = ahead
+        self._ranks = dict(ranks or {})
 
     def __iter__(self) -> Iterator[LeasedBatch]:
         if not self._ahead:
@@ -79,4 +83,4 @@ class Consumer:
                 yield batch
 
     def _get(self) -> LeasedBatch:
-        return self._queue.get(self._task, self._count, timeout_s=self._timeout_s)
+        return self._queue.get(self._task, self._count, timeout_s=self._timeout_s, **self._ranks)

@@ -16,13 +16,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from ..errors import AsyncFlowError, ConfigError, Ended, WorkerFailed
-from ..interfaces import TRAIN_COLUMNS
+from ..interfaces import TRAIN_COLUMNS, Sampler
 from ..ledger import Audit
 from ..plugins import import_path
 from ..queue import Connection, LeasedBatch, QueueServer, Recovered, TransferQueue, open_queue
@@ -99,13 +99,22 @@ class Run:
         needs: tuple[str, ...] = TRAIN_COLUMNS,
         timeout_s: float = 3600.0,
         lease_s: float = 86400.0,
+        sampler: str | tuple[str, Mapping[str, Any]] | None = None,
+        team: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        shards: int = 0,
     ) -> Consumer:
-        """Iterate over the batches of a task. With ``batch_size`` the task is declared here: each batch is one
-        whole step of that many rows, whose version the staleness rule counts from. ``timeout_s``: the longest
-        it waits for a batch; ``lease_s``: the longest it may take over one."""
+        """Iterate over the batches of a task. With ``batch_size`` the task is declared here, with ``sampler``: each
+        batch is one whole step of that many rows, whose version the staleness rule counts from. ``timeout_s``: the
+        longest it waits for a batch; ``lease_s``: the longest it may take over one. ``rank`` of ``world_size``: this
+        is one of the ranks that train each batch together, and gets its shard; see ``get`` of the queue."""
         if batch_size is not None:
-            self.queue.declare(task, needs=needs, batch_rows=batch_size, lease_s=lease_s)
-        return _Watched(self, self.queue, task, count=count, timeout_s=timeout_s)
+            self.queue.declare(task, needs=needs, batch_rows=batch_size, lease_s=lease_s, sampler=sampler)
+        ranks = {"team": team or task, "rank": rank, "world_size": world_size, "shards": shards}
+        return _Watched(
+            self, self.queue, task, count=count, timeout_s=timeout_s, ranks=ranks if world_size > 1 else None
+        )
 
     def feed(
         self, prompts: Prompts, *, group_size: int, column: str = "prompt", epochs: int | None = None,
@@ -244,8 +253,8 @@ class Worker(Protocol):
 class _Watched(Consumer):
     """A consumer that raises a worker's failure instead of waiting for rows that will not come."""
 
-    def __init__(self, run: Run, queue: TransferQueue, task: str, *, count: int, timeout_s: float) -> None:
-        super().__init__(queue, task, count=count, timeout_s=timeout_s)
+    def __init__(self, run: Run, queue: TransferQueue, task: str, **options: Any) -> None:
+        super().__init__(queue, task, **options)
         self._run = run
 
     def _get(self) -> LeasedBatch:
@@ -308,6 +317,7 @@ def serve(
     capacity_bytes: int | None = None,
     steps: int | None = None,
     durability: Literal["process", "host"] | None = None,
+    samplers: Mapping[str, Callable[..., Sampler]] | None = None,
 ) -> Run:
     """Serve a run from this process. ``directory``: where workers log. ``address``: also listen there
     (``tcp://127.0.0.1:0`` picks a port); a socket of the run is always there. ``capacity_bytes``: of payload alive
@@ -316,6 +326,8 @@ def serve(
     An address that other hosts may reach (``tcp://0.0.0.0:7000``) is served with keys: ``server.key`` and ``run.key``
     in ``directory``, made there unless they are; clients get a copy of ``run.key``. ``key``: another path for
     ``server.key``; given, an address on loopback has keys too.
+
+    ``samplers``: those of this process by name, beside the installed ones.
 
     ``durability``: what was acknowledged survives the kill of any process ("process"), or of the host too ("host",
     which waits for the disk): a journal is kept in ``directory``, and whoever serves the same directory again goes on
@@ -333,7 +345,7 @@ def serve(
     keys = _keys(path, address, key)
     server = QueueServer(
         [address] if address else [], on_event=on_event, on_step=on_step, journal=journal, durability=durability,
-        keys=keys,
+        keys=keys, samplers=samplers,
     )  # fmt: skip
     try:
         run = Run(Connection(server.here, name), server, path)

@@ -357,3 +357,94 @@ def test_a_running_pipeline_measures_what_a_task_writes() -> None:
         )  # fmt: skip
         queue.do(replica, done)
     assert ids(queue.lease(judge, "longest", 3)) == [2, 1, 0]
+
+
+# ---- the check that authors of samplers use
+
+
+class Greedy(Sampler):
+    """Of its window the newest rows: the oldest never."""
+
+    window = 64
+
+    def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
+        return np.argsort(-rows.ids)[:count]
+
+
+class Shortest(Sampler):
+    window, measure = 64, "x"
+
+    def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
+        return np.argsort(rows.measures, kind="stable")[:count]
+
+
+class Counts(Sampler):
+    """Keeps something from call to call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
+        self.calls += 1
+        return [self.calls % len(rows)]
+
+
+class Global(Sampler):
+    def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
+        return np.random.permutation(len(rows))[:count]
+
+
+class TooMany(Sampler):
+    def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
+        return np.arange(len(rows))
+
+
+class Quadratic(Sampler):
+    def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
+        for _ in range(len(rows)):
+            for _ in range(len(rows)):
+                pass
+        return np.arange(min(count, len(rows)))
+
+
+class Writes(Sampler):
+    def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
+        rows.ids.sort()
+        return np.arange(min(count, len(rows)))
+
+
+class Empty(Sampler):
+    def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("sampler", "why"),
+    [
+        (Greedy, "rows were not chosen in .* while others came"),
+        (Shortest, "rows were not chosen in .* while others came"),
+        (Counts, "the same object, asked again, chose"),
+        (Global, "the same object, asked again, chose"),
+        (TooMany, "more than"),
+        (Quadratic, "it does not scale"),
+        (Empty, "rows were not chosen"),
+        (dict, "is no asyncflow_sdk.Sampler"),
+    ],
+)
+def test_what_a_sampler_must_not_do_is_found(sampler: Any, why: str) -> None:
+    if sampler is Quadratic:
+        Quadratic.window = 256
+    with pytest.raises(AssertionError, match=why):
+        check_sampler(sampler)
+
+
+def test_a_sampler_cannot_write_into_what_it_is_shown() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        check_sampler(Writes)
+
+
+def test_a_sampler_that_says_that_rows_may_starve_may_starve_them() -> None:
+    class Honest(Shortest):
+        may_starve = True
+
+    check_sampler(Honest)

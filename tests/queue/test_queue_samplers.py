@@ -20,7 +20,7 @@ LONGEST = ("by_column", {"column": "x"})
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    with running("ipc") as run:
+    with running("ipc", samplers={"moody": Moody}) as run:
         yield run
 
 
@@ -82,16 +82,16 @@ def test_an_unknown_sampler_and_unknown_options_are_errors_where_they_are_declar
         queue.declare("work", needs=["x"], sampler=("shuffled", {"seed": 2}))
 
 
-def test_a_sampler_that_raises_fails_one_request_and_the_queue_goes_on(run: Run, queue: TransferQueue) -> None:
-    class Moody(Sampler):
-        fails = True
+class Moody(Sampler):
+    fails = True
 
-        def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
-            if Moody.fails:
-                raise RuntimeError("not today")
-            return super().choose(rows, count)
+    def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
+        if Moody.fails:
+            raise RuntimeError("not today")
+        return super().choose(rows, count)
 
-    run.server.ledger.make_sampler = lambda spec: Moody()
+
+def test_a_sampler_that_raises_fails_one_request_and_the_queue_goes_on(queue: TransferQueue) -> None:
     queue.declare("work", needs=["x"], sampler="moody")
     queue.put({"x": np.arange(3)})
     with pytest.raises(PluginError, match="sampler 'moody' of task 'work' failed: RuntimeError: not today"):
@@ -110,3 +110,22 @@ def test_priorities_and_fixed_batches_over_the_wire(queue: TransferQueue) -> Non
     with pytest.raises(DeadlineExceeded, match="has 4 of 5 rows"):
         queue.get("work", 5, at_least=5, timeout_s=0)
     assert queue.get("work", 4, at_least=4).ids.tolist() == [2, 3, 0, 1]
+
+
+def test_a_lease_is_renewed_where_work_gets_on_and_no_more_often_than_need_be(run: Run, queue: TransferQueue) -> None:
+    queue.declare("work", needs=["x"], lease_s=60)
+    queue.put({"x": np.arange(1)})
+    batch = queue.get("work")
+    (lease,) = run.server.ledger.leases.values()
+    began = lease.expires
+    for _ in range(3):
+        batch.renew(after_s=batch.lease_s / 3)
+    assert lease.expires == began
+    batch._since -= 20
+    batch.renew(after_s=batch.lease_s / 3)
+    after = lease.expires
+    assert after > began
+    batch.renew(after_s=batch.lease_s / 3)
+    assert lease.expires == after
+    batch.renew()
+    assert lease.expires > after

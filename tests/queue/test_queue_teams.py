@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from queue_runs import Run, in_threads, running, until
 
+import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost
 from asyncflow_sdk.queue import Connection, TransferQueue, open_queue
 
@@ -191,3 +193,39 @@ def test_a_rank_without_rows_goes_on_like_the_others(run: Run) -> None:
 
     assert in_threads(3, work) == [1, 1, 0]
     assert queue.audit().consumed == 2
+
+
+def test_ranks_iterate_over_the_steps_of_a_run() -> None:
+    with af.serve(samplers={"mine": Newest}) as run:
+        run.queue.declare("note", needs=["x"], sampler="mine")
+        run.queue.put({"x": [np.arange(n + 1) for n in range(16)]})
+        run.queue.end()
+        others = [af.connect(run.address) for _ in range(2)]
+
+        def work(rank: int) -> list[tuple[int, int, int]]:
+            steps = others[rank].consumer(
+                "train",
+                batch_size=8,
+                needs=("x",),
+                sampler=("token_balanced", {"column": "x"}),
+                rank=rank,
+                world_size=2,
+            )
+            done = []
+            for step in steps:
+                done.append((step.index, step.rank, step.rows))
+                step.ack()
+            return done
+
+        assert in_threads(2, work) == [[(0, r, 4), (1, r, 4)] for r in range(2)]
+        with run.queue.get("note", 3) as batch:
+            assert batch.ids.tolist() == [15, 14, 13]
+        for other in others:
+            other.close()
+
+
+class Newest(af.Sampler):
+    may_starve = True
+
+    def choose(self, rows: af.Candidates, count: int) -> npt.ArrayLike:
+        return np.argsort(-rows.ids)[:count]
