@@ -1,5 +1,7 @@
 """What producer, consumer and server processes of the queue tests do."""
 
+from pathlib import Path
+
 import numpy as np
 from children import hear, say
 
@@ -50,6 +52,13 @@ def serve() -> None:
     queue = open_queue(Connection(server.addresses[0], "driver"))
     queue.put({"x": values_of(0, 10_000)})
     say([str(server.directory.path), server.addresses[1]])
+    hear()
+
+
+def serve_durably(directory: str, address: str, durability: str) -> None:
+    """Serve a run that outlives its server, until killed."""
+    server = QueueServer([address], journal=Path(directory), durability=durability)
+    say(server.addresses[-1])
     hear()
 
 

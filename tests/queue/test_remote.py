@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from children import Child
 from flaky_proxy import FlakyProxy
-from queue_children import serve
+from queue_children import serve, serve_durably
 from queue_runs import Run, blocks_in_use, in_threads, running, until
 
 import asyncflow_sdk as af
@@ -402,6 +402,54 @@ def test_who_waits_for_a_server_learns_of_its_death(tmp_path: Path) -> None:
         for error in (*outcomes, later.value):
             assert isinstance(error, ServerLost)
             assert f"the server at {address} is gone: its process {child.pid} has ended" in str(error)
+        queue._port.connection.close()
+
+
+@pytest.mark.parametrize("durability", ["process", "host"])
+def test_a_server_that_is_killed_and_comes_back_has_what_came_over_the_wire(
+    tmp_path: Path, durability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a client without its memory, with rows put, rows leased, and rows completed
+    monkeypatch.setattr(rules, "RESEND_S", 0.2)
+    directory, address = str(tmp_path / "journal"), "tcp://127.0.0.1:0"
+    with Child(serve_durably, directory, address, durability) as child:
+        address = child.hear()
+        queue = open_queue(Connection(address, "remote", shared_memory=False))
+        queue.declare("work", needs=["x"], gives=["y"])
+        queue.declare("end", needs=["x", "y"])
+        values = large(30)
+        queue.put({"x": values["x"]}, key="all")
+        first, second = queue.get("work", 10), queue.get("work", 10)
+        first.complete({"y": first.array("x")[:, 0].astype(np.float64)})
+        waiting: list[object] = []
+        threading.Thread(target=lambda: waiting.append(queue.get("end", 30, timeout_s=60).rows), daemon=True).start()
+        until(lambda: waiting, "what is complete")
+        child.kill()
+    # when another server serves the same directory, while the client waits for it
+    outcome: list[object] = []
+    thread = threading.Thread(target=lambda: outcome.append(queue.put({"x": values["x"]}, key="all").again))
+    thread.start()
+    with Child(serve_durably, directory, address, durability) as child:
+        assert child.hear() == address
+        thread.join(30)
+        # then it knows the rows, whose they are, and what they are
+        assert outcome == [True]
+        second.complete({"y": second.array("x")[:, 0].astype(np.float64)})
+        with queue.get("work", 30) as third:
+            assert third.array("x").tobytes() == values["x"][20:].tobytes()
+            third.complete({"y": third.array("x")[:, 0].astype(np.float64)})
+        with queue.get("end", 30) as batch:
+            assert batch.array("x").tobytes() == values["x"][10:].tobytes()
+            assert batch.array("y").tolist() == values["x"][10:, 0].tolist()
+            batch.ack()
+        audit = queue.audit()
+        assert (audit.put, audit.consumed, audit.live) == (30, 20, 10)  # ten are leased to the thread, still
+        queue._port.connection.close()
+        queue = open_queue(Connection(address, "last", shared_memory=False))
+        with queue.get("end", 30) as batch:
+            assert batch.array("x").tobytes() == values["x"][:10].tobytes()
+            batch.ack()
+        queue.end()
         queue._port.connection.close()
 
 
