@@ -1,8 +1,8 @@
 """Payload beside a message, for clients that do not share memory with the server: columns as frames, whole, not by row.
 
 A column is its packed values and, unless it is fixed, rows + 1 int64 offsets. Pieces below JOIN_BYTES lie one after
-another in the first frame, each at a multiple of 16 bytes; every larger one is a frame of its own, sent from where it
-lies and received where it stays.
+another in the first frame, which may be empty, each at a multiple of 16 bytes; every larger one is a frame of its own,
+sent from where it lies and received where it stays.
 """
 
 from __future__ import annotations
@@ -47,58 +47,72 @@ def to_frames(columns: Mapping[str, Column], *, copy: bool = False) -> tuple[Pay
                 frames.append(flat.copy() if copy else flat)
     rows = len(next(iter(columns.values())))
     payload = Payload(rows, tuple(column.values.nbytes for column in columns.values()))
-    return payload, [np.concatenate(small), *frames] if small else frames
+    return payload, [np.concatenate(small) if small else _PADDING[:0], *frames]
 
 
 def from_frames(payload: Payload, specs: Mapping[str, ColumnSpec], frames: Sequence[Any]) -> dict[str, Column]:
     """Columns over the memory of frames, read-only. Raises SchemaError unless they are what was said of them."""
-    if len(payload.nbytes) != len(specs) or payload.rows < 0 or min(payload.nbytes, default=0) < 0:
+    rows = payload.rows
+    if len(payload.nbytes) != len(specs) or not 0 <= rows < _MOST or not 0 <= min(payload.nbytes, default=0):
         raise SchemaError("the payload is not that of the columns named")
-    wanted = sum(n < JOIN_BYTES for n in _sizes(payload, specs)) > 0
-    parts = [np.frombuffer(frame, np.uint8) if len(frame) else _PADDING[:0] for frame in frames]
-    joined, large, at = (parts[0], iter(parts[1:]), 0) if wanted and parts else (_PADDING[:0], iter(parts), 0)
-    pieces: list[Bytes] = []
-    for size in _sizes(payload, specs):
+    pieces = _Pieces(frames)
+    rising: list[Array] = []
+    columns: dict[str, Column] = {}
+    for (name, spec), nbytes in zip(specs.items(), payload.nbytes, strict=True):
+        dtype, offsets, count = carrier(spec.dtype), None, rows
+        place = pieces.next(nbytes)
+        if spec.kind != "fixed":
+            offsets = _array((rows + 1,), _INT64, *pieces.next(8 * (rows + 1)))
+            count = int(offsets[-1])
+            rising.append(offsets)
+        width = dtype.itemsize * math.prod(spec.shape)
+        if not 0 <= count < _MOST or min(spec.shape, default=0) < 0 or nbytes != width * count:
+            raise SchemaError(f"column {name!r} has {nbytes} bytes, which are not {count} of {spec}")
+        columns[name] = Column(spec, _array((count, *spec.shape), dtype, *place), offsets)
+    pieces.end()
+    if rising:
+        table = np.array(rising)
+        if table[:, 0].any() or (table[:, 1:] < table[:, :-1]).any():
+            raise SchemaError("a column has offsets that do not rise from 0")
+    return columns
+
+
+class _Pieces:
+    """Where the pieces lie in frames, one after another."""
+
+    def __init__(self, frames: Sequence[Any]) -> None:
+        if not frames:
+            raise SchemaError("no payload came with the message")
+        self._frames = [memoryview(frame).toreadonly() for frame in frames]
+        self._joined, self._at, self._large = self._frames[0], 0, 0
+
+    def next(self, size: int) -> tuple[memoryview, int]:
+        """The buffer and the place in it of the next piece."""
         if size < JOIN_BYTES:
-            piece, at = joined[at : at + size], at + -(-size // ALIGN) * ALIGN
-        else:
-            piece = next(large, _PADDING[:0])
-        if piece.nbytes != size:
-            raise SchemaError(f"{piece.nbytes} bytes of payload came where {size} were announced")
-        pieces.append(piece)
-    if next(large, None) is not None or at != joined.nbytes:
-        raise SchemaError("more payload came than was announced")
-    rest = iter(pieces)
-    return {name: _column(name, spec, payload.rows, rest) for name, spec in specs.items()}
+            at, self._at = self._at, self._at + -(-size // ALIGN) * ALIGN
+            if self._at > self._joined.nbytes:
+                raise SchemaError(f"{self._joined.nbytes} bytes of payload came where more were announced")
+            return self._joined, at
+        self._large += 1
+        if self._large >= len(self._frames) or self._frames[self._large].nbytes != size:
+            raise SchemaError(f"payload lacks the {size} bytes that were announced")
+        return self._frames[self._large], 0
+
+    def end(self) -> None:
+        """Raises SchemaError when there is more."""
+        if self._large + 1 != len(self._frames) or self._at != self._joined.nbytes:
+            raise SchemaError("more payload came than was announced")
+
+
+def _array(shape: tuple[int, ...], dtype: np.dtype[Any], buffer: memoryview, at: int) -> Array:
+    """Elements over the memory of a frame; over a copy where they do not lie as the type wants them."""
+    array: Array = np.ndarray(shape, dtype, buffer, at)
+    if not array.flags.aligned:
+        array = array.copy()
+        array.flags.writeable = False
+    return array
 
 
 _PADDING = np.zeros(ALIGN, np.uint8)
-
-
-def _sizes(payload: Payload, specs: Mapping[str, ColumnSpec]) -> list[int]:
-    """Bytes of each piece, in order."""
-    sizes: list[int] = []
-    for nbytes, spec in zip(payload.nbytes, specs.values(), strict=True):
-        sizes += (nbytes,) if spec.kind == "fixed" else (nbytes, 8 * (payload.rows + 1))
-    return sizes
-
-
-def _column(name: str, spec: ColumnSpec, rows: int, pieces: Any) -> Column:
-    flat: Bytes = next(pieces)
-    dtype, offsets, count = carrier(spec.dtype), None, rows
-    if spec.kind != "fixed":
-        offsets = _aligned(next(pieces), np.dtype(np.int64))
-        if offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
-            raise SchemaError(f"column {name!r} has offsets that do not rise from 0")
-        count = int(offsets[-1])
-    if min(spec.shape, default=0) < 0 or flat.nbytes != dtype.itemsize * math.prod(spec.shape) * count:
-        raise SchemaError(f"column {name!r} has {flat.nbytes} bytes, which are not {count} of {spec}")
-    values = _aligned(flat, dtype).reshape(count, *spec.shape)
-    return Column(spec, values, offsets)
-
-
-def _aligned(flat: Bytes, dtype: np.dtype[Any]) -> Array:
-    """Elements over the memory of bytes; over a copy where they do not lie as the type wants them."""
-    array: Array = (flat if not flat.nbytes or flat.ctypes.data % dtype.alignment == 0 else flat.copy()).view(dtype)
-    array.flags.writeable = False
-    return array
+_INT64 = np.dtype(np.int64)
+_MOST = 1 << 48
