@@ -134,6 +134,9 @@ def top(
     where: Annotated[str, typer.Argument(metavar="ADDRESS", help="Of a running queue, or the directory of its run.")],
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and end, for programs.")] = False,
+    key: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A copy of the run's run.key.", metavar="FILE")
+    ] = None,
     every: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")] = 1.0,
     debug: _Debug = False,
 ) -> None:
@@ -142,7 +145,7 @@ def top(
     from .top import Top
 
     console = Console()
-    with Top(where, every) as watch:
+    with Top(where, every, key) as watch:
         if as_json:
             typer.echo(watch.json(watch.once()))
         elif once or not console.is_terminal or console.is_dumb_terminal:

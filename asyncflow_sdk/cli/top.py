@@ -31,15 +31,16 @@ NAME = "top"
 
 
 class Top:
-    """Watches the queue at ``where``, an address or the directory of a run, every ``every_s`` seconds."""
+    """Watches the queue at ``where``, an address or the directory of a run, every ``every_s`` seconds.
+    ``key``: the run key that a server which other hosts can reach asks for."""
 
-    def __init__(self, where: str, every_s: float = 1.0) -> None:
+    def __init__(self, where: str, every_s: float = 1.0, key: Path | None = None) -> None:
         self.address = find_address(where)
         probe(self.address)
         self.title = where if where == self.address else f"{Path(where)} · {self.address}"
         self.every_s = every_s
         self.flow = Flow(max(5.0, 2 * every_s))
-        self._run: Run = connect(self.address, name=NAME)
+        self._run: Run = connect(self.address, key=key, name=NAME)
 
     def __enter__(self) -> Top:
         return self

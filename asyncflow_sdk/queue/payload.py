@@ -53,7 +53,7 @@ def to_frames(columns: Mapping[str, Column], *, copy: bool = False) -> tuple[Pay
 def from_frames(payload: Payload, specs: Mapping[str, ColumnSpec], frames: Sequence[Any]) -> dict[str, Column]:
     """Columns over the memory of frames, read-only. Raises SchemaError unless they are what was said of them."""
     rows = payload.rows
-    if len(payload.nbytes) != len(specs) or not 0 <= rows < _MOST or not 0 <= min(payload.nbytes, default=0):
+    if len(payload.nbytes) != len(specs) or not 0 <= rows < _MOST or min(payload.nbytes, default=0) < 0:
         raise SchemaError("the payload is not that of the columns named")
     pieces = _Pieces(frames)
     rising: list[Array] = []

@@ -226,6 +226,19 @@ def test_json_for_programs_by_address(tmp_path: Path, served: Child) -> None:
     assert said["step"] == -1
 
 
+def test_a_server_with_keys_asks_for_one(tmp_path: Path) -> None:
+    with af.serve(tmp_path / "run", address="tcp://127.0.0.1:0", key=tmp_path / "run" / "server.key") as run:
+        address = next(a for a in (tmp_path / "run" / "address").read_text().split() if a.startswith("tcp"))
+        run.queue.declare("work", needs=["x"])
+        with_key = top(tmp_path, address, "--once", "--every", "0.1", "--key", "run/run.key")
+        assert with_key.returncode == 0, with_key.stderr
+        assert "work" in with_key.stdout
+        without = top(tmp_path, address, "--once", "--every", "0.1")
+        assert without.returncode == 2
+        assert "key" in without.stderr
+        assert "Traceback" not in without.stderr
+
+
 @pytest.mark.parametrize(
     ("where", "error"),
     [
