@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ..errors import MemoryFull, ServerLost
 from .locks import COPYING, try_lock, unlock
+from .room import free_bytes
 
 ALIGN = 64
 HEADER_BYTES = 16
@@ -110,8 +111,7 @@ class Segment:
 
     def _check_room(self, nbytes: int) -> None:
         """Raises OSError. To find out by filling it up would starve all others."""
-        room = os.statvfs(self.path.parent)
-        if room.f_bavail * room.f_frsize < nbytes:
+        if free_bytes(self.path.parent) < nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def punch(self, start: int, stop: int, most: int) -> None:

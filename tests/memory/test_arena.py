@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow_sdk.errors import MemoryFull, ServerLost
-from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory
+from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory, room
 
 MB = 1 << 20
 
@@ -98,6 +98,35 @@ def test_a_block_larger_than_the_file_system_is_refused_at_once(tiny: Path) -> N
     assert arena.nbytes <= 2 * MB
     free(arena, block)
     assert len(arena.allocate(2_000_000).memory) == 2_000_000
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_with_less_memory_than_its_file_system_is_full_before_it_is_killed(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    # given a limit of 10 MB, of which 9 are used, 3 of them for files that can be read again
+    (tmp_path / "memory").mkdir()
+    files = {
+        1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+        2: ("memory.max", "memory.current", "memory.stat", ""),
+    }[version]
+    (tmp_path / files[0]).write_text(f"{10 * MB}\n")
+    (tmp_path / files[1]).write_text(f"{9 * MB}\n")
+    (tmp_path / files[2]).write_text(f"anon 5\n{files[3]}inactive_file {2 * MB}\n{files[3]}active_file {MB}\n")
+    monkeypatch.setattr(room, "CGROUPS", tmp_path)
+    arena = Arena(directory, "w", MB)
+    # when / then
+    with pytest.raises(MemoryFull, match="no room for"):
+        arena.allocate(5 * MB)
+    assert len(arena.allocate(3 * MB).memory) == 3 * MB
+    # and without a limit
+    (tmp_path / files[0]).write_text("max\n" if version == 2 else f"{1 << 62}\n")
+    assert len(arena.allocate(20 * MB).memory) == 20 * MB
+    # and where the machine has less
+    (tmp_path / "meminfo").write_text("MemTotal: 99999999 kB\nMemAvailable: 2048 kB\n")
+    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    with pytest.raises(MemoryFull, match="no room for"):
+        arena.allocate(5 * MB)
 
 
 def test_a_directory_that_is_gone_is_a_run_that_has_ended(tmp_path: Path) -> None:
