@@ -26,7 +26,7 @@ from ..ledger.state import Held
 from ..memory import Mapper, SharedDirectory
 from ..types import Batch, ColumnSpec, Event
 from ..types import events as ev
-from ..wire import Server, ServerKeys, process_key
+from ..wire import MAX_BYTES, Server, ServerKeys, process_key
 from . import remote
 from .blocks import Block, Located
 from .checks import check_call, completed, owns
@@ -69,6 +69,7 @@ class QueueServer:
     ``on_event``, and ``on_step`` with the number of an acknowledged step and a function that reads its rows
     (every column they have; in any thread, once), are called in the server's thread and must return at
     once. What they raise is logged and changes nothing. ``keys``: for the addresses that are tcp.
+    ``max_call_bytes``: of the largest call taken, with its payload where that comes over the socket.
 
     ``journal``: a directory where every input is kept before its answer leaves, so that a server that is made with it
     later goes on where this one died (``recovered`` tells what it found). ``durability``: "process" (any process may
@@ -87,6 +88,7 @@ class QueueServer:
         journal: Path | None = None,
         durability: str | None = None,
         keys: ServerKeys | None = None,
+        max_call_bytes: int = MAX_BYTES,
         samplers: Mapping[str, Callable[..., Sampler]] | None = None,
     ) -> None:
         self._home = Home(journal.absolute(), durability) if journal is not None else None
@@ -129,7 +131,7 @@ class QueueServer:
         self._next_status = 0.0
         self.recovered: Recovered | None = None
         try:
-            self._wire = self._listen(addresses, keys)
+            self._wire = self._listen(addresses, keys, max_call_bytes)
         except BaseException:
             self.directory.close(keep=self._home is not None and self._home.head is not None)
             self._close_home()
@@ -149,15 +151,15 @@ class QueueServer:
             raise
         self._wire.start()
 
-    def _listen(self, addresses: list[str], keys: ServerKeys | None) -> Server:
+    def _listen(self, addresses: list[str], keys: ServerKeys | None, max_bytes: int) -> Server:
         """Where an earlier server of the run listened, if that is possible."""
         if self._home is None:
-            return Server(addresses, self, keys)
+            return Server(addresses, self, keys, max_bytes)
         before = [self._home.bound.get(address, address) for address in addresses]
         try:
-            wire = Server(before, self, keys, hold=True)
+            wire = Server(before, self, keys, max_bytes, hold=True)
         except ConfigError:  # its port is somebody else's now
-            wire = Server(addresses, self, keys, hold=True)
+            wire = Server(addresses, self, keys, max_bytes, hold=True)
         self._home.listens(dict(zip(addresses, wire.addresses, strict=True)))
         return wire
 
@@ -356,7 +358,11 @@ class QueueServer:
         owner = os.stat(self.directory.path / "owner")
         pid = os.getpid()
         reply = msgspec.structs.replace(
-            answer.reply, owner=(owner.st_dev, owner.st_ino), pid=pid, pid_key=process_key(pid)
+            answer.reply,
+            owner=(owner.st_dev, owner.st_ino),
+            pid=pid,
+            pid_key=process_key(pid),
+            max_bytes=self._wire.max_bytes,
         )
         return encode(msgspec.structs.replace(answer, reply=reply)), ()
 

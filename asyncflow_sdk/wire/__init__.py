@@ -1,12 +1,14 @@
 """Sockets, sessions and framing. The only room that speaks ZeroMQ."""
 
 from .client import Client, Reply
+from .envelope import MAX_BYTES
 from .keys import RunKey, ServerKeys, server_keys
 from .processes import process_key, same_host
 from .server import Handler, Server
 from .sockets import on_loopback
 
 __all__ = [
+    "MAX_BYTES",
     "Client",
     "Handler",
     "Reply",

@@ -183,7 +183,7 @@ class Server:
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self.garbage = 0
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._listening = Listening(addresses, keys, max_bytes)
         self.addresses = self._listening.addresses
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -350,7 +350,7 @@ class Server:
             while router.getsockopt(_MORE):
                 frames.append(router.recv(copy=False))
             try:
-                if len(frames) > MAX_FRAMES or len(envelope) + sum(map(len, frames)) > self._max_bytes:
+                if len(frames) > MAX_FRAMES or len(envelope) + sum(map(len, frames)) > self.max_bytes:
                     raise ProtocolError(f"a request of {len(frames)} frames or too many bytes")
                 request = decode_request(envelope)
             except OtherProtocol as other:

@@ -28,7 +28,7 @@ from ..plugins import import_path
 from ..queue import Connection, LeasedBatch, QueueServer, Recovered, TransferQueue, open_queue
 from ..types import Batch, Event
 from ..weights import WeightPublisher
-from ..wire import ServerKeys, on_loopback, server_keys
+from ..wire import MAX_BYTES, ServerKeys, on_loopback, server_keys
 from . import roles
 from .address import find_address, remove_addresses, write_addresses
 from .consumer import Consumer
@@ -317,6 +317,7 @@ def serve(
     capacity_bytes: int | None = None,
     steps: int | None = None,
     durability: Literal["process", "host"] | None = None,
+    max_call_bytes: int = MAX_BYTES,
     samplers: Mapping[str, Callable[..., Sampler]] | None = None,
 ) -> Run:
     """Serve a run from this process. ``directory``: where workers log. ``address``: also listen there
@@ -325,7 +326,8 @@ def serve(
 
     An address that other hosts may reach (``tcp://0.0.0.0:7000``) is served with keys: ``server.key`` and ``run.key``
     in ``directory``, made there unless they are; clients get a copy of ``run.key``. ``key``: another path for
-    ``server.key``; given, an address on loopback has keys too.
+    ``server.key``; given, an address on loopback has keys too. ``max_call_bytes``: most that a client there may put or
+    complete in one call.
 
     ``samplers``: those of this process by name, beside the installed ones.
 
@@ -345,7 +347,7 @@ def serve(
     keys = _keys(path, address, key)
     server = QueueServer(
         [address] if address else [], on_event=on_event, on_step=on_step, journal=journal, durability=durability,
-        keys=keys, samplers=samplers,
+        keys=keys, max_call_bytes=max_call_bytes, samplers=samplers,
     )  # fmt: skip
     try:
         run = Run(Connection(server.here, name), server, path)

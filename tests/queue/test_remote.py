@@ -173,6 +173,17 @@ def test_the_servers_memory_is_used_again(run: Run) -> None:
     assert arena.nbytes < 8 * large(40)["x"].nbytes
 
 
+def test_a_client_learns_how_much_a_call_may_hold() -> None:
+    with af.serve(address="tcp://127.0.0.1:0", max_call_bytes=1 << 20) as run:
+        with af.connect(run.address, shared_memory=False) as other:
+            with pytest.raises(ProtocolError, match="is too large; this server takes at most 1048576"):
+                other.queue.put(large(16))
+            other.queue.put(large(8))
+        with af.connect(run.address) as near:
+            near.queue.put(large(40))  # payload that does not go over the socket
+            assert near.audit().put == 48
+
+
 def test_a_call_too_large_is_refused_here_and_there(run: Run) -> None:
     queue = run.queue()
     wire = queue._port.connection.wire
@@ -181,13 +192,13 @@ def test_a_call_too_large_is_refused_here_and_there(run: Run) -> None:
         queue.put(large(40))
     # and a client that does not keep to it is cut off, without harm to others
     wire.max_bytes = 1 << 40
-    run.server._wire._max_bytes = 1 << 20
+    run.server._wire.max_bytes = 1 << 20
     garbage = run.server._wire.garbage
     thread = threading.Thread(target=lambda: in_threads(1, lambda _: queue.put(large(40))), daemon=True)
     thread.start()
     until(lambda: run.server._wire.garbage > garbage, "the message to be dropped")
     assert run.queue("other").audit().put == 0
-    run.server._wire._max_bytes = 1 << 30
+    run.server._wire.max_bytes = 1 << 30
     thread.join(30)  # it is sent again
     assert run.queue("third").audit().put == 40
 
