@@ -54,6 +54,16 @@ def test_a_block_runs_as_it_stands(tmp_path: Path, start: Path, code: str) -> No
     assert "audit()" not in code or "live=0" in out
 
 
+@pytest.mark.parametrize("code", blocks("prints"))
+def test_a_block_prints_what_it_says(tmp_path: Path, code: str) -> None:
+    pytest.importorskip("torch") if "StreamDataLoader" in code else None
+    (tmp_path / "block.py").write_text(code)
+
+    out = python(tmp_path, "block.py")
+
+    assert out.splitlines() == [line.removeprefix("#> ") for line in code.splitlines() if line.startswith("#> ")]
+
+
 def test_the_plugin_of_the_readme_is_found_and_runs(tmp_path: Path) -> None:
     (code,) = blocks("plugin")
     assert len(code.splitlines()) <= 40
