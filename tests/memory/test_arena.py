@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow_sdk.errors import MemoryFull, ServerLost
-from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory, room
+from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory, room, segment
 
 MB = 1 << 20
 
@@ -178,6 +178,25 @@ def test_long_churn_holds_the_most_that_lived_and_one_segment(
             assert on_disk(directory) == churn.arena.nbytes
     for block in alive + long:
         churn.end(block)
+
+
+def test_a_kernel_that_cannot_populate_or_punch(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given one before 5.14, whose pages must be touched
+    monkeypatch.setattr(segment, "_POPULATE_WRITE", 9999)
+    numbers, churn, alive = random.Random(0), Churn(Arena(directory, "w", MB)), []
+    for _ in range(300):
+        alive.append(churn.write(numbers.randint(1000, 900_000)))
+        while churn.live > 4 * MB:
+            churn.end(alive.pop(numbers.randrange(len(alive))))
+        assert on_disk(directory) == churn.arena.nbytes <= churn.most + MB
+    # when, too, no page can be given back
+    monkeypatch.setattr(segment.mmap, "MADV_REMOVE", 9999)
+    for _ in range(300):
+        alive.append(churn.write(numbers.randint(1000, 900_000)))
+        while churn.live > 4 * MB:
+            churn.end(alive.pop(numbers.randrange(len(alive))))
+        # then it takes more, and counts it
+        assert on_disk(directory) == churn.arena.nbytes <= 2 * churn.most + MB
 
 
 def test_memory_of_a_burst_goes_back(directory: Path) -> None:

@@ -1,5 +1,6 @@
 """Rows find their values in many blocks: every reading equals the loop, and nothing that lies there can break a reader."""
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from asyncflow_sdk.errors import AsyncFlowError, LeaseLost, SchemaError
 from asyncflow_sdk.memory import Arena, Mapper, SharedDirectory
+from asyncflow_sdk.memory.locks import COPYING, try_lock
 from asyncflow_sdk.queue.blocks import Located, pack_columns, write
 from asyncflow_sdk.queue.places import Places
 from asyncflow_sdk.queue.reader import Reader
@@ -231,6 +233,40 @@ def test_pages_that_were_given_back_do_not_come_back_through_a_late_reader(direc
     # and the rest is used again
     again = [store.put({"x": np.full(6000, float(n))}) for n in range(18)]
     assert store.read(np.concatenate(again), ("x",)).array("x")[::6000].tolist() == list(range(18))
+
+
+def test_a_writer_stopped_while_it_takes_memory_back_holds_up_nobody(directory: Path) -> None:
+    # given a writer that was stopped with its locks in hand: on a block that ended, and to give pages back
+    store = Store(directory, 1 << 20)
+    parts = [store.put({"x": np.full(3000, float(n))}) for n in range(5)]
+    located = store.places.locate(parts[2], ("x",))
+    store.end(parts[2])
+    _, start, _, _, nbytes, _ = np.frombuffer(located[0].blocks, np.int64).tolist()
+    fd = os.open(directory / "s1-1", os.O_RDWR)
+    assert try_lock(fd, start, start + nbytes, exclusive=True)
+    assert try_lock(fd, COPYING, COPYING + 1, exclusive=True)
+    # when
+    rest = np.concatenate([*parts[:2], *parts[3:]])
+    (everything,) = store.places.locate(rest, ("x",))
+    held = store.reader.hold(everything)
+    # then rows that live are read, viewed and held; those that ended are not
+    assert store.read(rest, ("x",)).array("x")[::3000].tolist() == [0.0, 1.0, 3.0, 4.0]
+    assert store.read(parts[3], ("x",)).array("x")[5] == 3.0
+    with pytest.raises(LeaseLost):
+        store.take(located, parts[2])
+    with pytest.raises(LeaseLost):
+        store.reader.hold(located[0])
+    # and what is held stays, though it ends
+    os.close(fd)
+    store.end(rest)
+    for _ in range(5):
+        store.put({"x": np.full(3000, -1.0)})
+    assert store.take((everything,), rest).array("x")[::3000].tolist() == [0.0, 1.0, 3.0, 4.0]
+    for hold in held:
+        hold.close()
+    store.put({"x": np.full(3000, -1.0)})
+    with pytest.raises(LeaseLost):
+        store.take((everything,), rest)
 
 
 def test_readers_see_whole_rows_or_none_while_a_writer_uses_memory_again(directory: Path) -> None:
