@@ -26,7 +26,7 @@ import msgspec
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull, ProtocolError
 from ..ledger.commands import Ids
-from ..memory import SharedDirectory, blocks_there
+from ..memory import SharedDirectory, blocks_there, sync_directory
 from ..wire import process_key
 from . import snapshot
 from .journal import FORMAT, Asked, Dropped, Gone, Head, Journal, Recorded
@@ -83,7 +83,12 @@ class Home:
 
     def __init__(self, path: Path, durability: str | None) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            for made in (path.parent, path.parent.parent):
+                sync_directory(made)
+        except OSError as error:
+            raise ConfigError(f"no journal can be kept in {path}: {error}") from None
         self._lock, self.bound = _take(path)
         try:
             self._number, self.head, self._state = _newest(path)
@@ -144,7 +149,7 @@ class Home:
         damaged = ""
         if behind:
             aside = self.path / f"damaged-{self._number:06d}-at-{recorded.end}"
-            os.link(recorded.path, aside)
+            _keep(recorded.path, aside)
             damaged = str(aside)
         lost = self._lose(server)
         self._restarted(server)
@@ -174,6 +179,8 @@ class Home:
         for old in self.path.glob("*-??????"):
             if old.name.startswith(("journal-", "snapshot-")) and old not in (path, whole):
                 old.unlink()
+        for part in self.path.glob("*.part"):  # of one that was killed while it wrote it
+            part.unlink()
         self._number, self.head = number, head
         self._least = max(LEAST_BYTES, GROWTH * whole.stat().st_size)
         return journal
@@ -240,8 +247,8 @@ def replay(server: QueueServer, recorded: Recorded, now: float) -> tuple[int, fl
             else:
                 server.tick(record.now)
             used = outside.replay(None)
-            differing += not used or server._told != entry.told
-            server._told = 0
+            differing += not used or server._keeping.told != entry.told
+            server._keeping.told = 0
     finally:
         server._replaying = server._files.replaying = False
         server._wire.replayed()
@@ -310,6 +317,16 @@ def _take(path: Path) -> tuple[int, dict[str, str]]:
             " it forked"
         ) from None
     return lock, addresses
+
+
+def _keep(path: Path, aside: Path) -> None:
+    """Under another name, too; perhaps by a recovery already that was killed before it was through."""
+    try:
+        os.link(path, aside)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        shutil.copyfile(path, aside)
 
 
 def _boot() -> str:

@@ -13,17 +13,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import xxhash
 
 from .._version import __version__
-from ..errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, by_name
+from ..errors import AsyncFlowError, MemoryFull, ProtocolError, by_name
 from ..interfaces import Sampler
 from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.choosing import make_sampler
 from ..ledger.commands import Ids
 from ..ledger.state import Held
-from ..memory import Mapper, SharedDirectory
+from ..memory import Mapper
 from ..types import Batch, ColumnSpec, Event
 from ..types import events as ev
 from ..wire import MAX_BYTES, Server, ServerKeys, process_key
@@ -33,17 +32,16 @@ from .checks import check_call, completed, owns
 from .clock import Clock
 from .files import Files
 from .gauges import Gauges
-from .journal import Asked, Dropped, Gone, Journal, Record, Ticked
+from .journal import Asked, Dropped, Gone, Record, Ticked
+from .keeping import Keeping
 from .measuring import Measuring
 from .places import Places
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
 from .reader import Reader
-from .recovery import Home, Recovered
+from .recovery import Recovered
 from .remote import Remote
 
 STATUS_EVERY_S = 0.5
-TRY_AGAIN_S = 0.5
-"""How often a journal that could not be written is tried again."""
 LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus)
 """Commands that change nothing."""
 _log = logging.getLogger(__name__)
@@ -91,24 +89,15 @@ class QueueServer:
         max_call_bytes: int = MAX_BYTES,
         samplers: Mapping[str, Callable[..., Sampler]] | None = None,
     ) -> None:
-        self._home = Home(journal.absolute(), durability) if journal is not None else None
-        self.durability = self._home.durability if self._home is not None else ""
-        try:
-            self.directory = SharedDirectory() if self._home is None else self._home.directory()
-        except BaseException:
-            self._close_home()
-            raise
-        self.here = (
-            f"inproc://{self.directory.path.name}-{secrets.token_hex(4)}"  # a name falls a while after its server
-        )
+        self._keeping = Keeping(journal, durability)
+        self.durability, self.directory = self._keeping.durability, self._keeping.directory
+        self.rows = self._keeping.rows
+        # the name of an inproc socket is free a while after its server is gone
+        self.here = f"inproc://{self.directory.path.name}-{secrets.token_hex(4)}"
         addresses = [self.here, f"ipc://{self.directory.path}/queue", *addresses]
         self.ledger = Ledger()
         self.ledger.make_sampler = functools.partial(make_sampler, own=samplers)
         self._places = Places()
-        self.rows = self.directory.path
-        """Where segments of rows lie."""
-        if self._home is not None and self._home.rows is not None:
-            self.rows = self._home.rows
         self._files = Files(self.rows, self.directory.path)
         self._mapper = Mapper(self.rows)
         self._reader = Reader(self._mapper)
@@ -118,9 +107,7 @@ class QueueServer:
         self._on_event = on_event
         self._on_step = on_step
         self._clock = Clock()
-        self._journal: Journal | None = None
         self._replaying = False
-        self._told = 0  # a digest of the answers since the last record
         self._sessions: dict[str, int] = {}
         self._processes: dict[str, tuple[int, str]] = {}  # pid and key of each session's
         self._pending: dict[int, _Pending] = {}
@@ -131,10 +118,11 @@ class QueueServer:
         self._next_status = 0.0
         self.recovered: Recovered | None = None
         try:
-            self._wire = self._listen(addresses, keys, max_call_bytes)
+            self._wire = self._keeping.listen(
+                addresses, lambda at, hold: Server(at, self, keys, max_call_bytes, hold=hold)
+            )
         except BaseException:
-            self.directory.close(keep=self._home is not None and self._home.head is not None)
-            self._close_home()
+            self._keeping.close(over=False)
             raise
         self.addresses = self._wire.addresses
         if self.directory.warning:
@@ -142,41 +130,17 @@ class QueueServer:
             if on_event is None:  # nobody would see it
                 _log.warning(self.directory.warning)
         try:
-            self._recover()
+            self.recovered = self._keeping.recover(self)
         except BaseException:
             self._wire.stop()
             self._mapper.close()
-            self.directory.close(keep=self._home is not None and self._home.head is not None)
-            self._close_home()
+            self._keeping.close(over=False)
             raise
-        self._wire.start()
-
-    def _listen(self, addresses: list[str], keys: ServerKeys | None, max_bytes: int) -> Server:
-        """Where an earlier server of the run listened, if that is possible."""
-        if self._home is None:
-            return Server(addresses, self, keys, max_bytes)
-        before = [self._home.bound.get(address, address) for address in addresses]
-        try:
-            wire = Server(before, self, keys, max_bytes, hold=True)
-        except ConfigError:  # its port is somebody else's now
-            wire = Server(addresses, self, keys, max_bytes, hold=True)
-        self._home.listens(dict(zip(addresses, wire.addresses, strict=True)))
-        return wire
-
-    def _recover(self) -> None:
-        if self._home is None:
-            return
-        self.recovered = self._home.recover(self)
         if self.recovered is not None:
             self._note(str(self.recovered), self.recovered.level)
-        self._journal = self._home.begin(self)
-        self.ledger.outside.keep = True
         for session, (pid, key) in self._processes.items():
             self._wire.watch(session, pid, key)
-
-    def _close_home(self) -> None:
-        if self._home is not None:
-            self._home.close()
+        self._wire.start()
 
     def _note(self, text: str, level: str) -> None:
         self._emit(ev.Note(time_s=time.monotonic(), text=text, level=level))
@@ -187,14 +151,7 @@ class QueueServer:
         self._wire.stop()
         self._remote.close()
         self._mapper.close()
-        keep = False
-        if self._journal is not None:
-            self._journal.close()
-            keep = not self.ledger.ended or self.ledger.audit().live > 0
-        self.directory.close(keep=keep)
-        if self._home is not None and not keep:
-            self._home.remove_rows()
-        self._close_home()
+        self._keeping.close(over=self.ledger.ended and not self.ledger.audit().live)
 
     # ---- called by the wire
 
@@ -211,12 +168,11 @@ class QueueServer:
             self._look(session, ticket, call.command)
             return
         seq, done = self._wire.numbers(ticket)
-        if self._journal is not None:
-            try:
-                self._journal.reserve(len(body))
-            except MemoryFull as full:
-                self._say(ticket, full, call.block)
-                return
+        try:
+            self._keeping.reserve(len(body))
+        except MemoryFull as full:
+            self._say(ticket, full, call.block)
+            return
         if not self._replaying and (frames or call.payload is not None):
             try:
                 call = self._remote.store(call, frames)
@@ -269,8 +225,8 @@ class QueueServer:
             self._next_status = now + STATUS_EVERY_S
             self._status()
         deadlines = [self.ledger.next_deadline(), self._next_status if self._on_event is not None else None]
-        if self._journal is not None and self._journal.failure is not None:
-            deadlines.append(now + TRY_AGAIN_S)
+        if self._keeping.try_again_s is not None:
+            deadlines.append(now + self._keeping.try_again_s)
         return min((d - now for d in deadlines if d is not None), default=None)
 
     def tick(self, now: float) -> None:
@@ -280,20 +236,11 @@ class QueueServer:
         self._record(Ticked(now))
 
     def settle(self) -> bool:
-        if self._journal is not None:
-            failed = self._journal.failure
-            if not self._journal.commit():
-                if failed is None:
-                    self._note(
-                        f"{self._journal.path} cannot be written: {self._journal.failure}; answers wait", "error"
-                    )
-                return False
-            if failed is not None:
-                self._note(f"{self._journal.path} can be written again", "info")
+        if not self._keeping.settle(self._emit):
+            return False
         self._files.carry_out()
         self._remote.carry_out()
-        if self._journal is not None and self._home is not None:
-            self._journal = self._home.compact(self, self._journal)
+        self._keeping.compact(self)
         return True
 
     # ---- requests
@@ -564,7 +511,7 @@ class QueueServer:
             answer = msgspec.structs.replace(answer, freed=freed)
         body = encode(answer)
         if self.ledger.outside.keep or self._replaying:
-            self._told = xxhash.xxh3_64_intdigest(body, self._told)
+            self._keeping.telling(body)
         self._wire.answer(ticket, body, made)
 
     def _say(self, ticket: int, reply: cmd.Reply | AsyncFlowError, back: Block | None = None) -> None:
@@ -573,13 +520,12 @@ class QueueServer:
         if isinstance(reply, AsyncFlowError):
             self._wire.answer(ticket, encode(Answer(error=failure(reply), freed=freed)), at_once=True)
         else:
-            self._wire.answer(ticket, encode(Answer(reply)))  # type: ignore[arg-type]
+            waits = self._keeping.try_again_s is not None  # a look need not
+            self._wire.answer(ticket, encode(Answer(reply)), at_once=waits)  # type: ignore[arg-type]
 
     def _record(self, record: Record) -> None:
         """An input was carried out."""
-        if self._journal is not None:
-            told, self._told = self._told, 0
-            self._journal.append(record, self.ledger.outside.take(), told)
+        self._keeping.record(self, record)
 
     def _fail(self, ticket: int, session: str, error: AsyncFlowError) -> None:
         self._answer(ticket, session, Answer(error=failure(error)))

@@ -333,7 +333,7 @@ def serve(
 
     ``durability``: what was acknowledged survives the kill of any process ("process"), or of the host too ("host",
     which waits for the disk): a journal is kept in ``directory``, and whoever serves the same directory again goes on
-    where that run died, with the limits it had; workers that still live just wait for it. ``run.recovered`` tells what
+    where that run died, with the limits it had; clients that still live just wait for it. ``run.recovered`` tells what
     was found. Raises ConfigError, also while another process serves it.
     """
     path = Path(directory) if directory is not None else None

@@ -71,7 +71,7 @@ def serve_and_die(path: str, writes: int, moment: str, durability: str = "proces
 
     Journal._write, Journal.commit = counted, committed  # type: ignore[method-assign]
     server = QueueServer([], journal=Path(path), durability=durability)
-    server._home._least = 1 << 14  # type: ignore[union-attr] - snapshots, too, come while it runs
+    server._keeping.home._least = 1 << 14  # type: ignore[union-attr] - snapshots, too, come while it runs
     found = server.recovered
     say(
         {

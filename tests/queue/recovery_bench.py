@@ -48,18 +48,18 @@ def make(journal: Path | None, now: float, durability: str | None = None) -> Que
 
 def kill(server: QueueServer) -> None:
     """What the kernel does at a kill -9: nothing is written, locks fall."""
-    if server._home is None or server._home._lock < 0:
+    if server._keeping.home is None or server._keeping.home._lock < 0:
         return
     server._wire.stop()
     server._remote.close()
     server._mapper.close()
-    assert server._journal is not None
-    assert server._home is not None
-    os.close(server._journal._fd)
-    server._journal._fd = -1
+    assert server._keeping.journal is not None
+    assert server._keeping.home is not None
+    os.close(server._keeping.journal._fd)
+    server._keeping.journal._fd = -1
     server.directory.close(keep=True)
-    server._home.close()
-    server._home._lock = -1
+    server._keeping.home.close()
+    server._keeping.home._lock = -1
 
 
 def state(server: QueueServer, *parts: str) -> dict[str, bytes]:
@@ -186,7 +186,7 @@ class Bench:
     def kill(self, *, torn: int = 0) -> None:
         """kill -9 with a round under way, of which ``torn`` bytes came to be written; then another server."""
         self.kills += 1
-        journal = self.server._journal
+        journal = self.server._keeping.journal
         assert journal is not None
         if torn:
             os.pwrite(journal._fd, bytes(journal._buffer[:torn]), journal._written)
@@ -233,5 +233,5 @@ class Bench:
         kill(self.server)
         self.twin._wire.stop()
         self.twin.directory.close()
-        self.server.directory = self.server._home.directory()  # type: ignore[union-attr]
+        self.server.directory = self.server._keeping.home.directory()  # type: ignore[union-attr]
         self.server.directory.close()

@@ -150,7 +150,7 @@ class Chance:
 
 
 @pytest.mark.timeout(3600 if LONG else 300)
-@settings(max_examples=1000 if LONG else 20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1000 if LONG else 15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), rate=st.sampled_from([0.02, 0.1, 0.3]), small=st.booleans())
 def test_a_server_killed_anywhere_is_what_its_twin_is(seed: int, rate: float, small: bool) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # where syncing costs nothing
@@ -161,11 +161,11 @@ def test_a_server_killed_anywhere_is_what_its_twin_is(seed: int, rate: float, sm
                 chance.step()
                 fate = chance.random.random()
                 if small and fate < 0.05:
-                    bench.server._home._least = 0  # type: ignore[union-attr] - a snapshot at the next settling
+                    bench.server._keeping.home._least = 0  # type: ignore[union-attr] - a snapshot at the next settling
                 if fate > 0.6:
                     bench.settle()
                 if chance.random.random() < rate:
-                    pending = len(bench.server._journal._buffer)  # type: ignore[union-attr]
+                    pending = len(bench.server._keeping.journal._buffer)  # type: ignore[union-attr]
                     bench.kill(torn=chance.random.choice([0, 0, chance.random.randint(0, max(pending - 1, 0))]))
                     parts = ("ledger", "places", "files", "gauges")
                     assert state(bench.server, *parts) == state(bench.twin, *parts), differs(

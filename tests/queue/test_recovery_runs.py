@@ -292,12 +292,12 @@ def test_a_step_with_lost_rows_is_filled_again(tmp_path: Path) -> None:
 
 TRANSIENT = {
     "wire": {
-        "_calls", "_deaths", "_handler", "_hold", "_listening", "_max_bytes", "_outbox", "_pidfds", "_poller", "_stopping",
-        "_thread", "_wake_in", "_wake_out", "addresses", "garbage",
+        "_calls", "_deaths", "_handler", "_hold", "_listening", "_outbox", "_pidfds", "_poller", "_stopping",
+        "_thread", "_wake_in", "_wake_out", "addresses", "garbage", "max_bytes",
     },
     "server": {
-        "_clock", "_files", "_gauges", "_home", "_journal", "_mapper", "_measuring", "_next_status", "_on_event",
-        "_on_step", "_places", "_reader", "_remote", "_replaying", "_schemas", "_told", "_wire", "addresses",
+        "_clock", "_files", "_gauges", "_keeping", "_mapper", "_measuring", "_next_status", "_on_event",
+        "_on_step", "_places", "_reader", "_remote", "_replaying", "_schemas", "_wire", "addresses",
         "directory", "durability", "here", "ledger", "recovered", "rows",
     },
 }  # fmt: skip
