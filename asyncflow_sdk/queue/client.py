@@ -368,6 +368,8 @@ def _sampler(sampler: Any) -> SamplerSpec | None:
     name, options = (sampler, {}) if isinstance(sampler, str) else sampler if _is_pair(sampler) else (None, None)
     if not isinstance(name, str) or not isinstance(options, Mapping):
         raise ConfigError(f"a sampler is a name, or a pair of name and options, not {sampler!r:.100}")
+    for option in options:
+        check_name(f"an option of sampler {name!r:.100}", option)
     return SamplerSpec(name, dict(options))
 
 

@@ -124,7 +124,7 @@ CALLS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "configure": {"capacity_rows": mostly(st.just(50), ODD_NUMBERS), "max_staleness": numbers, "steps": numbers, "capacity_bytes": mostly(st.just(10**6), ODD_NUMBERS)},
     "put": {"columns": payload, "group_size": numbers, "key": mostly(st.sampled_from(("", "a", "b")), ODD_NAMES), "partition": partitions, "priority": numbers, "timeout_s": times},
-    "get": {"task": names, "count": numbers, "columns": column_sets, "at_least": numbers, "partition": partitions, "timeout_s": times},
+    "get": {"task": names, "count": numbers, "columns": column_sets, "at_least": numbers, "partition": partitions, "timeout_s": times, "team": st.sampled_from(("", "", "", "ranks", 5)), "rank": mostly(st.integers(0, 1), ODD_NUMBERS), "world_size": mostly(st.integers(1, 2), ODD_NUMBERS), "shards": mostly(st.integers(0, 2), ODD_NUMBERS)},
     "complete": {"columns": payload, "index": positions, "filtered": positions},
     "finish": {"columns": payload, "index": positions, "filtered": positions},
     "give_back": {"index": positions, "reason": mostly(st.just("why"), ODD_NAMES), "blame": mostly(st.booleans(), (None, "x", 5))},
@@ -202,6 +202,7 @@ def test_whatever_is_said_only_errors_that_can_be_caught_come_back(
             assert not [record for record in caplog.records if record.exc_info], caplog.text
             assert run.server._wire._thread.is_alive()
             if not ended:
+                good.configure(capacity_rows=10**6, capacity_bytes=10**9)  # whatever the other set
                 bystander_is_served(good, 1)
             audit = good.audit()
             assert audit.balanced
