@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,23 @@ from ..types import Column, ColumnSpec
 from ..types.ragged import Array
 from .blocks import Located
 from .gather import gather
-from .layout import MOST_BYTES, TABLE, damaged, kind_of
+from .layout import MOST_BYTES, TABLE, Kind, damaged, kind_of
 
 COPY_BYTES = 16 << 10
 """A block up to this size is copied whole: that costs less than the lock that a view holds."""
+MOST_PLANS = 256
 _BLOCK = struct.Struct("<6q")
 _RUN = struct.Struct("<i")
 _WORD = struct.Struct("<q")
+
+
+class _Plan(NamedTuple):
+    """What does not change from one batch to the next: the columns wanted and their places in the table of a block."""
+
+    schema: dict[str, ColumnSpec]
+    kinds: list[tuple[Kind, int]]
+    last: int
+    head: struct.Struct  # up to the last of them
 
 
 class Reader:
@@ -33,6 +43,7 @@ class Reader:
 
     def __init__(self, mapper: Mapper) -> None:
         self._mapper = mapper
+        self._plans: dict[tuple[tuple[str, ...], bytes], _Plan] = {}
 
     def read(self, located: Located, schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
         """The columns of rows. Raises LeaseLost when they ended, SchemaError when they are damaged."""
@@ -44,7 +55,7 @@ class Reader:
             raw = self._mapper.mapped(located.segments[0], start + nbytes).read(start, nbytes, serial)
         else:
             raw = self._mapper.view(located.segments[0], start, serial, nbytes)
-        return {name: column for name, column, _ in _one_run(raw, located, located.columns, schema)}
+        return {name: column for name, column, _ in _one_run(raw, located, self._plan(located, schema))}
 
     def writable(self, located: Located, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
         """The values of a column in a copy-on-write mapping, where ``read`` gave a view; else None."""
@@ -54,7 +65,7 @@ class Reader:
         if nbytes <= COPY_BYTES:
             return None
         raw = self._mapper.view(located.segments[0], start, serial, nbytes)
-        ((_, column, at),) = _one_run(raw, located, (name,), schema)
+        ((_, column, at),) = _one_run(raw, located, self._plan(located, schema), name)
         values = column.values
         if not values.size:
             return None
@@ -69,31 +80,40 @@ class Reader:
             for number, segment in enumerate(located.segments)
         ]
 
+    def _plan(self, located: Located, schema: Mapping[str, ColumnSpec]) -> _Plan:
+        key = located.columns, located.fields
+        plan = self._plans.get(key)
+        if plan is None or plan.schema != schema:
+            fields = struct.unpack(f"<{len(located.columns)}i", located.fields)
+            kinds = [kind_of(name, schema[name]) for name in located.columns]
+            head = struct.Struct(f"<{3 * max(fields) + 6}q")
+            plan = _Plan(dict(schema), list(zip(kinds, fields, strict=True)), max(fields), head)
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
 
-def _one_run(
-    raw: Any, located: Located, names: tuple[str, ...], schema: Mapping[str, ColumnSpec]
-) -> list[tuple[str, Column, int]]:
+
+def _one_run(raw: Any, located: Located, plan: _Plan, only: str | None = None) -> list[tuple[str, Column, int]]:
     """Columns of one run of entries of one block, over its bytes, and where their values begin.
 
     What is checked here in plain numbers, ``layout`` checks for many blocks in arrays.
     """
     _, _, _, rows, nbytes, _ = _BLOCK.unpack(located.blocks)
     (first,), (count,) = _RUN.unpack(located.entries), _RUN.unpack(located.counts)
-    fields = struct.unpack(f"<{len(located.columns)}i", located.fields)
-    if names != located.columns:
-        fields = tuple(fields[located.columns.index(name)] for name in names)
     try:
-        said_rows, columns, said_nbytes, *table = struct.unpack_from(f"<{3 * max(fields) + 6}q", raw, HEADER_BYTES)
+        said_rows, columns, said_nbytes, *table = plan.head.unpack_from(raw, HEADER_BYTES)
     except struct.error:
-        raise damaged(names[0]) from None
+        raise damaged(located.columns[0]) from None
     body = 8 * TABLE + 24 * columns
-    if said_rows != rows or said_nbytes != nbytes or not max(fields) < columns <= nbytes // 24:
-        raise damaged(names[0])
+    if said_rows != rows or said_nbytes != nbytes or not plan.last < columns <= nbytes // 24:
+        raise damaged(located.columns[0])
     if not 0 <= first <= first + count <= rows:
         raise LeaseLost(f"entries {first} to {first + count} of a block of {rows}")
     out = []
-    for name, field in zip(names, fields, strict=True):
-        _, spec, dtype, width, ragged = kind_of(name, schema[name])
+    for (name, spec, dtype, width, ragged), field in plan.kinds:
+        if only is not None and name != only:
+            continue
         values, size, at = table[3 * field : 3 * field + 3]
         if values < body or values % 64 or not 0 <= size <= nbytes - values:
             raise damaged(name)
