@@ -39,3 +39,12 @@ def spawn(address: str) -> None:
     child.start()
     child.join(60)
     say([child.exitcode, queue.audit().put])
+
+
+def churn(address: str, rows: int) -> None:
+    """Put rows of 40 KB, each full of its number, one after another."""
+    queue = open_queue(Connection(address, "churner"))
+    for number in range(rows):
+        queue.put({"x": np.full((1, 5000), float(number))}, timeout_s=60)
+    say("done")
+    hear()

@@ -2,6 +2,7 @@
 odd bits, second writes; and that threads, event loops and child processes all get the same."""
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from children import Child
 from flaky_proxy import FlakyProxy
-from guarantee_children import hold, put_with_key, spawn
+from guarantee_children import churn, hold, put_with_key, spawn
 from queue_runs import KINDS, Run, blocks_in_use, in_threads, running, until
 
 from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost, SchemaError, WriteOnceError
@@ -121,6 +122,39 @@ def test_a_row_that_kills_its_workers_becomes_a_dead_letter_that_names_each(run:
     with queue.get("work", 5) as batch:
         assert batch.array("x").tolist() == [14.0]
         batch.complete({"y": [0.0]})
+
+
+@pytest.mark.parametrize("run", KINDS[1:], indirect=True)
+def test_views_stay_what_they_were_while_their_writer_is_stopped_and_goes_on(run: Run) -> None:
+    # given a writer of few rows at a time, so that memory is used again and again, which is stopped now and then
+    queue = run.queue()
+    queue.configure(capacity_rows=20)
+    queue.declare("read", needs=["x"])
+    numbers, kept, rows = np.random.default_rng(0), [], 0
+    with Child(churn, run.address, 250) as child:
+        while rows < 250:
+            if numbers.random() < 0.05:
+                child.stop()
+                with contextlib.suppress(DeadlineExceeded):  # what it had put is there to be read, and nothing more
+                    rows += _read(queue, kept, 0.05)
+                child.resume()
+            # when some of what is read is kept beyond the row's end
+            rows += _read(queue, kept, 60)
+            kept = kept[-60:] if numbers.random() < 0.1 else kept
+        assert child.hear() == "done"
+    # then none of it has changed
+    for first, values in kept:
+        assert (values == np.arange(first, first + len(values))[:, None]).all()
+    assert queue.audit().consumed == 250
+    held = sum(path.stat().st_size for path in run.server.directory.path.iterdir() if path.name.startswith("s"))
+    assert held < 100 << 20
+
+
+def _read(queue: TransferQueue, kept: list[tuple[int, Any]], timeout_s: float) -> int:
+    with queue.get("read", 7, timeout_s=timeout_s) as batch:
+        kept.append((int(batch.ids[0]), batch.array("x")))
+        batch.ack()
+        return batch.rows
 
 
 # ---- leases
