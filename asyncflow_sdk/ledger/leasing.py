@@ -160,12 +160,13 @@ class Leasing(Choosing):
         name, rows = task.spec.name, self.rows
         token, self._next_token = self._next_token, self._next_token + 1
         at = rows.at(ids)
+        spot = rows.spot(at)
         task.given += 1
         if step == NONE:
             self._count_fit(task, ids, -1)
-        rows.task(name, "state")[at] = LEASED
+        rows.task(name, "state")[spot] = LEASED
         task.move(len(ids), READY if task.spec.batch_rows is None else SELECTED, LEASED)
-        rows.task(name, "token")[at] = token
+        rows.task(name, "token")[spot] = token
         until = self._now + task.spec.lease_s
         self._hold(Held(token, name, session.id, ids, self._now, until, len(ids), step, crew))
         return cmd.Leased(
@@ -199,8 +200,9 @@ class Leasing(Choosing):
         self._check_columns(command.columns)
         mine = ids if held is None else ids[held]
         at = rows.at(mine)
-        before = rows.columns[at]  # a copy
-        if (written := before & np.uint64(self._mask(command.columns))).any():
+        spot, before = rows.spot(at), rows.columns[at]  # a copy
+        mask = np.uint64(self._mask(command.columns))
+        if mask and np.count_nonzero(written := before & mask):
             name = next(name for name in command.columns if (written & self._bit(name)).any())
             twice = (before & self._bit(name)) != 0
             raise WriteOnceError(f"column {name!r} of row {mine[twice][0]} is already written")
@@ -212,9 +214,9 @@ class Leasing(Choosing):
             self._charge(mine, command.nbytes * len(mine) // len(ids))
         task.move(len(mine), LEASED, DONE)
         task.passed += len(mine)
-        rows.task(lease.task, "state")[at] = DONE
-        rows.task(lease.task, "token")[at] = NONE
-        rows.todo[at] -= 1
+        rows.task(lease.task, "state")[spot] = DONE
+        rows.task(lease.task, "token")[spot] = NONE
+        rows.todo[spot] -= 1
         self._through(task, mine)
         self._release(lease, len(mine))
         if filtered is not None and len(dropped := mine[filtered if held is None else filtered[held]]):
@@ -232,7 +234,7 @@ class Leasing(Choosing):
     def _consume(self, ids: Ids, at: Ids) -> None:
         """Those of ``ids``, at places ``at``, that every task is through with, one of them an end, are consumed."""
         over = self.rows.todo[at] == 0
-        if not over.any():
+        if not np.count_nonzero(over):
             return
         for partition, through in self._by_partition(ids[over & (self.rows.state[at] == LIVE)]):
             if any(not task.spec.gives and self._takes(task, partition) for task in self.tasks.values()):

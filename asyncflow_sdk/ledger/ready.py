@@ -53,7 +53,7 @@ class ReadyQueue:
                     rows += len(chunks[-1])
                 chunk = np.concatenate(chunks)
             ready = self.is_ready(chunk)
-            if not ready.all():
+            if np.count_nonzero(ready) < len(chunk):
                 chunk = chunk[ready]
             if len(chunk) > count:
                 queue.appendleft(chunk[count:])

@@ -79,6 +79,10 @@ class Rows:
         """Places of rows in the arrays."""
         return ids - self.base
 
+    def spot(self, at: Ids) -> Ids | int:
+        """The same places, to write to: numpy writes to one given as a number ten times as fast."""
+        return int(at[0]) if len(at) == 1 else at
+
     def having(self, task: str, field: str, value: int, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which of ``ids`` live and have this value in a task."""
         values = self._tasks[task][field]
@@ -123,8 +127,8 @@ class Rows:
 
     def finish(self, ids: Ids, state: int) -> None:
         """Rows reached a terminal state. It must be their first."""
-        at = self.at(ids)
-        assert not self.state[at].any(), "a row ends once"
+        at = self.spot(self.at(ids))
+        assert not np.count_nonzero(self.state[at]), "a row ends once"
         self.state[at] = state
         self.ended[state] += len(ids)
         self.over += len(ids)

@@ -51,7 +51,7 @@ class Stepping(Ending):
             ids = ids[(self.rows.task(name, "state")[at] == WAITING) & (self.rows.state[at] == LIVE)]
             if not len(ids):
                 return
-        self.rows.task(name, "state")[self.rows.at(ids)] = READY
+        self.rows.task(name, "state")[self.rows.spot(self.rows.at(ids))] = READY
         task.move(len(ids), WAITING, READY)
         task.came += len(ids)
         if self.steps is not None and task is self.steps.task:
