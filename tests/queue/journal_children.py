@@ -9,7 +9,7 @@ import numpy as np
 from children import hear, say
 
 from asyncflow_sdk.errors import Ended, LeaseLost, MemoryFull
-from asyncflow_sdk.queue import Connection, QueueServer, open_queue
+from asyncflow_sdk.queue import Connection, QueueServer, open_queue, recovery, snapshot
 from asyncflow_sdk.queue.journal import Journal, Recorded
 from asyncflow_sdk.queue.protocol import decode_call
 
@@ -48,7 +48,7 @@ def fill_a_small_disk(path: str) -> None:
 
 
 def serve_and_die(path: str, writes: int, moment: str, durability: str = "process") -> None:
-    """Serve a run; at the ``writes``-th commit of the journal, kill -9 at a moment of it."""
+    """Serve a run; about the ``writes``-th commit of the journal, kill -9 at a moment."""
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -56,9 +56,9 @@ def serve_and_die(path: str, writes: int, moment: str, durability: str = "proces
     write, commit, left = Journal._write, Journal.commit, [writes]
 
     def counted(journal: Journal) -> None:
-        if left[0] == 0 and moment == "torn":
+        if left[0] <= 0 and moment == "torn":
             os.pwrite(journal._fd, bytes(journal._buffer[: len(journal._buffer) * 2 // 3]), journal._written)
-        if left[0] == 0 and moment in ("torn", "before"):
+        if left[0] <= 0 and moment in ("torn", "before"):
             die()
         write(journal)
 
@@ -69,9 +69,18 @@ def serve_and_die(path: str, writes: int, moment: str, durability: str = "proces
             die()  # written, and no answer has left
         return done
 
+    def snapshot_written(*arguments: object) -> None:
+        left[0] -= 8  # as rare as so many commits
+        if left[0] <= 0 and moment == "before the snapshot":
+            die()
+        write_snapshot(*arguments)  # type: ignore[arg-type]
+        if left[0] <= 0 and moment == "after the snapshot":
+            die()  # it counts, and what it replaces is still there
+
+    write_snapshot, snapshot.write = snapshot.write, snapshot_written
+    recovery.LEAST_BYTES, recovery.GROWTH = 1 << 12, 0  # snapshots come often
     Journal._write, Journal.commit = counted, committed  # type: ignore[method-assign]
     server = QueueServer([], journal=Path(path), durability=durability)
-    server._keeping.home._least = 1 << 14  # type: ignore[union-attr] - snapshots, too, come while it runs
     found = server.recovered
     say(
         {

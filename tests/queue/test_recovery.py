@@ -167,7 +167,7 @@ def test_a_server_killed_anywhere_is_what_its_twin_is(seed: int, rate: float, sm
                 if chance.random.random() < rate:
                     pending = len(bench.server._keeping.journal._buffer)  # type: ignore[union-attr]
                     bench.kill(torn=chance.random.choice([0, 0, chance.random.randint(0, max(pending - 1, 0))]))
-                    parts = ("ledger", "places", "files", "gauges")
+                    parts = ("server", "ledger", "places", "files", "gauges")
                     assert state(bench.server, *parts) == state(bench.twin, *parts), differs(
                         bench.server, bench.twin, *parts
                     )

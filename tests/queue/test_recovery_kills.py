@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import threading
 from collections import Counter
 from pathlib import Path
@@ -24,7 +25,8 @@ from asyncflow_sdk.queue import Connection, open_queue
 from asyncflow_sdk.wire import client
 
 RUNS = int(os.environ.get("ASYNCFLOW_KILLS", "3"))
-PUTS, SIZE = 40, 5
+PUTS, SIZE = 40, 4
+MOMENTS = ["before", "after", "torn", "before", "after", "torn", "before the snapshot", "after the snapshot"]
 
 
 class Heard:
@@ -40,6 +42,9 @@ class Heard:
         for line in self.child._out:
             self.said.append(json.loads(line))
         self.over.set()
+
+    def speaks(self) -> bool:
+        return bool(self.said) or self.over.is_set()
 
     @property
     def done(self) -> bool:
@@ -57,6 +62,7 @@ class Deadly:
     def __init__(self, path: Path, seed: int, clients_die: bool) -> None:
         self.random = random.Random(seed)
         self.path, self.clients_die = path, clients_die
+        self.deaths = 0
         self.server = self._serve(10**9)
         self.address = self.server.said[0]["address"]
         self.directory = os.path.dirname(self.address.removeprefix("ipc://"))
@@ -66,13 +72,18 @@ class Deadly:
         self.past: list[Heard] = []
         self.producer = Heard(put_all, self.address, 0, PUTS, SIZE)
         self.workers = {task: Heard(work_all, self.address, task) for task in ("work", "last")}
-        self.deaths = 0
 
     def _serve(self, writes: int) -> Heard:
-        moment = self.random.choice(["before", "after", "torn"])
-        server = Heard(serve_and_die, str(self.path), writes, moment)
-        until(lambda: server.said or server.over.is_set(), "the server")
-        assert server.said, server.child.errors()
+        """A server that will be killed about its so many-th commit: perhaps while it starts, then there is another."""
+        while True:
+            moment = self.random.choice(MOMENTS)
+            server = Heard(serve_and_die, str(self.path), writes, moment)
+            until(server.speaks, "the server")
+            if server.said:
+                break
+            assert server.child.wait() == -signal.SIGKILL, server.child.errors()
+            server.end()
+            self.deaths += 1
         assert server.said[0]["differing"] == server.said[0]["lost"] == 0
         assert server.said[0]["damaged"] == ""
         return server
@@ -85,7 +96,7 @@ class Deadly:
         self.server.end()
         self.deaths += 1
         last = self.producer.done and self.random.random() < 0.3
-        self.server = self._serve(10**9 if last else self.random.randint(1, 30))
+        self.server = self._serve(10**9 if last else self.random.randint(8, 35))
 
     def kill_a_client(self) -> None:
         task = self.random.choice(["producer", "work", "last"])
