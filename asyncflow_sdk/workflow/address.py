@@ -15,16 +15,20 @@ PROBE_S = 5.0
 
 def write_addresses(directory: Path, addresses: list[str]) -> None:
     """Say where the run is served. Addresses within this process are left out."""
-    text = "".join(f"{address}\n" for address in addresses if not address.startswith("inproc:"))
     new = directory / f".{FILE}-{os.getpid()}"
-    new.write_text(text)
+    new.write_text(_text(addresses))
     new.replace(directory / FILE)
 
 
-def remove_addresses(directory: Path) -> None:
-    """The run is no longer served."""
+def remove_addresses(directory: Path, addresses: list[str]) -> None:
+    """The run is no longer served there. Where another serves it by now is left."""
     with contextlib.suppress(OSError):
-        (directory / FILE).unlink(missing_ok=True)
+        if (directory / FILE).read_text() == _text(addresses):
+            (directory / FILE).unlink()
+
+
+def _text(addresses: list[str]) -> str:
+    return "".join(f"{address}\n" for address in addresses if not address.startswith("inproc:"))
 
 
 def find_address(where: str | os.PathLike[str]) -> str:

@@ -164,7 +164,7 @@ class Run:
             self._connection.close()
             if self._server is not None:
                 if self.directory is not None:
-                    remove_addresses(self.directory)
+                    remove_addresses(self.directory, self._server.addresses)
                 self._server.close()
 
     def finish(self) -> None:

@@ -46,3 +46,13 @@ def test_what_is_neither_is_said_so(where: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     with pytest.raises(af.ConfigError, match="neither an address"):
         af.connect(where)
+
+
+def test_where_another_serves_it_by_now_is_not_forgotten(tmp_path: Path) -> None:
+    first = af.serve(tmp_path)
+    with af.serve(tmp_path) as second:
+        second.queue.declare("work", needs=["x"])
+        first.close()
+        with af.connect(tmp_path) as other:
+            assert list(other.queue.status().rows) == ["work"]
+    assert not (tmp_path / "address").exists()
