@@ -32,7 +32,7 @@ MAX_UNSENT_BYTES = 4 << 30
 """Payload on its way to one session past which a further answer is not sent before it is asked for again."""
 # As plain integers: an operation on zmq's enumerations costs as much as receiving a message.
 _AT_ONCE, _MORE_COMES = int(zmq.NOBLOCK), int(zmq.SNDMORE)
-_MORE, _EVENTS, _READABLE = int(zmq.RCVMORE), int(zmq.EVENTS), int(zmq.POLLIN)
+_EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 _log = logging.getLogger(__name__)
 
 
@@ -346,11 +346,14 @@ class Server:
                 name = router.recv(_AT_ONCE)
             except zmq.Again:
                 return
-            envelope, frames = router.recv(), []  # a router has at least one frame beside the name
-            while router.getsockopt(_MORE):
-                frames.append(router.recv(copy=False))
+            frame, frames = router.recv(copy=False), []  # a router has at least one frame beside the name
+            envelope, more = frame.bytes, frame.more
+            while more:
+                frames.append(frame := router.recv(copy=False))
+                more = frame.more
             try:
-                if len(frames) > MAX_FRAMES or len(envelope) + sum(map(len, frames)) > self.max_bytes:
+                size = len(envelope) + sum(map(len, frames)) if frames else len(envelope)
+                if len(frames) > MAX_FRAMES or size > self.max_bytes:
                     raise ProtocolError(f"a request of {len(frames)} frames or too many bytes")
                 request = decode_request(envelope)
             except OtherProtocol as other:
@@ -369,7 +372,9 @@ class Server:
                 return
 
     def _accept(self, route: Route, request: Request, frames: list[Any]) -> None:
-        session = self._sessions.setdefault(request.session, _Session())
+        session = self._sessions.get(request.session)
+        if session is None:
+            session = self._sessions[request.session] = _Session()
         for seq in request.dropped:
             self._drop(request.session, session, seq)
         for seq in request.settled:
