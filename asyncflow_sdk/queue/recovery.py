@@ -12,6 +12,7 @@ place, the snapshot that makes it count; then the old ones go. A crash in betwee
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -85,10 +86,11 @@ class Home:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            for made in (path.parent, path.parent.parent):
-                sync_directory(made)
         except OSError as error:
             raise ConfigError(f"no journal can be kept in {path}: {error}") from None
+        for made in (path.parent, path.parent.parent):
+            with contextlib.suppress(OSError):  # not ours to open, so not made by us
+                sync_directory(made)
         self._lock, self.bound = _take(path)
         try:
             self._number, self.head, self._state = _newest(path)

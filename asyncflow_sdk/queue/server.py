@@ -151,7 +151,12 @@ class QueueServer:
         self._wire.stop()
         self._remote.close()
         self._mapper.close()
-        self._keeping.close(over=self.ledger.ended and not self.ledger.audit().live)
+        live = self.ledger.audit().live
+        over = self.ledger.ended and not live
+        if self._keeping.journal is not None and not over:
+            text = f"{live} live rows are kept for whoever serves this run again; to give them up, remove"
+            self._note(f"{text} {self._keeping.journal.path.parent}", "info")
+        self._keeping.close(over=over)
 
     # ---- called by the wire
 

@@ -221,9 +221,10 @@ def test_versions_outlive_the_server(tmp_path: Path) -> None:
 def test_a_run_is_gone_on_with_after_an_error_and_after_its_end(tmp_path: Path) -> None:
     # given a run that an error ended
     run_directory = tmp_path / "run"
+    told: list[Any] = []
 
     def fail() -> None:
-        with af.serve(run_directory, durability="process", capacity_rows=50) as run:
+        with af.serve(run_directory, durability="process", capacity_rows=50, on_event=told.append) as run:
             assert run.recovered is None
             run.queue.declare("work", needs=["x"])
             run.queue.put({"x": values_of(0, 5)}, key="first")
@@ -232,6 +233,7 @@ def test_a_run_is_gone_on_with_after_an_error_and_after_its_end(tmp_path: Path) 
 
     with pytest.raises(ZeroDivisionError):
         fail()
+    assert any(getattr(event, "text", "").startswith("5 live rows are kept for whoever") for event in told)
     # when it is served again, it has its rows, those that were leased too, and its limits
     with af.serve(run_directory) as run:
         assert run.recovered is not None
