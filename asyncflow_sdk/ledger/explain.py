@@ -77,7 +77,10 @@ def _why_no_room(ledger: State, put: cmd.Put, now: float) -> str:
 def _why_task(ledger: State, waiter: Waiter, now: float) -> str:
     command, task = waiter.command, ledger.tasks[waiter.command.task]
     if command.world_size > 1:
-        absent = sorted(set(range(command.world_size)) - {command.rank, *task.teams[command.team].asking})
+        absent = sorted(
+            set(range(command.world_size))
+            - {command.rank, *(task.teams[command.team].asking if command.team in task.teams else ())}
+        )
         if absent:
             return (
                 f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {command.world_size} of team"

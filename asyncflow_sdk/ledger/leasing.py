@@ -43,7 +43,7 @@ class Leasing(Choosing):
                 raise SchemaError(
                     f"task {task.spec.name!r} is not declared to need column {column!r}; it needs: {needs}"
                 )
-        self._check_team(task, command)
+        self._check_team(session, task, command)
         if self._exhausted(task, command.partition):
             where = "" if command.partition is None else f" of partition {command.partition!r}"
             raise Ended(f"task {command.task!r} has had every row{where} it will get")
@@ -54,7 +54,7 @@ class Leasing(Choosing):
         found = self._find(task, command, 1)
         return None if found is None else self._grant(session, task, *found)
 
-    def _check_team(self, task: Task, command: cmd.Lease) -> None:
+    def _check_team(self, session: Session, task: Task, command: cmd.Lease) -> None:
         raise NotImplementedError
 
     def _lease_team(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:

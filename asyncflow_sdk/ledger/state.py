@@ -353,21 +353,23 @@ class State:
         self.parked[waiter.ticket] = waiter
         self.sessions[waiter.session].parked[waiter.ticket] = None
         self._request_ends.add(waiter.ticket)
-        if (team := self._team_of(waiter.command)) is not None:
+        if (place := _team(waiter.command)) is not None:
+            team = self.tasks[place[0]].teams.setdefault(place[1], Team())
             team.asking.setdefault(waiter.command.rank, {})[waiter.ticket] = waiter
 
-    def _team_of(self, command: cmd.Command) -> Team | None:
-        """The team that asks."""
-        if not isinstance(command, cmd.Lease) or command.world_size == 1:
-            return None
-        return self.tasks[command.task].teams.setdefault(command.team, Team())
+    def _forget_team(self, task: str, name: str) -> None:
+        """A team that asks nothing and holds nothing need not be known."""
+        team = self.tasks[task].teams[name]
+        if not team.asking and not team.leases:
+            del self.tasks[task].teams[name]
 
     def _unpark(self, waiter: Waiter) -> None:
-        if (team := self._team_of(waiter.command)) is not None:
-            asked = team.asking[waiter.command.rank]
-            del asked[waiter.ticket]
-            if not asked:
-                del team.asking[waiter.command.rank]
+        if (place := _team(waiter.command)) is not None:
+            asking = self.tasks[place[0]].teams[place[1]].asking
+            del asking[waiter.command.rank][waiter.ticket]
+            if not asking[waiter.command.rank]:
+                del asking[waiter.command.rank]
+            self._forget_team(*place)
         del self.waiters[waiter.place][waiter.ticket], self.parked[waiter.ticket]
         del self.sessions[waiter.session].parked[waiter.ticket]
         self._dirty.add("put")  # the next in line may go
@@ -384,14 +386,18 @@ class State:
             self._drop(lease)
 
     def _drop(self, lease: Held) -> None:
+        if lease.token not in self.leases:
+            return
         for leases in self._kept_in(lease):
-            leases.pop(lease.token, None)
+            del leases[lease.token]
+        if lease.crew is not None:
+            self._forget_team(lease.task, lease.crew.team)
 
     def _kept_in(self, lease: Held) -> list[dict[int, Held]]:
         task = self.tasks[lease.task]
         places = [self.leases, task.leases]
         places += [self.sessions[number].leases for number in lease.sessions if number in self.sessions]
-        return places if lease.crew is None else [*places, task.teams[lease.crew.team].leases]
+        return places if lease.crew is None else [*places, task.teams.setdefault(lease.crew.team, Team()).leases]
 
     def _count_waiting(self, task: Task, ids: Ids) -> None:
         """Rows of a task got the columns they lacked, or ended without."""
@@ -430,3 +436,10 @@ class State:
     def _wake_all(self) -> None:
         self._dirty.update(self.waiters)
         self._all_woken = True
+
+
+def _team(command: cmd.Command) -> tuple[str, str] | None:
+    """Task and name of the team that asks."""
+    if not isinstance(command, cmd.Lease) or command.world_size == 1:
+        return None
+    return command.task, command.team

@@ -16,13 +16,13 @@ from .balance import balance, imbalance, split
 from .commands import Ids, pack_ids, unpack_ids
 from .leasing import Leasing, positions
 from .rows import NONE
-from .state import Crew, Held, Session, Task, Waiter
+from .state import Crew, Held, Session, Task, Team, Waiter
 
 
 class Teaming(Leasing):
     """Leases of teams."""
 
-    def _check_team(self, task: Task, command: cmd.Lease) -> None:
+    def _check_team(self, session: Session, task: Task, command: cmd.Lease) -> None:
         size, shards = command.world_size, command.shards or command.world_size
         who = f"rank {command.rank} of {size} of team {command.team!r}"
         if not 0 <= command.rank < size:
@@ -40,28 +40,28 @@ class Teaming(Leasing):
             raise SchemaError(f"{who}: {rows} rows cannot be dealt out to {shards} shards")
         if task.spec.batch_rows is not None and task.spec.gives:
             raise SchemaError(f"{who}: a team acknowledges steps as a whole and writes no columns with that")
-        for rank, asked in (task.teams[command.team].asking if command.team in task.teams else {}).items():
-            if rank != command.rank:  # an earlier request under this rank may be of a process that is gone
-                other = next(iter(asked.values()))
-                return _check_alike(who, command, other.command, self._name(other.session))
+        asking = task.teams[command.team].asking if command.team in task.teams else {}
+        for rank, asked in asking.items():
+            for other in asked.values():
+                if rank == command.rank and other.session < session.id:
+                    continue  # of a process that is gone: this one takes its place
+                return _check_alike(who, command, other.command, self._name(other.session))  # all that wait are alike
         return None
 
     def _lease_team(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:
         """The shard of a rank, when all have asked and there are rows. Answers the others then, too."""
-        team = self._team_of(command)
-        assert team is not None
-        self._check_rank(session, task, command)
-        ranks = {command.rank, *team.asking}
-        if len(ranks) < command.world_size:
+        asking = task.teams[command.team].asking if command.team in task.teams else {}
+        stale = self._check_rank(session, task, command)
+        ranks = {command.rank, *asking}
+        if stale or len(ranks) < command.world_size:
             return None
-        self._take_over(session, task, command)
         shards = command.shards or command.world_size
         found = self._find(task, command, shards)
         if found is None:
             return None
         ids, step = found
         ids, bounds, off = self._deal(task, ids, shards)
-        others = {rank: next(iter(asked.values())) for rank, asked in team.asking.items() if rank != command.rank}
+        others = {rank: next(iter(asked.values())) for rank, asked in asking.items() if rank != command.rank}
         members = [session.id if r == command.rank else others[r].session for r in range(command.world_size)]
         crew = Crew(command.team, members, bounds, finished=np.zeros(len(ids), bool))
         whole = self._grant(session, task, ids, step, crew=crew)
@@ -85,13 +85,14 @@ class Teaming(Leasing):
 
     def _park(self, waiter: Waiter) -> None:
         super()._park(waiter)
-        if self._team_of(waiter.command) is not None:
+        if isinstance(waiter.command, cmd.Lease) and waiter.command.world_size > 1:
             task = self.tasks[waiter.command.task]
             self._take_over(self.sessions[waiter.session], task, waiter.command)
+            self._dirty.add(waiter.place)
 
     def _under(self, task: Task, command: cmd.Lease) -> tuple[list[Waiter], list[tuple[int, Held]]]:
         """What is asked under a rank, and what sessions hold under it."""
-        team = task.teams[command.team]
+        team = task.teams.get(command.team, Team())
         held = [
             (lease.crew.members[command.rank], lease)
             for lease in team.leases.values()
@@ -99,15 +100,18 @@ class Teaming(Leasing):
         ]
         return list(team.asking.get(command.rank, {}).values()), held
 
-    def _check_rank(self, session: Session, task: Task, command: cmd.Lease) -> None:
-        """A rank is whoever joined last in its name."""
+    def _check_rank(self, session: Session, task: Task, command: cmd.Lease) -> bool:
+        """A rank is whoever joined last in its name. Whether an earlier one must go first, as it does when this request
+        comes to wait."""
         asked, held = self._under(task, command)
-        newest = max([waiter.session for waiter in asked] + [number for number, _ in held], default=0)
+        sessions = [waiter.session for waiter in asked] + [number for number, _ in held]
+        newest = max(sessions, default=0)
         if newest > session.id:
             raise LeaseLost(
                 f"rank {command.rank} of team {command.team!r} is {self._name(newest)} now, which joined later than"
                 f" {session.name}"
             )
+        return min(sessions, default=session.id) < session.id
 
     def _take_over(self, session: Session, task: Task, command: cmd.Lease) -> None:
         """What earlier sessions asked and hold under a rank is void."""

@@ -81,6 +81,15 @@ def check_counters(ledger: Ledger) -> None:
     assert ledger.kinds == Counter((int(rows.partition[i]), int(rows.columns[i])) for i in live)
     times = [thing.expires for things in (ledger.leases, ledger.parked) for thing in things.values()]
     assert ledger.next_deadline() == min(times, default=None)
+    for name, task in ledger.tasks.items():
+        leases = {t: h for t, h in ledger.leases.items() if h.task == name and h.crew is not None}
+        asked = {
+            w.ticket: w for w in ledger.parked.values() if w.place == f"task {name}" and w.command.world_size > 1
+        }
+        teams = task.teams.values()
+        assert leases == {token: lease for team in teams for token, lease in team.leases.items()}
+        assert asked == {t: w for team in teams for waiters in team.asking.values() for t, w in waiters.items()}
+        assert all(team.asking or team.leases for team in teams)
     if ledger.steps is not None:
         _check_window(ledger, live)
 

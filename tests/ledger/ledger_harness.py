@@ -45,8 +45,11 @@ class Harness:
         self.ledger.apply(session, command, self.now, self.tickets)
         effects = self.ledger.drain()
         outcome: Any = PARKED
-        if effects.answers and effects.answers[0][0] == self.tickets:
-            outcome = effects.answers.pop(0)[1]
+        own = [n for n, (ticket, _) in enumerate(effects.answers) if ticket == self.tickets]
+        in_team = isinstance(command, cmd.Lease) and command.world_size > 1
+        if own and (own[0] == 0 or (in_team and not self._waited(effects, own[0]))):
+            outcome = effects.answers.pop(own[0])[1]
+        self._note_dealt(outcome, effects)
         if isinstance(outcome, AsyncFlowError):
             assert not effects.answers
             assert not effects.events
@@ -58,10 +61,24 @@ class Harness:
         else:
             self.naive.judge(session, command, outcome)
         if outcome is PARKED:
+            self.naive.take_over(session, command)
             self.naive.parked.append(Parked(self.tickets, session, command, self.now + command.timeout_s))
         self._remember(session, outcome)
         self._follow(effects)
         return outcome
+
+    def _waited(self, effects: Any, own: int) -> bool:
+        """Whether a request came to wait, if for a moment: what it took over was returned before it was answered."""
+        reply = effects.answers[own][1]
+        others = [a for _, a in effects.answers if isinstance(a, LeaseLost)]
+        returned = any(isinstance(event, ev.LeaseReturned) for event in effects.events)
+        return isinstance(reply, cmd.Leased) and bool(others or returned)
+
+    def _note_dealt(self, outcome: Any, effects: Any) -> None:
+        """All shards of a lease of a team are told at once."""
+        for reply in [outcome, *(answer for _, answer in effects.answers)]:
+            if isinstance(reply, cmd.Leased) and reply.world_size > 1:
+                self.naive.dealt.setdefault(reply.token, {})[reply.rank] = reply
 
     def pass_time(self, seconds: float) -> None:
         self.sound = False
@@ -90,6 +107,7 @@ class Harness:
     def _follow(self, effects: Any) -> None:
         """What happened besides the command's own answer: woken requests, ended rows."""
         naive, late = self.naive, []
+        self._note_dealt(None, effects)
         naive.settle()
         for ticket, outcome in effects.answers:
             (parked,) = (p for p in naive.parked if p.ticket == ticket)  # answered once, and only if it was asked
@@ -133,8 +151,9 @@ class Harness:
 class Fair:
     """Workers that do their part: from any state, their turns bring a run to its end."""
 
-    def __init__(self, harness: Harness, tasks: list[TaskSpec], group_size: int) -> None:
+    def __init__(self, harness: Harness, tasks: list[TaskSpec], group_size: int, *, team: bool = False) -> None:
         self.harness = harness
+        self.team = team  # steps are trained by two ranks
         self.tasks = tasks
         self.group_size = group_size
         self.roles = ["feeder", *(task.name for task in tasks)]
@@ -168,7 +187,31 @@ class Fair:
         publish = cmd.Publish(version=due, manifest=b"", transport="test", where=b"")
         return isinstance(self._send(role, publish), cmd.Done)
 
+    def _work_as_team(self, task: TaskSpec) -> bool:
+        """Two ranks train a step; the second leaves after its word, and comes back."""
+        ranks = [self.harness.join(f"fair rank {rank}") for rank in range(2)]
+        asks = [
+            cmd.Lease(task=task.name, count=4, timeout_s=60.0, team="fair", rank=rank, world_size=2)
+            for rank in range(2)
+        ]
+        first = self.harness.send(ranks[0], asks[0])
+        got = self.harness.send(ranks[1], asks[1])
+        leased = isinstance(got, cmd.Leased)
+        if leased:
+            assert first == PARKED
+            filtered = b"\0\0\0\0" if got.step % 2 else None
+            for rank in (1, 0):
+                done = cmd.Complete(token=got.token, columns={}, rank=rank, filtered=filtered)
+                assert isinstance(self.harness.send(ranks[rank], done), cmd.Completed)
+                self.harness.send(ranks[rank], cmd.Leave())
+            return True
+        for session in ranks:
+            self.harness.send(session, cmd.Leave())
+        return False
+
     def _work(self, role: str, task: TaskSpec) -> bool:
+        if self.team and task.batch_rows is not None and task.batch_rows > 1 and not task.gives:
+            return self._work_as_team(task)
         got = self._send(role, cmd.Lease(task=task.name, count=4))
         if isinstance(got, cmd.LoadFirst):
             return isinstance(self._send(role, cmd.Loaded(version=got.version)), cmd.Done)

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from naive_rows import Lease, NaiveRows, Row
+from naive_rows import Crew, Lease, NaiveRows, Parked, Row
 
 from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost, SchemaError, WriteOnceError
 from asyncflow_sdk.ledger import TaskSpec
@@ -153,7 +153,15 @@ class Naive(NaiveRows):
         if not 0 <= c.at_least <= min(most, self.capacity) or (c.at_least and task.admits):
             self._is_error(outcome, [SchemaError])
             return
+        self.judged = c
+        if c.world_size > 1 and isinstance(outcome, LeaseLost):
+            assert max(self._named(c), default=session) > session, "nobody came later under this rank"
+            return
+        if c.world_size > 1 and self._lease_of_team_is_wrong(session, task, c, outcome):
+            return
         if self._is_error(outcome, [Ended] if self.exhausted(task, c.partition) else []):
+            return
+        if c.world_size > 1 and not self._all_ask(session, c, outcome):
             return
         if task.batch_rows is not None:
             self._lease_step(session, task, outcome)
@@ -164,11 +172,71 @@ class Naive(NaiveRows):
         else:
             self._lease_rows(session, task, c, outcome)
 
+    def _asking(self, c: cmd.Lease) -> dict[int, list[Parked]]:
+        """Requests of a team that wait, by rank."""
+        found: dict[int, list[Parked]] = {}
+        for parked in self.parked:
+            p = parked.command
+            if isinstance(p, cmd.Lease) and p.world_size > 1 and (p.task, p.team) == (c.task, c.team):
+                found.setdefault(p.rank, []).append(parked)
+        return found
+
+    def _lease_of_team_is_wrong(self, session: int, task: TaskSpec, c: cmd.Lease, outcome: Any) -> bool:
+        shards = c.shards or c.world_size
+        rows = c.count if task.batch_rows is None else task.batch_rows
+        if (
+            not 0 <= c.rank < c.world_size
+            or shards < 1
+            or c.world_size % shards
+            or not c.team
+            or task.admits
+            or rows < shards
+            or (task.batch_rows is not None and task.gives)
+        ):
+            return self._is_error(outcome, [SchemaError])
+        others = [
+            parked.command
+            for rank, asked in self._asking(c).items()
+            for parked in asked
+            if rank != c.rank or parked.session >= session
+        ]
+        alike = ("world_size", "shards", "count", "at_least", "partition")
+        differs = any(getattr(c, f) != getattr(o, f) for o in others for f in alike)
+        return self._is_error(outcome, [ConfigError] if differs else [])
+
+    def _named(self, c: cmd.Lease) -> list[int]:
+        """Sessions that ask or hold something under a rank."""
+        sessions = [parked.session for parked in self._asking(c).get(c.rank, [])]
+        for token in self.under(c):
+            crew = self.leases[token].crew
+            assert crew is not None
+            sessions.append(crew.members[c.rank])
+        return sessions
+
+    def _all_ask(self, session: int, c: cmd.Lease, outcome: Any) -> bool:
+        """Whether the answer depends on rows alone; else it is judged here."""
+        if isinstance(outcome, cmd.Leased) and outcome.token in self.leases:  # told with another rank of its team
+            crew = self.leases[outcome.token].crew
+            assert crew is not None
+            assert crew.members[c.rank] == session
+            assert outcome.rank == c.rank
+            return False
+        asking, sessions = self._asking(c), self._named(c)
+        if self._is_error(outcome, [LeaseLost] if max(sessions, default=session) > session else []):
+            return False
+        if min(sessions, default=session) < session or {c.rank, *asking} != set(range(c.world_size)):
+            self._is(outcome, PARKED)
+            return False
+        return True
+
     def _lease_rows(self, session: int, task: TaskSpec, c: cmd.Lease, outcome: Any) -> None:
         enough = {}
         for partition in {row.partition for row in self.rows.values()} if c.partition is None else {c.partition}:
             ready, waits = self.ready(task, partition), self.count_waiting(task, partition)
-            if ready and (len(ready) >= c.at_least or (self.closed(partition) and not waits)):
+            if ready and (
+                len(ready) >= max(c.at_least, (c.shards or c.world_size) * (c.world_size > 1))
+                or (self.closed(partition) and not waits)
+            ):
                 enough[partition] = ready
         if not enough:
             self._is(outcome, PARKED)
@@ -282,39 +350,73 @@ class Naive(NaiveRows):
             self.rows[i].version = loaded
             self.rows[i].deadline = loaded + self.max_staleness
 
+    def _crew(self, session: int, outcome: cmd.Leased) -> tuple[Crew, list[int]]:
+        """Who got which rows of a team's lease, from all that was told."""
+        told = self.dealt[outcome.token]
+        assert sorted(told) == list(range(outcome.world_size)), "every rank is told"
+        shards: dict[int, list[int]] = {}
+        for rank, reply in told.items():
+            ids = cmd.unpack_ids(reply.ids).tolist()
+            assert reply.shard == rank * reply.shards // reply.world_size
+            assert shards.setdefault(reply.shard, ids) == ids, "ranks of a shard get the very same rows"
+            assert cmd.unpack_ids(reply.groups).tolist() == [self.rows[i].group[0] for i in ids]
+            assert (reply.step, reply.version, reply.task) == (outcome.step, outcome.version, outcome.task)
+        sizes = [len(shards[s]) for s in range(outcome.shards)]
+        assert max(sizes) - min(sizes) <= 1
+        asking = self._asking(self.judged)
+        members = [session if r == outcome.rank else asking[r][0].session for r in range(outcome.world_size)]
+        rows = [cmd.unpack_ids(told[r].ids).tolist() for r in range(outcome.world_size)]
+        crew = Crew(self.judged.team, members, rows, outcome.shards < outcome.world_size)
+        return crew, [i for shard in range(outcome.shards) for i in shards[shard]]
+
     def _leased(self, session: int, task: TaskSpec, outcome: Any) -> list[int]:
         assert isinstance(outcome, cmd.Leased), f"{outcome!r} is no lease"
+        if outcome.world_size > 1:
+            crew, ids = self._crew(session, outcome)
+            return self._hold(session, task, outcome, ids, crew)
         ids = cmd.unpack_ids(outcome.ids).tolist()
         assert len(set(ids)) == len(ids) > 0
         assert outcome.token not in self.leases
         assert (outcome.task, outcome.lease_s) == (task.name, task.lease_s)
         assert cmd.unpack_ids(outcome.groups).tolist() == [self.rows[i].group[0] for i in ids]
+        return self._hold(session, task, outcome, ids, None)
+
+    def _hold(
+        self, session: int, task: TaskSpec, outcome: cmd.Leased, ids: list[int], crew: Crew | None
+    ) -> list[int]:
         for i in ids:
             assert self.rows[i].ended is None
             assert self.rows[i].state[task.name] == "open"
             self.rows[i].state[task.name] = "leased"
             self.rows[i].token[task.name] = outcome.token
         assert {self.rows[i].partition for i in ids} == {outcome.partition} or task.batch_rows is not None
-        self.leases[outcome.token] = Lease(task.name, session, ids, self.now + task.lease_s)
+        self.leases[outcome.token] = Lease(task.name, session, ids, self.now + task.lease_s, crew)
         return ids
 
-    def _lease_of(self, session: int, token: int) -> Lease | None:
+    def _lease_of(self, session: int, token: int, rank: int) -> Lease | None:
         lease = self.leases.get(token)
+        if lease is not None and lease.crew is not None:
+            mine = 0 <= rank < len(lease.crew.members) and lease.crew.members[rank] == session
+            return lease if mine and self.open_crew(token) else None
         return lease if lease is not None and lease.session == session and self.held(token) else None
 
     def _complete(self, session: int, c: cmd.Complete, outcome: Any) -> None:
-        lease = self._lease_of(session, c.token)
+        lease = self._lease_of(session, c.token, c.rank)
         if lease is None:
             assert isinstance(outcome, LeaseLost), outcome
             return
-        named = _positions(c.index, len(lease.ids))
+        if lease.crew is not None and self.tasks[lease.task].batch_rows is not None:
+            self._acknowledge(lease, lease.crew, c, outcome)
+            return
+        part = lease.part(c.rank)
+        named = _positions(c.index, len(part))
         dropped = [] if c.filtered is None or named is None else _positions(c.filtered, len(named))
         if self._is_error(outcome, [SchemaError] if named is None or dropped is None else []):
             return
         assert named is not None
         assert dropped is not None
         task, errors = self.tasks[lease.task], []
-        ids = [lease.ids[at] for at in named]
+        ids = [part[at] for at in named]
         mine = [i for i in ids if i in self.held(c.token)]
         if set(task.gives) - set(c.columns) and len(dropped) < len(ids):
             errors.append(SchemaError)
@@ -327,7 +429,13 @@ class Naive(NaiveRows):
         if self._is_error(outcome, errors):
             return
         assert isinstance(outcome, cmd.Completed), outcome
-        assert cmd.unpack_ids(outcome.revoked).tolist() == [i for i in ids if i not in mine]
+        finished = lease.crew.finished if lease.crew is not None else set()
+        gone = [i for i in ids if i not in mine]
+        assert cmd.unpack_ids(outcome.revoked).tolist() == [i for i in gone if i not in finished]
+        assert cmd.unpack_ids(outcome.again).tolist() == [i for i in gone if i in finished]
+        if lease.crew is not None:
+            finished |= set(mine)
+            self._saw(lease.crew, c.rank, ids)
         if mine:
             self._write_schema(c.columns)
             self.charge(mine, c.nbytes * len(mine) // len(ids))
@@ -340,20 +448,49 @@ class Naive(NaiveRows):
             else:
                 self._end_group(i, "filtered")
 
+    def _saw(self, crew: Crew, rank: int, ids: list[int]) -> None:
+        seen = crew.seen.setdefault(rank, set())
+        seen |= set(ids)
+        if seen == set(crew.rows[rank]):
+            crew.done.add(rank)
+
+    def _acknowledge(self, lease: Lease, crew: Crew, c: cmd.Complete, outcome: Any) -> None:
+        part = crew.rows[c.rank]
+        named = _positions(c.index, len(part))
+        dropped = [] if c.filtered is None or named is None else _positions(c.filtered, len(part))
+        wrong = named is None or len(named) != len(part) or dropped is None or bool(c.columns)
+        if self._is_error(outcome, [SchemaError] if wrong else []):
+            return
+        self._is(outcome, cmd.Completed(revoked=b""))
+        assert named is not None
+        assert dropped is not None
+        if c.rank in crew.done:
+            return
+        crew.done.add(c.rank)
+        crew.dropped.setdefault(tuple(part), [part[named[at]] for at in dropped])
+        if len(crew.done) == len(crew.members):
+            for i in lease.ids:
+                self._done(i, self.tasks[lease.task])
+            for i in {i for ids in crew.dropped.values() for i in ids}:
+                self.rows[i].ended = "filtered"
+
     def _giveback(self, session: int, c: cmd.GiveBack, outcome: Any) -> None:
-        lease = self._lease_of(session, c.token)
-        if lease is None:
+        lease = self._lease_of(session, c.token, c.rank)
+        if lease is None or (lease.crew is not None and c.rank in lease.crew.done):
             assert isinstance(outcome, LeaseLost), outcome
             return
-        named = _positions(c.index, len(lease.ids))
+        part = lease.part(c.rank)
+        named = _positions(c.index, len(part))
         if self._is_error(outcome, [SchemaError] if named is None else []):
             return
         self._is(outcome, cmd.Done())
         assert named is not None
-        self._return(c.token, [lease.ids[at] for at in named], c.blame)
+        self._return(c.token, [part[at] for at in named], c.blame)
+        if lease.crew is not None and self.tasks[lease.task].batch_rows is None:
+            self._saw(lease.crew, c.rank, [part[at] for at in named])
 
     def _renew(self, session: int, c: cmd.Renew, outcome: Any) -> None:
-        lease = self._lease_of(session, c.token)
+        lease = self._lease_of(session, c.token, c.rank)
         if lease is None:
             assert isinstance(outcome, LeaseLost), outcome
             return

@@ -30,11 +30,30 @@ class Row:
 
 
 @dataclass
+class Crew:
+    """The ranks of a team's lease: their sessions, and the rows of each."""
+
+    team: str
+    members: list[int]
+    rows: list[list[int]]
+    shared: bool
+    done: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    seen: dict[int, set[int]] = field(default_factory=dict)
+    dropped: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    void: bool = False
+
+
+@dataclass
 class Lease:
     task: str
     session: int
     ids: list[int]
     expires: float
+    crew: Crew | None = None
+
+    def part(self, rank: int) -> list[int]:
+        return self.ids if self.crew is None else self.crew.rows[rank]
 
 
 @dataclass
@@ -52,6 +71,7 @@ class NaiveRows:
         self.tasks: dict[str, TaskSpec] = {}
         self.loaded: dict[int, int | None] = {}  # by session
         self.leases: dict[int, Lease] = {}
+        self.dealt: dict[int, dict[int, cmd.Leased]] = {}  # token -> rank -> what a team was told
         self.parked: list[Parked] = []
         self.schema: dict[str, Any] = {}
         self.named_columns: set[str] = set()
@@ -202,14 +222,56 @@ class NaiveRows:
         """A session left, or its process died."""
         if session in self.loaded:
             self.parked = [p for p in self.parked if p.session != session]
-            for token in [t for t, lease in self.leases.items() if lease.session == session]:
-                self._return(token, self.held(token), blame)
+            for token, lease in self.leases.items():
+                if lease.crew is None:
+                    if lease.session == session:
+                        self._return(token, self.held(token), blame)
+                elif any(s == session and r not in lease.crew.done for r, s in enumerate(lease.crew.members)):
+                    self.void(token, blame)
             del self.loaded[session]
 
     def expire(self) -> None:
         for token, lease in list(self.leases.items()):
-            if lease.expires <= self.now:
+            if lease.expires <= self.now and lease.crew is None:
                 self._return(token, self.held(token), blame=True)
+            elif lease.expires <= self.now and self.open_crew(token):
+                self.void(token, blame=True)
+
+    def void(self, token: int, blame: bool) -> None:
+        """A team's lease goes back, all that is left of it."""
+        crew = self.leases[token].crew
+        assert crew is not None
+        if self.open_crew(token):
+            self._return(token, self.held(token), blame)
+            crew.void = True
+
+    def open_crew(self, token: int) -> bool:
+        """Whether a team's lease is not over."""
+        crew = self.leases[token].crew
+        if crew is None or crew.void:
+            return False
+        step = self.tasks[self.leases[token].task].batch_rows is not None
+        return bool(self.held(token)) or (crew.shared and not step and len(crew.done) < len(crew.members))
+
+    def take_over(self, session: int, command: Any) -> None:
+        """A request of a rank waits: what earlier sessions hold under its name is void."""
+        if isinstance(command, cmd.Lease) and command.world_size > 1:
+            for token in self.under(command):
+                crew = self.leases[token].crew
+                if crew is not None and crew.members[command.rank] != session:
+                    self.void(token, blame=True)
+
+    def under(self, c: cmd.Lease) -> list[int]:
+        """Tokens of leases that sessions hold under a rank, and have not done with."""
+        return [
+            token
+            for token, lease in self.leases.items()
+            if lease.crew is not None
+            and (lease.task, lease.crew.team) == (c.task, c.team)
+            and self.open_crew(token)
+            and c.rank < len(lease.crew.members)
+            and c.rank not in lease.crew.done
+        ]
 
     def settle(self) -> None:
         """Ready groups join steps, earliest deadline first, then first come; rows that are through end."""

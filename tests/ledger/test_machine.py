@@ -85,7 +85,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.size = draw(st.sampled_from([1, 2, 3]), "group size")
         self.batch = self.size * draw(st.sampled_from([1, 2, 3]), "groups in a batch")
         self.tasks = make_tasks(draw, self.batch)
-        self.fair = Fair(self.run, self.tasks, self.size)
+        self.fair = Fair(self.run, self.tasks, self.size, team=draw(one_in(3), "ranks train"))
         self.sessions = [self.run.join(f"worker {i}") for i in range(3)]
         limits = cmd.Configure(
             capacity_rows=draw(st.sampled_from([None, 4 * self.batch, self.batch + 1, self.batch]), "capacity"),
@@ -143,12 +143,46 @@ class LedgerMachine(RuleBasedStateMachine):
             if isinstance(outcome, cmd.Leased):
                 break
 
+    @rule(
+        who=small,
+        which=small,
+        count=st.sampled_from([2, 4, 4, 5]),
+        size=st.sampled_from([2, 2, 2, 3]),
+        shards=st.sampled_from([0, 0, 1]),
+        ranks=st.sampled_from([[0, 1], [1, 0], [1, 0], [0], [1], [0, 1, 2], [2, 1, 0]]),
+        spoil=st.sampled_from(["no"] * 9 + ["rank", "shards", "name"]),
+        wait=st.sampled_from([0.0, 4.0, 40.0, 40.0]),
+        words=st.booleans(),
+    )
+    def lease_as_a_team(
+        self, who: int, which: int, count: int, size: int, shards: int, ranks: list[int], spoil: str, wait: float,
+        words: bool,
+    ) -> None:  # fmt: skip
+        task = self.tasks[which % len(self.tasks)].name
+        for number, rank in enumerate(ranks):
+            if rank < size or spoil == "rank":
+                command = cmd.Lease(
+                    task=task, count=count, timeout_s=wait, team="" if spoil == "name" else "t", rank=rank,
+                    world_size=size, shards=5 if spoil == "shards" else shards,
+                )  # fmt: skip
+                self.run.send(self.session(who + number), command)
+        crews = [lease for lease in self.run.ledger.leases.values() if lease.crew is not None]
+        if words and crews:
+            lease = crews[-1]
+            columns = dict.fromkeys(self.run.naive.tasks[lease.task].gives, COLUMN)
+            for rank in ranks[: lease.crew.size]:
+                done = cmd.Complete(token=lease.token, columns=columns, rank=rank)
+                self.run.send(lease.session_of(rank % lease.crew.size), done)
+
     @rule(at=small)
     def complete_all(self, at: int) -> None:
         held = self._held(at)
         if held is not None:
             token, lease, task = held
-            self.run.send(lease.session, cmd.Complete(token=token, columns=dict.fromkeys(task.gives, COLUMN)))
+            for rank in range(1 if lease.crew is None else lease.crew.size):
+                if token in self.run.ledger.leases:
+                    done = cmd.Complete(token=token, columns=dict.fromkeys(task.gives, COLUMN), rank=rank)
+                    self.run.send(lease.session_of(rank), done)
 
     @rule(
         at=small,
@@ -171,9 +205,11 @@ class LedgerMachine(RuleBasedStateMachine):
         if held is None:
             return
         token, lease, task = held
+        rank = at % (1 if lease.crew is None else lease.crew.size)
+        rows = len(lease.part(rank))
         if part is not None:
-            part = sorted({p % len(lease.ids) for p in part})
-        count = len(lease.ids) if part is None else len(part)
+            part = sorted({p % rows for p in part}) if rows else []
+        count = rows if part is None else len(part)
         if filtered is not None:
             filtered = sorted({f for f in filtered if f < count})
         columns = dict.fromkeys(task.gives, COLUMN)
@@ -184,15 +220,16 @@ class LedgerMachine(RuleBasedStateMachine):
         elif spoil == "twice":
             columns["prompt"] = COLUMN
         elif spoil in ("range", "below", "again"):
-            part = [*(part or []), *{"range": [len(lease.ids)], "below": [-1], "again": [0, 0]}[spoil]]
+            part = [*(part or []), *{"range": [rows], "below": [-1], "again": [0, 0]}[spoil]]
         index = None if part is None else np.array(part, "<i4").tobytes()
         command = cmd.Complete(
             token=token,
             columns=columns,
             index=b"\0\0\0" if spoil == "odd" else index,
             filtered=None if filtered is None else np.array(filtered, "<i4").tobytes(),
+            rank=rank,
         )
-        owner = lease.session
+        owner = lease.session_of(rank)
         if spoil == "thief":
             owner = next((s for s in reversed(self.run.naive.loaded) if s != owner), 10**6)
         self.run.send(owner, command)
@@ -203,10 +240,12 @@ class LedgerMachine(RuleBasedStateMachine):
         if held is None:
             return
         token, lease, _ = held
+        rank = at % (1 if lease.crew is None else lease.crew.size)
+        rows = len(lease.part(rank))
         index = None
         if part is not None:
-            index = np.array(sorted({p % len(lease.ids) for p in part}), "<i4").tobytes()
-        self.run.send(lease.session, cmd.GiveBack(token=token, index=index, blame=blame))
+            index = np.array(sorted({p % rows for p in part} if rows else []), "<i4").tobytes()
+        self.run.send(lease.session_of(rank), cmd.GiveBack(token=token, index=index, blame=blame, rank=rank))
 
     @rule(at=st.integers(0, 30), what=st.sampled_from(["complete", "filter", "give back", "renew"]))
     def use_any_token(self, at: int, what: str) -> None:
