@@ -139,7 +139,7 @@ def test_views_stay_what_they_were_while_their_writer_is_stopped_and_goes_on(run
                     rows += _read(queue, kept, 0.05)
                 child.resume()
             # when some of what is read is kept beyond the row's end
-            rows += _read(queue, kept, 60)
+            rows += _read(queue, kept, 60) if rows < 250 else 0
             kept = kept[-60:] if numbers.random() < 0.1 else kept
         assert child.hear() == "done"
     # then none of it has changed
