@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,11 @@ from queue_runs import until
 from recovery_bench import Bench, kill, make
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost
+from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost, MemoryFull
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.memory import sweep
-from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, open_queue, recovery, snapshot
+from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, journal, open_queue, recovery, snapshot
 from asyncflow_sdk.weights import WeightPublisher, WeightUpdates
 from asyncflow_sdk.wire import client
 
@@ -317,3 +320,38 @@ def test_everything_a_server_knows_is_carried_or_is_known_to_be_made_anew() -> N
     assert snapshot.encode(snapshot.decode(snapshot.encode(state))) == snapshot.encode(state)
     server._wire.stop()
     server.directory.close()
+
+
+def test_nothing_is_acknowledged_that_the_disk_did_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a server, and two clients
+    path = tmp_path / "journal"
+    told: list[Any] = []
+    with served(path, durability="process", on_event=told.append) as server:
+        one, two = (open_queue(Connection(server.addresses[1], name)) for name in ("one", "two"))
+        failing = True
+        write = os.pwrite
+
+        def unwilling(*arguments: Any) -> int:
+            if failing:
+                raise OSError(errno.EIO, "Input/output error")
+            return write(*arguments)
+
+        monkeypatch.setattr(journal.os, "pwrite", unwilling)
+        # when the disk fails at a put that was carried out already
+        put: list[Any] = []
+        waiting = threading.Thread(target=lambda: put.append(one.put({"x": [1.0]})))
+        waiting.start()
+        until(lambda: any("cannot be written" in getattr(event, "text", "") for event in told), "word of it")
+        # then that one waits, further ones are refused, and who only looks is answered
+        with pytest.raises(MemoryFull, match=r"cannot take this request: Input/output error\. Nothing was stored"):
+            two.put({"x": [2.0]})
+        assert two.audit().put == 1
+        # and when it works again, all goes on
+        failing = False
+        waiting.join(30)
+        assert put[0].first == 0
+        assert two.put({"x": [3.0]}).first == 1
+        assert any("can be written again" in getattr(event, "text", "") for event in told)
+        monkeypatch.undo()
+        for queue in (one, two):
+            queue._port.connection.close()
