@@ -45,6 +45,7 @@ class Handshake:
     def close(self) -> None:
         if not self._socket.closed:
             self._socket.disable_monitor()
+        self.monitor.close(linger=0)
 
     def _why(self) -> str:
         if self._keyed:
