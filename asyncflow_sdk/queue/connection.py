@@ -245,6 +245,7 @@ class Port:
         try:
             letter = self.write(command, columns, keep=False, grow=False)
         except NoHole:  # rows that ended since the last answer may have left room
+            check_arguments(command)
             timeout_s: float = getattr(command, "timeout_s", CALL_S)
             self.connection.answered(await self.ask(self.connection.call(None), timeout_s))
             letter = self.write(command, columns, keep=False)

@@ -153,6 +153,24 @@ def test_a_key_where_none_is_needed_or_none_where_it_is(files: tuple[Path, Path]
             Client(address)
 
 
+def test_connections_that_come_and_go_leave_no_sockets_behind(files: tuple[Path, Path]) -> None:
+    keys = server_keys(*files)
+    with serving("tcp://127.0.0.1:0", keys=keys) as parrot:
+        # given
+        def come_and_go() -> None:
+            client = Client(parrot.server.addresses[0], RunKey.load(files[1]))
+            client.ask(b"x", 30)
+            client.close()
+
+        come_and_go()
+        files_before = len(os.listdir("/proc/self/fd"))
+        # when
+        for _ in range(20):
+            come_and_go()
+        # then
+        until(lambda: len(os.listdir("/proc/self/fd")) < files_before + 10, "their files to be closed")
+
+
 def test_a_server_with_keys_stops_and_starts_again_at_its_address(files: tuple[Path, Path]) -> None:
     # given a client that is let in, and a server that ends
     keys = server_keys(*files)
