@@ -89,7 +89,7 @@ class Intake(Teaming):
             self.steps = Steps(task, Window(spec.batch_rows, self.max_staleness, self.last_steps))
             self._dirty.update(f"task {t}" for t in self.tasks)
             self._dirty.add("wanted")
-        self._dirty.add("put")  # one that waits may have become impossible
+        self._judge_puts()  # one that waits may have become impossible
         live = live[taken]
         rows.todo[rows.at(live)] += 1
         for partition, part in self._by_partition(live):
@@ -211,7 +211,7 @@ class Intake(Teaming):
         reply = cmd.PutDone(first=int(ids[0]), count=count, again=False)
         if command.key:
             self._keys.add(command.key, reply.first, count, command.group_size, rows)
-            self._dirty.add("put")  # one that waits with the same key need not
+            self._judge_puts()  # one that waits with the same key need not
         self._make_ready_alike(takers, ids, bits, 0)
         return reply
 
@@ -221,9 +221,11 @@ class Intake(Teaming):
         parked = self.waiters.get("put")
         if not parked or next(iter(parked.values())).command is command:
             return False
-        if self.steps is None or not trained:
-            return True
-        return self.steps.window.finished or self.unselected >= self.steps.window.free
+        return not trained or self._in_line()
+
+    def _in_line(self) -> bool:
+        """Whether no put may go before one that waits for room."""
+        return self.steps is None or self.steps.window.finished or self.unselected >= self.steps.window.free
 
     def _cancel(self, session: Session, command: cmd.Cancel) -> cmd.Reply:
         if bool(command.ids) + bool(command.key) + (command.partition is not None) != 1:

@@ -139,10 +139,12 @@ class Ledger(Losing):
                 elif not self._all_woken and self._nothing_for(waiter.command):
                     break
             self._refill()
-        self._all_woken = False
+        self._all_woken = self._judging = False
 
     def _nothing_for(self, command: cmd.Command) -> bool:
-        """Whether all who wait where this request waits do so for rows, and none is there."""
+        """Whether all who wait where this request waits do so for rows, and none is there; or for room, behind it."""
+        if isinstance(command, cmd.Put):
+            return not self._judging and self._in_line()
         if not isinstance(command, cmd.Lease) or self.ended_partitions:
             return False
         task = self.tasks[command.task]

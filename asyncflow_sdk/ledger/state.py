@@ -224,6 +224,7 @@ class State:
         self._next_token = 1
         self._dirty: set[str] = set()
         self._all_woken = False  # not for rows alone
+        self._judging = False  # puts, not for room alone
         self._effects = Effects()
         self._now = 0.0
         self.outside = Outside()
@@ -276,7 +277,7 @@ class State:
             if name not in self.schema:
                 self.schema[name] = spec
                 self._places.setdefault(name, len(self._places))
-                self._dirty.add("put")  # one that says otherwise can be refused now
+                self._judge_puts()  # one that says otherwise can be refused now
         return self._mask(columns)
 
     def _answer(self, ticket: int, reply: cmd.Reply | AsyncFlowError) -> None:
@@ -432,6 +433,11 @@ class State:
     def _reserve(self) -> int:
         """Bytes that a new row may come to take."""
         return self.row_bytes or self.largest_row
+
+    def _judge_puts(self) -> None:
+        """Every put that waits is looked at again, also behind one that goes on waiting."""
+        self._dirty.add("put")
+        self._judging = True
 
     def _wake_all(self) -> None:
         self._dirty.update(self.waiters)

@@ -15,6 +15,7 @@ from ledger_queue import (
     PLAIN,
     REWARD,
     ROLLOUT,
+    TEXT,
     TOKENS,
     TRAIN,
     Queue,
@@ -203,6 +204,23 @@ def test_the_cost_of_a_command_does_not_follow_leases_and_waiting_requests() -> 
     few = work_beside(8, 8)
     many = work_beside(2_000, 2_000)
     assert many <= few * 1.05  # a heap is swept at other times
+
+
+def test_room_for_one_put_does_not_try_all_that_wait() -> None:
+    # given a full queue, and many puts that wait
+    queue = Queue(TaskSpec(name="last", needs=("prompt",)), capacity_rows=2)
+    worker = queue.join("w")
+    queue.put(2)
+    for _ in range(50):
+        queue.ask(worker, cmd.Put(groups=1, group_size=1, columns={"prompt": TEXT}, timeout_s=9.0))
+    tried = []
+    put = queue.ledger._handlers[cmd.Put]
+    queue.ledger._handlers[cmd.Put] = lambda *what: (tried.append(1), put(*what))[1]
+    # when a row goes
+    queue.complete(worker, queue.lease(worker, "last", 1))
+    # then one came in, and the next one waits on
+    assert queue.audit().live == 2
+    assert len(tried) <= 3
 
 
 def wakings() -> str:
