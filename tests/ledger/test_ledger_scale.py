@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ledger_queue import (
     LAST,
@@ -29,6 +30,7 @@ from asyncflow_sdk.errors import (
 )
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.commands import SamplerSpec
 from asyncflow_sdk.ledger.ready import ReadyQueue
 from asyncflow_sdk.ledger.rows import READY, Rows
 from asyncflow_sdk.types import ColumnSpec
@@ -198,6 +200,53 @@ def work_beside(leased: int, parked: int) -> int:
     assert len(ledger.leases) == leased
     assert len(ledger.parked) == parked
     return steps
+
+
+def work_of_choosing(ready: int) -> int:
+    """Bytecodes run for leases through samplers, priorities and a team, with so many rows ready."""
+    sampler = SamplerSpec("length_bucketed", {"column": "prompt", "window": 64})
+    tasks = [
+        TaskSpec(name="plain", needs=("prompt",), gives=("answer",), sampler=sampler),
+        TaskSpec(name="groups", needs=("prompt",), gives=("more",), sampler=SamplerSpec("whole_groups")),
+        TaskSpec(name="ranks", needs=("prompt",), sampler=SamplerSpec("token_balanced", {"column": "prompt"})),
+    ]
+    queue = Queue(*tasks)
+    ledger, worker = queue.ledger, queue.join("w")
+    steps = 0
+
+    def count(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes = True
+        steps += event == "opcode"
+        return count
+
+    def turn(ticket: int) -> None:
+        for number, task in enumerate(("plain", "groups")):
+            ledger.apply(worker, cmd.Lease(task=task, count=16), 0.0, ticket + number)
+        for rank in range(2):
+            ask = cmd.Lease(task="ranks", count=16, timeout_s=9, team="t", rank=rank, world_size=2)
+            ledger.apply(worker, ask, 0.0, ticket + 4 + rank)
+        assert len([a for _, a in ledger.drain().answers if isinstance(a, cmd.Leased)]) == 4
+
+    for priority in range(3):
+        measures = {"prompt": (np.arange(ready // 6) % 97.0).tobytes()}
+        put = cmd.Put(
+            groups=ready // 6, group_size=2, columns={"prompt": TOKENS}, priority=priority, measures=measures
+        )
+        ledger.apply(worker, put, 0.0, 1)
+    ledger.drain()
+    turn(10)
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        turn(20)
+    finally:
+        sys.settrace(before)
+    return steps
+
+
+def test_the_cost_of_choosing_does_not_follow_the_rows_that_are_ready() -> None:
+    assert work_of_choosing(60_000) <= work_of_choosing(1_200) * 1.02
 
 
 def test_the_cost_of_a_command_does_not_follow_leases_and_waiting_requests() -> None:
