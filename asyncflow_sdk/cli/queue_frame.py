@@ -169,7 +169,7 @@ def _who(report: StatusReport, width: int, room: int) -> list[list[Cell]]:
     title += [(f"{'pid':<{place}}", "dim")] if place else []
     title += [(f"{'loaded':<{weights}} ", "dim")] if weights else []
     title.append((f"{'since':<9}", "dim"))
-    doing = f"{report.parked_count:,} waiting, {report.lease_count:,} leases, {report.session_count:,} clients"
+    doing = f"{report.parked_count:,} waiting, {_so_many(report.lease_count, 'lease')}, {_so_many(report.session_count, 'client')}"
     title.append((doing, "dim"))
     weights += 1 if weights else 0
     left = max(width - first - place - weights - 9, 12)
@@ -242,6 +242,10 @@ def _holds(session: SessionStatus) -> _Line:
     more = f" in {session.leases} leases" if session.leases > 1 else ""
     text = f"holds {session.rows:,} rows of {session.task}{more}"
     return _Line(session, printable(session.name), session.held_s, printable(text), "green")
+
+
+def _so_many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _place(report: StatusReport, session: SessionStatus | None) -> str:

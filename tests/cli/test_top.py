@@ -212,7 +212,7 @@ def test_once_by_the_runs_directory(tmp_path: Path, served: Child) -> None:
     assert "3 rows live of 100,000 · 3 put" in flat
     assert f"● driver {served.pid} " in flat
     assert "holds 2 rows of work" in flat
-    assert "1 clients" in flat  # who only looks is not counted
+    assert "1 lease, 1 client" in flat  # who only looks is not counted
 
 
 def test_json_for_programs_by_address(tmp_path: Path, served: Child) -> None:
