@@ -37,14 +37,14 @@ def fill_a_small_disk(path: str) -> None:
     (name,) = copy.glob("journal-*")
     bodies = [decode_call(entry.record.body).command for entry in Recorded(name).entries()]
     recovered = sum(type(command).__name__ == "Put" for command in bodies)
+    queue.end(cancel=True)
+    server.close()
     say(
         {
             "refused": refused, "acknowledged": acknowledged, "put": put, "after": after, "recovered": recovered,
             "live_blocks": blocks,
         }
     )  # fmt: skip
-    queue.end(cancel=True)
-    server.close()
 
 
 def serve_and_die(path: str, writes: int, moment: str, durability: str = "process") -> None:
