@@ -28,14 +28,23 @@ DTYPES = [np.dtype(d) for d in (np.bool_, np.int8, np.int16, np.float32, np.int6
 DTYPES += [np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn), OPAQUE]
 
 
+STORES: list["Store"] = []
+
+
 class Store:
     """What a server and its clients do with payload, without them."""
 
     def __init__(self, directory: Path, segment_bytes: int = 1 << 14) -> None:
         self.arena = Arena(directory, "s1-", segment_bytes)
-        self.places, self.reader = Places(), Reader(Mapper(directory))
+        self.mapper = Mapper(directory)
+        self.places, self.reader = Places(), Reader(self.mapper)
+        STORES.append(self)
         self.schema: dict[str, ColumnSpec] = {}
         self.rows = 0
+
+    def close(self) -> None:
+        self.arena.close(unlink=False)
+        self.mapper.close()
 
     def put(self, columns: dict[str, Any], group_size: int = 1) -> np.ndarray:  # type: ignore[type-arg]
         packed = pack_columns(columns)
@@ -70,6 +79,8 @@ class Store:
 def directory() -> Iterator[Path]:
     shared = SharedDirectory(Path("/dev/shm"))
     yield shared.path
+    while STORES:
+        STORES.pop().close()
     shared.close()
 
 
@@ -141,6 +152,7 @@ def test_any_rows_of_any_blocks_in_any_order_are_the_loop(
         store.end(numbers.permutation(list(wanted)))
         assert (store.arena.blocks, store.places.live_bytes, store.places.segments_of("p")) == (0, 0, set())
     finally:
+        STORES.pop().close()
         shared.close()
 
 
