@@ -38,9 +38,6 @@ def unharmed(queue: TransferQueue) -> None:
     assert blocks_in_use(queue) == 1
 
 
-LATE = object()  # made when it is used: too large to lie about
-
-
 @pytest.mark.parametrize(
     ("columns", "error"),
     [
