@@ -9,37 +9,28 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from .._version import __version__
 from ..errors import AsyncFlowError, MemoryFull, ProtocolError, by_name
 from ..interfaces import Sampler
-from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.choosing import make_sampler
 from ..ledger.commands import Ids
-from ..ledger.state import Held
-from ..memory import Mapper
-from ..types import Batch, ColumnSpec, Event
+from ..types import Batch, Event
 from ..types import events as ev
 from ..wire import MAX_BYTES, Server, ServerKeys, process_key
 from . import remote
-from .blocks import Block, Located
+from .blocks import Block
+from .carrying import Carrying, Pending
 from .checks import check_call, completed, owns
-from .clock import Clock
-from .files import Files
-from .gauges import Gauges
 from .journal import Asked, Dropped, Gone, Record, Ticked
 from .keeping import Keeping
 from .measuring import Measuring
-from .places import Places
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
-from .reader import Reader
 from .recovery import Recovered
-from .remote import Remote
 
 STATUS_EVERY_S = 0.5
 LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus)
@@ -47,20 +38,7 @@ LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus)
 _log = logging.getLogger(__name__)
 
 
-class _Pending(NamedTuple):
-    """A request under way, with what only the command that began it knows."""
-
-    session: str
-    command: cmd.AnyCommand
-    owner: str  # of the block
-    block: Block | None
-    ids: Ids | None  # of a completion, in the order of the block's entries
-    inline: bool  # whether payload goes beside the answer
-    then: cmd.Lease | None = None  # to be carried out when this one has had its effect
-    first: cmd.Reply | None = None  # what came of the command that this one rode with
-
-
-class QueueServer:
+class QueueServer(Carrying):
     """Serves a queue and versions, at a socket of its own on this host and at ``addresses``, and to
     its own process at ``here``.
 
@@ -89,32 +67,12 @@ class QueueServer:
         max_call_bytes: int = MAX_BYTES,
         samplers: Mapping[str, Callable[..., Sampler]] | None = None,
     ) -> None:
-        self._keeping = Keeping(journal, durability)
-        self.durability, self.directory = self._keeping.durability, self._keeping.directory
-        self.rows = self._keeping.rows
+        super().__init__(Keeping(journal, durability), on_event, on_step)
+        self.ledger.make_sampler = functools.partial(make_sampler, own=samplers)
         # the name of an inproc socket is free a while after its server is gone
         self.here = f"inproc://{self.directory.path.name}-{secrets.token_hex(4)}"
         addresses = [self.here, f"ipc://{self.directory.path}/queue", *addresses]
-        self.ledger = Ledger()
-        self.ledger.make_sampler = functools.partial(make_sampler, own=samplers)
-        self._places = Places()
-        self._files = Files(self.rows, self.directory.path)
-        self._mapper = Mapper(self.rows)
-        self._reader = Reader(self._mapper)
-        self._remote = Remote(self.rows, self._reader, synced=self.durability == "host")
         self._measuring = Measuring(self.ledger, self._places, self._reader)
-        self._gauges = Gauges({self.directory.path, self.rows}, self._places)
-        self._on_event = on_event
-        self._on_step = on_step
-        self._clock = Clock()
-        self._replaying = False
-        self._sessions: dict[str, int] = {}
-        self._processes: dict[str, tuple[int, str]] = {}  # pid and key of each session's
-        self._pending: dict[int, _Pending] = {}
-        self._schemas: dict[
-            tuple[tuple[str, ...], int], dict[str, ColumnSpec]
-        ] = {}  # columns, and all that rows have
-        self._freed: dict[str, bytes] = {}  # session → serials of its blocks
         self._next_status = 0.0
         self.recovered: Recovered | None = None
         try:
@@ -336,7 +294,7 @@ class QueueServer:
             trained = self._trained(lease, ids)
             if call.then is not None and not isinstance(command, (cmd.Complete, cmd.GiveBack)):
                 raise ProtocolError("a lease rides with a completion or a return of rows, and with nothing else")
-            self._pending[ticket] = _Pending(session, command, owner, block, ids, call.inline, call.then)
+            self._pending[ticket] = Pending(session, command, owner, block, ids, call.inline, call.then)
             self.ledger.apply(number, command, now, ticket)
         except Exception:
             self._pending.pop(ticket, None)
@@ -349,13 +307,6 @@ class QueueServer:
         if isinstance(command, cmd.Leave):
             del self._sessions[session]
             self._close_session(session, number)
-
-    def _trained(self, lease: Held | None, ids: Ids | None) -> tuple[int, Ids, Ids] | None:
-        """Step, rows and groups of rows of a step that are acknowledged now; of a team's, all of its rows."""
-        if lease is None or ids is None:
-            return None
-        ids = ids if lease.crew is None else lease.ids
-        return lease.step, ids, self.ledger.rows.first[self.ledger.rows.at(ids)]
 
     def _check(self, number: int, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
         """Raises what is wrong with the payload, which only the files tell; a replay is told what was found."""
@@ -374,151 +325,6 @@ class QueueServer:
             raise by_name(*msgspec.msgpack.decode(refused, type=tuple[str, str]))
         return found[0] if found else completed(self.ledger, command, block)
 
-    def _keep(self, ids: Ids, groups: Ids) -> Callable[[], Batch]:
-        """A way to read rows with every column they have, in any thread, also after their memory was freed.
-
-        The ledger may have forgotten them by now; their places are known until they are retired.
-        """
-        columns_of = self._places.columns_of(ids)
-        located = self._places.locate(ids, columns_of)
-        schema = {name: self.ledger.schema[name] for name in columns_of}
-        held = [hold for part in located for hold in self._reader.hold(part)]
-
-        def read() -> Batch:
-            columns = remote.read(self._reader, located, schema)
-            held.clear()  # the columns hold their blocks themselves, where they are views
-            return Batch(ids, groups, columns)
-
-        return read
-
-    def _locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[tuple[Located, ...], dict[str, ColumnSpec]]:
-        if not len(ids):  # a rank of a team without rows: what they would be
-            return (), {name: self.ledger.schema[name] for name in columns if name in self.ledger.schema}
-        have = self.ledger.rows.columns[self.ledger.rows.at(ids)]
-        common = int(np.bitwise_and.reduce(have)) if len(have) else 0
-        schema = self._schemas.get((columns, common))
-        if schema is None:
-            here = [name for name in columns if common >> self.ledger._places[name] & 1]
-            schema = self._schemas[columns, common] = {name: self.ledger.schema[name] for name in here}
-        return self._places.locate(ids, tuple(schema)), schema
-
-    # ---- what came of them
-
-    def _flush(self, trained: tuple[int, Ids, Ids] | None = None) -> None:
-        """Answer, tell, and free. ``trained``: step, rows and groups of rows of a step being acknowledged."""
-        effects = self.ledger.drain()
-        following: list[tuple[int, _Pending, cmd.Lease]] = []
-        for ticket, reply in effects.answers:
-            pending = self._pending.pop(ticket, None)
-            if pending is None:
-                continue
-            answer = self._carry_out(pending, reply)
-            if pending.then is not None and answer.error is None:
-                rider = _Pending(
-                    pending.session,
-                    pending.then,
-                    remote.OWNER,
-                    None,
-                    None,
-                    pending.inline,
-                    first=reply,  # type: ignore[arg-type]
-                )
-                following.append((ticket, rider, pending.then))
-            else:
-                self._answer(ticket, pending.session, answer, made=pending.inline and bool(answer.located))
-        if (
-            trained is not None
-            and self._on_step is not None
-            and not self._replaying
-            and any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
-        ):
-            step, ids, groups = trained
-            self._tell(self._on_step, step, self._keep(ids, groups))
-        if not self._replaying:
-            for event in effects.events:
-                self._emit(self._clock.told(event))
-        for ids in effects.retired:
-            for owner, segment, serials in self._places.retire(ids):
-                self._free_in(owner, segment, serials)
-        for ticket, rider, lease in following:
-            self._pending[ticket] = rider
-            self.ledger.apply(self._sessions[rider.session], lease, self.ledger.now, ticket)
-        if following:
-            self._flush()
-
-    def _carry_out(self, pending: _Pending, reply: cmd.Reply | AsyncFlowError) -> Answer:
-        """What a reply means for payload, and the answer to send."""
-        located: tuple[Located, ...] = ()
-        schema: dict[str, ColumnSpec] = {}
-        block = pending.block
-        if isinstance(reply, AsyncFlowError) or (isinstance(reply, cmd.PutDone) and reply.again):
-            if block is not None:  # once sent, a block is its writer's again by the server's word alone
-                self._free(pending.owner, block)
-        elif isinstance(reply, cmd.PutDone):
-            assert block is not None
-            assert isinstance(pending.command, cmd.Put)
-            self._places.put(reply.first, block, pending.owner, pending.command.group_size)
-        elif isinstance(reply, cmd.Completed):
-            self._place_completion(pending, unpack_ids(reply.revoked + reply.again))
-        elif isinstance(pending.command, cmd.Publish):
-            self._files.published(pending.command.version, self._sessions[pending.session], self.ledger.versions)
-        elif isinstance(reply, cmd.Leased):
-            needs = self.ledger.tasks[reply.task].spec.needs
-            if isinstance(pending.command, cmd.Lease) and pending.command.columns is not None:
-                needs = pending.command.columns
-            located, schema = self._locate(unpack_ids(reply.ids), needs)
-        if isinstance(reply, AsyncFlowError):
-            return Answer(error=failure(reply), first=pending.first)  # type: ignore[arg-type]
-        return Answer(reply, None, located, schema, first=pending.first)  # type: ignore[arg-type]
-
-    def _place_completion(self, pending: _Pending, revoked: Ids) -> None:
-        if pending.block is None or pending.ids is None:
-            return
-        entries = np.arange(pending.block.rows)
-        if not len(revoked):
-            self._places.add(pending.ids, pending.block, pending.owner, entries)
-            return
-        kept = ~np.isin(pending.ids, revoked)
-        self._places.add(pending.ids[kept], pending.block, pending.owner, entries[kept])
-        if not kept.any():
-            self._free(pending.owner, pending.block)
-
-    def _free(self, owner: str, block: Block) -> None:
-        self._free_in(owner, block.segment, block.packed_serial)
-
-    def _free_in(self, owner: str, segment: str, serials: bytes) -> None:
-        if owner == remote.OWNER and self._remote.free(segment, serials):
-            return
-        if owner in self._sessions:
-            self._free_later(owner, serials)
-        elif segment not in self._places.segments_of(owner):
-            self._files.remove(segment)
-
-    def _free_later(self, owner: str, serials: bytes) -> None:
-        """With the owner's next answer."""
-        self._freed[owner] = self._freed.get(owner, b"") + serials
-
-    def _close_session(self, session: str, number: int) -> None:
-        self._wire.forget(session)
-        self._freed.pop(session, None)
-        self._processes.pop(session, None)
-        for ticket in [ticket for ticket, pending in self._pending.items() if pending.session == session]:
-            pending = self._pending.pop(ticket)
-            if pending.owner == remote.OWNER and pending.block is not None:
-                self._free(remote.OWNER, pending.block)
-        self._gauges.went(number)
-        self._files.ended(number, self._places.segments_of(session))
-
-    def _answer(self, ticket: int, session: str, answer: Answer, made: bool = False) -> None:
-        """The answer to a call that is recorded, with the news of freed memory. ``made``: see ``make``."""
-        freed = self._freed.pop(session, b"")
-        if freed:
-            answer = msgspec.structs.replace(answer, freed=freed)
-        body = encode(answer)
-        if self.ledger.outside.keep or self._replaying:
-            self._keeping.telling(body)
-        self._wire.answer(ticket, body, made)
-
     def _say(self, ticket: int, reply: cmd.Reply | AsyncFlowError, back: Block | None = None) -> None:
         """The answer to a call that is not recorded. ``back``: a block that came with it and is not taken."""
         freed = b"" if back is None else back.packed_serial
@@ -532,9 +338,6 @@ class QueueServer:
         """An input was carried out."""
         self._keeping.record(self, record)
 
-    def _fail(self, ticket: int, session: str, error: AsyncFlowError) -> None:
-        self._answer(ticket, session, Answer(error=failure(error)))
-
     def _status(self) -> None:
         status = self.ledger.status()
         held = self._gauges.held()
@@ -543,13 +346,3 @@ class QueueServer:
                 time_s=time.monotonic(), rows=status.rows, ended=status.ended, waiting=status.waiting, bytes=held
             )
         )
-
-    def _emit(self, event: Event) -> None:
-        self._tell(self._on_event, event)
-
-    def _tell(self, listener: Callable[..., None] | None, *what: object) -> None:
-        if listener is not None:
-            try:
-                listener(*what)
-            except Exception:
-                _log.exception("a listener of the queue server failed")
