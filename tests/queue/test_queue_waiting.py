@@ -150,17 +150,17 @@ def test_whatever_is_cancelled_no_row_and_no_memory_is_lost(run: Run) -> None:
     # then all that was put is there, whole and unharmed
     queue.end()
     for task in ("work", "check"):
-        while queue.status().rows[task]["done"] < queue.status().live:
-            with queue.get(task, 30, timeout_s=10) as batch:
+        with queue.stream(task, 30, timeout_s=10) as stream:  # what was cancelled late may still take effect
+            for batch in stream:
                 if task == "work":
-                    batch.complete({"y": batch.array("x")[:, 0] + 1})
+                    batch.finish({"y": batch.array("x")[:, 0] + 1})
                 else:
                     assert (batch.array("x")[:, 0] + 1 == batch.array("y")).all()
                     assert (batch.array("x") == batch.array("x")[:, :1]).all()
-                    batch.ack()
+                    batch.finish()
     audit = queue.audit()
     assert audit.balanced
-    assert audit.put == audit.consumed > 100
+    assert audit.put == audit.consumed > 30
     # and every block was freed, each once
     queue.flush()
     assert blocks_in_use(queue) == 0
