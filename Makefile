@@ -6,13 +6,15 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo test lint bench-demo bench-queue clean
+.PHONY: help install demo test fuzz lint bench-demo bench-queue clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
 	@echo "make test        run the whole test suite"
 	@echo "make lint        ruff, mypy, import contracts"
+	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
+	@echo "make bench-queue the queue beside Ascend's TransferQueue and bare floors (JSON=PATH writes the rows)"
 
 install: $(READY)
 
@@ -28,6 +30,10 @@ demo: install
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+fuzz: install
+	HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/queue/test_queue_fuzz.py \
+	  tests/queue/test_socket_fuzz.py tests/queue/test_recovery.py tests/ledger $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
