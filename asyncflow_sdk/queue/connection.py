@@ -55,7 +55,8 @@ class Connection:
     """A session with a queue server, and the memory it writes and reads. Thread-safe.
 
     ``key``: a copy of the run's run.key, or its path; tcp addresses beyond loopback need it. ``shared_memory`` False:
-    send columns as frames even where the server's memory is in sight. ``inline`` says whether they are.
+    send columns as frames even where the server's memory is in sight. ``inline`` says whether they are. ``timeout_s``:
+    the longest it waits for the server's first word.
     Raises ConfigError, AccessDenied, ServerLost, ProtocolError.
     """
 
@@ -66,13 +67,14 @@ class Connection:
         *,
         key: RunKey | str | os.PathLike[str] | None = None,
         shared_memory: bool = True,
+        timeout_s: float = CALL_S,
     ) -> None:
         self.name = name
         self.wire = Client(address, key if key is None or isinstance(key, RunKey) else RunKey.load(key))
         self._events: list[Event] = []
         self._lock = threading.Lock()
         try:
-            welcome = self._hello()
+            welcome = self._hello(timeout_s)
         except BaseException:
             self.wire.close()
             raise
@@ -88,9 +90,9 @@ class Connection:
         self.synced = welcome.durability == "host"  # payload is on disk before its command is sent
         self.reader = Reader(self.mapper)
 
-    def _hello(self) -> Welcome:
+    def _hello(self, timeout_s: float) -> Welcome:
         hello = Hello(self.name, os.getpid(), process_key(os.getpid()), __version__, socket.gethostname())
-        answer = decode_answer(self.wire.ask(encode(Call(hello)), CALL_S))
+        answer = decode_answer(self.wire.ask(encode(Call(hello)), timeout_s, grace_s=0.0))
         answer.raise_error()
         assert isinstance(answer.reply, Welcome)
         return answer.reply

@@ -91,12 +91,14 @@ class Client:
         """From now on requests end with ServerLost when this process, the server's, does; if it can be seen."""
         self._server = _Server(pid, key)
 
-    def ask(self, body: bytes, timeout_s: float) -> bytes:
+    def ask(self, body: bytes, timeout_s: float, grace_s: float = GRACE_S) -> bytes:
         """Send and wait. Raises ServerLost when no answer comes in ``timeout_s`` and a grace, when the server's
         process ends, or on close; AccessDenied."""
-        return self.exchange(body, timeout_s).body
+        return self.exchange(body, timeout_s, grace_s=grace_s).body
 
-    def exchange(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
+    def exchange(
+        self, body: bytes, timeout_s: float, frames: Sequence[Any] = (), *, grace_s: float = GRACE_S
+    ) -> Reply:
         """The same with payload: contiguous buffers, which must not change before this returns or raises."""
         self.fits(body, frames)
         with self._lock:
@@ -106,7 +108,7 @@ class Client:
         seq, began, tracker = self._numbering.begin(), time.monotonic(), None
         try:
             until = (
-                began + max(0.0, timeout_s) + GRACE_S
+                began + max(0.0, timeout_s) + grace_s
             )  # not a number waits for nothing, and must not wait for ever
             while True:
                 if tracker is None or tracker.done:

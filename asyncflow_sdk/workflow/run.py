@@ -372,14 +372,16 @@ def connect(
     key: str | os.PathLike[str] | None = None,
     shared_memory: bool = True,
     name: str = "client",
+    timeout_s: float = 30.0,
 ) -> Run:
     """Connect to a run: by its address or, on its own host, by its directory while it is served.
 
     ``key``: the path of a copy of the run's ``run.key``, which a run that other hosts can reach asks for.
     ``shared_memory`` False: send values over the socket even where the server's memory is in sight, as it is done
-    anyway from another host. Raises ConfigError, AccessDenied, ServerLost, ProtocolError.
+    anyway from another host. ``timeout_s``: the longest it waits for a server, which may start meanwhile. Raises
+    ConfigError, AccessDenied, ServerLost, ProtocolError.
     """
-    return Run(Connection(find_address(address), name, key=key, shared_memory=shared_memory))
+    return Run(Connection(find_address(address), name, key=key, shared_memory=shared_memory, timeout_s=timeout_s))
 
 
 def _keys(directory: Path | None, address: str | None, key: str | os.PathLike[str] | None) -> ServerKeys | None:
