@@ -100,7 +100,7 @@ class Ending(State):
     def _cancel_what_cannot_fill(self) -> None:
         """After the end: rows too few to fill the step that is open. None follows it."""
         steps, rows = self.steps, self.rows
-        if not self.ended or steps is None or steps.window.finished:
+        if not self._supply_ended() or steps is None or steps.window.finished:
             return
         if self.unselected < steps.window.free:
             live = rows.live_ids()

@@ -165,10 +165,14 @@ class Intake(Teaming):
         if trained:
             assert self.steps is not None
             _check_groups_fill(self.steps.window.batch_rows, command.group_size)
-        last = self.group_sizes.get(command.partition, command.group_size)
-        if last != command.group_size and any(task.spec.grouped for task in takers):
+        alike = [name for name in self.group_sizes if name == command.partition]
+        if trained:
+            assert self.steps is not None
+            alike = [name for name in self.group_sizes if self.steps.task.spec.takes(name)]
+        other = next((size for name in alike if (size := self.group_sizes[name]) != command.group_size), None)
+        if other is not None and any(task.spec.grouped for task in takers):
             raise ConfigError(
-                f"this run has groups of {last}; groups of {command.group_size} would leave steps that cannot fill"
+                f"this run has groups of {other}; groups of {command.group_size} would leave steps that cannot fill"
             )
         if not command.columns:
             raise SchemaError("a put needs at least one column")
@@ -249,6 +253,8 @@ class Intake(Teaming):
         return cmd.Cancelled(count=self._end_groups(ids, CANCELLED, command.reason))
 
     def _end(self, session: Session, command: cmd.End) -> cmd.Reply:
+        if command.partition == "*":
+            raise SchemaError('"*" is no partition; end them one by one, or all with no name')
         if command.partition is None:
             self.ended = self.end_said = True
         else:

@@ -107,8 +107,9 @@ class Ledger(Losing):
         self._drop_session(session, reason, blame=True)
         self._settle()
 
-    def forget(self, ticket: int) -> None:
+    def forget(self, ticket: int, now: float) -> None:
         """Nobody waits for a parked request any more."""
+        self._now = now
         if ticket in self.parked:
             self._unpark(self.parked[ticket])
             self._settle()
@@ -145,13 +146,13 @@ class Ledger(Losing):
         """Whether all who wait where this request waits do so for rows, and none is there; or for room, behind it."""
         if isinstance(command, cmd.Put):
             return not self._judging and self._in_line()
-        if not isinstance(command, cmd.Lease) or self.ended_partitions:
-            return False
+        if not isinstance(command, cmd.Lease) or self.ended_partitions or (self.ended and len(self.partitions) > 1):
+            return False  # of different partitions, one may have ended and another not
         task = self.tasks[command.task]
         return not task.spec.grouped and not any(task.fit.values())
 
     def _wanted(self, session: Session, command: cmd.Wanted) -> cmd.Reply | None:
-        if self.ended:
+        if self._supply_ended():
             raise Ended("every step is filled; no more rows are wanted")
         if self.steps is None:
             return None

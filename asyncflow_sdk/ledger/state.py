@@ -313,6 +313,12 @@ class State:
         else:
             self.kinds.pop((partition, kind), None)
 
+    def _supply_ended(self) -> bool:
+        """Whether nothing more can be put that a step takes."""
+        return self.ended or (
+            self.steps is not None and self.ended_partitions.issuperset(self.steps.task.spec.partitions)
+        )
+
     def _closed(self, partition: int) -> bool:
         """Whether nothing more can be put there."""
         return self.ended or any(self.partitions.get(name) == partition for name in self.ended_partitions)

@@ -64,6 +64,8 @@ class Teaming(Leasing):
         others = {rank: next(iter(asked.values())) for rank, asked in asking.items() if rank != command.rank}
         members = [session.id if r == command.rank else others[r].session for r in range(command.world_size)]
         crew = Crew(command.team, members, bounds, finished=np.zeros(len(ids), bool))
+        spans = [crew.span(rank) for rank in range(command.world_size)]
+        crew.done.update(rank for rank, span in enumerate(spans) if span.start == span.stop)  # they owe nothing
         whole = self._grant(session, task, ids, step, crew=crew)
         self._effects.events.append(
             ev.Balanced(time_s=self._now, task=task.spec.name, shards=shards, rows=len(ids), imbalance=off, step=step)

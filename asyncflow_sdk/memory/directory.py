@@ -89,7 +89,7 @@ def _lock(path: Path) -> int:
 
 def _remove_abandoned(base: Path, journal: Path, but: Path) -> None:
     """What a start of this journal left that got no further than making it."""
-    for path in base.glob(f"{PREFIX}{os.getuid()}-*"):
+    for path in _ours(base):
         with contextlib.suppress(OSError):
             if path != but and (path / MARK).read_text() == str(journal):
                 shutil.rmtree(path, ignore_errors=True)
@@ -105,7 +105,18 @@ def _journal_owns(path: Path) -> bool:
 
 def sweep(base: Path) -> list[Path]:
     """Remove what dead runs of this user left below ``base``; returns what was removed."""
-    return [path for path in base.glob(f"{PREFIX}{os.getuid()}-*") if remove_if_ownerless(path)]
+    return [path for path in _ours(base) if remove_if_ownerless(path)]
+
+
+def _ours(base: Path) -> list[Path]:
+    """Directories of this user's runs; whatever others have put there under such a name is not looked into."""
+    found = []
+    for path in base.glob(f"{PREFIX}{os.getuid()}-*"):
+        with contextlib.suppress(OSError):
+            state = path.lstat()
+            if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid():
+                found.append(path)
+    return found
 
 
 def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:

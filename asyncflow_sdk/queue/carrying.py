@@ -108,7 +108,12 @@ class Carrying:
             and any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
         ):
             step, ids, groups = trained
-            self._tell(self._on_step, step, self._keep(ids, groups))
+            try:
+                read = self._keep(ids, groups)
+            except Exception:  # too many open files, a segment that is gone: what follows must be done all the same
+                _log.exception("the rows of step %d cannot be kept for reading", step)
+            else:
+                self._tell(self._on_step, step, read)
         if not self._replaying:
             for event in effects.events:
                 self._emit(self._clock.told(event))

@@ -210,7 +210,7 @@ class Verbs(Generic[B]):
         """Batches of a task, one after another, until the stream ends; ``get`` says what each is.
 
         What ``batch.finish`` said is sent with the request for the next batch, so that a batch costs one request.
-        A batch that was neither finished nor completed is given back then. ``timeout_s``: the longest wait
+        A batch that was neither finished nor completed is given back then, and the attempt counts. ``timeout_s``: the longest wait
         for one batch. Leaving the loop sends what is unsent; use it as a context manager, too, to have
         an exception in the loop count against the rows.
         """

@@ -8,6 +8,7 @@ them where they would have been.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -32,6 +33,7 @@ from .protocol import Answer, Call, Delivered, Hello, Welcome, decode_answer, en
 from .reader import Reader
 
 LARGE_BYTES = 128 << 20
+_log = logging.getLogger(__name__)
 CALL_S = 30.0
 """How long a call that waits for nothing may take before the server counts as lost (seconds)."""
 SLOWEST_BYTES_PER_S = 10e6
@@ -106,9 +108,17 @@ class Connection:
             )
 
     def report(self, *events: Event) -> None:
-        """Tell the run something; it goes with the next call."""
+        """Tell the run something; it goes with the next call. What cannot be sent is logged and left out: it must not
+        keep that call from being made."""
+        fit = []
+        for event in events:
+            try:
+                encode(event)
+                fit.append(event)
+            except (TypeError, ValueError, OverflowError) as error:
+                _log.warning("an event cannot be sent and is left out: %s: %r", error, event)
         with self._lock:
-            self._events.extend(events)
+            self._events.extend(fit)
 
     def call(
         self,

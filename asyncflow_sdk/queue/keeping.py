@@ -74,6 +74,8 @@ class Keeping:
         if self.home is not None:
             if not keep:
                 self.home.remove_rows()
+            if over:  # the next run in this directory is a new one
+                self.home.forget()
             self.home.close()
 
     # ---- what is recorded

@@ -141,7 +141,8 @@ class Lease(Batch):
             token, rank = self.token, self.rank
             done, back = (
                 cmd.Complete(token=token, columns={}, rank=rank),
-                cmd.GiveBack(token=token, rank=rank, reason=_LEFT),
+                # blamed, or a loop that finishes nothing would get the same rows for ever
+                cmd.GiveBack(token=token, rank=rank, reason=_LEFT, blame=then is not None),
             )
             word: cmd.Complete | cmd.GiveBack = done if acknowledge else back
             last = Letter(word), self._left
@@ -197,12 +198,21 @@ class Lease(Batch):
                 await self._post_last()
         if self._left <= 0:
             return
-        reason = f"{type(error).__name__}: {error}" if error is not None else _LEFT
+        reason = _LEFT if error is None else _said(error)
         try:
             await self._give_back(reason=reason, blame=isinstance(error, Exception))
         except LeaseLost:
             if error is None:
                 raise
+
+
+def _said(error: BaseException) -> str:
+    """What an exception says, in text that can be sent, whatever it says."""
+    try:
+        text = str(error)
+    except Exception as wrong:
+        text = f"its text cannot be made: {type(wrong).__name__}"
+    return f"{type(error).__name__}: {text}".encode("utf-8", "replace").decode()
 
 
 class AsyncLeasedBatch(Lease):

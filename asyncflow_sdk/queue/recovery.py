@@ -128,6 +128,12 @@ class Home:
         if self.rows is not None:
             shutil.rmtree(self.rows, ignore_errors=True)
 
+    def forget(self) -> None:
+        """The run is over, every row of it."""
+        for kind in ("snapshot", "journal"):
+            for path in self.path.glob(f"{kind}-*"):
+                path.unlink(missing_ok=True)
+
     def listens(self, addresses: dict[str, str]) -> None:
         """Note where the server listens: asked for → bound. The next one listens there too."""
         content = msgspec.json.encode({"pid": os.getpid(), "addresses": addresses})
@@ -166,25 +172,27 @@ class Home:
         head = Head(
             FORMAT, __version__, self.run, self.durability, str(server.directory.path), rows, _boot(), server._clock()
         )
-        path = self._file("journal", number)
-        path.unlink(missing_ok=True)
+        path, whole = self._file("journal", number), self._file("snapshot", number)
+        for left in (path, whole):  # of an attempt that failed: a stale one must never count
+            left.unlink(missing_ok=True)
         journal = Journal(path, head, sync=self.durability == "host")
-        whole = self._file("snapshot", number)
         try:
             snapshot.write(whole, msgspec.msgpack.encode(head), state_of(server))
         except BaseException as error:
             journal.close()
-            path.unlink(missing_ok=True)
+            for left in (whole, path):
+                left.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise MemoryFull(f"no room for a snapshot in {self.path}: {error}") from None
             raise
-        for old in self.path.glob("*-??????"):
-            if old.name.startswith(("journal-", "snapshot-")) and old not in (path, whole):
-                old.unlink()
-        for part in self.path.glob("*.part"):  # of one that was killed while it wrote it
-            part.unlink()
-        self._number, self.head = number, head
-        self._least = max(LEAST_BYTES, GROWTH * whole.stat().st_size)
+        self._number, self.head, self._least = number, head, LEAST_BYTES  # from here on it is this one that counts
+        with contextlib.suppress(OSError):
+            self._least = max(LEAST_BYTES, GROWTH * whole.stat().st_size)
+            for old in self.path.glob("*-??????"):
+                if old.name.startswith(("journal-", "snapshot-")) and old not in (path, whole):
+                    old.unlink(missing_ok=True)
+            for part in self.path.glob("*.part"):  # of one that was killed while it wrote it
+                part.unlink(missing_ok=True)
         return journal
 
     def compact(self, server: QueueServer, journal: Journal) -> Journal:

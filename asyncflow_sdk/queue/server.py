@@ -165,7 +165,7 @@ class QueueServer(Carrying):
             pending = self._pending.pop(ticket, None)
             if pending is not None and pending.block is not None:
                 self._free(pending.owner, pending.block)
-            self.ledger.forget(ticket)
+            self.ledger.forget(ticket, now)
         self._flush()
         self._record(Dropped(now, session, seq))
 

@@ -55,7 +55,7 @@ def write(path: Path, head: bytes, state: Any) -> None:
     part = path.with_suffix(".part")
     body = encode(state)
     try:
-        with part.open("wb") as file:
+        with os.fdopen(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(MAGIC)
             for content in (head, body):
                 file.write(_LENGTH.pack(len(content), xxhash.xxh3_64_intdigest(content)))

@@ -23,13 +23,19 @@ def same_host(key: str) -> bool:
 
 
 def watch(pid: int, key: str) -> int | None:
-    """A file descriptor that becomes readable when the process ends; None when it cannot be seen from here.
+    """A file descriptor that becomes readable when the process ends; None when it cannot be seen from
+    here, or may not be.
 
     Raises ProcessLookupError when it has already ended.
     """
     if pid <= 0 or not key or key.rsplit(" ", 1)[0] != process_key(os.getpid()).rsplit(" ", 1)[0]:
         return None
-    fd = os.pidfd_open(pid)
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (OSError, OverflowError):  # not allowed, no descriptor left, no such number
+        return None
     if process_key(pid) != key:  # the number was given to another process
         os.close(fd)
         raise ProcessLookupError(f"process {pid} has ended")

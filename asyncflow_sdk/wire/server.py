@@ -331,7 +331,10 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_out, 4096)
         while self._calls:
-            self._calls.popleft()()
+            try:
+                self._calls.popleft()()
+            except Exception:  # one session's end must not be everybody's
+                _log.exception("the server failed at a call of its own")
 
     def _unwatch(self, fd: int) -> str:
         session = self._pidfds.pop(fd)

@@ -118,11 +118,16 @@ class Feeder:
                 if not groups:
                     self._queue.end()
                     break
-                rows = self._data.take(self.next(groups))
-                self._queue.put(
+                taken = self.next(groups)
+                rows = self._data.take(taken)
+                put = self._queue.put(
                     dict(rows), group_size=self._group_size, key=f"{self._key}-{self.fed}", timeout_s=86400.0
                 )
-                self.fed += groups
+                there = put.count // self._group_size
+                if put.again:  # by this feeder before the server came back; then it may have been more, or less
+                    self._order = np.concatenate([taken, self._order])
+                    self.next(there)
+                self.fed += there
         except Ended:
             pass
         except Exception as error:

@@ -75,6 +75,7 @@ class Producer:
         self._loaded: int | None = None if needs_first else 0
         self._running: set[asyncio.Task[None]] = set()
         self._rows = 0
+        self._largest = 1  # rows of a group
         self._staged: WeightUpdate | None = None
         self._swap_wanted = asyncio.Event()  # a version is staged, or something failed
         self._room = asyncio.Event()  # rows have finished
@@ -113,7 +114,7 @@ class Producer:
         if self._staged is not None:
             await self._swap()
         room = self._engine.capabilities.max_rows - self._rows
-        if self._loaded is None or room <= 0:
+        if self._loaded is None or room < (self._largest if self._rows else 1):  # a lease is a whole group at least
             await self._first_of(self._swap_wanted.wait(), self._room.wait())
             self._room.clear()
             return True
@@ -154,6 +155,7 @@ class Producer:
             prompts = self._text.encode([texts[i] for i in firsts])
         assert self._loaded is not None
         largest = int(np.diff(firsts, append=batch.rows).max())
+        self._largest = max(self._largest, largest)
         if largest > self._engine.capabilities.max_rows:
             raise ConfigError(
                 f"groups of {largest} do not fit {type(self._engine).__name__}, which generates"

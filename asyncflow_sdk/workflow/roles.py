@@ -41,7 +41,10 @@ def train(
             took, cpu_s = time.monotonic() - began, time.process_time() - cpu
             publisher.publish(step.version + 1, engine.named_weights())
             late = token_staleness(step.ragged(VERSION_SPANS), step.version)
-            metrics = result.metrics | {"staleness_mean": float(late.mean()), "staleness_max": float(late.max())}
+            metrics = {name: float(value) for name, value in result.metrics.items()} | {
+                "staleness_mean": float(late.mean()),
+                "staleness_max": float(late.max()),
+            }
             connection.report(
                 ev.Span(
                     time_s=began, worker=connection.name, kind="train", seconds=took, rows=step.rows,

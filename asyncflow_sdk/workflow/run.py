@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-from ..errors import AsyncFlowError, ConfigError, Ended, WorkerFailed
+from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, Ended, WorkerFailed
 from ..interfaces import TRAIN_COLUMNS, Sampler
 from ..ledger import Audit
 from ..plugins import import_path
@@ -37,6 +37,9 @@ from .launch import GRACE_S, LocalProcess
 from .specs import Rollout, Stage, Train
 from .worker import RolloutJob, StageJob, TrainJob, WorkerConfig
 
+LOOK_S = 5.0
+"""How long a consumer may not see that a worker has failed, where that does not end the stream."""
+
 
 class Run:
     """A connection to a run: its queue, its weights, and the workers started from here. Thread-safe."""
@@ -50,6 +53,7 @@ class Run:
         self._server = server
         self._workers: list[Worker] = []
         self._counts: dict[str, int] = {}
+        self._feeds: set[str] = set()
         self._changed = threading.Event()  # a worker ended, or something failed
         self.failure: BaseException | None = None
 
@@ -118,15 +122,19 @@ class Run:
 
     def feed(
         self, prompts: Prompts, *, group_size: int, column: str = "prompt", epochs: int | None = None,
-        chunk: int = 64, seed: int = 0,
+        chunk: int = 64, seed: int = 0, key: str = "prompts",
     ) -> Feeder:  # fmt: skip
         """Put prompts in the background while the steps of training lack rows: epoch after epoch, shuffled by
         ``seed``, at most ``chunk`` groups at a time. What is filtered, fails or is cancelled is replaced by the next
-        prompts. After ``epochs`` (None: never) the stream ends. Raises ConfigError for data without ``column``."""
+        prompts. After ``epochs`` (None: never) the stream ends. ``key``: prefix of the keys of its puts,
+        one for each feeder of a run. Raises ConfigError for data without ``column``, and for a key used twice."""
+        if key in self._feeds:
+            raise ConfigError(f"a feeder with key {key!r} was started already; give this one a key of its own")
         feeder = Feeder(
             self.queue, load_prompts(prompts, column), group_size=group_size, chunk=chunk, seed=seed,
-            on_failure=self.fail, epochs=epochs,
+            on_failure=self.fail, epochs=epochs, key=key,
         )  # fmt: skip
+        self._feeds.add(key)
         feeder.start()
         return feeder
 
@@ -152,8 +160,9 @@ class Run:
             raise self.failure
 
     def close(self) -> None:
-        """End the stream, stop the workers started from here, and leave. Idempotent."""
-        self._close(end=True)
+        """Stop the workers started from here, and leave. Idempotent. The process that serves ends the stream, too, and
+        cancels rows that no full step holds, unless the run is durable: then whoever serves it again goes on."""
+        self._close(end=not (self._server is not None and self._server.durability))
 
     def _close(self, *, end: bool) -> None:
         if self._connection.wire.closed:
@@ -168,8 +177,9 @@ class Run:
                 self._server.close()
 
     def finish(self) -> None:
-        """End the stream, cancel rows that no step holds, and stop the workers started from here."""
-        if self._server is not None or self._workers:
+        """Stop the workers started from here. The process that serves ends the stream, too, and cancels rows that no
+        full step holds; from elsewhere that is ``queue.end(cancel=True)``."""
+        if self._server is not None:
             self.queue.end(cancel=True)
         self.stop_workers()
 
@@ -193,10 +203,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._server is not None and self._server.durability:
-            self._close(end=False)  # what came so far can be gone on with
-        else:
-            self.close()
+        self.close()
 
     # ---- workers
 
@@ -235,8 +242,14 @@ class Run:
         if self.failure is None:
             self.failure = error
             self._changed.set()
-            with contextlib.suppress(AsyncFlowError):
-                self.queue.end(cancel=True)  # whoever waits for rows learns of it now
+            if self._ends_by_failure:
+                with contextlib.suppress(AsyncFlowError):
+                    self.queue.end(cancel=True)  # whoever waits for rows learns of it now
+
+    @property
+    def _ends_by_failure(self) -> bool:
+        """Whether a failure here ends the stream: not one that can be gone on with, nor one that is others' too."""
+        return self._server is not None and not self._server.durability
 
 
 class Worker(Protocol):
@@ -258,11 +271,26 @@ class _Watched(Consumer):
         self._run = run
 
     def _get(self) -> LeasedBatch:
+        if self._run._ends_by_failure:
+            try:
+                return super()._get()
+            except Ended:
+                self._run.check()
+                raise
+        began, whole_s = time.monotonic(), self._timeout_s
         try:
-            return super()._get()
-        except Ended:
-            self._run.check()
-            raise
+            while True:  # a failure here wakes nobody at the server
+                self._run.check()
+                left_s = began + whole_s - time.monotonic()
+                self._timeout_s = min(LOOK_S, left_s)
+                try:
+                    return super()._get()
+                except DeadlineExceeded as error:
+                    if left_s <= LOOK_S:
+                        why = str(error).partition(": ")[2]
+                        raise DeadlineExceeded(f"after {time.monotonic() - began:.1f} s: {why}") from None
+        finally:
+            self._timeout_s = whole_s
 
 
 class _Thread:

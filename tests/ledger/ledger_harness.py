@@ -96,7 +96,7 @@ class Harness:
 
     def forget(self, ticket: int) -> None:
         self.sound = False
-        self.ledger.forget(ticket)
+        self.ledger.forget(ticket, self.now)
         self.naive.parked = [p for p in self.naive.parked if p.ticket != ticket]
         self._follow(self.ledger.drain())
 

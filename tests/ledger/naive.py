@@ -520,7 +520,7 @@ class Naive(NaiveRows):
             self._is(outcome, PARKED)
 
     def _wanted(self, session: int, c: cmd.Wanted, outcome: Any) -> None:
-        if self._is_error(outcome, [Ended] if self.ended else []):
+        if self._is_error(outcome, [Ended] if self.supply_ended() else []):
             return
         train = self.train()
         if train is None:

@@ -324,8 +324,12 @@ class NaiveRows:
                 return True
         return False
 
+    def supply_ended(self) -> bool:
+        train = self.train()
+        return self.ended or (train is not None and {*train.partitions} <= self.ended_partitions)
+
     def _cancel_leftover(self) -> bool:
-        if self.train() is None or not self.ended or self.finished or self.unselected >= self.free:
+        if self.train() is None or not self.supply_ended() or self.finished or self.unselected >= self.free:
             return False
         self._cancel(filling=True)
         self.stopped = True

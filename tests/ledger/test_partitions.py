@@ -163,3 +163,25 @@ def test_rows_given_back_wait_in_their_partition() -> None:
     queue.do(queue.admin, cmd.GiveBack(token=got.token))
 
     assert ids(lease(queue, "rollout", "eval")) == ids(got)
+
+
+def test_the_end_of_the_trained_partitions_ends_the_steps() -> None:
+    queue = evaluating()
+    put(queue, 1, 2)  # half of a step
+    put(queue, 2, 1, "eval")
+
+    queue.do(queue.admin, cmd.End(partition=""))
+
+    assert queue.audit().reasons["cancelled: too few to fill a step"] == 2
+    with pytest.raises(Ended):
+        lease(queue, "train")
+    with pytest.raises(Ended):
+        queue.do(queue.admin, cmd.Wanted())
+    assert len(finish(queue, "rollout", "eval", response=TOKENS)) == 2
+
+
+def test_groups_of_all_partitions_that_the_steps_take_have_one_size() -> None:
+    queue = Queue(TaskSpec(name="train", needs=("prompt",), batch_rows=24, partitions=("", "b")))
+    put(queue, 1, 8)
+    with pytest.raises(ConfigError, match="this run has groups of 8; groups of 12"):
+        put(queue, 9, 12, "b")

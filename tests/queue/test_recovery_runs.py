@@ -20,7 +20,7 @@ from queue_runs import until
 from recovery_bench import Bench, kill, make
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost, MemoryFull
+from asyncflow_sdk.errors import ConfigError, LeaseLost, MemoryFull
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.memory import sweep
@@ -248,13 +248,32 @@ def test_a_run_is_gone_on_with_after_an_error_and_after_its_end(tmp_path: Path) 
             with run.queue.get("work", 5) as batch:
                 taken += batch.rows
                 batch.ack()
-        memory = run.queue._port.connection.directory
-    # then a run that was ended leaves nothing but its journal, which still has the balance
-    assert not memory.exists()
+        run.queue.put({"x": [6.0]})
+    # then leaving it is no end of it: only the word is
     with af.serve(run_directory) as run:
-        assert (run.audit().put, run.audit().consumed) == (5, 5)
-        with pytest.raises(Ended):
-            run.queue.put({"x": [1.0]})
+        assert (run.audit().put, run.audit().consumed, run.audit().live) == (6, 5, 1)
+        run.queue.get("work").ack()
+        run.queue.end()
+        memory = run.queue._port.connection.directory
+    assert not memory.exists()
+    with af.serve(run_directory, durability="process") as run:  # what is over is over: this is another run
+        assert run.recovered is None
+        run.queue.declare("work", needs=["x"])
+        run.queue.put({"x": [1.0]})
+        run.queue.end(cancel=True)
+
+
+def test_a_worker_that_fails_for_good_takes_no_row_with_it(tmp_path: Path) -> None:
+    with af.serve(tmp_path / "run", durability="process") as run:
+        run.queue.declare("work", needs=["x"])
+        run.queue.put({"x": values_of(0, 5)})
+        run.fail(af.WorkerFailed("rollout-0 ended for good"))
+        with pytest.raises(af.WorkerFailed):
+            next(iter(run.consumer("work")))
+
+    with af.serve(tmp_path / "run") as run:
+        assert run.audit().live == 5
+        run.queue.end(cancel=True)
 
 
 def test_what_durability_cannot_be(tmp_path: Path) -> None:
