@@ -299,6 +299,7 @@ def test_readers_see_whole_rows_or_none_while_a_writer_uses_memory_again(directo
                 if len(alive) == 40 and not value % 8:
                     (located,) = store.places.locate(np.concatenate(alive[:: -1 if value % 3 else 1]), ("x", "r"))
                     child.say(msgspec.msgpack.encode(located).hex())
+                    stop.wait(0.004 * numbers.random())  # not so fast that the reader only ever comes too late
 
         writer = threading.Thread(target=churn)
         writer.start()
