@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import time
 import uuid
 from collections.abc import Callable
@@ -20,6 +20,8 @@ import transfer_queue
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import TransferQueueClient
+from transfer_queue.utils.enum_utils import Role
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 from .contender import Client, Service, Task
 from .samples import Columns
@@ -35,7 +37,8 @@ class Peer(Service):
         asked["backend"][BACKEND] = {"num_data_storage_units": 2}  # type: ignore[assignment]
         made = transfer_queue.init(OmegaConf.create(asked, flags={"allow_objects": True}))
         needs = {name: list(task.needs) for name, task in tasks.items()}
-        return pickle.dumps((made.controller.zmq_info, made.backend[BACKEND], needs)).hex()
+        storage = OmegaConf.to_container(made.backend[BACKEND])
+        return json.dumps([made.controller.zmq_info, storage, needs], default=_plain)
 
     def end(self) -> None:
         """It has no end: ``take`` counts."""
@@ -51,9 +54,10 @@ class Peer(Service):
 class PeerClient(Client):
     def __init__(self, address: str) -> None:
         torch.set_num_threads(1)
-        info, storage, self._needs = pickle.loads(bytes.fromhex(address))  # noqa: S301  its own handles, from its own process
+        info, storage, self._needs = json.loads(address, object_hook=_made)
         self._client = TransferQueueClient(uuid.uuid4().hex, info)
-        self._client.initialize_storage_manager(manager_type=BACKEND, config=storage)
+        config = OmegaConf.create(storage, flags={"allow_objects": True})
+        self._client.initialize_storage_manager(manager_type=BACKEND, config=config)
 
     @property
     def _partition(self) -> str:
@@ -111,3 +115,15 @@ def service(name: str) -> Service:
 
 def client(name: str, address: str) -> Client:
     return PeerClient(address)
+
+
+def _plain(info: ZMQServerInfo) -> dict[str, Any]:
+    """Where one of its servers listens, as JSON."""
+    return {**info.to_dict(), "role": info.role.value}
+
+
+def _made(values: dict[str, Any]) -> Any:
+    """The same made of JSON again."""
+    if values.keys() != {"role", "id", "ip", "ports"}:
+        return values
+    return ZMQServerInfo(**{**values, "role": Role(values["role"])})

@@ -1,6 +1,6 @@
 """StreamDataLoader: what a training loop takes for a data loader, with a queue's guarantees behind it."""
 
-import pickle
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -365,7 +365,7 @@ def test_a_worker_process_of_a_data_loader_is_told_what_to_do(run: Run, queue: T
     assert batches == 3
     # and where workers are spawned, sending it there fails as clearly
     with pytest.raises(TypeError, match="cannot be sent to another process.*num_workers=0"):
-        pickle.dumps(af.StreamDataLoader(queue, "train"))
+        multiprocessing.get_context("spawn").Process(target=len, args=(af.StreamDataLoader(queue, "train"),)).start()
 
 
 def test_tensors_outlive_their_rows(run: Run, prefetch: int) -> None:
