@@ -12,9 +12,9 @@ class Mine(af.RolloutEngine):
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Sequence, Set
+from collections.abc import AsyncIterator, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +33,15 @@ class Capabilities:
     go on under the new version). ``token_versions``: completions carry their version spans themselves;
     else each response is of the one version loaded. ``max_rows``: responses generated at once.
     ``context``: the most tokens of prompt and response together; None if the engine does not know.
+    ``logprobs``, ``held_weights``: it has the methods of these names, which prove what it loaded.
     """
 
     swap: Set[Swap] = frozenset({"drain"})
     token_versions: bool = False
     max_rows: int = 256
     context: int | None = None
+    logprobs: bool = False
+    held_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,28 @@ class RolloutEngine(abc.ABC):
     async def load_weights(self, update: WeightUpdate) -> Set[str]:
         """Take every tensor of ``update`` and return the names taken.
 
-        Called when nothing is running (``drain``). Either all tensors are taken, or the engine must not
-        generate again: the caller compares the names with the manifest and, where they differ or this
-        raises, the worker ends and says why. After it no token may come from an old cache.
+        Swapped after draining, or between requests, nothing is running; with ``in_flight``, requests run: the
+        engine stops between two tokens by itself, loads, and goes on, and every later token is of the new version, by its span
+        and by its log-prob. After it no token may come from a cache of the old one. Either all tensors are taken, or
+        this raises: then the caller loads the version before once more, and the worker ends where that cannot be had. Names
+        that are not the update's are refused in the same way.
         """
+
+    async def logprobs(
+        self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]
+    ) -> Sequence[Sequence[float]]:
+        """Log-probs of each response's tokens after its prompt, at temperature 1, under the weights held now. Nothing is
+        running. Engines with ``capabilities.logprobs`` have it: it proves after a swap what they hold."""
+        raise NotImplementedError(f"{type(self).__name__} cannot score given responses")
+
+    def held_weights(self) -> Iterator[tuple[str, Any]]:
+        """(name, tensor) as they are held now, in the names, dtypes and shapes of the update that was loaded. Engines with
+        ``capabilities.held_weights`` have it: they neither fuse nor repack, so that what they hold can be hashed again."""
+        raise NotImplementedError(f"{type(self).__name__} does not hold weights as they were published")
+
+    def weight_name(self, name: str) -> str:
+        """What this engine calls a tensor that was published as ``name``. Optional; the default is the same."""
+        return name
 
     @property
     def cpu_s(self) -> float:

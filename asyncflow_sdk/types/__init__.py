@@ -5,7 +5,8 @@ from .columns import Column, ColumnSpec, Values, pack, unpack
 from .config import GRPO, Sampling, Staleness
 from .dtypes import carrier, dtype_name, from_torch, to_torch
 from .events import Event
-from .manifest import Manifest, TensorInfo
+from .manifest import Chunk, Manifest, TensorInfo
+from .probe import Probe
 from .ragged import Ragged
 from .spans import VERSION_SPANS, VersionSpan, one_version, token_staleness, token_versions
 
@@ -13,10 +14,12 @@ __all__ = [
     "GRPO",
     "VERSION_SPANS",
     "Batch",
+    "Chunk",
     "Column",
     "ColumnSpec",
     "Event",
     "Manifest",
+    "Probe",
     "Ragged",
     "Sampling",
     "Staleness",

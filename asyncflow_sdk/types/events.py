@@ -48,11 +48,34 @@ class StepTrained(_Event, frozen=True, tag="step"):
 
 
 class Published(_Event, frozen=True, tag="published"):
-    """A version became current."""
+    """A version became current. ``source``: the number its bytes were published under, another one after a rollback;
+    -1: this one. ``reason``: of a rollback."""
 
     version: int
     nbytes: int
     root: str
+    source: int = -1
+    reason: str = ""
+
+
+class WeightState(_Event, frozen=True, tag="weights"):
+    """What a replica does about a version: fetching, staged, swapping, failed. ``detail``: why. Of one staged: ``moved`` bytes
+    in ``seconds``, by ``encoding`` (mapped, full, delta); ``skipped``: versions passed over since the last one."""
+
+    version: int
+    state: str
+    detail: str = ""
+    seconds: float = 0.0
+    moved: int = 0
+    encoding: str = ""
+    skipped: int = 0
+
+
+class Committed(_Event, frozen=True, tag="committed"):
+    """Enough replicas had a version staged: it is decided, and those that have not loaded it are granted nothing."""
+
+    version: int
+    staged: int
 
 
 class Loaded(_Event, frozen=True, tag="loaded"):
@@ -106,5 +129,16 @@ class Note(_Event, frozen=True, tag="note"):
 
 
 Event: TypeAlias = (
-    WorkerState | Span | StepTrained | Published | Loaded | RowsEnded | LeaseReturned | Balanced | Status | Note
+    WorkerState
+    | Span
+    | StepTrained
+    | Published
+    | WeightState
+    | Committed
+    | Loaded
+    | RowsEnded
+    | LeaseReturned
+    | Balanced
+    | Status
+    | Note
 )

@@ -1,6 +1,7 @@
 """WeightSync: moves and verifies versions of the weights; the ledger says which is current."""
 
-from .shm import ShmReceiver, ShmSender
-from .sync import WeightPublisher, WeightUpdates, check_names
+from .proof import check_names
+from .publisher import WeightPublisher
+from .updates import WeightUpdates
 
-__all__ = ["ShmReceiver", "ShmSender", "WeightPublisher", "WeightUpdates", "check_names"]
+__all__ = ["WeightPublisher", "WeightUpdates", "check_names"]
