@@ -29,6 +29,15 @@ class Leasing(Choosing):
 
     def _lease(self, session: Session, command: cmd.Lease) -> cmd.Reply | None:
         task = self._task(command.task)
+        self._check_lease(session, task, command)
+        if self._exhausted(task, command.partition):
+            where = "" if command.partition is None else f" of partition {command.partition!r}"
+            raise Ended(f"task {command.task!r} has had every row{where} it will get")
+        if task.spec.admits:
+            return self._lease_admitted(session, task, command)
+        return self._lease_rows(session, task, command)
+
+    def _check_lease(self, session: Session, task: Task, command: cmd.Lease) -> None:
         if command.count < 1:
             raise SchemaError(f"a lease needs a count of 1 or more, not {command.count}")
         if command.partition is not None and not task.spec.takes(command.partition):
@@ -43,22 +52,10 @@ class Leasing(Choosing):
                 raise SchemaError(
                     f"task {task.spec.name!r} is not declared to need column {column!r}; it needs: {needs}"
                 )
-        self._check_team(session, task, command)
-        if self._exhausted(task, command.partition):
-            where = "" if command.partition is None else f" of partition {command.partition!r}"
-            raise Ended(f"task {command.task!r} has had every row{where} it will get")
-        if task.spec.admits:
-            return self._lease_admitted(session, task, command)
-        if command.world_size > 1:
-            return self._lease_team(session, task, command)
+
+    def _lease_rows(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:
         found = self._find(task, command, 1)
         return None if found is None else self._grant(session, task, *found)
-
-    def _check_team(self, session: Session, task: Task, command: cmd.Lease) -> None:
-        raise NotImplementedError
-
-    def _lease_team(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:
-        raise NotImplementedError
 
     def _find(self, task: Task, command: cmd.Lease, at_least: int) -> tuple[Ids, int] | None:
         """Rows for a lease, and their step, if there are enough; they are in no queue any more."""

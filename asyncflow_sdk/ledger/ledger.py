@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost
 from . import commands as cmd
-from .commands import TERMINAL
+from .commands import TERMINAL, Ids
 from .explain import explain
 from .losing import Losing
 from .reporting import report
@@ -113,6 +113,12 @@ class Ledger(Losing):
         if ticket in self.parked:
             self._unpark(self.parked[ticket])
             self._settle()
+
+    def lose(self, ids: Ids, now: float, reason: str) -> None:
+        """The payload of rows is gone: they fail with their groups, each counted."""
+        self._now = now
+        self._lose(ids, reason)
+        self._settle()
 
     def drain(self) -> Effects:
         """Everything since the last call."""

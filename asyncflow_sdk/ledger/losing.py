@@ -23,9 +23,8 @@ from .versioning import Versioning
 class Losing(Versioning):
     """Ends rows that nobody can read any more."""
 
-    def lose(self, ids: Ids, now: float, reason: str) -> None:
+    def _lose(self, ids: Ids, reason: str) -> None:
         """Rows fail, and their groups; those that were trained already fail alone."""
-        self._now = now
         rows = self.rows
         ids = ids[ids >= rows.base]
         if self.steps is not None:
@@ -34,10 +33,6 @@ class Losing(Versioning):
         trained = self._alive(ids)
         if len(trained):
             self._finish(trained, FAILED, reason)
-        self._settle()
-
-    def _settle(self) -> None:
-        raise NotImplementedError
 
     def _alive(self, ids: Ids) -> Ids:
         alive: Ids = ids[self.rows.state[self.rows.at(ids)] == LIVE]

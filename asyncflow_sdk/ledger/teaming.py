@@ -22,6 +22,15 @@ from .state import Crew, Held, Session, Task, Team, Waiter
 class Teaming(Leasing):
     """Leases of teams."""
 
+    def _check_lease(self, session: Session, task: Task, command: cmd.Lease) -> None:
+        super()._check_lease(session, task, command)
+        self._check_team(session, task, command)
+
+    def _lease_rows(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:
+        if command.world_size > 1:
+            return self._lease_team(session, task, command)
+        return super()._lease_rows(session, task, command)
+
     def _check_team(self, session: Session, task: Task, command: cmd.Lease) -> None:
         size, shards = command.world_size, command.shards or command.world_size
         who = f"rank {command.rank} of {size} of team {command.team!r}"

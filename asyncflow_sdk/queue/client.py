@@ -9,7 +9,7 @@ with queue.get("reward", count=64, timeout_s=30) as batch:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -22,14 +22,15 @@ from ..ledger import pack_ids, unpack_ids
 from ..ledger.commands import Audit, FailedGroup, SamplerSpec, StatusReport, TaskSpec
 from ..types.columns import empty
 from . import blocks
-from ._once import drive, sync
+from ._once import sync
 from .arguments import check_arguments, check_name, check_names
 from .connection import BlockingPort, Connection, LoopPort, Port
 from .leased import AsyncLeasedBatch, Lease, LeasedBatch
 from .protocol import Answer
-from .stream import AsyncStream, BlockingStream, Stream
+from .stream import AsyncStream, BlockingStream
 
 B = TypeVar("B", bound=Lease)
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,11 @@ class Rows:
     again: bool
 
 
-class Verbs(Generic[B]):
+class Verbs(Generic[B, S]):
     """Every verb of the queue, once. ``TransferQueue`` and ``AsyncTransferQueue`` are its two faces."""
 
     _batch: type[B]
-    _streams: type[Stream[B]]
+    _streams: Callable[[Callable[[B | None], Awaitable[B]]], S]
 
     def __init__(self, port: Port) -> None:
         self._port = port
@@ -197,7 +198,7 @@ class Verbs(Generic[B]):
 
         return self._batch(ids, unpack_ids(lease.groups), columns, writable if where else None)
 
-    def _stream(
+    def stream(
         self,
         task: str,
         count: int = 1,
@@ -206,7 +207,7 @@ class Verbs(Generic[B]):
         at_least: int = 0,
         partition: str | None = None,
         timeout_s: float = 60.0,
-    ) -> Stream[B]:
+    ) -> S:
         """Batches of a task, one after another, until the stream ends; ``get`` says what each is.
 
         What ``batch.finish`` said is sent with the request for the next batch, so that a batch costs one request.
@@ -277,12 +278,11 @@ class Verbs(Generic[B]):
         await self._port.answer(None)
 
 
-class AsyncTransferQueue(Verbs[AsyncLeasedBatch]):
+class AsyncTransferQueue(Verbs[AsyncLeasedBatch, AsyncStream]):
     """The queue for event loops. One object serves one loop."""
 
     _batch = AsyncLeasedBatch
     _streams = AsyncStream
-    stream = Verbs._stream
     configure = Verbs._configure
     declare = Verbs._declare
     put = Verbs._put
@@ -297,7 +297,7 @@ class AsyncTransferQueue(Verbs[AsyncLeasedBatch]):
     flush = Verbs._flush
 
 
-class TransferQueue(Verbs[LeasedBatch]):
+class TransferQueue(Verbs[LeasedBatch, BlockingStream]):
     """The queue for threads. Thread-safe: calls of different threads do not wait for each other."""
 
     _batch = LeasedBatch
@@ -305,6 +305,7 @@ class TransferQueue(Verbs[LeasedBatch]):
     configure = sync(Verbs._configure)
     declare = sync(Verbs._declare)
     put = sync(Verbs._put)
+    get = sync(Verbs[LeasedBatch, BlockingStream]._get)
     loaded = sync(Verbs._loaded)
     wanted = sync(Verbs._wanted)
     end = sync(Verbs._end)
@@ -313,48 +314,6 @@ class TransferQueue(Verbs[LeasedBatch]):
     audit = sync(Verbs._audit)
     status = sync(Verbs._status)
     flush = sync(Verbs._flush)
-
-    def get(
-        self,
-        task: str,
-        count: int = 1,
-        *,
-        columns: Sequence[str] | None = None,
-        at_least: int = 0,
-        partition: str | None = None,
-        timeout_s: float = 60.0,
-        team: str = "",
-        rank: int = 0,
-        world_size: int = 1,
-        shards: int = 0,
-        ack: Lease | None = None,
-    ) -> LeasedBatch:
-        return drive(
-            self._get(
-                task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s, team=team,
-                rank=rank, world_size=world_size, shards=shards, ack=ack,
-            )
-        )  # fmt: skip
-
-    get.__doc__ = Verbs._get.__doc__
-
-    def stream(
-        self,
-        task: str,
-        count: int = 1,
-        *,
-        columns: Sequence[str] | None = None,
-        at_least: int = 0,
-        partition: str | None = None,
-        timeout_s: float = 60.0,
-    ) -> BlockingStream:
-        stream = self._stream(
-            task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s
-        )
-        assert isinstance(stream, BlockingStream)
-        return stream
-
-    stream.__doc__ = Verbs._stream.__doc__
 
     @property
     def aio(self) -> AsyncTransferQueue:

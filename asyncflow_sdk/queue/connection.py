@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,14 +186,15 @@ def _sees(welcome: Welcome) -> bool:
     return seen and os.access(welcome.rows or welcome.directory, os.W_OK)
 
 
-class Port:
+class Port(ABC):
     """How verbs reach the server: ``ask`` blocks the thread or suspends the task."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
+    @abstractmethod
     async def ask(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
-        raise NotImplementedError
+        """Send a request and wait for its answer. Raises ServerLost, AccessDenied."""
 
     _copies = False
     """Whether what is sent must be a copy, because it may be sent still when the caller has its hands free again."""

@@ -148,7 +148,7 @@ class StreamDataLoader(Generic[T]):
             connection.report(ev.Span(time_s=began, worker=connection.name, kind="wait", seconds=waited))
 
 
-class _Asking(Verbs[LeasedBatch]):
+class _Asking(Verbs[LeasedBatch, None]):
     """Asks on an event loop for batches that a thread then uses."""
 
     _batch = LeasedBatch

@@ -229,6 +229,9 @@ class Fair:
         admin = harness.join("fair admin")
         declared = [harness.send(admin, cmd.Declare(task=task)) for task in self.tasks]
         cancel = any(isinstance(reply, AsyncFlowError) for reply in declared)  # a task could not be added: give up
+        steps = ledger.steps
+        if steps is not None and steps.task.spec.name not in {task.name for task in self.tasks}:
+            cancel = True  # steps that nobody here takes would be waited for
         unlimited = ledger.steps is None or ledger.steps.window.slots is None
         for count in range(rounds):
             if cancel or (unlimited and count == 2):
