@@ -439,3 +439,19 @@ def test_a_team_trains_a_whole_run() -> None:
             queue.publish(step + 1)
     assert queue.audit().consumed == 12
     assert queue.audit().live == 0
+
+
+def test_ranks_whose_shard_is_empty_owe_nothing() -> None:
+    # given a step of one group, which stays whole, and two ranks
+    sampler = SamplerSpec("token_balanced", {"column": "prompt", "whole_groups": True})
+    queue = Queue(TaskSpec(name="train", needs=("prompt",), batch_rows=4, sampler=sampler, lease_s=50))
+    queue.put(1, 4)
+    ranks = Ranks(queue, 2, count=4)
+    # when
+    tickets = [ranks.ask(rank) for rank in range(2)]
+    shards = [queue.answers[ticket] for ticket in tickets]
+    (owing,) = [shard for shard in shards if ids(shard)]
+    assert isinstance(ranks.complete(owing), cmd.Completed)
+    # then the one that has the rows ends the step
+    assert queue.ledger.leases == {}
+    assert queue.ledger.audit().consumed == 4

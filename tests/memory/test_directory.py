@@ -98,3 +98,33 @@ def test_a_small_shared_memory_falls_back_to_files_and_says_so(
     assert directory.path.parent == tmp_path
     assert "segments go to files" in directory.warning
     directory.close()
+
+
+def test_what_others_put_under_such_a_name_is_not_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a file, a link, and a directory that is somebody else's, under names of this user's runs
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    base = tmp_path / "shm"
+    base.mkdir()
+    name = f"{rules.PREFIX}{os.getuid()}-"
+    (base / f"{name}file").write_text("x")
+    (base / f"{name}link").symlink_to(elsewhere)
+    theirs = base / f"{name}theirs"
+    theirs.mkdir()
+    os.utime(theirs, (0, 0))  # old enough to be somebody's leftover
+    lstat = Path.lstat
+
+    def owned_by_another(path: Path) -> os.stat_result:
+        state = lstat(path)
+        return os.stat_result([*state[:4], state.st_uid + 1, *state[5:]]) if path == theirs else state
+
+    monkeypatch.setattr(Path, "lstat", owned_by_another)
+    # when / then
+    assert sweep(base) == []
+    assert {path.name[len(name) :] for path in base.iterdir()} == {"file", "link", "theirs"}
+    assert elsewhere.exists()
+    # and once it is this user's
+    monkeypatch.undo()
+    assert sweep(base) == [theirs]

@@ -13,6 +13,7 @@ from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost, ProtocolErr
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import LeasedBatch, TransferQueue
 from asyncflow_sdk.queue.protocol import Call, decode_answer, encode
+from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.wire import Reply
 
 
@@ -269,3 +270,43 @@ def test_a_stream_reads_the_columns_it_is_asked_for(queue: TransferQueue) -> Non
         for batch in stream:
             assert list(batch) == ["z"]
             break
+
+
+def test_a_loop_that_finishes_nothing_comes_to_an_end(queue: TransferQueue) -> None:
+    # given
+    queue.put({"x": [1.0, 2.0]})
+    queue.end()
+    # when
+    seen = [batch.rows for batch in queue.stream("work", 2)]
+    # then each batch left behind was an attempt, and the rows did not come for ever
+    assert seen == [2, 2, 2]
+    assert queue.audit().failed == 2
+    assert "left without completing" in queue.failed()[0].reasons[0]
+
+
+def test_an_exception_whose_text_cannot_be_sent_gives_the_rows_back(queue: TransferQueue) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    queue.put({"x": [1.0]})
+    for error in (ValueError("\ud800"), Mute(), ValueError("third")):
+        with pytest.raises(type(error)), queue.get("work"):
+            raise error
+    assert queue.failed()[0].reasons == (
+        "work: ValueError: ?", "work: Mute: its text cannot be made: ZeroDivisionError", "work: ValueError: third",
+    )  # fmt: skip
+
+
+def test_an_event_that_cannot_be_sent_is_left_out_and_logged(
+    queue: TransferQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = queue._port.connection
+    connection.report(
+        ev.Note(time_s=0.0, text="\ud800"),
+        ev.StepTrained(time_s=0.0, step=0, version=0, metrics={"loss": object()}),  # type: ignore[dict-item]
+        ev.Note(time_s=0.0, text="fine"),
+    )
+    assert [getattr(event, "text", "") for event in connection._events] == ["fine"]
+    assert caplog.text.count("cannot be sent and is left out") == 2
+    queue.put({"x": [1.0]})

@@ -374,3 +374,43 @@ def test_nothing_is_acknowledged_that_the_disk_did_not_take(tmp_path: Path, monk
         monkeypatch.undo()
         for queue in (one, two):
             queue._port.connection.close()
+
+
+def test_only_its_owner_may_read_what_a_journal_holds(tmp_path: Path) -> None:
+    with served(tmp_path / "journal", durability="process") as server:
+        files = [path for path in (tmp_path / "journal").iterdir() if path.is_file()]
+        assert {path.stat().st_mode & 0o077 for path in files} == {0}
+        assert any(path.name.startswith("snapshot-") for path in files)
+        assert server.recovered is None
+
+
+def test_a_snapshot_whose_clean_up_fails_counts_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a server that makes a new snapshot, and cannot remove the old one
+    unlink = Path.unlink
+
+    def unwilling(path: Path, missing_ok: bool = False) -> None:
+        if path.name.startswith(("journal-", "snapshot-")) and path.exists():
+            raise PermissionError(errno.EPERM, "not permitted", str(path))
+        unlink(path, missing_ok)
+
+    run_directory = tmp_path / "run"
+    with af.serve(run_directory, durability="process") as run:
+        run.queue.declare("work", needs=["x"])
+        run.queue.put({"x": values_of(0, 3)})
+    monkeypatch.setattr(Path, "unlink", unwilling)
+    with af.serve(run_directory) as run:
+        run.queue.put({"x": values_of(3, 4)})
+    monkeypatch.undo()
+    # then what came after it is there
+    with af.serve(run_directory) as run:
+        assert run.audit().put == 7
+        run.queue.end(cancel=True)
+
+
+def test_a_client_that_leaves_ends_no_run(tmp_path: Path) -> None:
+    with af.serve(tmp_path / "run") as run:
+        run.queue.declare("work", needs=["x"])
+        with af.connect(run.address) as client:
+            client.queue.put({"x": [1.0]})
+        assert run.queue.put({"x": [2.0]}).count == 1
+        assert not run.queue.status().over

@@ -199,3 +199,15 @@ def test_a_deadline_that_is_infinite_stops_no_server(parrot: Parrot, client: Cli
         client.ask(b"x", 5)
     parrot.wants = None
     assert client.ask(b"x", 5) == b"x 4"
+
+
+def test_a_process_that_may_not_be_watched_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(pid: int) -> int:
+        raise PermissionError
+
+    with Child(identify) as child:
+        key = child.hear()
+        monkeypatch.setattr(os, "pidfd_open", refused)
+        assert watch(child.pid, key) is None
+        monkeypatch.undo()
+        assert watch(1 << 40, key) is None  # no such number

@@ -63,3 +63,29 @@ def test_data_without_the_column_is_refused_at_once() -> None:
 
     with af.serve() as run, pytest.raises(af.ConfigError, match="no column 'prompt'"):
         run.feed([{"question": "?"}], group_size=2)
+
+
+def test_two_feeders_have_keys_of_their_own() -> None:
+    with af.serve(steps=2) as run:
+        declare(run)
+        run.feed(PROMPTS, group_size=4, key="mine")
+        with pytest.raises(af.ConfigError, match="a feeder with key 'mine' was started already"):
+            run.feed(PROMPTS, group_size=4, key="mine")
+        run.feed(PROMPTS, group_size=4, key="yours")
+
+
+def test_a_feeder_goes_on_behind_what_was_put_under_its_keys_before() -> None:
+    with af.serve(steps=2) as run:
+        declare(run)
+        # given a put of a feeder before a restart, of fewer groups than are wanted now
+        run.queue.put({"prompt": PROMPTS[:2]}, group_size=4, key="prompts-0")
+        # when
+        feeder = run.feed(PROMPTS, group_size=4, chunk=5)
+        while run.queue.status().step < 2:
+            generate(run, keep=1)
+        # then nothing was counted that is not there, and nothing is there twice
+        assert feeder.fed * 4 == run.audit().put
+        keys = {
+            text for batch in [run.queue.get("train"), run.queue.get("train")] for text in batch.texts("response")
+        }
+        assert len(keys) == 8
