@@ -2,7 +2,7 @@
 
 from .client import Client, Reply
 from .envelope import MAX_BYTES
-from .keys import RunKey, ServerKeys, server_keys
+from .keys import RunKey, ServerKeys, fresh_keys, server_keys
 from .processes import process_key, same_host
 from .server import Handler, Server
 from .sockets import on_loopback
@@ -15,6 +15,7 @@ __all__ = [
     "RunKey",
     "Server",
     "ServerKeys",
+    "fresh_keys",
     "on_loopback",
     "process_key",
     "same_host",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import zmq
 import zmq.asyncio
 
-from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost
+from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError
 from .envelope import MAX_BYTES, MAX_FRAMES, decode_response
 from .handshake import Handshake
 from .keys import RunKey
@@ -46,13 +46,14 @@ class Client:
 
     ``key``: proves to a server on another host who asks, and knows it by its own. Raises ConfigError where a key
     is missing or has no use; the first request raises AccessDenied when server and key do not fit each other.
+    ``trusted``: beyond loopback, too, the server has no keys.
     """
 
-    def __init__(self, address: str, key: RunKey | None = None) -> None:
+    def __init__(self, address: str, key: RunKey | None = None, *, trusted: bool = False) -> None:
         tcp = transport_of(address) == "tcp"
         if key is not None and not tcp:
             raise ConfigError(f"{address} is on this host and takes no key; only tcp addresses do")
-        if key is None and tcp and not on_loopback(address):
+        if key is None and tcp and not (trusted or on_loopback(address)):
             raise ConfigError(f"{address} is not on loopback: it needs a key; pass key=, a copy of the run's run.key")
         self.address, self.key = address, key
         self.session = secrets.token_hex(12)
@@ -104,6 +105,7 @@ class Client:
         with self._lock:
             self.check()
             channel = self._thread_socket()
+            channel.rest()
             channel.busy += 1
         seq, began, tracker = self._numbering.begin(), time.monotonic(), None
         try:
@@ -136,6 +138,15 @@ class Client:
                 channel.busy -= 1
                 if self.closed:
                     channel.close()
+
+    def tell(self, body: bytes) -> None:
+        """Send, and wait for no answer: whether it arrives is not known."""
+        with self._lock:
+            self.check()
+            channel = self._thread_socket()
+            seq = self._numbering.begin()
+            channel.send(self._numbering.frame(seq, body), ())
+            self._numbering.drop(seq)
 
     async def aask(self, body: bytes, timeout_s: float) -> bytes:
         """The same on the running event loop. Cancelling it takes the request back."""
@@ -172,6 +183,13 @@ class Client:
         finally:
             channel.waiting.pop(seq, None)
 
+    def interrupt(self) -> None:
+        """Requests under way in other threads raise WireError now."""
+        with self._lock:
+            for channel in list(self._sockets):
+                if channel.busy:
+                    channel.rouse()
+
     def close(self) -> None:
         """Close this client's sockets. Idempotent. A request under way in another thread ends with ServerLost,
         and closes its socket itself: a socket closed under a thread that uses it takes the process down."""
@@ -182,7 +200,9 @@ class Client:
             if os.getpid() != self._pid:
                 return
             for channel in list(self._sockets):
-                if not channel.busy:
+                if channel.busy:
+                    channel.rouse()
+                else:
                     channel.close()
         here = asyncio._get_running_loop()
         for loop, loop_channel in self._loops.items():
@@ -201,7 +221,9 @@ class Client:
 
     def _wait(self, channel: _ThreadSocket, seconds: float) -> bool:
         """Whether there is something to receive within so many seconds."""
-        watched: list[tuple[Any, int]] = [(channel.socket, _READABLE)]
+        watched: list[tuple[Any, int]] = [(channel.socket, _READABLE), (channel.wake, _READABLE)]
+        if self._server.ended:
+            raise self._ended()
         if self._server.fd >= 0:
             watched.append((self._server.fd, _READABLE))
         if channel.handshake is not None:
@@ -209,6 +231,10 @@ class Client:
         ready = dict(zmq.zmq_poll(watched, int(seconds * 1000) + 1))
         if channel.handshake is not None and channel.handshake.monitor in ready and channel.handshake.read():
             channel.handshake, self._let_in = None, True
+        if channel.wake in ready:
+            channel.rest()
+            self.check()
+            raise WireError(f"a request to {self.address} was interrupted")
         if channel.socket in ready:
             return True
         if self._server.fd in ready and not channel.socket.poll(_LAST_WORDS_MS):
@@ -234,12 +260,13 @@ class Client:
     def _renew_thread_socket(self, channel: _ThreadSocket, tracker: Any) -> _ThreadSocket:
         """Another socket for this thread. What was not sent yet of a payload will not be: its owner may change it
         from now on, and it would arrive as nobody ever meant it."""
+        with self._lock:
+            self._sockets.discard(channel)
         channel.close(linger=0)
         if tracker is not None:
             with contextlib.suppress(zmq.NotDone):
                 tracker.wait(5.0)
         with self._lock:
-            self._sockets.discard(channel)
             del self._local.channel
             self.check()
             new = self._thread_socket()
@@ -264,14 +291,17 @@ _LAST_WORDS_MS = 100
 
 
 class _Server:
-    """The server's process, if it can be seen from here. ``fd`` is readable when it has ended, else -1."""
+    """The server's process, if it can be seen from here. ``fd`` is readable when it has ended, else -1; ``ended``: it had
+    when it was first looked for."""
 
     def __init__(self, pid: int = 0, key: str = "") -> None:
-        self.pid, self.fd = pid, -1
+        self.pid, self.fd, self.ended = pid, -1, False
         if pid != os.getpid():
-            with contextlib.suppress(ProcessLookupError):  # one that has ended just now: a deadline will say so
+            try:
                 fd = watch(pid, key)
                 self.fd = -1 if fd is None else fd
+            except ProcessLookupError:
+                self.ended = True
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -284,6 +314,7 @@ class _ThreadSocket:
     def __init__(self, context: zmq.Context[Any], address: str, key: RunKey | None, unproven: bool) -> None:
         self.busy = 0
         self.torn = False
+        self.wake, self._roused = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
         self.handshake: Handshake | None = None
         self.socket = context.socket(zmq.DEALER)
         try:
@@ -293,6 +324,17 @@ class _ThreadSocket:
         except BaseException:
             self.close()
             raise
+
+    def rouse(self) -> None:
+        """End the wait for an answer, in another thread."""
+        self._roused = True
+        os.eventfd_write(self.wake, 1)
+
+    def rest(self) -> None:
+        """Forget that."""
+        if self._roused:
+            self._roused = False
+            os.eventfd_read(self.wake)
 
     def send(self, envelope: bytes, frames: Sequence[Any]) -> Any:
         """Returns what tells when the payload is through; None without payload. Never waits: a socket whose
@@ -317,6 +359,9 @@ class _ThreadSocket:
             self.handshake.close()
             self.handshake = None
         self.socket.close(linger=linger)
+        if self.wake >= 0:
+            os.close(self.wake)
+            self.wake = -1
 
     def __del__(self) -> None:
         if not self.socket.closed:

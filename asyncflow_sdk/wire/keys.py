@@ -70,6 +70,12 @@ def server_keys(server: Path, run: Path) -> ServerKeys:
     return keys
 
 
+def fresh_keys() -> tuple[ServerKeys, RunKey]:
+    """Keys of a server that is known to nobody yet, and the one that it lets in. They are in no file."""
+    (server, secret), (client, own) = _pair(), _pair()
+    return ServerKeys(server, secret, (client,)), RunKey(server, client, own)
+
+
 def _pair() -> tuple[str, str]:
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()

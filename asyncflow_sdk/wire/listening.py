@@ -21,10 +21,13 @@ Route: TypeAlias = "tuple[zmq.Socket[Any], bytes]"
 
 
 class Listening:
-    """Binds to ``addresses``; ``keys`` are for all of them that are tcp. The server's thread owns it from then on."""
+    """Binds to ``addresses``; ``keys`` are for all of them that are tcp. The server's thread owns it from then on.
+    ``trusted``: tcp beyond loopback needs no keys, since everybody who reaches it may have what it serves."""
 
-    def __init__(self, addresses: list[str], keys: ServerKeys | None, max_bytes: int) -> None:
-        self._keys = keys
+    def __init__(
+        self, addresses: list[str], keys: ServerKeys | None, max_bytes: int, *, trusted: bool = False
+    ) -> None:
+        self._keys, self._trusted = keys, trusted
         self._max_bytes = max_bytes
         self._own: zmq.Context[Any] | None = None
         self.zap: zmq.Socket[Any] | None = None
@@ -65,7 +68,7 @@ class Listening:
 
     def _bind(self, address: str) -> str:
         tcp = transport_of(address) == "tcp"
-        if tcp and self._keys is None and not on_loopback(address):
+        if tcp and self._keys is None and not (self._trusted or on_loopback(address)):
             raise ConfigError(
                 f"{address} is not on loopback: other hosts may reach it, so it is served with keys alone. Serve a run"
                 ' directory, af.serve("runs/x", address=...), which makes them, or give key=, the path of a server.key'

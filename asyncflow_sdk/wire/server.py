@@ -79,10 +79,11 @@ class _Session:
     it comes and taken back at once, as if it had come in order. What it gives back must not be lost with it.
     """
 
-    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"unsent", "routes"})
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"frames", "unsent", "routes"})
 
     answers: dict[int, bytes] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)  # those of them that are made anew each time they are sent
+    frames: dict[int, Sequence[Any]] = field(default_factory=dict)  # payload of those that have it with them
     unsent: dict[int, _Unsent] = field(default_factory=dict)  # payload of theirs that is not through yet
     tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket, unanswered
     routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection it came over last
@@ -128,6 +129,7 @@ class _Session:
     def forget(self, seq: int) -> bytes | None:
         """The answer, which nobody will ask for again."""
         self.made.discard(seq)
+        self.frames.pop(seq, None)
         return self.answers.pop(seq, None)
 
     def may_send(self, seq: int) -> bool:
@@ -157,7 +159,8 @@ class _Session:
 class Server:
     """Binds to ``addresses`` (inproc, ipc, tcp) and runs ``handler`` in a thread.
 
-    With ``keys`` those that are tcp are for clients that hold a key; without, tcp is for loopback alone.
+    With ``keys`` those that are tcp are for clients that hold a key; without, tcp is for loopback alone, or for everybody
+    on a ``trusted`` network.
     ``max_bytes``: the largest request taken, with its payload. ``garbage``: messages dropped because they were
     none; ``refused``: connections shut out by their key. ``hold``: answers leave together at the end of a round, so
     that the handler can settle what they rest on once for all of them. Raises ConfigError.
@@ -172,6 +175,8 @@ class Server:
         keys: ServerKeys | None = None,
         max_bytes: int = MAX_BYTES,
         hold: bool = False,
+        *,
+        trusted: bool = False,
     ) -> None:
         self._handler = handler
         self._hold = hold
@@ -184,7 +189,7 @@ class Server:
         self._stopping = False
         self.garbage = 0
         self.max_bytes = max_bytes
-        self._listening = Listening(addresses, keys, max_bytes)
+        self._listening = Listening(addresses, keys, max_bytes, trusted=trusted)
         self.addresses = self._listening.addresses
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = zmq.Poller()
@@ -217,8 +222,12 @@ class Server:
         elif self._thread.ident is None:
             self._close()
 
-    def answer(self, ticket: int, body: bytes, made: bool = False, at_once: bool = False) -> None:
+    def answer(
+        self, ticket: int, body: bytes, made: bool = False, at_once: bool = False, frames: Sequence[Any] = ()
+    ) -> None:
         """Answer a request. In the server's thread; a ticket nobody waits for any more is ignored.
+
+        ``frames``: contiguous buffers that go beside it. They are held, unchanged, until it arrived, or nobody waits for it.
 
         ``made``: what is sent is what the handler makes of it then.
         ``at_once``: it rests on nothing that has to be settled.
@@ -231,6 +240,8 @@ class Server:
         session.answers[seq] = body
         if made:
             session.made.add(seq)
+        if frames:
+            session.frames[seq] = frames
         if at_once:
             self._send(session, seq)
         else:
@@ -441,11 +452,11 @@ class Server:
         route, answer = session.routes[seq], session.answers[seq]
         if route is None:
             return
-        if seq not in session.made:
+        if seq not in session.made and seq not in session.frames:
             self._post(route, encode(Response(PROTOCOL, seq, answer)))
         elif session.may_send(seq):
             try:
-                body, frames = self._handler.make(answer)
+                body, frames = self._handler.make(answer) if seq in session.made else (answer, session.frames[seq])
             except Exception:  # one answer that cannot be made must not be everybody's
                 _log.exception("the server failed to make an answer")
                 return

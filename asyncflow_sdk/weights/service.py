@@ -1,0 +1,252 @@
+"""Service: calls between the ends of a transport, by an address of their own, past the run's server.
+
+    service = Service(host, handler)                       # the publishing end; service.where goes with each version
+    class Handler: def request(self, peer, ticket, body, frames): service.answer(ticket, b"...", frames=[array])
+    client = ServiceClient(service.where)                  # the fetching end, on any host
+    body, frames = client.call(b"...", 30.0, "bucket 7")
+
+On loopback anybody of the host may call; beyond it the service has keys, made for it alone: they are part of
+``where``, which travels over the run's own connections and is nobody else's to read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, by_name
+from ..interfaces.weights import Host
+from ..wire import Client, RunKey, Server, fresh_keys, on_loopback, process_key
+
+MAX_CALL_BYTES = 1 << 20
+FORGET_S = 3600.0
+"""A peer that asked nothing for so long, and waits for nothing, counts as gone; it may come again."""
+_log = logging.getLogger(__name__)
+
+
+class ServiceHandler(Protocol):
+    """What a service calls, always in its one thread: it must not block there. What it raises is the answer of a request."""
+
+    def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+        """``Service.answer`` is called for ``ticket``, now or later, in any thread. ``peer``: who asks; the same for all
+        calls of a ServiceClient."""
+
+    def gone(self, peer: str) -> None:
+        """It has closed, its process was seen to end, or it was silent for long."""
+
+
+class Where(msgspec.Struct, frozen=True, array_like=True):
+    """How a service is reached. ``key`` None: it has no keys, on loopback or, ``trusted``, anywhere."""
+
+    address: str
+    key: RunKey | None
+    trusted: bool
+    pid: int
+    pid_key: str
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """The first word of a peer, by which its end is seen."""
+
+    pid: int
+    pid_key: str
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    body: bytes
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+    """The last one."""
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True):
+    """An answer. ``error``: class name and message of what went wrong; "" if nothing did."""
+
+    body: bytes
+    error: str = ""
+    message: str = ""
+
+
+class Answered(NamedTuple):
+    """``frames``: buffers, valid for as long as they are referred to."""
+
+    body: bytes
+    frames: Sequence[Any] = ()
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_asked = msgspec.msgpack.Decoder(Hello | Ask | Bye)
+_said = msgspec.msgpack.Decoder(Said)
+_where = msgspec.msgpack.Decoder(Where)
+_BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class Service:
+    """Answers calls in a thread of its own, from now until ``close``. ``where``: for those who call.
+
+    ``listen``: an address instead of any port of ``host.address``. ``plain``: no keys beyond loopback either, for a
+    network on which nobody listens or calls who should not. Raises ConfigError.
+    """
+
+    def __init__(
+        self, host: Host, handler: ServiceHandler, *, listen: str | None = None, plain: bool = False
+    ) -> None:
+        own = f"[{host.address}]" if ":" in host.address else host.address
+        address = listen or f"tcp://{own}:0"
+        keys, key = (None, None) if plain or on_loopback(address) else fresh_keys()
+        self._handler = handler
+        self._seen: dict[str, float] = {}
+        self._parked: dict[int, str] = {}
+        self._look_s = 0.0
+        self._lock, self._closed = threading.Lock(), False
+        self._server = Server([address], self, keys, MAX_CALL_BYTES, trusted=plain)
+        bound = self._server.addresses[0]
+        if _everywhere(bound):
+            bound = f"tcp://{own}:{bound.rpartition(':')[2]}"
+        pid = os.getpid()
+        self.address = bound
+        self.where = _encode(Where(bound, key, plain, pid, process_key(pid)))
+        self._server.start()
+
+    def answer(self, ticket: int, body: bytes, frames: Sequence[Any] = ()) -> None:
+        """From any thread. ``frames``: contiguous buffers, not changed until they arrived; they are held until then. A
+        ticket nobody waits for any more is ignored."""
+        self._say(ticket, Said(body), frames)
+
+    def fail(self, ticket: int, error: AsyncFlowError) -> None:
+        """Answer with an error, which the caller raises. From any thread."""
+        self._say(ticket, Said(b"", type(error).__name__, str(error)[:4000]))
+
+    def close(self) -> None:
+        """Stop answering. Idempotent. From any thread but the service's."""
+        with self._lock:
+            self._closed = True
+        self._server.stop()
+
+    def _say(self, ticket: int, said: Said, frames: Sequence[Any] = ()) -> None:
+        def send() -> None:
+            self._parked.pop(ticket, None)
+            self._server.answer(ticket, _encode(said), frames=frames)
+
+        with self._lock:
+            if not self._closed:
+                self._server.call(send)
+
+    # ---- called by the wire
+
+    def request(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+        self._seen[session] = time.monotonic()
+        self._parked[ticket] = session
+        try:
+            asked = _asked.decode(body)
+            if isinstance(asked, Ask):
+                self._handler.request(session, ticket, asked.body, frames)
+            elif isinstance(asked, Hello):
+                self._server.watch(session, asked.pid, asked.pid_key)
+                self.answer(ticket, b"")
+            else:
+                self.answer(ticket, b"")
+                self._server.call(lambda: self.gone(session, "it has closed"))
+        except AsyncFlowError as error:
+            self.fail(ticket, error)
+        except _BAD as error:
+            self.fail(ticket, ProtocolError(f"{self.address} cannot read this call: {error}"))
+        except Exception as error:  # one call must not be everybody's end
+            _log.exception("a weight service failed at a call")
+            self.fail(ticket, ProtocolError(f"{self.address} failed at this call: {error!r}"))
+
+    def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
+        self._parked.pop(ticket, None)
+
+    def make(self, answer: bytes) -> tuple[bytes, Sequence[Any]]:
+        raise NotImplementedError  # no answer is made anew
+
+    def gone(self, session: str, reason: str) -> None:
+        if self._seen.pop(session, None) is None:
+            return
+        for ticket in [ticket for ticket, peer in self._parked.items() if peer == session]:
+            del self._parked[ticket]
+        self._server.forget(session)
+        self._handler.gone(session)
+
+    def idle(self) -> float | None:
+        now = time.monotonic()
+        if self._seen and now >= self._look_s:
+            self._look_s = now + FORGET_S
+            waiting = set(self._parked.values())
+            for session in [s for s, seen in self._seen.items() if now - seen > FORGET_S and s not in waiting]:
+                self.gone(session, "it was silent for long")
+        return self._look_s - now if self._seen else None
+
+    def settle(self) -> bool:
+        return True
+
+
+class ServiceClient:
+    """Calls the service that ``where`` leads to. Thread-safe; each thread that calls has a connection of its own.
+
+    ``where`` comes from another process: raises ProtocolError for one that is none.
+    """
+
+    def __init__(self, where: bytes) -> None:
+        try:
+            found = _where.decode(where)
+            if not found.address.startswith("tcp://"):
+                raise ProtocolError(f"a service at {found.address[:200]!r}; a tcp address is expected")
+            self._client = Client(found.address, found.key, trusted=found.trusted)
+        except (*_BAD, ConfigError) as error:
+            raise ProtocolError(f"this does not say where a service is: {error}") from None
+        self.address = found.address
+        self._client.max_bytes = MAX_CALL_BYTES
+        self._client.watch(found.pid, found.pid_key)
+        self._lock = threading.Lock()
+        self._known = False
+
+    def call(self, body: bytes, timeout_s: float, what: str = "a call", frames: Sequence[Any] = ()) -> Answered:
+        """Ask and wait. ``what`` is asked for, for messages.
+
+        Raises what the handler answered with; ServerLost, naming address and ``what``, when no answer comes in time or
+        the service's process is seen to end, and on ``close``; WireError on ``interrupt``; AccessDenied.
+        """
+        until = time.monotonic() + timeout_s
+        with self._lock:
+            if not self._known:
+                self._ask(Hello(os.getpid(), process_key(os.getpid())), timeout_s, what)
+                self._known = True
+        return self._ask(Ask(body), until - time.monotonic(), what, frames)
+
+    def interrupt(self) -> None:
+        """Calls under way in other threads raise WireError now."""
+        self._client.interrupt()
+
+    def close(self) -> None:
+        """Idempotent. Calls under way in other threads end with ServerLost."""
+        if self._known and not self._client.closed:
+            with contextlib.suppress(WireError):  # without waiting: a last word leaves, or is not needed
+                self._client.tell(_encode(Bye()))
+        self._client.close()
+
+    def _ask(self, word: Hello | Ask, timeout_s: float, what: str, frames: Sequence[Any] = ()) -> Answered:
+        try:
+            reply = self._client.exchange(_encode(word), timeout_s, frames, grace_s=0.0)
+        except ServerLost as error:
+            raise ServerLost(f"{what}: {error}") from None
+        try:
+            said = _said.decode(reply.body)
+        except _BAD as error:
+            raise ProtocolError(f"{what}: {self.address} gave an answer that cannot be read: {error}") from None
+        if said.error:
+            raise by_name(said.error, said.message)
+        return Answered(said.body, reply.frames)
+
+
+def _everywhere(address: str) -> bool:
+    return address.partition("://")[2].rpartition(":")[0].strip("[]") in ("*", "0.0.0.0", "::")
