@@ -150,8 +150,8 @@ class Verbs(Generic[B, S]):
         ``team``: the ``world_size`` ranks of a team lease together: the k-th get of each ``rank`` belongs to the k-th
         lease of the team, given when all have asked. Its ``count`` rows (or its step) are dealt out in ``shards`` (0:
         one a rank; fewer: ``world_size // shards`` ranks one after another get the very same rows), whose row counts
-        differ by 1 at most, and which a balanced sampler makes about equally heavy. A step is acknowledged when every
-        rank has; when one dies before, gives back or is too late, all lose it, and the next get of every rank is that
+        differ by 1 at most, and which a balanced sampler makes about equally heavy; where it keeps groups whole, by
+        their weight alone, and a shard may be empty. A step is acknowledged when every rank has; when one dies before, gives back or is too late, all lose it, and the next get of every rank is that
         step again, under a new token. What another session holds under the rank is void.
 
         Raises Ended when there will never be another row, VersionNeeded when the replica must load newer

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
+
 from asyncflow_sdk.memory import Arena
 from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, open_queue
 
@@ -46,6 +48,17 @@ def running(kind: str = "ipc", **options: Any) -> Iterator[Run]:
         yield run
     finally:
         run.close()
+
+
+def runs_over(*kinds: str) -> Any:
+    """A fixture ``run``: the tests of a file run once over each of ``kinds``."""
+
+    @pytest.fixture(params=kinds)
+    def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+        with running(request.param) as run:
+            yield run
+
+    return run
 
 
 def arena_of(queue: TransferQueue) -> Arena:

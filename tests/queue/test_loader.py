@@ -4,7 +4,6 @@ import multiprocessing
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,17 +11,13 @@ import pytest
 import torch
 from children import Child
 from loader_children import be_rank_1, load_after_fork
-from queue_runs import Run, in_threads, running, until
+from queue_runs import Run, in_threads, runs_over, until
 from torch.utils.data import DataLoader
 
 import asyncflow_sdk as af
 from asyncflow_sdk.queue import TransferQueue
 
-
-@pytest.fixture(params=["ipc", "tcp"])
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    with running(request.param) as run:
-        yield run
+run = runs_over("ipc", "tcp")
 
 
 @pytest.fixture

@@ -1,22 +1,17 @@
 """What a caller can get wrong: each gets an error that says what, where and what to do, and nothing else happens."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from queue_runs import Run, blocks_in_use, running
+from queue_runs import Run, blocks_in_use, runs_over
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, MemoryFull, SchemaError
 from asyncflow_sdk.queue import TransferQueue
 from asyncflow_sdk.types import Batch, Ragged
 
-
-@pytest.fixture(params=["ipc", "tcp"])
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    with running(request.param) as run:
-        yield run
+run = runs_over("ipc", "tcp")
 
 
 @pytest.fixture

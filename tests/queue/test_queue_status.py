@@ -2,21 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
 
 import numpy as np
-import pytest
 from children import Child
 from queue_children import consume, values_of
-from queue_runs import Run, running, until
+from queue_runs import Run, runs_over, until
 
 import asyncflow_sdk
 
-
-@pytest.fixture(params=["ipc", "tcp"])
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    with running(request.param) as run:
-        yield run
+run = runs_over("ipc", "tcp")
 
 
 def test_it_says_who_holds_what_and_who_waits_for_what(run: Run) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from queue_runs import KINDS, Run, blocks_in_use, in_threads, running, until
+from queue_runs import KINDS, Run, blocks_in_use, in_threads, runs_over, until
 
 from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost, ProtocolError, SchemaError, WriteOnceError
 from asyncflow_sdk.ledger import commands as cmd
@@ -16,11 +16,7 @@ from asyncflow_sdk.queue.protocol import Call, decode_answer, encode
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.wire import Reply
 
-
-@pytest.fixture(params=KINDS)
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    with running(request.param) as run:
-        yield run
+run = runs_over(*KINDS)
 
 
 @pytest.fixture

@@ -3,20 +3,15 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from queue_runs import KINDS, Run, blocks_in_use, in_threads, running
+from queue_runs import KINDS, Run, blocks_in_use, in_threads, runs_over
 
 from asyncflow_sdk.errors import Ended, LeaseLost, SchemaError, WriteOnceError
 from asyncflow_sdk.queue import TransferQueue
 
-
-@pytest.fixture(params=KINDS)
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    with running(request.param) as run:
-        yield run
+run = runs_over(*KINDS)
 
 
 @pytest.fixture

@@ -2,21 +2,16 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from queue_runs import KINDS, Run, blocks_in_use, in_threads, running, until
+from queue_runs import KINDS, Run, blocks_in_use, in_threads, running, runs_over, until
 
 from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
 from asyncflow_sdk.queue import TransferQueue
 from asyncflow_sdk.wire import client as wire_rules
 
-
-@pytest.fixture(params=KINDS)
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    with running(request.param) as run:
-        yield run
+run = runs_over(*KINDS)
 
 
 def test_a_deadline_names_the_column_the_task_and_the_worker(run: Run) -> None:
