@@ -60,12 +60,15 @@ class Host:
 
     ``directory``: the run's shared memory; None where it is not in sight (another host, or container). ``name``:
     of this end, nobody else's in the run, fit for a file name. ``address``: an IP address by which other members of the
-    run reach this host; a loopback one when they all are on it.
+    run reach this host; a loopback one when they all are on it. Of a publishing end, ``rank`` of ``world_size``: which part of
+    each version is its; a publisher that takes its place has the same.
     """
 
     directory: Path | None
     name: str
     address: str = "127.0.0.1"
+    rank: int = 0
+    world_size: int = 1
 
 
 class WeightTransport(abc.ABC):
