@@ -121,6 +121,20 @@ class Arena:
             segment.head(start, self._serial)
             return Allocation(segment.name, start, self._serial, segment.bytes[start : start + nbytes])
 
+    def trim(self, block: Allocation, nbytes: int) -> None:
+        """Only the first ``nbytes`` of a block are used: its ``memory`` ends there, and what lies behind is free again. For a block
+        that was not announced yet."""
+        size = max(-(-nbytes // ALIGN), 1) * ALIGN
+        with self._lock:
+            segment, start, stop, heads = self._blocks[block.serial]
+            if start + size < stop:
+                self._blocks[block.serial] = _Range(segment, start, start + size, heads)
+                self._holes.add(segment.number, start + size, stop)
+                if self._peak == self._live:
+                    self._peak -= stop - start - size  # it was never filled
+                self._live -= stop - start - size
+        block.memory = block.memory[:nbytes]
+
     def free(self, serials: Iterable[int]) -> None:
         """Blocks are no longer needed by anyone who could still ask for them. Views of them stay valid. A serial
         that is not there, or not any more, is passed over."""

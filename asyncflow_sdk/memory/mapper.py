@@ -141,8 +141,11 @@ class Mapper:
             mapped.pin(start, serial, array)
         return array[start : start + nbytes]
 
-    def private(self, segment: str, start: int, serial: int, nbytes: int, skip: int = 0) -> Bytes:
-        """Bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping of their own: writable, harming nobody."""
+    def private(
+        self, segment: str, start: int, serial: int, nbytes: int, skip: int = 0, *, advise: int | None = None
+    ) -> Bytes:
+        """Bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping of their own: writable, harming nobody.
+        ``advise``: what to tell the kernel about it, if it knows that (see madvise)."""
         first, stop = start + skip, start + nbytes
         low = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with self._lock:
@@ -150,6 +153,9 @@ class Mapper:
             own = mmap.mmap(mapped.fd, stop - low, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=low)
             array = np.frombuffer(own, np.uint8)
             mapped.pin(start, serial, array)
+        if advise is not None:
+            with contextlib.suppress(OSError, ValueError):
+                own.madvise(advise)
         return array[first - low : stop - low]
 
     def hold(self, segment: str, starts: Sequence[int]) -> Hold:

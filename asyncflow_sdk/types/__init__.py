@@ -8,6 +8,7 @@ from .events import Event
 from .manifest import Chunk, Manifest, TensorInfo
 from .probe import Probe
 from .ragged import Ragged
+from .shard import Shard
 from .spans import VERSION_SPANS, VersionSpan, one_version, token_staleness, token_versions
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Probe",
     "Ragged",
     "Sampling",
+    "Shard",
     "Staleness",
     "TensorInfo",
     "Values",

@@ -64,24 +64,29 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def from_torch(tensor: Any) -> np.ndarray[Any, Any]:
-    """A numpy view of a tensor's elements (a copy only when it is not contiguous or not on the CPU).
-
-    Shape (*tensor.shape,), the carrier of its dtype. Raises SchemaError for layouts and dtypes that have
-    no plain bytes (sparse, quantised, meta).
-    """
-    torch = sys.modules["torch"]
+def storable(tensor: Any) -> str:
+    """The name of a torch tensor's dtype. Raises SchemaError for layouts and dtypes that have no plain bytes
+    (sparse, quantised, meta)."""
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_quantized:
         raise SchemaError(
             f"a quantised tensor of {name} cannot be stored; store its int_repr(), scale and zero point"
         )
-    if tensor.layout != torch.strided:
+    if tensor.layout != sys.modules["torch"].strided:
         raise SchemaError(f"a {tensor.layout} tensor of {name} cannot be stored; make it dense first")
     if tensor.is_meta:
         raise SchemaError(f"a tensor of {name} on the meta device holds no values")
+    carrier(name)
+    return name
+
+
+def from_torch(tensor: Any) -> np.ndarray[Any, Any]:
+    """A numpy view of a tensor's elements (a copy only when it is not contiguous or not on the CPU).
+
+    Shape (*tensor.shape,), the carrier of its dtype. Raises SchemaError as ``storable`` does.
+    """
+    torch, dtype = sys.modules["torch"], carrier(storable(tensor))
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    dtype = carrier(name)
     raw = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)
     return raw.view(dtype).reshape(tuple(tensor.shape))
 

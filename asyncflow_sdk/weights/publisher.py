@@ -1,68 +1,264 @@
-"""WeightPublisher: publishes versions for a trainer."""
+"""WeightPublisher: publishes versions for a trainer.
+
+    publisher = WeightPublisher(queue, "shm", dtype="bfloat16")
+    publication = publisher.publish(version, engine.named_weights())   # copied: training may go on
+    publication.wait()                                                 # current; otherwise the next publish says what went wrong
+
+While tensors are copied, a thread hashes what is copied already; when they are, it makes the version available and
+tells the ledger. One version at a time is under way.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from ..errors import ConfigError
-from ..interfaces import WeightTransport
+from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, ServerLost, WeightMismatch
+from ..interfaces.weights import WeightTransport
 from ..ledger import commands as cmd
 from ..plugins import registry
 from ..queue import TransferQueue
 from ..queue._once import drive
-from ..types import Manifest
+from ..queue.connection import BlockingPort
+from ..types import Chunk, Manifest, Probe
 from ..types import events as ev
-
-
-def transport_named(name: str) -> WeightTransport:
-    """A transport found through the hook. Raises PluginError that lists the known ones."""
-    made: WeightTransport = registry().get("transport", name).load()()
-    return made
-
+from ..types.manifest import BUCKET_BYTES, digest
+from .host import host_of
+from .writing import DtypePolicy, Rename, Writer
 
 _publishers = itertools.count()  # a session may publish from more than one, one after another
 
 
-class WeightPublisher:
-    """Publishes versions for a trainer. Not thread-safe."""
+def transport_named(name: str, **options: Any) -> WeightTransport:
+    """A transport found through the hook. Raises PluginError that lists the known ones, ConfigError."""
+    factory = registry().get("transport", name).load()
+    try:
+        made: WeightTransport = factory(**options)
+    except TypeError as error:
+        raise ConfigError(f"transport {name!r} cannot be made with options {options}: {error}") from error
+    return made
 
-    def __init__(self, queue: TransferQueue, transport: str = "shm") -> None:
-        self._port = queue._port
-        self._connection = self._port.connection
-        self.transport = transport
-        self._connection.need_memory(f"weights transport {transport!r}")
-        self._sender = transport_named(transport).sender(
-            self._connection.directory, f"{self._connection.session}-{next(_publishers)}"
-        )
 
-    def publish(self, version: int, weights: Iterable[tuple[str, Any]]) -> Manifest:
-        """Make ``weights`` the current version; returns when training may change them again (one copy).
+class Publication:
+    """A version on its way: copied, and being made current."""
 
-        ``version`` must be above every one published before. Raises ConfigError, WeightMismatch, MemoryFull;
-        then the version before stays current.
-        """
-        began, version = time.monotonic(), int(version)
-        manifest, where = self._sender.send(version, weights)
-        command = cmd.Publish(
-            version=version, manifest=msgspec.msgpack.encode(manifest), transport=self.transport,
-            where=where, root=manifest.root, nbytes=manifest.nbytes,
-        )  # fmt: skip
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.doing = "being hashed"
+        self._done: Future[Manifest] = Future()
+        self._heard = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it is current, or has failed."""
+        return self._done.done()
+
+    def wait(self, timeout_s: float = 600.0) -> Manifest:
+        """Return once the version, or this rank's part of it, is published. Raises what went wrong: the version before is
+        current then; DeadlineExceeded, and it is still under way."""
         try:
-            drive(self._port.send(command))
-        except ConfigError:
-            self._sender.withdraw(version)
+            manifest = self._done.result(timeout_s)
+        except FutureTimeout:
+            if self._done.done():  # a deadline of the transport itself
+                self._heard = True
+                raise
+            raise DeadlineExceeded(
+                f"version {self.version} is not published after {timeout_s:g} s: it is {self.doing}"
+            ) from None
+        except BaseException:
+            self._heard = self._done.done()
+            raise
+        return manifest
+
+
+class WeightPublisher:
+    """Publishes versions for a trainer, or for rank ``rank`` of ``world_size`` that each publish a part. Not thread-safe.
+
+    ``dtype``: in which floating-point tensors are published, or a function from name and dtype to dtype. ``rename``: from the
+    engine's names to those of the checkpoint. ``digests`` False: nothing can be verified. ``timeout_s``: how long the delivery
+    of a version may hold up the next. ``options``: of the transport. One live publisher a run: raises ConfigError for
+    another, and for what the transport cannot do.
+    """
+
+    def __init__(
+        self,
+        queue: TransferQueue,
+        transport: str = "shm",
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        dtype: DtypePolicy | None = None,
+        rename: Rename | None = None,
+        digests: bool = True,
+        timeout_s: float = 600.0,
+        **options: Any,
+    ) -> None:
+        self._connection = queue._port.connection
+        self._port = BlockingPort(self._connection)
+        self.transport, self.rank, self.world_size, self.timeout_s = transport, rank, world_size, timeout_s
+        self._dtype, self._rename, self._digests = dtype, rename, digests
+        name = f"{self._connection.session}-{next(_publishers)}"
+        host = host_of(self._connection, name, rank=rank, world_size=world_size)
+        self._sender = transport_named(transport, **options).sender(host)
+        self._sizes: Sequence[int] = ()
+        self._delivery: Publication | None = None
+        self._closed = False
+        try:
+            role = drive(self._port.send(cmd.OpenPublisher(rank=rank, world_size=world_size)))
+            kept = [part for _, part in role.kept if part.transport == transport]
+            self._sender.adopt([(msgspec.msgpack.decode(p.manifest, type=Manifest), p.where) for p in kept])
+        except BaseException:
+            self._sender.close()
+            raise
+        self.current: int = role.version
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="asyncflow-publish")
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held for weights."""
+        return self._sender.nbytes
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Any]], *, probe: Probe | None = None) -> Publication:
+        """Make ``weights`` the current version. Returns when training may change them again: they are copied, and the rest goes
+        on behind. ``weights`` may give ``Shard`` for a tensor. ``probe``: how an engine that has loaded it is checked.
+
+        Each tensor is let go before the next is asked for. ``version`` must be above every one before. Raises ConfigError,
+        WeightMismatch, SchemaError, MemoryFull: the version before stays current. Raises what became of the one before too,
+        and DeadlineExceeded when it is still under way.
+        """
+        version = int(version)
+        self._settle(f"version {version} cannot be published yet", self.timeout_s)
+        if self._closed:
+            raise ConfigError(f"version {version}: this publisher is closed")
+        began = time.monotonic()
+        digests: list[list[Future[bytes]]] = []
+        writer = Writer(
+            version, self._sender.room, lambda chunk, memory: self._filled(digests, chunk, memory),
+            dtype=self._dtype, rename=self._rename, sizes=self._sizes,
+        )  # fmt: skip
+        announced = True
+        try:
+            try:
+                drive(self._port.send(cmd.Announce(version=version)))
+            except AsyncFlowError:
+                announced = False
+                raise
+            sizes = writer.write(weights)
+            if not writer.tensors and self.world_size == 1:
+                raise WeightMismatch(f"version {version} has no tensors")
+            self._sizes = writer.sizes
+            self._delivery = Publication(version)
+            self._background.submit(self._deliver, self._delivery, writer.tensors, sizes, digests, probe)
+        except BaseException as error:
+            self._delivery = None
+            self._sender.abandon()
+            if announced:
+                self._withdraw(version, error)
             raise
         took = time.monotonic() - began
         self._connection.report(
             ev.Span(time_s=began, worker=self._connection.name, kind="publish", seconds=took, version=version)
         )
-        return manifest
+        return self._delivery
+
+    def rollback(self, version: int, reason: str = "") -> int:
+        """Make the bytes of a version that is kept current again, under a new number, which is returned. ``reason``: for
+        people. Raises VersionGone."""
+        self._settle(f"version {version} cannot be rolled back to yet", self.timeout_s)
+        self.current = drive(self._port.send(cmd.Rollback(version=int(version), reason=reason))).version
+        return self.current
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Return once everything published so far is current. Raises what went wrong with it, and DeadlineExceeded."""
+        self._settle("not everything is published", self.timeout_s if timeout_s is None else timeout_s)
 
     def close(self) -> None:
-        """Stop publishing."""
-        self._sender.close()
+        """Flush, and give the role up. What is current stays so. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.flush()
+        finally:
+            self._background.shutdown(wait=False, cancel_futures=True)
+            with contextlib.suppress(AsyncFlowError):
+                drive(self._port.send(cmd.ClosePublisher()))
+            self._sender.close()
+
+    def __enter__(self) -> WeightPublisher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- behind
+
+    def _filled(self, digests: list[list[Future[bytes]]], chunk: int, memory: Any) -> None:
+        while len(digests) <= chunk:
+            digests.append([])
+        if self._digests:
+            digests[chunk].append(self._background.submit(_digest, memory))
+
+    def _deliver(
+        self,
+        publication: Publication,
+        tensors: Any,
+        sizes: Sequence[int],
+        digests: Sequence[Sequence[Future[bytes]]],
+        probe: Probe | None,
+    ) -> None:
+        version = publication.version
+        try:
+            chunks = [
+                Chunk(size, tuple(each.result() for each in found))
+                for size, found in zip(sizes, digests, strict=True)
+            ]
+            manifest = Manifest(version, tensors, tuple(chunks), BUCKET_BYTES)
+            publication.doing = f"being sent through transport {self.transport!r}"
+            where = self._sender.send(manifest)
+            publication.doing = f"being told to the server at {self._connection.wire.address}"
+            part = cmd.Part(
+                manifest=msgspec.msgpack.encode(manifest), transport=self.transport, where=where, root=manifest.root,
+                nbytes=manifest.nbytes, outlives=self._sender.outlives,
+            )  # fmt: skip
+            command = cmd.Publish(version=version, part=part, probe=msgspec.msgpack.encode(probe) if probe else b"")
+            keep = drive(self._port.send(command)).keep
+            self.current = version
+            self._sender.keep(keep)
+        except BaseException as error:
+            if not isinstance(error, ServerLost):  # else nobody knows whether it is current
+                with contextlib.suppress(Exception):
+                    self._sender.abandon()
+                self._withdraw(version, error)
+            publication._done.set_exception(error)
+        else:
+            publication._done.set_result(manifest)
+
+    def _withdraw(self, version: int, error: BaseException) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(AsyncFlowError):
+            drive(self._port.send(cmd.Withdraw(version=version, reason=reason[:1000])))
+
+    def _settle(self, what: str, timeout_s: float) -> None:
+        """Wait for the version under way. Raises what went wrong with it, once."""
+        delivery = self._delivery
+        if delivery is None or delivery._heard:
+            return
+        try:
+            delivery.wait(timeout_s)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{what}: {error}") from None
+        self._delivery = None
+
+
+def _digest(memory: Any) -> bytes:
+    """Of a bucket, brought to the host if it is not there."""
+    return digest(memoryview(memory if isinstance(memory, np.ndarray) else memory.cpu().numpy()))  # type: ignore[arg-type]

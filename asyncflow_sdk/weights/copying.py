@@ -1,0 +1,121 @@
+"""Copying a tensor of torch or numpy into a chunk, bit for bit or converted, and comparing it with what lies there.
+
+A tensor that lies contiguous is copied in spans of its elements, so that what is copied already can be hashed
+while the next span is; any other at once. Chunks are numpy arrays, or torch tensors on a device.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from ..errors import SchemaError
+from ..types.dtypes import carrier, dtype_name, is_torch, storable
+
+SPAN_BYTES = 256 << 10  # of comparisons: what both sides have of it stays in cache
+
+
+class Source(ABC):
+    """A tensor to be copied. ``identity``: equal for tensors that are the same elements of the same memory."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    contiguous: bool
+    identity: tuple[Any, ...]
+
+    @abstractmethod
+    def copy(self, room: Any, dtype: str, first: int, last: int) -> None:
+        """Elements ``first`` to ``last`` (all, unless contiguous) become the bytes of ``room``."""
+
+    @abstractmethod
+    def equals(self, room: Any, dtype: str) -> bool:
+        """Whether the bytes in ``room`` are what ``copy`` would write."""
+
+
+def source(tensor: Any) -> Source:
+    """Raises SchemaError for what has no plain values."""
+    return TorchSource(tensor) if is_torch(tensor) else NumpySource(tensor)
+
+
+class NumpySource(Source):
+    def __init__(self, array: Any) -> None:
+        array = np.asarray(array)
+        self.dtype = dtype_name(array.dtype)
+        self.shape, self.size = array.shape, array.size
+        self.contiguous = array.flags.c_contiguous
+        self._array = array.reshape(-1) if self.contiguous else array
+        self.identity = ("numpy", array.ctypes.data, array.shape, array.strides, array.dtype.str, self.dtype)
+
+    def copy(self, room: Any, dtype: str, first: int, last: int) -> None:
+        if not isinstance(room, np.ndarray):
+            torch, span = sys.modules["torch"], np.empty(room.shape, np.uint8)
+            self.copy(span, dtype, first, last)
+            room.copy_(torch.from_numpy(span))
+            return
+        into = room.view(carrier(dtype))
+        with np.errstate(all="ignore"):
+            if self.contiguous:
+                np.copyto(into, self._array[first:last], casting="unsafe")
+            else:
+                np.copyto(into.reshape(self.shape), self._array, casting="unsafe")
+
+    def equals(self, room: Any, dtype: str) -> bool:
+        there = room if isinstance(room, np.ndarray) else room.cpu().numpy()
+        width = carrier(dtype).itemsize
+        step = max(SPAN_BYTES // width, 1) if self.contiguous else max(self.size, 1)
+        for first in range(0, self.size, step):
+            last = min(first + step, self.size)
+            span = np.empty((last - first) * width, np.uint8)
+            self.copy(span, dtype, first, last)
+            if not np.array_equal(span, there[first * width : last * width]):
+                return False
+        return True
+
+
+class TorchSource(Source):
+    def __init__(self, tensor: Any) -> None:
+        self.dtype = storable(tensor)
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        self.shape, self.size = tuple(plain.shape), plain.numel()
+        self.contiguous = plain.is_contiguous()
+        self._tensor = plain.reshape(-1) if self.contiguous else plain
+        self.identity = ("torch", str(plain.device), plain.data_ptr(), self.shape, plain.stride(), self.dtype)
+
+    def copy(self, room: Any, dtype: str, first: int, last: int) -> None:
+        torch = sys.modules["torch"]
+        into = torch.from_numpy(room) if isinstance(room, np.ndarray) else room
+        if not self.contiguous:
+            into.view(getattr(torch, dtype)).view(self.shape).copy_(self._tensor)
+        elif dtype == self.dtype:  # as bytes: not every dtype can be copied as what it is
+            into.copy_(self._tensor[first:last].view(torch.uint8))
+        else:
+            into.view(getattr(torch, dtype)).copy_(self._tensor[first:last])
+
+    def equals(self, room: Any, dtype: str) -> bool:
+        torch = sys.modules["torch"]
+        there = torch.from_numpy(room) if isinstance(room, np.ndarray) else room
+        flat, width = self._tensor.reshape(-1), carrier(dtype).itemsize
+        step = max(SPAN_BYTES // width, 1)
+        for first in range(0, self.size, step):
+            last = min(first + step, self.size)
+            span = flat[first:last].to(device=there.device, dtype=getattr(torch, dtype))
+            if not torch.equal(span.view(torch.uint8), there[first * width : last * width]):
+                return False
+        return True
+
+
+def check_conversion(name: str, dtype: str, wanted: str) -> None:
+    """Raises SchemaError unless values of ``dtype`` may be published as ``wanted``: floating-point numbers, as such."""
+    carrier(wanted)
+    if dtype != wanted and not (dtype.startswith(_FLOATS) and wanted.startswith(_FLOATS)):
+        raise SchemaError(
+            f"{dtype} is not converted to {wanted}: only floating-point numbers are, into such; leave {name!r} out of"
+            " the dtype policy"
+        )
+
+
+_FLOATS = ("float16", "float32", "float64", "bfloat16", "float8_")

@@ -1,0 +1,194 @@
+"""Writing a version: tensors, as they come, into chunks.
+
+A chunk takes tensors until the next one does not fit; one that is larger than a chunk gets a chunk of its own. Where
+tensors lie follows from their order and sizes alone, so equal weights have equal manifests, and a version like the one
+before asks for rooms of just the sizes that one had. The first chunks are smaller than the rest: a small model
+needs no large one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from ..errors import SchemaError, WeightMismatch
+from ..interfaces.weights import Room
+from ..types import Shard, TensorInfo, carrier
+from ..types.manifest import BUCKET_BYTES, CHUNK_BYTES
+from .copying import Source, check_conversion, source
+
+ALIGN = 64
+DtypePolicy: TypeAlias = str | Callable[[str, str], str]
+"""A dtype in which floating-point tensors are published (those of 8 bits and fewer stay as they are), or a function from
+name and dtype to dtype."""
+Rename: TypeAlias = Callable[[str], str]
+
+
+def capacity(chunk: int) -> int:
+    """Bytes of chunk number ``chunk``, unless a tensor is larger."""
+    return min(BUCKET_BYTES << min(chunk, 16), CHUNK_BYTES)
+
+
+def padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class Writer:
+    """Writes one version. ``room`` gives memory for the next chunk, ``filled(chunk, bytes)`` is told each bucket, in order, once
+    its bytes are there. ``sizes``: of the chunks that are expected."""
+
+    def __init__(
+        self,
+        version: int,
+        room: Callable[[int], Room],
+        filled: Callable[[int, Any], None],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: DtypePolicy | None = None,
+        rename: Rename | None = None,
+        sizes: Sequence[int] = (),
+    ) -> None:
+        self._version, self._room, self._filled = version, room, filled
+        self._bucket_bytes, self._dtype, self._rename = bucket_bytes, dtype, rename
+        self._expected = sizes
+        self._rooms: list[Room] = []
+        self._used = self._told = 0  # bytes of the last room
+        self._layout = Layout()
+        self._tensors: list[TensorInfo] = []
+        self._names: dict[tuple[str, tuple[int, ...]], str] = {}  # published name and start → name given
+        self._seen: dict[tuple[Any, ...], TensorInfo] = {}
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return tuple(self._tensors)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the chunks of a version like this one."""
+        return self._layout.sizes
+
+    def write(self, weights: Iterable[tuple[str, Any]]) -> list[int]:
+        """Copy all of them; each is let go before the next is asked for. Returns the size of each chunk. Raises
+        WeightMismatch, SchemaError, MemoryFull, and what ``weights`` raises."""
+        for name, tensor in weights:
+            self._add(name, tensor)
+            del tensor
+        self._close()
+        return [len(room.memory) for room in self._rooms]
+
+    def _add(self, name: str, tensor: Any) -> None:
+        shard = tensor if isinstance(tensor, Shard) else None
+        public = self._public(name, shard)
+        try:
+            if shard is not None and (problem := shard.problem()):
+                raise SchemaError(problem)
+            given = source(tensor if shard is None else shard.tensor)
+            dtype = self._target(name, given.dtype)
+        except SchemaError as error:
+            raise SchemaError(f"version {self._version}: tensor {name!r}: {error}") from None
+        start, whole = ((), ()) if shard is None else (tuple(shard.start), tuple(shard.whole))
+        info = TensorInfo(public, dtype, given.shape, max(len(self._rooms) - 1, 0), self._used, start, whole)
+        if info.nbytes:
+            info = self._tied(info, given) or self._written(info, given)
+        self._tensors.append(info)
+
+    def _public(self, name: str, shard: Shard | None) -> str:
+        """Under which name it is published."""
+        public = self._rename(name) if self._rename is not None and isinstance(name, str) else name
+        if not isinstance(public, str):
+            raise SchemaError(f"version {self._version}: {public!r}, for tensor {name!r}, is no name")
+        key = public, () if shard is None else tuple(shard.start)
+        other = self._names.get(key)
+        if other is not None:
+            twice = (
+                f"tensor {name!r} is sent twice" if other == name else f"{other!r} and {name!r} are both {public!r}"
+            )
+            raise WeightMismatch(f"version {self._version}: {twice}")
+        self._names[key] = name
+        return public
+
+    def _target(self, name: str, dtype: str) -> str:
+        if self._dtype is None:
+            return dtype
+        if isinstance(self._dtype, str):
+            return self._dtype if dtype in WIDE else dtype
+        wanted = self._dtype(name, dtype)
+        check_conversion(name, dtype, wanted)
+        return wanted
+
+    def _tied(self, info: TensorInfo, given: Source) -> TensorInfo | None:
+        """The place of the same memory under another name, if what was written there is what it still holds: a buffer that
+        is filled anew for each tensor is the same memory too."""
+        key = (*given.identity, info.dtype)
+        there = self._seen.get(key)
+        if there is None:
+            return None
+        room = self._rooms[there.chunk].memory[there.offset : there.offset + there.nbytes]
+        if not given.equals(room, info.dtype):
+            return None
+        return msgspec.structs.replace(info, chunk=there.chunk, offset=there.offset)
+
+    def _written(self, info: TensorInfo, given: Source) -> TensorInfo:
+        size = padded(info.nbytes)
+        self._layout.add(size)
+        if not self._rooms or self._used + size > len(self._rooms[-1].memory):
+            self._open(size)
+        info = msgspec.structs.replace(info, chunk=len(self._rooms) - 1, offset=self._used)
+        memory, offset, width = self._rooms[-1].memory, info.offset, carrier(info.dtype).itemsize
+        first = 0
+        while first < given.size:
+            last = given.size
+            if given.contiguous:  # up to the end of a bucket, or a little beyond
+                last = min(first + -(-(self._bucket_bytes - (offset % self._bucket_bytes)) // width), last)
+            after = offset + (last - first) * width
+            given.copy(memory[offset:after], info.dtype, first, last)
+            first, offset = last, after
+            self._tell(offset)
+        self._used += size
+        memory[offset : self._used] = 0  # what lies between tensors is part of the digest
+        self._tell(self._used)
+        self._seen[(*given.identity, info.dtype)] = info
+        return info
+
+    # ---- chunks
+
+    def _open(self, size: int) -> None:
+        self._close()
+        number = len(self._rooms)
+        wanted = max(capacity(number), size)
+        if number < len(self._expected) and size <= self._expected[number]:
+            wanted = self._expected[number]
+        self._rooms.append(self._room(wanted))
+        self._used = self._told = 0
+
+    def _close(self) -> None:
+        if self._rooms:
+            if self._used < len(self._rooms[-1].memory):
+                self._rooms[-1].trim(self._used)
+            self._tell(self._used, whole=False)
+
+    def _tell(self, upto: int, whole: bool = True) -> None:
+        """Tell the buckets that are complete; the last one too, unless only ``whole`` ones."""
+        memory, chunk = self._rooms[-1].memory, len(self._rooms) - 1
+        while self._told + self._bucket_bytes <= upto or (not whole and self._told < upto):
+            stop = min(self._told + self._bucket_bytes, upto)
+            self._filled(chunk, memory[self._told : stop])
+            self._told = stop
+
+
+class Layout:
+    """Sizes of chunks, from those of tensors in their order."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def add(self, size: int) -> None:
+        if self.sizes and self.sizes[-1] + size <= capacity(len(self.sizes) - 1):
+            self.sizes[-1] += size
+        else:
+            self.sizes.append(size)
+
+
+WIDE = ("float16", "bfloat16", "float32", "float64")
