@@ -1,0 +1,226 @@
+"""Delta: what a bucket differs in from the same bucket of an earlier version, without loss.
+
+    code = encode(new, base, 2)      # None: the bucket itself is as small
+    apply(code, base, out)           # out equals new; nothing is written for a code that is not one
+
+A bucket is words of 1, 2, 4 or 8 bytes, subtracted as integers: a weight that moves to the next number it can be
+differs by 1, whatever its exponent. Few words that differ are listed (sparse): gaps between their places, a byte each
+with 255 for 255 that are passed over, and their differences. Else all are there (dense). Differences are folded (0, -1, 1,
+-2, ...), split into a plane for each byte, and every plane is compressed by itself: those of high bytes are mostly zeros.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from ..errors import ProtocolError
+
+Bytes = npt.NDArray[np.uint8]
+Words = np.ndarray[Any, np.dtype[Any]]
+
+SPARSE = 0.4
+"""The share of words that may differ for them to be listed: above it dense codes are as small, and faster to make."""
+WORTH = 0.9
+"""The largest code that is used, as a share of its bucket."""
+_HEAD = struct.Struct("<BBxxII")  # kind, width; bytes of the bucket, words that differ
+_LENGTH = struct.Struct("<I")
+_SPARSE, _DENSE = 1, 2
+_TYPES: dict[int, tuple[type[Any], type[Any]]] = {
+    1: (np.uint8, np.int8), 2: (np.uint16, np.int16), 4: (np.uint32, np.int32), 8: (np.uint64, np.int64)
+}  # fmt: skip
+_GROUP = 8  # bytes that are compared at once; what is left of a bucket behind them is sent as it is
+_PROBE = 32 << 10  # words by which it is told whether a dense code is worth making
+_BLOCK = 64 << 10  # words subtracted at once, so that each step finds them in the cache
+_STEP = 255
+_MOST_WINDOW = 8 << 20  # what a frame may ask for beside its content; ours ask for 512 KB
+_own = threading.local()
+
+
+def encode(new: Bytes, base: Bytes, width: int) -> bytes | None:
+    """A code that is clearly smaller than ``new``, of the same size as ``base``, or None. Uint8, contiguous. Releases the GIL
+    for most of its time."""
+    size = len(new) // _GROUP * _GROUP
+    head, tail = (new[:size], base[:size]), new[size:].tobytes()
+    differ = _differ(*head, _GROUP)
+    if np.count_nonzero(differ) * _GROUP <= SPARSE * size or np.mean(_differ(*head, width)) <= SPARSE:
+        places, folded = _listed(*head, np.flatnonzero(differ), width)
+        streams = [_pack(_gaps(places)), *map(_pack, _planes(folded))]
+        kind, count = _SPARSE, len(places)
+    else:
+        if not _promising(*head, width):
+            return None
+        folded = _folded_all(*head, width)
+        streams = [_pack(plane) for plane in _planes(folded)]
+        kind, count = _DENSE, len(folded)
+    parts = [_HEAD.pack(kind, width, len(new), count)]
+    for stream in streams:
+        parts += [_LENGTH.pack(len(stream)), stream]
+    code = b"".join((*parts, tail))
+    return code if len(code) <= WORTH * len(new) else None
+
+
+def apply(code: Any, base: Bytes, out: Bytes) -> None:
+    """Make ``out`` what was encoded against ``base``; both uint8, contiguous, of one size, without overlap. Whatever the
+    code is, no more memory is taken than a few times their size, and ``out`` is written only by one that can be read.
+    That it was made against this base is for digests to say. Raises ProtocolError.
+    """
+    data = memoryview(code).cast("B")
+    try:
+        kind, width, nbytes, count = _HEAD.unpack_from(data)
+        size = nbytes // _GROUP * _GROUP
+        if width not in _TYPES or kind not in (_SPARSE, _DENSE) or nbytes != len(base) or nbytes != len(out):
+            raise ProtocolError(f"a delta of kind {kind} of {nbytes} bytes of width {width}, for {len(base)} bytes")
+        words = size // width
+        if count > words or (kind == _DENSE and count != words):
+            raise ProtocolError(f"a delta of {count} of {words} words")
+        rest = data[_HEAD.size :]
+        places = None
+        if kind == _SPARSE:
+            gaps, rest = _unpack(rest, count, count + words // _STEP + 1)
+            places = _places(gaps, count, words)
+        planes = []
+        for _ in range(width):
+            plane, rest = _unpack(rest, count, count)
+            planes.append(plane)
+        if len(rest) != nbytes - size:
+            raise ProtocolError(f"a delta with {len(rest)} bytes left over; {nbytes - size} are expected")
+    except struct.error as error:
+        raise ProtocolError(f"a delta that ends too early: {error}") from None
+    unsigned, _ = _TYPES[width]
+    new = out[:size].view(unsigned)
+    if places is None:
+        old = base[:size].view(unsigned)
+        for start in range(0, count, _BLOCK):
+            part = slice(start, start + _BLOCK)
+            np.add(old[part], _unfolded([plane[part] for plane in planes], width), out=new[part])
+    else:
+        out[:size] = base[:size]
+        new[places] += _unfolded(planes, width)
+    out[size:] = np.frombuffer(rest, np.uint8)
+
+
+# ---- places
+
+
+def _differ(new: Bytes, base: Bytes, width: int) -> npt.NDArray[np.bool_]:
+    """Which words differ."""
+    unsigned, _ = _TYPES[width]
+    differ: npt.NDArray[np.bool_] = new.view(unsigned) != base.view(unsigned)
+    return differ
+
+
+def _listed(new: Bytes, base: Bytes, groups: Words, width: int) -> tuple[Words, Words]:
+    """Places of the words that differ, all in these groups, and the differences, folded."""
+    unsigned, _ = _TYPES[width]
+    shift = (_GROUP // width).bit_length() - 1
+    difference = new.view(np.uint64)[groups].view(unsigned) - base.view(np.uint64)[groups].view(unsigned)
+    inside = np.flatnonzero(difference != 0)
+    places = (groups[inside >> shift] << shift) | (inside & (1 << shift) - 1)
+    return places, _folded(difference[inside])
+
+
+def _gaps(places: Words) -> Bytes:
+    """How many words lie before each place, from the one before."""
+    gaps = places.copy()
+    gaps[1:] -= places[:-1] + 1
+    wide = np.flatnonzero(gaps >= _STEP)
+    if not len(wide):
+        return gaps.astype(np.uint8)
+    full = gaps[wide] // _STEP
+    gaps[wide] %= _STEP
+    ends = np.zeros(len(gaps), np.int64)
+    ends[wide] = full
+    ends = np.cumsum(ends) + np.arange(len(gaps))
+    coded = np.full(len(gaps) + int(full.sum()), _STEP, np.uint8)
+    coded[ends] = gaps
+    return coded
+
+
+def _places(gaps: Bytes, count: int, words: int) -> Words:
+    ends = np.flatnonzero(gaps != _STEP)
+    if len(ends) != count or (len(gaps) and gaps[-1] == _STEP):
+        raise ProtocolError(f"a delta that lists {len(ends)} places and {count} words")
+    places: Words = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(count)
+    if count and places[-1] >= words:
+        raise ProtocolError(f"a delta of word {places[-1]} of {words}")
+    return places
+
+
+# ---- differences
+
+
+def _folded(difference: Words) -> Words:
+    """Small ones of either sign as small numbers without."""
+    unsigned, signed = _TYPES[difference.itemsize]
+    sign = difference.view(signed) >> (8 * difference.itemsize - 1)
+    folded: Words = (difference << unsigned(1)) ^ sign.view(unsigned)
+    return folded
+
+
+def _folded_all(new: Bytes, base: Bytes, width: int) -> Words:
+    unsigned, _ = _TYPES[width]
+    ours, theirs = new.view(unsigned), base.view(unsigned)
+    folded: Words = np.empty_like(ours)
+    for start in range(0, len(ours), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        folded[part] = _folded(ours[part] - theirs[part])
+    return folded
+
+
+def _unfolded(planes: list[Bytes], width: int) -> Words:
+    unsigned, _ = _TYPES[width]
+    folded = planes[0].astype(unsigned)
+    for number, plane in enumerate(planes[1:], 1):
+        folded |= plane.astype(unsigned) << unsigned(8 * number)
+    difference: Words = (folded >> unsigned(1)) ^ (unsigned(0) - (folded & unsigned(1)))
+    return difference
+
+
+def _planes(words: Words) -> list[Bytes]:
+    """The low bytes of all, then the next ones, ..."""
+    unsigned, _ = _TYPES[words.itemsize]
+    return [(words >> unsigned(8 * number)).astype(np.uint8) for number in range(words.itemsize)]
+
+
+def _promising(new: Bytes, base: Bytes, width: int) -> bool:
+    """Whether a piece in the middle compresses."""
+    middle = len(new) // 2 // _GROUP * _GROUP
+    part = slice(middle, middle + _PROBE * width)
+    folded = _folded_all(new[part], base[part], width)
+    return sum(len(_pack(plane)) for plane in _planes(folded)) <= WORTH * folded.nbytes + 100
+
+
+# ---- streams
+
+
+def _pack(stream: Bytes) -> bytes:
+    if not hasattr(_own, "compressor"):  # neither may be used by two threads at once
+        _own.compressor = zstandard.ZstdCompressor(level=1)
+    packed: bytes = _own.compressor.compress(stream.data)
+    return packed
+
+
+def _unpack(data: memoryview, least: int, most: int) -> tuple[Bytes, memoryview]:
+    """The next stream, of ``least`` to ``most`` bytes, and what follows it."""
+    (length,) = _LENGTH.unpack_from(data)
+    packed, rest = data[_LENGTH.size : _LENGTH.size + length], data[_LENGTH.size + length :]
+    if len(packed) != length:
+        raise ProtocolError("a delta that ends too early")
+    if not hasattr(_own, "decompressor"):
+        _own.decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
+    try:
+        size = zstandard.frame_content_size(packed)  # what it says is what would be allocated
+        if not least <= size <= most:
+            raise ProtocolError(f"a delta with a stream of {size} bytes; {least} to {most} are expected")
+        raw = np.frombuffer(_own.decompressor.decompress(packed, allow_extra_data=False), np.uint8)
+    except zstandard.ZstdError as error:
+        raise ProtocolError(f"a delta that cannot be read: {error}") from None
+    if not least <= len(raw) <= most:
+        raise ProtocolError(f"a delta with a stream of {len(raw)} bytes; {least} to {most} are expected")
+    return raw, rest
