@@ -8,6 +8,7 @@ sent outlives the sender; the next one of the same rank takes over what is kept 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -20,6 +21,7 @@ from ..memory import Mapper
 from ..types import Manifest
 from .staging import HEAD_BYTES, Place, Staging, StagingRoom
 
+_NAME = re.compile(r"w[\w.-]{1,100}", re.ASCII)  # nothing else in the directory, and nothing outside it
 POPULATE_READ = 22  # of madvise; Python has no name for it
 
 
@@ -116,10 +118,11 @@ def _places(manifest: Manifest, where: bytes) -> list[Place]:
     """Raises VersionGone for what no sender of such a version ever said."""
     try:
         places = msgspec.msgpack.decode(where, type=list[Place])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise VersionGone(f"version {manifest.version}: where it lies cannot be read: {error}") from None
     sizes = [chunk.nbytes + HEAD_BYTES for chunk in manifest.chunks]
-    if [place.nbytes for place in places] != sizes or any(place.start < 0 for place in places):
+    known = all(_NAME.fullmatch(place.segment) and 0 <= place.start < 1 << 62 for place in places)
+    if [place.nbytes for place in places] != sizes or not known:
         raise VersionGone(f"version {manifest.version}: where it lies does not fit its {len(sizes)} chunks")
     return places
 
