@@ -1,0 +1,234 @@
+"""Both ends of a transport in one process, for checks: what is published is kept, to be compared with what is fetched."""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..interfaces import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
+from ..types import Chunk, Manifest, TensorInfo, dtype_name, to_torch
+from ..types.dtypes import from_torch, is_torch
+from ..types.manifest import digest
+
+ALIGN = 64
+BUCKET = 1 << 16
+LIMIT_S = 30.0
+"""Nothing takes so long that does not wait for ever."""
+
+Bytes = npt.NDArray[np.uint8]
+Array = np.ndarray[Any, Any]
+T = TypeVar("T")
+
+
+class Line:
+    """A thread that does one thing after another, as the threads of a publisher and of a replica do."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name=name).start()
+
+    def do(self, what: str, work: Callable[[], T]) -> T:
+        """Raises what ``work`` raised, and AssertionError when it does not end."""
+        outcome: list[T] = []
+        errors: list[BaseException] = []
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                outcome.append(work())
+            except BaseException as error:
+                errors.append(error)
+            ended.set()
+
+        self._work.put(run)
+        assert ended.wait(LIMIT_S), f"{what} did not return within {LIMIT_S:g} s"
+        if errors:
+            raise errors[0]
+        return outcome[0]
+
+    def end(self) -> None:
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+class Sent:
+    """A version as it was published: manifest, chunks, and where it is."""
+
+    def __init__(self, manifest: Manifest, chunks: Sequence[Bytes], where: bytes) -> None:
+        self.manifest, self.chunks, self.where = manifest, chunks, where
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+    def check(self, fetched: Fetched, what: str = "") -> None:
+        """Every byte, of chunks that are contiguous, whole and writable."""
+        said = f"version {self.version}{what}"
+        assert isinstance(fetched, Fetched), f"fetch returned {fetched!r}, no Fetched"
+        assert fetched.manifest == self.manifest, f"{said} was fetched with another manifest"
+        assert len(fetched.chunks) == len(self.chunks), (
+            f"{said} has {len(fetched.chunks)} chunks, not {len(self.chunks)}"
+        )
+        for n, (have, wanted) in enumerate(zip(fetched.chunks, self.chunks, strict=True)):
+            plain = plain_bytes(have)
+            assert plain.dtype == np.uint8, f"{said}: chunk {n} is {plain.dtype}, not uint8"
+            assert plain.shape == wanted.shape, f"{said}: chunk {n} has shape {plain.shape}, not {wanted.shape}"
+            if is_torch(have):
+                assert have.is_contiguous(), f"{said}: chunk {n} is not contiguous"
+            else:
+                assert plain.flags.c_contiguous, f"{said}: chunk {n} is not contiguous"
+                assert plain.flags.writeable, f"{said}: chunk {n} cannot be written"
+            if not np.array_equal(plain, wanted):
+                at = int(np.flatnonzero(plain != wanted)[0])
+                holds = [
+                    t.name for t in self.manifest.tensors if t.chunk == n and t.offset <= at < t.offset + t.nbytes
+                ]
+                raise AssertionError(
+                    f"{said}: byte {at} of chunk {n} ({', '.join(holds) or 'padding'}) is {plain[at]}, not {wanted[at]}"
+                )
+
+
+class Ends:
+    """A publisher and replicas of it on one host; each of them with a thread of its own. A context manager."""
+
+    random: np.random.Generator
+
+    def __init__(self, sending: Callable[[], WeightTransport], fetching: Callable[[], WeightTransport]) -> None:
+        self._fetching = fetching
+        self._folder = tempfile.TemporaryDirectory(prefix="asyncflow-check-", dir=_shared())
+        self._directory = Path(self._folder.name)
+        self._lines = {name: Line(name) for name in ("trainer", "delivery", "replica")}
+        self._names = 0
+        self.receivers: list[WeightReceiver] = []
+        self.transport = sending()
+        self.sender = self.another_sender()
+
+    def another_sender(self) -> WeightSender:
+        self._names += 1
+        sender = self.transport.sender(Host(directory=self._directory, name=f"{self._names}-0"))
+        assert isinstance(sender, WeightSender), f"{self.transport!r} made {sender!r}, no WeightSender"
+        return sender
+
+    def receiver(self) -> WeightReceiver:
+        self._names += 1
+        made = self._fetching().receiver(Host(directory=self._directory, name=f"{self._names}-0"))
+        assert isinstance(made, WeightReceiver), f"{made!r} is no WeightReceiver"
+        self.receivers.append(made)
+        return made
+
+    def trainer(self, what: str, work: Callable[[], T]) -> T:
+        return self._lines["trainer"].do(what, work)
+
+    def fetch(
+        self, receiver: WeightReceiver, sent: Sent, *, where: bytes | None = None, base: Fetched | None = None,
+        timeout_s: float = LIMIT_S / 2,
+    ) -> Fetched:  # fmt: skip
+        """Whatever it raises."""
+        place = sent.where if where is None else where
+        return self._lines["replica"].do(
+            f"fetch of version {sent.version}",
+            lambda: receiver.fetch(sent.manifest, place, base=base, timeout_s=timeout_s),
+        )
+
+    def write(
+        self, version: int, tensors: Mapping[str, Array], *, bucket: int = BUCKET, chunk: int = 4 * BUCKET,
+        tied: Mapping[str, str] = {}, digests: bool = True, spare: int = 0,
+    ) -> tuple[Manifest, list[Any]]:  # fmt: skip
+        """Fill rooms; returns what would be sent, and the rooms' memory. ``spare``: bytes asked for and trimmed."""
+        infos, sizes = layout(tensors, chunk)
+        infos += [_renamed(next(i for i in infos if i.name == name), alias) for alias, name in tied.items()]
+        memories = []
+        for number, size in enumerate(sizes):
+            room = self.trainer(f"room({size + spare})", lambda size=size: self.sender.room(size + spare))  # type: ignore[misc]
+            if spare:
+                self.trainer(f"trim({size})", lambda room=room, size=size: room.trim(size))  # type: ignore[misc]
+            assert len(room.memory) == size, f"room({size}) has {len(room.memory)} bytes"
+            plain = np.zeros(size, np.uint8)
+            for info in infos:
+                if info.chunk == number and info.name in tensors:
+                    plain[info.offset : info.offset + info.nbytes] = np.frombuffer(
+                        tensors[info.name].tobytes(), np.uint8
+                    )
+            put(room.memory, plain)
+            memories.append(room.memory)
+        chunks = tuple(
+            Chunk(len(memory), _digests(plain_bytes(memory), bucket) if digests else ()) for memory in memories
+        )
+        return Manifest(version, tuple(infos), chunks, bucket), memories
+
+    def send(self, manifest: Manifest) -> bytes:
+        """As the delivery thread does."""
+        where = self._lines["delivery"].do(f"send of version {manifest.version}", lambda: self.sender.send(manifest))
+        assert isinstance(where, bytes), f"send returned {where!r}, no bytes"
+        return where
+
+    def publish(self, version: int, tensors: Mapping[str, Array], **options: Any) -> Sent:
+        """A version, sent; the chunks are kept as they were written."""
+        manifest, memories = self.write(version, tensors, **options)
+        chunks = [plain_bytes(memory).copy() for memory in memories]
+        return Sent(manifest, chunks, self.send(manifest))
+
+    def keep(self, *versions: int) -> None:
+        self.trainer(f"keep({versions})", lambda: self.sender.keep(versions))
+
+    def __enter__(self) -> Ends:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            for receiver in self.receivers:
+                self._lines["replica"].do("close of a receiver", receiver.close)
+            self.trainer("close of the sender", self.sender.close)
+        finally:
+            for line in self._lines.values():
+                line.end()
+            self._folder.cleanup()
+
+
+def layout(tensors: Mapping[str, Array], chunk: int) -> tuple[list[TensorInfo], list[int]]:
+    """Places as a publisher gives them, and the size of each chunk."""
+    infos: list[TensorInfo] = []
+    sizes = [0]
+    for name, array in tensors.items():
+        room = -(-array.nbytes // ALIGN) * ALIGN
+        if sizes[-1] and sizes[-1] + room > chunk:
+            sizes.append(0)
+        infos.append(TensorInfo(name, dtype_name(array.dtype), array.shape, len(sizes) - 1, sizes[-1]))
+        sizes[-1] += room
+    return infos, sizes
+
+
+def plain_bytes(memory: Any) -> Bytes:
+    """As a numpy array: the memory itself, unless it is on a device."""
+    return from_torch(memory) if is_torch(memory) else np.asarray(memory)
+
+
+def put(memory: Any, plain: Bytes) -> None:
+    if is_torch(memory):
+        memory.copy_(to_torch(plain))
+    else:
+        memory[:] = plain
+
+
+def _digests(plain: Bytes, bucket: int) -> tuple[bytes, ...]:
+    view = memoryview(plain)  # type: ignore[arg-type]
+    return tuple(digest(view[start : start + bucket]) for start in range(0, len(plain), bucket))
+
+
+def _renamed(info: TensorInfo, name: str) -> TensorInfo:
+    return TensorInfo(name, info.dtype, info.shape, info.chunk, info.offset, info.start, info.whole)
+
+
+def _shared() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

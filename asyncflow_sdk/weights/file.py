@@ -1,0 +1,350 @@
+"""Weights through files: version directories of safetensors on any file system that trainer and replicas both see.
+
+    run.weight_publisher("file", path="/mnt/shared/run-1/weights")
+
+The trainer is held for one copy into memory; files are written, and synced, behind it. A version outlives its publisher, and
+any Hugging Face tool can read it. Replicas find the directory by the path the publisher used, or, where it is
+mounted elsewhere, by ``ASYNCFLOW_WEIGHTS_PATH``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DigestMismatch,
+    MemoryFull,
+    ProtocolError,
+    VersionGone,
+    WeightError,
+    WireError,
+)
+from ..interfaces import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
+from ..interfaces.weights import Room
+from ..memory import sync_directory
+from ..types import Manifest
+from ..types.manifest import Bucket
+from .directories import MANIFEST, VersionDirectories, version_of
+from .safetensor_files import INDEX, ChunkFile, chunk_files, index
+from .staging import Staging
+
+PATH = "ASYNCFLOW_WEIGHTS_PATH"
+EXTENT = 8 << 20  # written at once
+MOST_VIEWS = 1024  # IOV_MAX
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_GONE = (errno.ENOENT, errno.ESTALE)
+_LINK = (errno.ELOOP, errno.ENOTDIR)
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class _Where(msgspec.Struct, frozen=True, array_like=True):
+    path: str
+    directory: str
+
+
+class FileTransport(WeightTransport):
+    """Both ends, by the name ``file``. ``path``: a directory of this run alone; made if it is not there."""
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._path = path
+
+    def sender(self, host: Host) -> FileSender:
+        if not self._path:
+            raise ConfigError(
+                "weights transport 'file' needs a path that trainer and replicas see, for example"
+                ' weight_publisher("file", path="/mnt/shared/my-run/weights")'
+            )
+        return FileSender(Path(self._path).absolute(), host)
+
+    def receiver(self, host: Host) -> FileReceiver:
+        return FileReceiver()
+
+
+class FileSender(WeightSender):
+    """Stages a version in memory; ``send`` writes it into a directory of its own."""
+
+    outlives = True
+
+    def __init__(self, path: Path, host: Host) -> None:
+        self._rank, self._world_size = host.rank, host.world_size
+        self._directories = VersionDirectories(path, host.rank, host.world_size)
+        if host.directory is None:
+            self._staging = Staging.private(f"f{host.name}-")
+        else:
+            self._staging = Staging(host.directory, f"f{host.name}-")
+        self._there: set[int] = set()
+        self._unannounced: int | None = None
+
+    def adopt(self, kept: Sequence[tuple[Manifest, bytes]]) -> None:
+        self._there = self._directories.remove_all_but({manifest.version for manifest, _ in kept})
+
+    def room(self, nbytes: int) -> Room:
+        self._unannounced = None
+        return self._staging.room(nbytes)
+
+    def send(self, manifest: Manifest) -> bytes:
+        version = manifest.version
+        self._staging.seal(version)
+        place = self._directories.place(version)
+        try:
+            self._directories.remove(version)
+            _write(place, manifest, self._staging.chunks(version))
+        except OSError as error:
+            self._directories.remove(version)
+            if error.errno in _FULL:
+                raise MemoryFull(
+                    f"version {version}: no room for its {manifest.nbytes} bytes in {place}: {error.strerror}. Free space"
+                    " there, or keep fewer versions"
+                ) from None
+            raise OSError(error.errno, f"version {version}: {error.strerror}", str(place)) from None
+        except BaseException:
+            self._directories.remove(version)
+            raise
+        finally:
+            self._staging.keep([])
+        self._there.add(version)
+        self._unannounced = version
+        return msgspec.msgpack.encode(_Where(str(place.parent), place.name))
+
+    def abandon(self) -> None:
+        self._staging.abandon()
+        if self._unannounced is not None:
+            self.keep([version for version in self._there if version != self._unannounced])
+
+    def keep(self, versions: Sequence[int]) -> None:
+        self._unannounced = None
+        for version in self._there.difference(versions):
+            self._directories.remove(version)
+        self._there.intersection_update(versions)
+
+    @property
+    def nbytes(self) -> int:
+        return self._staging.nbytes
+
+    def close(self) -> None:
+        self._staging.close()
+        self._directories.close()
+
+
+def _write(place: Path, manifest: Manifest, chunks: Sequence[Bytes]) -> None:
+    place.mkdir()
+    files = chunk_files(manifest)
+    for file, chunk in zip(files, chunks, strict=True):
+        for n, gap in enumerate(file.gaps(chunk)):
+            if gap.any():
+                raise WeightError(
+                    f"version {manifest.version}: bytes between tensors of {file.name} are not zero ({n})"
+                )
+        with _created(place / file.name) as fd:
+            _write_all(fd, [file.header], 0)
+            for start in range(0, len(chunk), EXTENT):
+                at, views = file.pieces(chunk, start, start + EXTENT)
+                _write_all(fd, views, at)
+    with _created(place / INDEX) as fd:
+        _write_all(fd, [index(manifest, files)], 0)
+    with _created(place / f"{MANIFEST}.tmp") as fd:
+        _write_all(fd, [msgspec.msgpack.encode(manifest)], 0)
+    sync_directory(place)
+    os.rename(place / f"{MANIFEST}.tmp", place / MANIFEST)
+    sync_directory(place)
+    sync_directory(place.parent)
+
+
+@contextmanager
+def _created(path: Path) -> Iterator[int]:
+    """A new file, on its disk when the block ends."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        yield fd
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, pieces: Sequence[bytes | Bytes], at: int) -> None:
+    views = [memoryview(piece) for piece in pieces]  # type: ignore[arg-type]
+    while views:
+        done = os.pwritev(fd, views[:MOST_VIEWS], at)
+        at += done
+        views = _rest(views, done)
+
+
+def _rest(views: list[memoryview], done: int) -> list[memoryview]:
+    """What is left after so many bytes."""
+    for n, view in enumerate(views):
+        if done < len(view):
+            return [view[done:], *views[n + 1 :]]
+        done -= len(view)
+    return []
+
+
+class FileReceiver(WeightReceiver):
+    """Reads versions into memory of its own, and verifies every byte: of headers too, which follow from the manifest."""
+
+    def __init__(self) -> None:
+        self._interrupted = False
+
+    def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
+        self._interrupted = False
+        reading = _Reading(self, manifest, _find(manifest, where), time.monotonic() + timeout_s, timeout_s)
+        return Fetched(manifest, reading.chunks(), moved=manifest.nbytes)
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupted
+
+    def close(self) -> None:
+        self._interrupted = True
+
+
+def _find(manifest: Manifest, where: bytes) -> Path:
+    """The directory of a version. ``where`` comes from another process: it can name nothing but one, and only this one."""
+    try:
+        place = msgspec.msgpack.decode(where, type=_Where)
+        if version_of(place.directory) != manifest.version or not os.path.isabs(place.path) or "\0" in place.path:
+            raise ValueError(f"it names {place.directory!r} in {place.path!r}")
+    except (msgspec.MsgspecError, ValueError, UnicodeError) as error:
+        raise ProtocolError(
+            f"version {manifest.version}: what its publisher says of its place cannot be read: {error}"
+        ) from None
+    path = Path(os.environ.get(PATH) or place.path)
+    if not path.is_dir():
+        raise WeightError(
+            f"version {manifest.version}: {path}, where its publisher wrote it, is not on this host; mount it, or set {PATH}"
+            " to where it is mounted here"
+        )
+    return path / place.directory
+
+
+class _Reading:
+    """One version being read."""
+
+    def __init__(
+        self, receiver: FileReceiver, manifest: Manifest, place: Path, deadline: float, timeout_s: float
+    ) -> None:
+        self._receiver, self._manifest, self._place = receiver, manifest, place
+        self._deadline, self._timeout_s = deadline, timeout_s
+        self._version = f"version {manifest.version}"
+
+    def chunks(self) -> list[Bytes]:
+        with self._opened(self._place, None, os.O_DIRECTORY) as directory:
+            self._check_manifest(directory)
+            files = chunk_files(self._manifest)
+            for file in files:  # before memory is taken for any
+                self._check_size(directory, file.name, file.nbytes)
+            buckets: list[list[Bucket]] = [[] for _ in files]
+            for bucket in self._manifest.buckets():
+                buckets[bucket.chunk].append(bucket)
+            return [
+                self._chunk(directory, chunk.nbytes, file, inside)
+                for chunk, file, inside in zip(self._manifest.chunks, files, buckets, strict=True)
+            ]
+
+    def _check_manifest(self, directory: int) -> None:
+        wanted = msgspec.msgpack.encode(self._manifest)
+        self._check_size(directory, MANIFEST, len(wanted))
+        with self._opened(MANIFEST, directory) as fd:
+            found = os.pread(fd, len(wanted) + 1, 0)
+        if found != wanted:
+            raise DigestMismatch(f"{self._version}: {self._place / MANIFEST} is not the manifest that was published")
+
+    def _check_size(self, directory: int, name: str, wanted: int) -> None:
+        try:
+            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        except OSError as error:
+            raise self._failed(self._place / name, error) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise WeightError(f"{self._version}: {self._place / name} is no regular file, but a link or the like")
+        if found.st_size != wanted:
+            raise DigestMismatch(
+                f"{self._version}: {self._place / name} has {found.st_size} bytes, not the {wanted} that were published"
+                f"{self._tensors(name)}"
+            )
+
+    def _chunk(self, directory: int, nbytes: int, file: ChunkFile, buckets: Sequence[Bucket]) -> Bytes:
+        try:
+            chunk = np.empty(nbytes, np.uint8)
+        except (MemoryError, ValueError):
+            raise MemoryFull(f"{self._version}: no memory for the {nbytes} bytes of {file.name}") from None
+        with self._opened(file.name, directory) as fd:
+            header = bytearray(len(file.header))
+            self._read(fd, file.name, [header], 0)
+            if header != file.header:
+                raise DigestMismatch(
+                    f"{self._version}: the header of {self._place / file.name} is not that which was published"
+                    f"{self._tensors(file.name)}"
+                )
+            for gap in file.gaps(chunk):
+                gap[:] = 0
+            for bucket in buckets:
+                self._check_time()
+                at, views = file.pieces(chunk, bucket.start, bucket.stop)
+                self._read(fd, file.name, views, at)
+                try:
+                    self._manifest.check(bucket, memoryview(chunk[bucket.start : bucket.stop]))  # type: ignore[arg-type]
+                except DigestMismatch as error:
+                    raise DigestMismatch(f"{error}, in {self._place / file.name}") from None
+        return chunk
+
+    def _read(self, fd: int, name: str, pieces: Sequence[bytearray | Bytes], at: int) -> None:
+        views = [memoryview(piece) for piece in pieces]  # type: ignore[arg-type]
+        while views:
+            try:
+                done = os.preadv(fd, views[:MOST_VIEWS], at)
+            except OSError as error:
+                raise self._failed(self._place / name, error) from None
+            if not done:
+                raise DigestMismatch(f"{self._version}: {self._place / name} ends at byte {at}{self._tensors(name)}")
+            at += done
+            views = _rest(views, done)
+
+    def _check_time(self) -> None:
+        if self._receiver.interrupted:
+            raise VersionGone(f"{self._version} is wanted no more")
+        if time.monotonic() > self._deadline:
+            raise DeadlineExceeded(f"{self._version}: {self._place} was not read within {self._timeout_s:g} s")
+
+    @contextmanager
+    def _opened(self, name: str | Path, directory: int | None, flags: int = 0) -> Iterator[int]:
+        """Nothing is followed, and nothing waits: what lies there may be a link or a pipe."""
+        path = self._place / name
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=directory)
+        except OSError as error:
+            raise self._failed(path, error) from None
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _failed(self, path: Path, error: OSError) -> Exception:
+        if error.errno in _GONE and not (self._place / MANIFEST).exists():
+            return VersionGone(f"{self._version} is no longer kept in {self._place}; take the newest")
+        if error.errno in _GONE:
+            return WeightError(f"{self._version}: {path} is missing{self._tensors(path.name)}")
+        if error.errno in _LINK:
+            return WeightError(
+                f"{self._version}: {path} is a symbolic link, or no directory; nothing is read through it"
+            )
+        return WireError(f"{self._version}: {path} cannot be read: {error.strerror}")
+
+    def _tensors(self, name: str) -> str:
+        """What a file should hold, for people."""
+        held = next((file.holds for file in chunk_files(self._manifest) if file.name == name), ())
+        return f"; it holds {', '.join(held[:5])}{' and more' if len(held) > 5 else ''}" if held else ""
