@@ -91,6 +91,9 @@ class Configure(Command, frozen=True, tag="configure"):
     ``capacity_bytes``: of payload. What work in progress may still write is reserved when a row is put:
     ``row_bytes``, or, where that is 0, what the largest row that has ended took. It gives way where the open step
     would otherwise never fill.
+
+    ``keep_versions``: so many, the newest, can be fetched and rolled back to. ``max_swapping``: so many replicas load a
+    version at once; 0 for all. ``quorum``: so many have to have a version staged before any loads it; 0 for none.
     """
 
     capacity_rows: int | None = None
@@ -98,6 +101,9 @@ class Configure(Command, frozen=True, tag="configure"):
     steps: int | None = None
     capacity_bytes: int | None = None
     row_bytes: int | None = None
+    keep_versions: int | None = None
+    max_swapping: int | None = None
+    quorum: int | None = None
 
 
 class Declare(Command, frozen=True, tag="declare"):
@@ -202,9 +208,12 @@ class ClosePublisher(Command, frozen=True, tag="close_publisher"):
 
 
 class Announce(Command, frozen=True, tag="announce"):
-    """This publisher begins to write a version. Refused unless its number is above every one before it."""
+    """This publisher begins to write a version. Refused unless its number is above every one that was current. Answered with
+    ``Published``; of a version that several ranks write, not before the one this rank published last is there from all of
+    them. A number that was withdrawn may be announced again."""
 
     version: int
+    timeout_s: float = 0.0
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):

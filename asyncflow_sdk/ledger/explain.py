@@ -19,6 +19,8 @@ def explain(ledger: State, waiter: Waiter, now: float) -> str:
         return f"{waited}{_why_no_room(ledger, command, now)}"
     if isinstance(command, cmd.AwaitVersion):
         return f"{waited}no version newer than {command.after}; {_why_no_version(ledger, now)}"
+    if isinstance(command, (cmd.Announce, cmd.Swap)):
+        return f"{waited}version {command.version} waits"
     if isinstance(command, cmd.Wanted):
         if ledger.steps is None:
             return f"{waited}no task with batch_rows (train) is declared, so nothing says how many rows are wanted"

@@ -12,6 +12,12 @@ from .state import CANCELLED, MAX_NUMBER, Session, Steps, Task
 from .teaming import Teaming
 from .window import Window
 
+LIMITS = {
+    "capacity_rows": 1, "max_staleness": 0, "steps": 1, "capacity_bytes": 1, "row_bytes": 0, "keep_versions": 1,
+    "max_swapping": 0, "quorum": 0,
+}  # fmt: skip
+"""What ``Configure`` sets, and the least each can be."""
+
 
 class Intake(Teaming):
     """Takes sessions, settings, tasks and rows."""
@@ -36,20 +42,18 @@ class Intake(Teaming):
         del self.sessions[session]
 
     def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:
-        for name in ("capacity_rows", "max_staleness", "steps", "capacity_bytes", "row_bytes"):
+        for name in LIMITS:
             value = getattr(command, name)
-            if value is not None and not (0 if name in ("max_staleness", "row_bytes") else 1) <= value <= MAX_NUMBER:
-                raise ConfigError(f"{name} cannot be {value}")
+            if value is not None and not LIMITS[name] <= value <= MAX_NUMBER:
+                raise ConfigError(f"{name} cannot be {value}; it is {LIMITS[name]} or more")
         changes_rule = {command.max_staleness, command.steps} != {None}
         if changes_rule and self.steps is not None:
             raise ConfigError("max_staleness and steps are set before the task with batch_rows is declared")
         if self.steps is not None and command.capacity_rows is not None:
             _check_capacity(self.steps.window.batch_rows, command.capacity_rows)
-        self.max_staleness = self.max_staleness if command.max_staleness is None else command.max_staleness
-        self.last_steps = self.last_steps if command.steps is None else command.steps
-        self.capacity_rows = self.capacity_rows if command.capacity_rows is None else command.capacity_rows
-        self.capacity_bytes = self.capacity_bytes if command.capacity_bytes is None else command.capacity_bytes
-        self.row_bytes = self.row_bytes if command.row_bytes is None else command.row_bytes
+        for name in LIMITS:
+            if (value := getattr(command, name)) is not None:
+                setattr(self, "last_steps" if name == "steps" else name, value)
         self._wake_all()
         return cmd.Done()
 

@@ -5,7 +5,8 @@ A pure state machine: commands, the time and deaths go in; answers, events and r
 command follows the rows it names, never the rows alive. Not thread-safe: one thread owns it.
 
 Built in layers, each adding the commands of one idea to the one below:
-state → ending → stepping → leasing → intake → versioning → losing → ledger.
+state → ending → stepping → choosing → leasing → teaming → intake → publishing → versioning → swapping → rolling_back
+→ losing → ledger.
 """
 
 from __future__ import annotations
@@ -39,9 +40,17 @@ class Ledger(Losing):
             cmd.Complete: self._complete,
             cmd.GiveBack: self._give_back,
             cmd.Renew: self._renew,
+            cmd.OpenPublisher: self._open_publisher,
+            cmd.ClosePublisher: self._close_publisher,
+            cmd.Announce: self._announce,
             cmd.Publish: self._publish,
+            cmd.Withdraw: self._withdraw_version,
+            cmd.Rollback: self._roll_back,
             cmd.AwaitVersion: self._await_version,
+            cmd.Staged: self._staged,
+            cmd.Swap: self._swap,
             cmd.Loaded: self._loaded,
+            cmd.NotLoaded: self._not_loaded,
             cmd.Wanted: self._wanted,
             cmd.End: self._end,
             cmd.Cancel: self._cancel,
@@ -187,8 +196,13 @@ class Ledger(Losing):
         return report(self)
 
 
+PLACES = {
+    cmd.Put: "put", cmd.AwaitVersion: "version", cmd.Wanted: "wanted", cmd.Announce: "announce", cmd.Swap: "swap",
+}  # fmt: skip
+
+
 def _place(command: cmd.Command) -> str:
     """Where a parked command waits."""
     if isinstance(command, cmd.Lease):
         return f"task {command.task}"
-    return {cmd.Put: "put", cmd.AwaitVersion: "version", cmd.Wanted: "wanted"}[type(command)]
+    return PLACES[type(command)]

@@ -15,12 +15,12 @@ import numpy as np
 from ..types import events as ev
 from .commands import Ids
 from .ready import ReadyQueue
+from .rolling_back import RollingBack
 from .rows import LEASED, LIVE, NONE, READY, SELECTED
 from .state import FAILED, Steps
-from .versioning import Versioning
 
 
-class Losing(Versioning):
+class Losing(RollingBack):
     """Ends rows that nobody can read any more."""
 
     def _lose(self, ids: Ids, reason: str) -> None:

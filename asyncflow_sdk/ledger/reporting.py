@@ -98,4 +98,8 @@ def _verb(command: cmd.Command) -> str:
         return f"put {command.groups * command.group_size} rows"
     if isinstance(command, cmd.AwaitVersion):
         return f"weights after {command.after}"
+    if isinstance(command, cmd.Announce):
+        return f"publish {command.version}"
+    if isinstance(command, cmd.Swap):
+        return f"load {command.version}"
     return "wanted"

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from ..errors import AsyncFlowError, SchemaError
 from ..types import ColumnSpec
 from ..types import events as ev
 from . import commands as cmd
 from .commands import TERMINAL, Ids, Sampling, TaskSpec
+from .lineage import Lineage
 from .outside import Outside
 from .ready import ReadyQueue
 from .remembering import KeyedPuts, Letters
@@ -28,20 +30,70 @@ MAX_NUMBER = 1 << 61  # of a version or a limit: sums of two fit int64
 
 @dataclass
 class Session:
-    """One client. ``loaded``: the version its replica generates with; None before it has one. ``leases``,
-    ``parked``: tokens and tickets of what it has, in order."""
+    """One client. ``loaded``: the version its replica generates with; None before it has one. ``claimed``: that is a
+    version 0 it brought itself, with which it has taken no prompts yet. ``leases``, ``parked``: tokens and tickets of what
+    it has, in order. ``rank``: of the publisher; NONE if it is none. ``replica``: of one that takes versions."""
 
     id: int
     name: str
     loaded: int | None = None
+    claimed: bool = False
+    rank: int = NONE
+    replica: Replica | None = None
     since: float = 0.0
     leases: dict[int, Held] = field(default_factory=dict)
     parked: dict[int, None] = field(default_factory=dict)
 
 
 @dataclass
+class Replica:
+    """What a session that takes versions does about ``version``: fetching, staged, waits, swapping, failed; "" when it is on
+    it. ``why``: it failed. ``staged``: the version it has ready to be loaded."""
+
+    version: int = NONE
+    doing: str = ""
+    since: float = 0.0
+    why: str = ""
+    staged: int = NONE
+
+
+@dataclass
+class Announced:
+    """A version that is being written. ``ranks``: those that said so, ``parts``: what each has published of it."""
+
+    version: int
+    since: float
+    ranks: set[int] = field(default_factory=set)
+    parts: dict[int, cmd.Part] = field(default_factory=dict)
+    probe: bytes = b""
+
+
+@dataclass
+class Kept:
+    """A version that can be fetched. ``source``: the number its bytes were published under, by ``sessions``, one a part."""
+
+    version: int
+    source: int
+    parts: tuple[cmd.Part, ...]
+    sessions: tuple[int, ...]
+    probe: bytes
+    since: float
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def root(self) -> str:
+        """One digest of all parts."""
+        roots = [part.root for part in self.parts]
+        return roots[0] if len(roots) == 1 else xxhash.xxh3_128_hexdigest("".join(roots).encode())
+
+
+@dataclass
 class Held:
-    """A lease. ``left``: rows still to be completed. ``crew``: of a team's, who has which rows of it."""
+    """A lease. ``left``: rows still to be completed. ``crew``: of a team's, who has which rows of it. ``version``: what it
+    was given for; ``newest``: what its replica has loaded since."""
 
     token: int
     task: str
@@ -52,6 +104,8 @@ class Held:
     left: int
     step: int = NONE
     crew: Crew | None = None
+    version: int = NONE
+    newest: int = NONE
 
     @property
     def sessions(self) -> list[int]:
@@ -195,9 +249,20 @@ class State:
         self.parked: dict[int, Waiter] = {}
         self._lease_ends = Timers(self.leases)
         self._request_ends = Timers(self.parked)
-        self.versions: dict[int, cmd.Publish] = {}
+        self.versions: dict[int, Kept] = {}  # the newest ones, oldest first
         self.version = NONE
         self.version_since = 0.0
+        self.lineage = Lineage()
+        self.committed = NONE  # by quorum
+        self.publisher: dict[int, int] = {}  # rank → session
+        self.publisher_size = 0
+        self.announced: Announced | None = None
+        self.not_coming = ""  # why the last version that was announced and is not there will not come
+        self.replicas: dict[int, None] = {}  # sessions that take versions
+        self.swapping: dict[int, float] = {}  # session → since when it may load, the longest first
+        self.keep_versions = 2
+        self.max_swapping = 0  # no limit
+        self.quorum = 0  # none
         self.capacity_rows = 1 << 40
         self.capacity_bytes = MAX_NUMBER
         self.row_bytes = 0

@@ -1,60 +1,85 @@
-"""Versions of the weights: which is current, and what each replica has loaded."""
+"""Versions on replicas: which is handed out, and what each replica has staged and loaded."""
 
 from __future__ import annotations
 
 from ..errors import ConfigError, Ended
 from ..types import events as ev
 from . import commands as cmd
-from .intake import Intake
+from .publishing import Publishing
 from .rows import NONE
-from .state import MAX_NUMBER, Session
+from .state import Replica, Session, Waiter
 
 
-class Versioning(Intake):
-    """Keeps versions."""
-
-    def _publish(self, session: Session, command: cmd.Publish) -> cmd.Reply:
-        if command.version <= self.version:
-            raise ConfigError(
-                f"version {command.version} cannot be published: {self.version} is already current, and a number"
-                " is never used again"
-            )
-        if command.version > MAX_NUMBER:
-            raise ConfigError(f"version {command.version} is past the largest number, {MAX_NUMBER}")
-        self.version, self.version_since = command.version, self._now
-        self.versions[command.version] = command
-        for old in [v for v in self.versions if v < command.version - 1]:
-            del self.versions[old]  # the ledger names the newest two; senders keep no more
-        self._effects.events.append(
-            ev.Published(
-                time_s=self._now,
-                worker=session.name,
-                version=command.version,
-                nbytes=command.nbytes,
-                root=command.root,
-            )
-        )
-        self._dirty.add("version")
-        self._dirty.update(f"task {t}" for t, task in self.tasks.items() if task.spec.admits)
-        return cmd.Done()
+class Versioning(Publishing):
+    """Hands versions to replicas, and hears what became of them."""
 
     def _await_version(self, session: Session, command: cmd.AwaitVersion) -> cmd.Reply | None:
-        if self.version <= max(command.after, NONE):
+        newest = self.versions.get(self.version)
+        if newest is None or newest.version <= max(command.after, NONE):
             if self.ended and all(self._exhausted(t) for t in self.tasks.values() if t.spec.admits):
                 raise Ended("no rollout will need another version")
             return None
-        newest = self.versions[self.version]
-        return cmd.Version(
-            version=newest.version, manifest=newest.manifest, transport=newest.transport, where=newest.where
-        )
+        self._does(session, newest.version, "fetching")
+        return cmd.Version(version=newest.version, parts=newest.parts, source=newest.source, probe=newest.probe)
+
+    def _staged(self, session: Session, command: cmd.Staged) -> cmd.Reply:
+        if not 0 <= command.version <= self.version:
+            raise ConfigError(f"version {command.version} was never published; {self.version} is the newest")
+        self._does(session, command.version, "staged", seconds=command.seconds, moved=command.moved,
+                   encoding=command.encoding, skipped=command.skipped).staged = command.version  # fmt: skip
+        return cmd.Done()
 
     def _loaded(self, session: Session, command: cmd.Loaded) -> cmd.Reply:
         if not 0 <= command.version <= max(self.version, 0):
             raise ConfigError(f"version {command.version} was never published; {self.version} is the newest")
         session.loaded = command.version
-        self._dirty.update(f"task {t}" for t, task in self.tasks.items() if task.spec.admits)
+        session.claimed = command.version == 0 != self.version
+        replica = session.replica
+        if replica is not None and command.version >= replica.version:
+            replica.doing, replica.why, replica.version, replica.since = "", "", command.version, self._now
+        for lease in session.leases.values():
+            lease.newest = max(lease.newest, command.version)
+        self._wake_replicas()
         lag = max(self.version - command.version, 0)
         self._effects.events.append(
             ev.Loaded(time_s=self._now, worker=session.name, version=command.version, lag=lag)
         )
         return cmd.Done()
+
+    def _not_loaded(self, session: Session, command: cmd.NotLoaded) -> cmd.Reply:
+        if not 0 <= command.version <= self.version:
+            raise ConfigError(f"version {command.version} was never published; {self.version} is the newest")
+        replica = self._does(session, command.version, "failed", command.reason)
+        if replica.staged == command.version:
+            replica.staged = NONE
+        return cmd.Done()
+
+    def _does(
+        self, session: Session, version: int, doing: str, why: str = "", *, seconds: float = 0.0, moved: int = 0,
+        encoding: str = "", skipped: int = 0,
+    ) -> Replica:  # fmt: skip
+        """A replica does something about a version, and says so."""
+        replica = self._replica(session)
+        replica.version, replica.doing, replica.since, replica.why = version, doing, self._now, why
+        self._effects.events.append(
+            ev.WeightState(
+                time_s=self._now, worker=session.name, version=version, state=doing, detail=why, seconds=seconds,
+                moved=moved, encoding=encoding, skipped=skipped,
+            )
+        )  # fmt: skip
+        return replica
+
+    def _replica(self, session: Session) -> Replica:
+        self.replicas[session.id] = None
+        if session.replica is None:
+            session.replica = Replica()
+        return session.replica
+
+    def _park(self, waiter: Waiter) -> None:
+        super()._park(waiter)
+        if isinstance(waiter.command, cmd.AwaitVersion):
+            self._replica(self.sessions[waiter.session])
+
+    def _drop_session(self, session: int, reason: str, blame: bool) -> None:
+        super()._drop_session(session, reason, blame)
+        self.replicas.pop(session, None)

@@ -140,8 +140,8 @@ class Carrying:
             self._places.put(reply.first, block, pending.owner, pending.command.group_size)
         elif isinstance(reply, cmd.Completed):
             self._place_completion(pending, unpack_ids(reply.revoked + reply.again))
-        elif isinstance(pending.command, cmd.Publish):
-            self._files.published(pending.command.version, self._sessions[pending.session], self.ledger.versions)
+        elif isinstance(reply, (cmd.Published, cmd.RolledBack)):
+            self._files.keep_weights(self.ledger.weight_sessions())
         elif isinstance(reply, cmd.Leased):
             needs = self.ledger.tasks[reply.task].spec.needs
             if isinstance(pending.command, cmd.Lease) and pending.command.columns is not None:
@@ -187,7 +187,7 @@ class Carrying:
             if pending.owner == remote.OWNER and pending.block is not None:
                 self._free(remote.OWNER, pending.block)
         self._gauges.went(number)
-        self._files.ended(number, self._places.segments_of(session))
+        self._files.ended(number, self._places.segments_of(session), self.ledger.weight_sessions())
 
     def _answer(self, ticket: int, session: str, answer: Answer, made: bool = False) -> None:
         """The answer to a call that is recorded, with the news of freed memory. ``made``: see ``make``."""

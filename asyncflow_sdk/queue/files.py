@@ -20,29 +20,28 @@ class Files:
         self._rows, self._weights = rows, weights
         self._doomed: list[Path] = []
         self.replaying = False
-        self._publishers: dict[int, int] = {}  # version → session
-        self._ended: set[int] = set()  # sessions whose weights are still kept
+        self._publishers: set[int] = set()  # sessions whose weights are still kept, or may come to be
+        self._ended: set[int] = set()  # those of them that have ended
 
     def remove(self, segment: str) -> None:
         """The last row of a segment whose session has ended is through."""
         if not self.replaying:
             self._doomed.append(self._rows / segment)
 
-    def ended(self, session: int, needed: Collection[str]) -> None:
-        """A session has ended: its segments go, but for those ``needed`` by rows or by a version."""
+    def ended(self, session: int, needed: Collection[str], publishers: Collection[int]) -> None:
+        """A session has ended: its segments go, but for those ``needed`` by rows, or by a version of ``publishers``."""
         if not self.replaying:
             self._doomed += [path for path in self._rows.glob(f"s{session}-*") if path.name not in needed]
         self._ended.add(session)
-        self._remove_weights()
+        self.keep_weights(publishers)
 
-    def published(self, version: int, session: int, kept: Collection[int]) -> None:
-        """A version became current. ``kept``: the versions that still may be asked for."""
-        self._publishers[version] = session
-        self._publishers = {v: s for v, s in self._publishers.items() if v in kept}
+    def keep_weights(self, publishers: Collection[int]) -> None:
+        """Versions that still may be asked for are of these sessions."""
+        self._publishers = set(publishers)
         self._remove_weights()
 
     def _remove_weights(self) -> None:
-        for session in self._ended - set(self._publishers.values()):
+        for session in self._ended - self._publishers:
             self._ended.discard(session)
             if not self.replaying:
                 self._doomed += self._weights.glob(f"w{session}-*")
@@ -52,7 +51,7 @@ class Files:
         for path in self._rows.glob("s[0-9]*-*"):
             if int(path.name[1:].split("-")[0]) not in sessions and path.name not in needed:
                 self._doomed.append(path)
-        publishers = {*sessions, *self._publishers.values()}
+        publishers = {*sessions, *self._publishers}
         for path in self._weights.glob("w[0-9]*-*"):
             if int(path.name[1:].split("-")[0]) not in publishers:
                 self._doomed.append(path)

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from ledger_checks import check_counters, check_no_lost_wakeup, check_same, freeze
+from ledger_queue import publishing
 from naive import PARKED, Naive
 from naive_rows import Parked
 
@@ -184,8 +185,12 @@ class Fair:
         due = min([r.step for r in naive.live().values() if r.step is not None], default=naive.step)
         if naive.version >= max(due, 0):
             return False
-        publish = cmd.Publish(version=due, manifest=b"", transport="test", where=b"")
-        return isinstance(self._send(role, publish), cmd.Done)
+        for session in list(naive.ranks.values()):  # others give the role up
+            self.harness.send(session, cmd.ClosePublisher())
+        opened, _, published, closed = [self._send(role, command) for command in publishing(due)]
+        assert isinstance(opened, cmd.Publisher)
+        assert closed == cmd.Done()
+        return isinstance(published, cmd.Published)
 
     def _work_as_team(self, task: TaskSpec) -> bool:
         """Two ranks train a step; the second leaves after its word, and comes back."""

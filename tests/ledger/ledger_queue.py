@@ -107,13 +107,33 @@ class Queue:
         return self.do(session, command)
 
     def publish(self, version: int) -> None:
-        self.do(self.admin, cmd.Publish(version=version, manifest=b"", transport="shm", where=b""))
+        """By the admin, who is the publisher from then on."""
+        if self.ledger.sessions[self.admin].rank < 0:
+            self.do(self.admin, cmd.OpenPublisher())
+        self.do(self.admin, cmd.Announce(version=version))
+        self.do(self.admin, cmd.Publish(version=version, part=part(version)))
 
     def load(self, session: int, version: int) -> None:
         self.do(session, cmd.Loaded(version=version))
 
     def audit(self) -> cmd.Audit:
         return self.ledger.audit()
+
+
+def publishing(version: int) -> list[Any]:
+    """What a session of one rank says to publish a version, and to let others publish after it."""
+    return [
+        cmd.OpenPublisher(), cmd.Announce(version=version), cmd.Publish(version=version, part=part(version)),
+        cmd.ClosePublisher(),
+    ]  # fmt: skip
+
+
+def part(version: int, rank: int = 0, *, outlives: bool = True, nbytes: int = 0) -> cmd.Part:
+    """What a rank publishes of a version."""
+    return cmd.Part(
+        manifest=b"m%d.%d" % (version, rank), transport="shm", where=b"", root=f"r{version}.{rank}", nbytes=nbytes,
+        outlives=outlives,
+    )  # fmt: skip
 
 
 def packed(*at: int) -> bytes:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from naive_leases import PARKED, NaiveLeases
+from naive_leases import PARKED
 from naive_rows import Row
+from naive_versions import NaiveVersions
 
 from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost, SchemaError
 from asyncflow_sdk.ledger import commands as cmd
 
 
-class Naive(NaiveLeases):
+class Naive(NaiveVersions):
     def judge(self, session: int, command: Any, outcome: Any) -> None:
         """Assert that ``outcome`` (a reply, an error or PARKED) is right now, and carry it out."""
         if isinstance(command, cmd.Join):
@@ -48,6 +49,7 @@ class Naive(NaiveLeases):
         self.steps = self.steps if c.steps is None else c.steps
         self.capacity_bytes = self.capacity_bytes if c.capacity_bytes is None else c.capacity_bytes
         self.row_bytes = self.row_bytes if c.row_bytes is None else c.row_bytes
+        self.keep_versions = self.keep_versions if c.keep_versions is None else c.keep_versions
 
     def _declare(self, session: int, c: cmd.Declare, outcome: Any) -> None:
         task, errors = c.task, []
@@ -124,28 +126,6 @@ class Naive(NaiveLeases):
         self.last_group_size[c.partition] = c.group_size
         if c.key:
             self.keys[c.key] = outcome
-
-    def _publish(self, session: int, c: cmd.Publish, outcome: Any) -> None:
-        if self._is_error(outcome, [ConfigError] if c.version <= self.version else []):
-            return
-        self._is(outcome, cmd.Done())
-        self.published.append(c)
-
-    def _loaded(self, session: int, c: cmd.Loaded, outcome: Any) -> None:
-        if self._is_error(outcome, [ConfigError] if not 0 <= c.version <= max(self.version, 0) else []):
-            return
-        self._is(outcome, cmd.Done())
-        self.loaded[session] = c.version
-
-    def _awaitversion(self, session: int, c: cmd.AwaitVersion, outcome: Any) -> None:
-        if self.version > max(c.after, -1):
-            new = self.published[-1]
-            self._is(
-                outcome,
-                cmd.Version(version=new.version, manifest=new.manifest, transport=new.transport, where=new.where),
-            )
-        elif not self._is_error(outcome, [Ended] if self.ended and all(map(self.exhausted, self.rollouts())) else []):
-            self._is(outcome, PARKED)
 
     def _wanted(self, session: int, c: cmd.Wanted, outcome: Any) -> None:
         if self._is_error(outcome, [Ended] if self.supply_ended() else []):

@@ -82,7 +82,8 @@ class NaiveRows:
         self.step = 0
         self.stopped = False
         self.ended = False
-        self.published: list[cmd.Publish] = []
+        self.published: list[Any] = []  # versions, as they became current
+        self.keep_versions = 2
         self.ended_partitions: set[str] = set()
         self.last_group_size: dict[str, int] = {}  # by partition
         self.capacity_bytes: float = float("inf")

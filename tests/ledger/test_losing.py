@@ -115,7 +115,7 @@ def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
 def filled(queue: Queue, steps: int) -> tuple[int, int]:
     """A replica and a trainer, and so many full steps of 4 rows in 2 groups."""
     replica, trainer = queue.join("replica"), queue.join("trainer")
-    queue.do(trainer, cmd.Publish(version=0, manifest=b"", transport="t", where=b""))
+    queue.publish(0)
     queue.do(replica, cmd.Loaded(version=0))
     for _ in range(steps):
         queue.do(replica, cmd.Put(groups=2, group_size=2, columns={"prompt": COLUMN}))

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from ledger_harness import COLUMN, Fair, Harness
+from ledger_queue import publishing
 
 from asyncflow_sdk.errors import LeaseLost
 from asyncflow_sdk.ledger import TaskSpec
@@ -101,7 +102,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for task in order:
             self.run.send(self.sessions[0], cmd.Declare(task=task))
         if len(order) == len(self.tasks):  # a run that is under way
-            self.run.send(self.sessions[0], cmd.Publish(version=0, manifest=b"", transport="t", where=b""))
+            for command in publishing(0)[: draw(st.sampled_from([3, 4]))]:
+                self.run.send(self.sessions[0], command)
             for session in self.sessions[: draw(st.integers(0, 3))]:
                 self.run.send(session, cmd.Loaded(version=0))
             for _ in range(draw(st.integers(0, 6))):
@@ -302,9 +304,11 @@ class LedgerMachine(RuleBasedStateMachine):
         current = self.run.naive.version
         if what == "publish":
             version = max(current + [1, 1, 1, 2, 5, 0, 1, 1][by], 0)
-            command: Any = cmd.Publish(version=version, manifest=b"m%d" % version, transport="t", where=b"")
-        elif what == "load":
-            command = cmd.Loaded(version=current - [0, 0, 0, 1, 2, -1, 0, 1][by])
+            for command in publishing(version):
+                self.run.send(self.session(who), command)
+            return
+        if what == "load":
+            command: Any = cmd.Loaded(version=current - [0, 0, 0, 1, 2, -1, 0, 1][by])
         else:
             command = cmd.AwaitVersion(after=current - by // 4, timeout_s=wait)
         self.run.send(self.session(who), command)

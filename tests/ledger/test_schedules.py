@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_checks import check_counters, check_no_lost_wakeup
+from ledger_queue import publishing
 
 from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost
 from asyncflow_sdk.ledger import Ledger, TaskSpec
@@ -224,6 +225,13 @@ class Judge(Stage):
     filters = 0.02
 
 
+def publish(world: World, version: int, then: Callable[[Any], None]) -> None:
+    """By a session of its own. ``then`` hears what its publish was answered."""
+    session = world.join("publisher")
+    for command in [*publishing(version), cmd.Leave()]:
+        world.call(session, command, then if isinstance(command, cmd.Publish) else lambda reply: None)
+
+
 class Trainer(Worker):
     def __init__(self, world: World, batch: int, limit: int, mortality: float) -> None:
         self.batch, self.limit = batch, limit
@@ -234,12 +242,12 @@ class Trainer(Worker):
 
     def start(self) -> None:
         if self.world.ledger.version < 0:
-            self.session = self.world.join("initial weights")
             self.publish(0, lambda reply: None)
         super().start()
 
     def publish(self, version: int, then: Callable[[Any], None]) -> None:
-        self.call(cmd.Publish(version=version, manifest=b"", transport="t", where=b""), then)
+        life = self.life
+        publish(self.world, version, lambda reply: then(reply) if life == self.life else None)
 
     def got(self, reply: Any) -> None:
         if isinstance(reply, cmd.Leased):
@@ -260,7 +268,7 @@ class Trainer(Worker):
         )
 
     def acknowledge(self, said: Any, lease: cmd.Leased, drop: list[int]) -> None:
-        assert isinstance(said, cmd.Done | ConfigError)  # published already, before it died with the step
+        assert isinstance(said, cmd.Published | ConfigError)  # published already, before it died with the step
         if self.world.random.random() < self.mortality / 2:
             self.life += 1
             self.world.die(self.session)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_checks import check_counters
-from test_schedules import FOR_EVER, LONG, TASKS, Feeder, Judge, Replica, Stage, Worker, World
+from test_schedules import FOR_EVER, LONG, TASKS, Feeder, Judge, Replica, Stage, Worker, World, publish
 
 from asyncflow_sdk.errors import ConfigError, LeaseLost
 from asyncflow_sdk.ledger import TaskSpec
@@ -66,12 +66,8 @@ class Rank(Worker):
 
     def start(self) -> None:
         if self.rank == 0 and self.world.ledger.version < 0:
-            self.session = self.world.join("initial weights")
-            self.call(self._publish(0), lambda reply: None)
+            publish(self.world, 0, lambda reply: None)
         super().start()
-
-    def _publish(self, version: int) -> cmd.Publish:
-        return cmd.Publish(version=version, manifest=b"", transport="t", where=b"")
 
     def ask(self) -> None:
         lease = cmd.Lease(
@@ -103,7 +99,13 @@ class Rank(Worker):
 
         def trained() -> None:
             if self.rank == 0:
-                self.call(self._publish(reply.step + 1), lambda said: self.acknowledge(said, reply, drop))
+                life = self.life
+
+                def published(said: Any) -> None:
+                    if life == self.life:
+                        self.acknowledge(said, reply, drop)
+
+                publish(self.world, reply.step + 1, published)
             else:
                 self.acknowledge(cmd.Done(), reply, drop)
 
@@ -118,7 +120,7 @@ class Rank(Worker):
             self.later(self.world.soon(), trained)
 
     def acknowledge(self, said: Any, lease: cmd.Leased, drop: list[int]) -> None:
-        assert isinstance(said, cmd.Done | ConfigError)
+        assert isinstance(said, cmd.Done | cmd.Published | ConfigError)
         if self.world.random.random() < self.mortality / 2:
             self.dies()
             return

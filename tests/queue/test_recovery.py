@@ -53,10 +53,11 @@ class Chance:
         return self.bench.join(f"client-{self.joined}")
 
     def publish(self, client: Client) -> None:
-        publish = cmd.Publish(version=self.version, manifest=b"m", transport="t", where=b"")
+        part = cmd.Part(manifest=b"m", transport="t", where=b"", outlives=self.random.random() < 0.5)
+        said = [cmd.OpenPublisher(), cmd.Announce(version=self.version), cmd.Publish(version=self.version, part=part)]
         self.version += 1
-        self.bench.send(client, client.call(publish))
-        self.bench.send(client, client.call(cmd.Loaded(version=self.version - 1)))
+        for command in [*said, cmd.ClosePublisher(), cmd.Loaded(version=self.version - 1)]:
+            self.bench.send(client, client.call(command))
 
     def step(self) -> None:
         bench, draw = self.bench, self.random

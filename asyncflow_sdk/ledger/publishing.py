@@ -1,0 +1,168 @@
+"""Publishing: who has the role, what is announced, and what becomes current when every rank's part is there.
+
+The publisher is ``world_size`` ranks, each of one live session. A version is announced, its parts are published, and with
+the last of them it is current; if a rank withdraws it or dies before that, it is forgotten as a whole.
+"""
+
+from __future__ import annotations
+
+from ..errors import ConfigError, VersionGone
+from ..types import events as ev
+from . import commands as cmd
+from .intake import Intake
+from .rows import NONE
+from .state import MAX_NUMBER, Announced, Kept, Session
+
+
+class Publishing(Intake):
+    """Takes versions from their publisher."""
+
+    def _open_publisher(self, session: Session, command: cmd.OpenPublisher) -> cmd.Reply:
+        rank, size = command.rank, command.world_size
+        if not 0 <= rank < size:
+            raise ConfigError(f"rank {rank} of {size} cannot publish: ranks are 0 to world_size - 1")
+        who = f"rank {rank} of this run's publisher"
+        if session.rank != NONE:
+            raise ConfigError(
+                f"{session.name} is rank {session.rank} of this run's publisher already; close that one first"
+            )
+        if self.publisher and size != self.publisher_size:
+            other, holder = next(iter(self.publisher.items()))
+            raise ConfigError(
+                f"{who} cannot be one of {size}: {self._who(holder)} is rank {other} of {self.publisher_size}; open all ranks"
+                " with one world_size, or end that publisher first"
+            )
+        if rank in self.publisher:
+            raise ConfigError(
+                f"{who} is {self._who(self.publisher[rank])}: a run has one publisher at a time. Publish there, close it, or"
+                " end its process"
+            )
+        self.publisher[rank], self.publisher_size, session.rank = session.id, size, rank
+        kept = {each.source: each.parts[rank] for each in self.versions.values() if rank < len(each.parts)}
+        return cmd.Publisher(version=self.version, kept=tuple(sorted(kept.items())))
+
+    def _close_publisher(self, session: Session, command: cmd.ClosePublisher) -> cmd.Reply:
+        self._end_publisher(session, f"{session.name} closed its publisher")
+        return cmd.Done()
+
+    def _announce(self, session: Session, command: cmd.Announce) -> cmd.Reply | None:
+        rank, version, said = self._rank(session), command.version, self.announced
+        self._check_number(version)
+        if said is not None and rank in said.parts:
+            if version == said.version:
+                raise ConfigError(f"rank {rank} has published its part of version {version} already")
+            return None
+        if said is None:
+            said = self.announced = Announced(version, self._now)
+        elif version != said.version:
+            others = ", ".join(f"rank {r} ({self._name(self.publisher[r])})" for r in sorted(said.ranks))
+            raise ConfigError(
+                f"rank {rank} cannot announce version {version}: {others} announced {said.version}, which is not there yet;"
+                " all ranks publish one version, under one number, or withdraw it"
+            )
+        said.ranks.add(rank)
+        return self._what_to_keep()
+
+    def _publish(self, session: Session, command: cmd.Publish) -> cmd.Reply:
+        rank, version, said = self._rank(session), command.version, self.announced
+        if said is None or version != said.version:
+            self._check_number(version)
+            if self.not_coming.startswith(f"version {version} "):
+                raise VersionGone(f"{self.not_coming}; announce it again")
+            raise ConfigError(f"version {version} is not announced; announce a version before it is published")
+        if rank in said.parts:
+            raise ConfigError(f"rank {rank} has published its part of version {version} already")
+        said.parts[rank] = command.part
+        said.ranks.add(rank)
+        said.probe = command.probe or said.probe
+        if len(said.parts) == self.publisher_size:
+            self.announced = None
+            parts = tuple(said.parts[each] for each in range(self.publisher_size))
+            sessions = tuple(self.publisher[each] for each in range(self.publisher_size))
+            self._make_current(Kept(version, version, parts, sessions, said.probe, self._now), session.name)
+        return self._what_to_keep()
+
+    def _withdraw_version(self, session: Session, command: cmd.Withdraw) -> cmd.Reply:
+        rank, version = self._rank(session), command.version
+        if self.announced is None or self.announced.version != version:
+            raise ConfigError(f"version {version} is not announced, so it cannot be withdrawn")
+        because = f": {command.reason}" if command.reason else ""
+        self._forget_announced(f"was withdrawn by rank {rank} ({session.name}){because}")
+        return cmd.Done()
+
+    def weight_sessions(self) -> set[int]:
+        """Those that wrote versions that are kept, alive or not."""
+        return {session for each in self.versions.values() for session in each.sessions}
+
+    def _make_current(self, kept: Kept, worker: str, reason: str = "") -> None:
+        self.version, self.version_since = kept.version, self._now
+        self.versions[kept.version] = kept
+        for old in list(self.versions)[: -self.keep_versions]:
+            del self.versions[old]
+        self._effects.events.append(
+            ev.Published(
+                time_s=self._now, worker=worker, version=kept.version, nbytes=kept.nbytes, root=kept.root,
+                source=NONE if kept.source == kept.version else kept.source, reason=reason,
+            )
+        )  # fmt: skip
+        self.not_coming = ""
+        self._dirty.update(("version", "swap", "announce"))
+        self._wake_replicas()
+
+    def _wake_replicas(self) -> None:
+        """What the staleness rule says to them may have changed."""
+        self._dirty.update(f"task {name}" for name, task in self.tasks.items() if task.spec.admits)
+
+    def _what_to_keep(self) -> cmd.Published:
+        sources = {each.source for each in self.versions.values()}
+        if self.announced is not None and self.announced.parts:
+            sources.add(self.announced.version)
+        return cmd.Published(keep=tuple(sorted(sources)))
+
+    def _check_number(self, version: int) -> None:
+        if version <= self.version:
+            raise ConfigError(
+                f"version {version} cannot be published: {self.version} is already current, and a number is never used again"
+            )
+        if version > MAX_NUMBER:
+            raise ConfigError(f"version {version} is past the largest number, {MAX_NUMBER}")
+
+    def _rank(self, session: Session) -> int:
+        if session.rank == NONE:
+            raise ConfigError(f"{session.name} is not this run's publisher; open one before versions are published")
+        return session.rank
+
+    def _who(self, session: int) -> str:
+        return f"{self._name(session)} (session {session})"
+
+    def _forget_announced(self, what: str) -> None:
+        """A version will not come. ``what``: happened to it."""
+        if self.announced is not None:
+            self.not_coming = f"version {self.announced.version} {what}"
+            self.announced = None
+            self._dirty.add("announce")
+
+    def _end_publisher(self, session: Session, reason: str) -> None:
+        """A rank is nobody's any more; what cannot be fetched without it is kept no longer."""
+        if session.rank == NONE:
+            return
+        said = self.announced
+        if said is not None:
+            self._forget_announced(
+                f"was announced by {self._name(self._announcer(said))} and will not come: {reason}"
+            )
+        del self.publisher[session.rank]
+        session.rank = NONE
+        for each in list(self.versions.values()):
+            if any(
+                who == session.id and not part.outlives for who, part in zip(each.sessions, each.parts, strict=True)
+            ):
+                del self.versions[each.version]
+
+    def _announcer(self, said: Announced) -> int:
+        return self.publisher[min(said.ranks)]
+
+    def _drop_session(self, session: int, reason: str, blame: bool) -> None:
+        if session in self.sessions:
+            self._end_publisher(self.sessions[session], f"{self._name(session)} is gone: {reason}")
+        super()._drop_session(session, reason, blame)
