@@ -11,7 +11,7 @@ _TESTED = "torch 2.13, transformers 5.23, on a CPU"
 
 @hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
-    """The transformers rollout engine and the torch train engine."""
+    """The transformers rollout engine, the torch train engine, and transports by torch."""
     return [
         AdapterSpec(
             kind="rollout",
@@ -28,5 +28,21 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES,
             install=_INSTALL,
             tested=_TESTED,
+        ),
+        AdapterSpec(
+            kind="transport",
+            name="dist",
+            factory="asyncflow_torch.transport_dist:DistTransport",
+            requires=_REQUIRES[:1],
+            install=_INSTALL,
+            tested="torch 2.13 with gloo, on a CPU; nccl has not been run",
+        ),
+        AdapterSpec(
+            kind="transport",
+            name="cuda-ipc",
+            factory="asyncflow_torch.transport_cuda:CudaTransport",
+            requires=_REQUIRES[:1],
+            install=_INSTALL,
+            tested="its refusal without CUDA; it has not been run on a GPU",
         ),
     ]

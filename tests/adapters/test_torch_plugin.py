@@ -8,8 +8,13 @@ import sys
 from asyncflow_sdk.plugins import registry
 
 
-def test_both_engines_are_found_and_load() -> None:
-    for kind, name, factory in (("rollout", "transformers", "TransformersEngine"), ("train", "torch", "TorchEngine")):
+def test_all_are_found_and_load() -> None:
+    for kind, name, factory in (
+        ("rollout", "transformers", "TransformersEngine"),
+        ("train", "torch", "TorchEngine"),
+        ("transport", "dist", "DistTransport"),
+        ("transport", "cuda-ipc", "CudaTransport"),
+    ):
         adapter = registry().get(kind, name)  # type: ignore[arg-type]
         assert adapter.missing == []
         assert adapter.cure == "pip install 'asyncflow-sdk[torch]'"
@@ -19,7 +24,7 @@ def test_both_engines_are_found_and_load() -> None:
 def test_listing_the_plugin_and_the_demo_task_import_no_torch() -> None:
     code = (
         "import sys, asyncflow_torch.plugin as p, asyncflow_torch.demo.task as t;"
-        "assert len(p.asyncflow_adapters()) == 2 and t.prompts(1, 0);"
+        "assert len(p.asyncflow_adapters()) == 4 and t.prompts(1, 0);"
         "heavy = {'torch', 'transformers', 'numpy'} & sys.modules.keys(); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

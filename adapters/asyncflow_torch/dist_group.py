@@ -1,0 +1,186 @@
+"""A group of torch.distributed that is nobody else's: one publisher, its receivers, and broadcasts from the first to the others.
+
+It is made from the process group's own class over a store of ours, never by ``init_process_group``: that one belongs to the
+training loop of this process, which may have a group of its own, or none, and never meets this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.interfaces.weights import Bytes
+from asyncflow_sdk.types.manifest import Bucket
+
+BACKENDS = ("gloo", "nccl")
+WINDOW = 4
+"""Buckets on their way at a time through gloo, which copies none of them. NCCL has one, in device memory."""
+_THREADS = 2
+
+if not dist.is_available():  # a build of torch without it, as on some platforms
+    raise ConfigError("this torch is built without torch.distributed; use the transport tcp instead")
+
+
+class Exchange(dist.Store):  # type: ignore[misc]
+    """A store in Python: what members must know of each other to connect.
+
+    ``put`` and ``look`` carry it; ``look`` waits until all keys are there, or raises at its deadline.
+    """
+
+    def __init__(self, put: Callable[[str, bytes], None], look: Callable[[list[str]], list[bytes]]) -> None:
+        super().__init__()
+        self._put, self._look = put, look
+        self._seen: set[str] = set()
+
+    def set(self, key: str, value: bytes) -> None:
+        self._put(key, bytes(value))
+        self._seen.add(key)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values = self._look(list(keys))
+        self._seen.update(keys)
+        return values
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.multi_get(keys)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._seen.issuperset(keys)
+
+
+class Group:
+    """Broadcasts from rank 0. Making one waits for all members, at most ``stall_s`` for each; so does each bucket."""
+
+    def __init__(self, backend: str, store: Exchange, rank: int, size: int, address: str, stall_s: float) -> None:
+        self.rank = rank
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = self._options.rootTensor = 0
+        self._options.timeout = timedelta(seconds=stall_s)
+        self._options.asyncOp = True
+        self._device: torch.device | None = None
+        self._bucket: Any = None
+        self._window = WINDOW
+        if backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            options._timeout, options._threads = timedelta(seconds=stall_s), _THREADS
+            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        else:
+            self._device, self._window = torch.device("cuda", torch.cuda.current_device()), 1
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=stall_s)
+            with _waits_have_deadlines():
+                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def stream(self, chunks: list[Any], buckets: Iterable[Bucket], arrived: Callable[[Bucket], None]) -> None:
+        """Send or receive buckets of flat uint8 tensors in host memory, in order; ``arrived`` is told of each, in order."""
+        under_way: deque[tuple[Bucket, Callable[[], None]]] = deque()
+        try:
+            for bucket in buckets:
+                if len(under_way) == self._window:
+                    arrived(_first(under_way))
+                under_way.append((bucket, self._start(chunks[bucket.chunk][bucket.start : bucket.stop])))
+            while under_way:
+                arrived(_first(under_way))
+        except BaseException:
+            for (
+                _,
+                finish,
+            ) in under_way:  # nothing may be under way when a group goes, nor when its memory is used again
+                with contextlib.suppress(Exception):
+                    finish()
+            raise
+
+    def word(self, word: int = 0) -> int:
+        """Rank 0 says it, the others hear it."""
+        byte = torch.tensor([word], dtype=torch.uint8)
+        self._start(byte)()
+        return int(byte[0])
+
+    def close(self) -> None:
+        """Cut the connections; nothing may be under way."""
+        if self._device is not None:
+            self._group.abort()
+        self._group = self._bucket = None
+
+    def _start(self, memory: Any) -> Callable[[], None]:
+        """Begin to broadcast ``memory``; what is returned waits for the end of it."""
+        if self._device is None:
+            work = self._group.broadcast([memory], self._options)
+            return lambda: _wait(work, memory)
+        if self._bucket is None or len(self._bucket) < len(memory):
+            self._bucket = torch.empty(len(memory), dtype=torch.uint8, device=self._device)
+        part = self._bucket[: len(memory)]
+        if self.rank == 0:
+            part.copy_(memory)
+        work = self._group.broadcast([part], self._options)
+
+        def finish() -> None:
+            work.wait()
+            if self.rank:
+                memory.copy_(part)
+            else:
+                torch.cuda.current_stream(self._device).synchronize()
+
+        return finish
+
+
+def _first(under_way: deque[tuple[Bucket, Callable[[], None]]]) -> Bucket:
+    """Wait for the oldest."""
+    bucket, finish = under_way.popleft()
+    finish()
+    return bucket
+
+
+def _wait(work: Any, memory: Any) -> None:
+    """``memory`` lives until the work is done, whatever becomes of it."""
+    work.wait()
+    del memory
+
+
+def flat(array: Bytes) -> Any:
+    """A tensor over the bytes of an array that has to outlive it. Of a read-only array too, without torch's warning:
+    a broadcast only reads what its root sends."""
+    if not len(array):
+        return torch.empty(0, dtype=torch.uint8)
+    raw = (ctypes.c_uint8 * len(array)).from_address(array.ctypes.data)
+    return torch.from_numpy(np.ctypeslib.as_array(raw))
+
+
+def missing(backend: str) -> str:
+    """Why this torch and this machine cannot work with a backend; "" if they can."""
+    if backend == "gloo":
+        return "" if dist.is_gloo_available() else "this torch is built without gloo"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device that this torch can use"
+    return "" if dist.is_nccl_available() else "this torch is built without NCCL"
+
+
+@contextlib.contextmanager
+def _waits_have_deadlines() -> Iterator[None]:
+    """A group of NCCL made inside raises at its deadline. As torch sets them up, they end the process instead, which
+    would be the trainer's."""
+    wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,201 @@
+"""The fetching end of the transport ``dist``: takes part in rounds of publishers, and verifies buckets as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, ProtocolError, ServerLost, WeightError, WireError
+from asyncflow_sdk.interfaces import Fetched, Host, WeightReceiver
+from asyncflow_sdk.interfaces.weights import Bytes
+from asyncflow_sdk.types import Manifest
+from asyncflow_sdk.types.manifest import Bucket
+from asyncflow_sdk.weights.service import ServiceClient
+
+from .dist_group import Exchange, Group, flat
+from .dist_rounds import stretches
+from .dist_words import BAD, CLOSING, GO_ON, Join, Leave, Look, Over, Put, Start, Where, encode, where_of
+from .recycled import Recycled
+
+LAST_WORD_S = 2.0
+"""For a call that tells a publisher that nobody waits for its answer."""
+MAX_LINKS = 64
+"""Publishers a receiver stays connected to: one for each rank that publishes a part."""
+
+
+class DistReceiver(WeightReceiver):
+    """``fits`` raises ConfigError for a publisher this end cannot work with."""
+
+    def __init__(self, host: Host, fits: Callable[[Where], None]) -> None:
+        self._host, self._fits = host, fits
+        self._memory = Recycled()
+        self._asks = itertools.count(1)
+        self._links: dict[bytes, _Link] = {}
+        self._asking: tuple[_Link, int] | None = None  # by the fetch under way
+
+    def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
+        until = time.monotonic() + timeout_s
+        link, ask = self._link(where), next(self._asks)
+        chunks = self._memory.take(manifest)
+        join = Join(ask, manifest.version, manifest.root, self._host.name)
+        self._asking = link, ask
+        try:
+            start = link.join(join, until)
+            _Part(link, start, manifest, chunks, until).take()
+        finally:
+            self._asking = None
+        return Fetched(manifest, chunks, manifest.nbytes, "full")
+
+    def interrupt(self) -> None:
+        """A round that others want goes on to its end, and so does this ``fetch``: leaving would break it for them."""
+        asking = self._asking
+        if asking is not None:
+            link, ask = asking
+            link.leave(ask, lambda: self._asking == asking)
+
+    def close(self) -> None:
+        while self._links:
+            self._links.popitem()[1].close()
+        self._memory.close()
+
+    def _link(self, raw: bytes) -> _Link:
+        link = self._links.pop(raw, None)
+        if link is None:
+            where = where_of(raw)
+            self._fits(where)
+            while len(self._links) >= MAX_LINKS:
+                self._links.pop(next(iter(self._links))).close()
+            link = _Link(where, self._host.address)
+        self._links[raw] = link  # the last of them is the one used last
+        return link
+
+
+class _Link:
+    """To one publisher: the calls, and the group of the last round."""
+
+    def __init__(self, where: Where, address: str) -> None:
+        self.where, self._address = where, address
+        self._client = ServiceClient(where.service)
+        self._group: Group | None = None
+        self._number = 0
+
+    def join(self, join: Join, until: float) -> Start:
+        """Returns when a round of that version begins, with this receiver in it."""
+        what = f"version {join.version} from {self.where.name}"
+        try:
+            body = self._client.call(encode(join), until - time.monotonic(), what).body
+            start = msgspec.msgpack.decode(body, type=Start)
+            if not 0 < start.rank < len(start.names):
+                raise ProtocolError(f"{what}: rank {start.rank} of {len(start.names)}")
+        except WireError:
+            self.leave(join.ask, lambda: False)  # or the others would wait for this one
+            raise
+        except BAD as error:
+            raise ProtocolError(f"{what}: its answer cannot be read: {error}") from None
+        return start
+
+    def leave(self, ask: int, still_asks: Callable[[], bool]) -> None:
+        """Tell it that a version is wanted no more, without waiting here. A publisher that does not answer is not asked any
+        longer."""
+
+        def tell() -> None:
+            try:
+                self._client.call(encode(Leave(ask)), LAST_WORD_S, "the last word")
+            except AsyncFlowError:
+                if still_asks():
+                    self._client.interrupt()
+
+        threading.Thread(target=tell, name="weights dist leave", daemon=True).start()
+
+    def group(self, start: Start) -> Group:
+        """That of a round; the last one if it is the same."""
+        if self._group is not None and self._number == start.group:
+            return self._group
+        self.drop_group()
+        limit_s = self.where.stall_s
+
+        def put(key: str, value: bytes) -> None:
+            self._client.call(encode(Put(start.group, key, value)), limit_s, "making a group")
+
+        def look(keys: list[str]) -> list[bytes]:
+            body = self._client.call(encode(Look(start.group, tuple(keys))), limit_s, "making a group").body
+            return msgspec.msgpack.decode(body, type=list[bytes])
+
+        store, size = Exchange(put, look), len(start.names)
+        self._group = Group(self.where.backend, store, start.rank, size, self._address, limit_s)
+        self._number = start.group
+        return self._group
+
+    def drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(Exception):
+                group.close()
+
+    def over(self, over: Over, timeout_s: float, what: str) -> str:
+        return bytes(self._client.call(encode(over), timeout_s, what).body).decode(errors="replace")
+
+    def close(self) -> None:
+        self.drop_group()
+        self._client.close()
+
+
+class _Part:
+    """What one receiver does in one round."""
+
+    def __init__(self, link: _Link, start: Start, manifest: Manifest, chunks: list[Bytes], until: float) -> None:
+        self._link, self._start, self._manifest, self._chunks, self._until = link, start, manifest, chunks, until
+        self._what = f"version {manifest.version}: round {start.round} with {', '.join(start.names)}"
+        self._damage: WeightError | None = None
+
+    def take(self) -> None:
+        """Raises what ``fetch`` does."""
+        try:
+            word = self._receive(self._link.group(self._start))
+        except Exception as error:
+            self._link.drop_group()  # first of all, so that the others see it
+            why = self._verdict(error)
+            kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else WireError
+            raise kind(f"{self._what}: {why}; ask again") from None
+        left = max(self._until - time.monotonic(), LAST_WORD_S)
+        self._link.over(Over(self._start.round), left, self._what)
+        if self._damage is not None:
+            raise self._damage
+        if word == CLOSING:
+            raise ServerLost(f"{self._what}: its publisher has closed")
+        if word != GO_ON:
+            raise WireError(f"{self._what}: interrupted")
+
+    def _receive(self, group: Group) -> int:
+        tensors = [flat(chunk) for chunk in self._chunks]
+        for stretch in stretches(self._manifest):
+            word = group.word()
+            if word != GO_ON:
+                return word
+            group.stream(tensors, stretch, self._arrived)
+        return GO_ON
+
+    def _arrived(self, bucket: Bucket) -> None:
+        if time.monotonic() > self._until:
+            raise DeadlineExceeded(f"the deadline passed at bucket {bucket.index} of chunk {bucket.chunk}")
+        if self._damage is None:
+            memory = self._chunks[bucket.chunk][bucket.start : bucket.stop]
+            try:
+                self._manifest.check(bucket, memoryview(memory))  # type: ignore[arg-type]
+            except WeightError as error:  # the others have done no wrong: for them the round goes on
+                self._damage = error
+
+    def _verdict(self, error: Exception) -> str:
+        """Who broke the round: known when all were asked, or were silent for long."""
+        where, saw = self._link.where, f"{type(error).__name__}: {error}"[:1000]
+        try:
+            return self._link.over(Over(self._start.round, saw), 3 * where.stall_s, self._what) or saw
+        except ServerLost as lost:
+            return f"its publisher {where.name} died or stopped ({lost})"
+        except AsyncFlowError as other:
+            return f"{saw} ({other})"

@@ -1,0 +1,359 @@
+"""Rounds: the publishing end of the transport ``dist``, in a thread of its own, so that training never waits for it.
+
+Receivers that ask for one version are served together: those who ask while a round runs, and those who ask within
+``gather_s`` of each other, since all hear of a version at about the same time. A round whose member dies or stops ends for all of
+its members with an error that names it; they ask again, and the next round is without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncflow_sdk.errors import AsyncFlowError, ProtocolError, ServerLost, WireError
+from asyncflow_sdk.interfaces.weights import Bytes
+from asyncflow_sdk.types import Manifest
+from asyncflow_sdk.types.manifest import Bucket
+from asyncflow_sdk.weights.service import Service
+
+from .dist_group import Exchange, Group, flat
+from .dist_words import CLOSING, GO_ON, STRETCH_BYTES, UNWANTED, Join, Leave, Look, Over, Put, Start, asked, encode
+
+REMEMBERED = 8
+"""Rounds whose end is told to members that were away."""
+_log = logging.getLogger(__name__)
+Found = Callable[[list[bytes] | None], Any]
+
+
+@dataclass(frozen=True)
+class _Asking:
+    peer: str
+    ticket: int
+    join: Join
+    since: float
+
+
+@dataclass
+class _Round:
+    """``members``: names by peer; ``asks``: by which of their calls. ``told``: what they said at the end of it; ``parked``:
+    tickets of those who wait for a verdict."""
+
+    number: int
+    version: int
+    members: dict[str, str]
+    asks: dict[str, int]
+    told: dict[str, str] = field(default_factory=dict)
+    parked: dict[str, int] = field(default_factory=dict)
+    unwanted: set[str] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)
+
+    @property
+    def silent(self) -> list[str]:
+        return [peer for peer in self.members if peer not in self.told and peer not in self.dead]
+
+    def blame(self, own: str) -> str:
+        """What went wrong; "" if nothing did. ``own``: what the publisher saw. Those who fell silent are the cause of what
+        others saw."""
+        if self.dead:
+            return f"{_names(self.members[p] for p in self.dead)} died"
+        if self.silent:
+            return f"{_names(self.members[p] for p in self.silent)} stopped answering"
+        seen = [f"{self.members[peer]} saw: {error}" for peer, error in self.told.items() if error]
+        return "; ".join(seen[:3]) or (f"the publisher saw: {own}" if own else "")
+
+
+class Board:
+    """What the members of a group tell each other before they are connected. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.failed = ""
+        self._values: dict[str, bytes] = {}
+        self._looking: list[tuple[Sequence[str], Found]] = []
+        self._lock = threading.Lock()
+
+    def put(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._values[key] = value
+        self._tell()
+
+    def look(self, keys: Sequence[str], found: Found) -> None:
+        """``found`` is called once, with all values, or with None when the board has failed."""
+        with self._lock:
+            self._looking.append((keys, found))
+        self._tell()
+
+    def fail(self, why: str) -> None:
+        self.failed = self.failed or why
+        self._tell()
+
+    def store(self, stall_s: float) -> Exchange:
+        """For a member in this process."""
+
+        def look(keys: list[str]) -> list[bytes]:
+            found: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
+            self.look(keys, found.put)
+            try:
+                values = found.get(timeout=stall_s)
+            except queue.Empty:
+                raise TimeoutError(f"no word of {', '.join(keys)} in {stall_s:g} s") from None
+            if values is None:
+                raise ConnectionError(self.failed)
+            return values
+
+        return Exchange(self.put, look)
+
+    def _tell(self) -> None:
+        ready, still = [], []
+        with self._lock:
+            for keys, found in self._looking:
+                if self.failed or self._values.keys() >= set(keys):
+                    ready.append((found, [self._values.get(key, b"") for key in keys]))
+                else:
+                    still.append((keys, found))
+            self._looking = still
+        for found, values in ready:
+            found(None if self.failed else values)
+
+
+class Rounds:
+    """A handler of ``Service``. ``manifest`` gives that of a version, ``chunks`` its bytes; both raise VersionGone."""
+
+    service: Service
+
+    def __init__(
+        self, name: str, address: str, backend: str, manifest: Callable[[int], Manifest],
+        chunks: Callable[[int], list[Bytes]], *, stall_s: float, gather_s: float,
+    ) -> None:  # fmt: skip
+        self._name, self._address, self._backend = name, address, backend
+        self._manifest, self._chunks = manifest, chunks
+        self._stall_s, self._gather_s = stall_s, gather_s
+        self._changed = threading.Condition()
+        self._asking: dict[str, _Asking] = {}
+        self._expected: set[str] = set()  # receivers likely to ask for what others ask for
+        self._left: dict[str, int] = {}
+        self._round: _Round | None = None
+        self._ended: dict[int, str] = {}
+        self._group: Group | None = None
+        self._group_of: tuple[str, ...] = ()
+        self._groups = self._rounds = 0
+        self._newest = -1
+        self._board = Board()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="weights dist rounds", daemon=True)
+
+    def start(self, service: Service) -> None:
+        self.service = service
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the round under way, at its next stretch. Waits for it, but never longer than a member may stall it."""
+        with self._changed:
+            self._closed = True
+            self._board.fail(self._closing(0))
+            for asking in self._asking.values():
+                self.service.fail(asking.ticket, ServerLost(self._closing(asking.join.version)))
+            self._asking.clear()
+            self._changed.notify_all()
+        self._thread.join(3 * self._stall_s)
+
+    # ---- called by the service, in its thread
+
+    def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+        said = asked.decode(body)
+        if isinstance(said, Put):
+            self._board_of(said.group).put(said.key, said.value)
+            self.service.answer(ticket, b"")
+        elif isinstance(said, Look):
+            board = self._board_of(said.group)
+            board.look(
+                said.keys,
+                lambda values: (
+                    self.service.answer(ticket, encode(values))
+                    if values is not None
+                    else self.service.fail(ticket, WireError(board.failed))
+                ),
+            )
+        else:
+            with self._changed:
+                if isinstance(said, Join):
+                    self._join(peer, ticket, said)
+                elif isinstance(said, Leave):
+                    self._leave(peer, ticket, said)
+                else:
+                    self._over(peer, ticket, said)
+                self._changed.notify_all()
+
+    def gone(self, peer: str) -> None:
+        with self._changed:
+            self._asking.pop(peer, None)
+            self._left.pop(peer, None)
+            self._expected.discard(peer)
+            if self._round is not None and peer in self._round.members and peer not in self._round.told:
+                self._round.dead.add(peer)
+                self._board.fail(f"{self._round.members[peer]} died")
+            self._changed.notify_all()
+
+    def _join(self, peer: str, ticket: int, join: Join) -> None:
+        if self._closed:
+            raise ServerLost(self._closing(join.version))
+        if join.ask <= self._left.get(peer, 0):
+            raise WireError(f"version {join.version}: interrupted")
+        if self._manifest(join.version).root != join.root:
+            raise ProtocolError(f"version {join.version}: {join.name} has another manifest of it than its publisher")
+        self._asking[peer] = _Asking(peer, ticket, join, time.monotonic())
+        self._expected.add(peer)
+
+    def _leave(self, peer: str, ticket: int, leave: Leave) -> None:
+        self._left[peer] = max(leave.ask, self._left.get(peer, 0))
+        asking = self._asking.get(peer)
+        if asking is not None and asking.join.ask <= leave.ask:
+            del self._asking[peer]
+            self.service.fail(asking.ticket, WireError(f"version {asking.join.version}: interrupted"))
+        elif self._round is not None and self._round.asks.get(peer, leave.ask + 1) <= leave.ask:
+            self._round.unwanted.add(peer)
+        self.service.answer(ticket, b"")
+
+    def _over(self, peer: str, ticket: int, over: Over) -> None:
+        if self._round is None or self._round.number != over.round or peer not in self._round.members:
+            self.service.answer(ticket, self._ended.get(over.round, "it ended long ago").encode())
+            return
+        self._round.told[peer] = over.error
+        if over.error:
+            self._round.parked[peer] = ticket
+        else:
+            self.service.answer(ticket, b"")
+
+    def _board_of(self, group: int) -> Board:
+        if group != self._groups:
+            raise WireError("that round is over")
+        return self._board
+
+    def _closing(self, version: int) -> str:
+        return f"{f'version {version}: ' if version else ''}its publisher {self._name} has closed"
+
+    # ---- the thread of rounds
+
+    def _run(self) -> None:
+        while (chosen := self._gather()) is not None:
+            try:
+                self._serve(chosen)
+            except Exception:  # whatever it was, the next ones are served
+                _log.exception("a round of weights failed")
+        self._drop_group()
+
+    def _gather(self) -> list[_Asking] | None:
+        """Who is served next; None when closed."""
+        with self._changed:
+            while not self._closed:
+                if not self._asking:
+                    self._changed.wait()
+                    continue
+                first = min(self._asking.values(), key=lambda asking: asking.since)
+                left = first.since + self._gather_s - time.monotonic()
+                if left > 0 and (self._expected - self._asking.keys() or not self._rounds):
+                    self._changed.wait(left)
+                    continue
+                chosen = [a for a in self._asking.values() if a.join.version == first.join.version]
+                if first.join.version > self._newest:  # who did not ask for it in time is not waited for again
+                    self._newest, self._expected = first.join.version, set()
+                self._expected |= self._asking.keys()
+                for asking in chosen:
+                    del self._asking[asking.peer]
+                return sorted(chosen, key=lambda asking: asking.peer)
+        return None
+
+    def _serve(self, chosen: list[_Asking]) -> None:
+        version, why = chosen[0].join.version, ""
+        try:
+            manifest, chunks = self._manifest(version), self._chunks(version)
+        except AsyncFlowError as error:
+            for asking in chosen:
+                self.service.fail(asking.ticket, error)
+            return
+        group_of = tuple(asking.peer for asking in chosen)
+        fresh = self._group is None or self._group_of != group_of
+        if fresh:
+            self._drop_group()
+        with self._changed:
+            self._rounds += 1
+            round_ = self._round = _Round(
+                self._rounds,
+                version,
+                {asking.peer: asking.join.name for asking in chosen},
+                {asking.peer: asking.join.ask for asking in chosen},
+            )
+            if fresh:
+                self._groups, self._board = self._groups + 1, Board()
+        names = (self._name, *round_.members.values())
+        for rank, asking in enumerate(chosen, 1):
+            self.service.answer(asking.ticket, encode(Start(round_.number, self._groups, rank, names)))
+        try:
+            if fresh:
+                store = self._board.store(self._stall_s)
+                self._group = Group(self._backend, store, 0, len(names), self._address, self._stall_s)
+                self._group_of = group_of
+            assert self._group is not None
+            self._send(self._group, round_, manifest, [flat(chunk) for chunk in chunks])
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._drop_group()  # first of all, so that the others see it
+        self._end(round_, why)
+
+    def _send(self, group: Group, round_: _Round, manifest: Manifest, chunks: list[Any]) -> None:
+        for stretch in stretches(manifest):
+            with self._changed:
+                unwanted = round_.unwanted | round_.dead >= round_.members.keys()
+                word = CLOSING if self._closed else UNWANTED if unwanted else GO_ON
+            if group.word(word) != GO_ON:
+                return
+            group.stream(chunks, stretch, lambda bucket: None)
+
+    def _end(self, round_: _Round, why: str) -> None:
+        """Wait until all have said how it ended, and tell those who want to know."""
+        with self._changed:
+            if why:
+                self._board.fail(why)
+            until = time.monotonic() + 1.5 * self._stall_s
+            while round_.silent and not self._closed and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            verdict = round_.blame(why)
+            self._expected -= {*round_.silent, *round_.dead}
+            self._ended[round_.number] = verdict or "it ended well"
+            self._ended.pop(round_.number - REMEMBERED, None)
+            for ticket in round_.parked.values():
+                self.service.answer(ticket, verdict.encode())
+            self._round = None
+        if verdict or why:
+            _log.warning(
+                "version %d: a round with %s failed: %s", round_.version, _names(round_.members.values()), verdict
+            )
+            self._drop_group()
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(Exception):
+                group.close()
+
+
+def stretches(manifest: Manifest) -> Iterator[list[Bucket]]:
+    """All buckets of a manifest, in lists of about STRETCH_BYTES."""
+    many = max(1, STRETCH_BYTES // manifest.bucket_bytes)
+    stretch: list[Bucket] = []
+    for bucket in manifest.buckets():
+        stretch.append(bucket)
+        if len(stretch) == many:
+            yield stretch
+            stretch = []
+    if stretch:
+        yield stretch
+
+
+def _names(names: Any) -> str:
+    return ", ".join(sorted(names))

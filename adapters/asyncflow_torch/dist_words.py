@@ -1,0 +1,84 @@
+"""What the ends of the transport ``dist`` say to each other, beside the broadcasts themselves."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncflow_sdk.errors import ProtocolError
+
+
+class Where(msgspec.Struct, frozen=True, array_like=True):
+    """How receivers reach a publisher's rounds. ``plain``: beyond loopback too, on a trusted network. ``stall_s``: how long one
+    member may hold up the others."""
+
+    service: bytes
+    backend: str
+    plain: bool
+    stall_s: float
+    name: str
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
+    """A receiver asks for a version; answered with Start. ``ask`` counts up. ``root``: of the manifest it has."""
+
+    ask: int
+    version: int
+    root: str
+    name: str
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """It wants no more what it asked for last, by ``ask`` or before."""
+
+    ask: int
+
+
+class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
+    """For the members of a group that is being made."""
+
+    group: int
+    key: str
+    value: bytes
+
+
+class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
+    """Answered with a list of bytes once all of them are there."""
+
+    group: int
+    keys: tuple[str, ...]
+
+
+class Over(msgspec.Struct, frozen=True, array_like=True, tag="over"):
+    """A member is through with a round. ``error``: what broke it; answered, once it is known, with who did (a text)."""
+
+    round: int
+    error: str = ""
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True):
+    """A round begins: ``names`` of its members by rank, and the receiver's own rank. A ``group`` it knows is used again."""
+
+    round: int
+    group: int
+    rank: int
+    names: tuple[str, ...]
+
+
+GO_ON, UNWANTED, CLOSING = 0, 1, 2
+"""What the publisher says before every stretch of buckets."""
+STRETCH_BYTES = 64 << 20
+
+encode = msgspec.msgpack.Encoder().encode
+asked = msgspec.msgpack.Decoder(Join | Leave | Put | Look | Over)
+BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def where_of(raw: bytes) -> Where:
+    """Raises ProtocolError for what no sender wrote."""
+    try:
+        where = msgspec.msgpack.decode(raw, type=Where)
+    except BAD as error:
+        raise ProtocolError(f"this does not say where a dist publisher is: {error}") from None
+    if not 0 < where.stall_s <= 3600:
+        raise ProtocolError(f"a dist publisher that lets others wait {where.stall_s} s; up to an hour is expected")
+    return where

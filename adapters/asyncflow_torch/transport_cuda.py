@@ -1,0 +1,248 @@
+"""Weights between processes of one host by CUDA IPC: they stay on the GPU, copied by whoever takes them.
+
+    publisher = run.weight_publisher("cuda-ipc")
+
+The sender holds every version that may still be asked for, and the one being written, in device memory: (keep + 1) × model,
+which is 2 × with keep=1; a receiver holds its own copy, and one bucket in host memory for digests. Handles are made anew
+for each receiver, since torch counts who has opened one; events order the copies as in torch.multiprocessing. A version's
+memory may be written again while a receiver copies it: it asks afterwards whether it was.
+
+This has been written after torch.multiprocessing and not been run on a GPU: without CUDA both ends refuse.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from asyncflow_sdk.errors import AsyncFlowError, ConfigError, MemoryFull, ProtocolError, VersionGone, WireError
+from asyncflow_sdk.interfaces import Fetched, Host, Room, WeightReceiver, WeightSender, WeightTransport
+from asyncflow_sdk.types import Manifest
+from asyncflow_sdk.weights.service import Service, ServiceClient
+
+_COUNTER = re.compile(rb"/?[\w.-]{1,200}")  # the name of torch's shared memory with its counters, and no path
+_BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """For handles of a version; ``copied``: whether it was there to the end of the copy."""
+
+    version: int
+    root: str
+    copied: bool = False
+
+
+class Handle(msgspec.Struct, frozen=True, array_like=True):
+    """A storage of ``nbytes`` on the GPU with this uuid, as ``_share_cuda_`` describes it."""
+
+    gpu: str
+    memory: bytes
+    nbytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_sync: bool
+
+    def fits(self, chunk_bytes: int) -> bool:
+        """Whether it can hold a chunk of so many bytes and names nothing but its own."""
+        sizes = 0 < len(self.memory) <= 4096 and len(self.event) <= 4096
+        return (
+            sizes
+            and chunk_bytes <= self.nbytes < 1 << 48
+            and 0 <= self.offset < 1 << 48
+            and 0 <= self.counter_offset < 1 << 48
+            and _COUNTER.fullmatch(self.counter) is not None
+        )
+
+
+class CudaRoom(Room):
+    def __init__(self, whole: Any, nbytes: int) -> None:
+        self.whole, self.memory = whole, whole[:nbytes]
+
+    def trim(self, nbytes: int) -> None:
+        self.memory = self.whole[:nbytes]
+
+
+class CudaTransport(WeightTransport):
+    """Both ends, by the name ``cuda-ipc``."""
+
+    def sender(self, host: Host) -> CudaSender:
+        _needs_cuda()
+        return CudaSender(host)
+
+    def receiver(self, host: Host) -> CudaReceiver:
+        _needs_cuda()
+        return CudaReceiver()
+
+
+class CudaSender(WeightSender):
+    """Holds versions on the GPU that is current where it is made, and answers receivers with handles of them."""
+
+    def __init__(self, host: Host) -> None:
+        self._device = torch.cuda.current_device()
+        self._writing: list[CudaRoom] = []
+        self._versions: dict[int, tuple[Manifest, list[CudaRoom]]] = {}
+        self._sent: int | None = None
+        self._free: list[Any] = []
+        self._lock = threading.Lock()
+        self._service = Service(host, self)
+
+    @property
+    def nbytes(self) -> int:
+        """None of the host's memory."""
+        return 0
+
+    def room(self, nbytes: int) -> CudaRoom:
+        with self._lock:
+            self._sent = None
+            fits = next((i for i, memory in enumerate(self._free) if len(memory) == nbytes), None)
+            try:
+                whole = (
+                    torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                    if fits is None
+                    else self._free.pop(fits)
+                )
+            except torch.cuda.OutOfMemoryError as error:
+                raise MemoryFull(f"no room for a chunk of {nbytes} bytes on GPU {self._device}: {error}") from None
+            self._writing.append(CudaRoom(whole, nbytes))
+            return self._writing[-1]
+
+    def send(self, manifest: Manifest) -> bytes:
+        torch.cuda.synchronize(
+            self._device
+        )  # rooms were written on the trainer's stream, handles are made on another
+        with self._lock:
+            self._versions[manifest.version] = manifest, self._writing
+            self._writing, self._sent = [], manifest.version
+            self._free.clear()  # sizes that this version had no use for
+        return self._service.where
+
+    def abandon(self) -> None:
+        with self._lock:
+            rooms, self._writing = self._writing, []
+            if not rooms and self._sent is not None:
+                rooms = self._versions.pop(self._sent)[1]
+            self._sent = None
+            self._free += [room.whole for room in rooms]
+
+    def keep(self, versions: Sequence[int]) -> None:
+        with self._lock:
+            self._sent = None
+            for version in self._versions.keys() - set(versions):
+                self._free += [room.whole for room in self._versions.pop(version)[1]]
+
+    def close(self) -> None:
+        self._service.close()
+        with self._lock:
+            self._versions.clear()
+            self._writing.clear()
+            self._free.clear()
+
+    # ---- called by the service
+
+    def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+        ask = msgspec.msgpack.decode(body, type=Ask)
+        with self._lock:
+            if ask.version not in self._versions:
+                raise VersionGone(f"version {ask.version} is no longer kept; take the newest")
+            manifest, rooms = self._versions[ask.version]
+            if manifest.root != ask.root:
+                raise ProtocolError(
+                    f"version {ask.version}: a receiver has another manifest of it than its publisher"
+                )
+            handles = [] if ask.copied else [_share(room.whole, self._device) for room in rooms if len(room.whole)]
+        self._service.answer(ticket, msgspec.msgpack.encode(handles))
+
+    def gone(self, peer: str) -> None:
+        pass
+
+
+class CudaReceiver(WeightReceiver):
+    """Copies versions of a sender on this host to the GPU that is current where it fetches."""
+
+    def __init__(self) -> None:
+        self._client: ServiceClient | None = None
+        self._where = b""
+
+    def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
+        until, what = time.monotonic() + timeout_s, f"version {manifest.version} by cuda-ipc"
+        if self._client is None or where != self._where:
+            client = ServiceClient(where)
+            self.close()
+            self._client, self._where = client, where
+        ask = Ask(manifest.version, manifest.root)
+        handles = handles_of(self._client.call(msgspec.msgpack.encode(ask), timeout_s, what).body, manifest)
+        chunks = []
+        try:
+            for chunk in manifest.chunks:
+                own = torch.empty(chunk.nbytes, dtype=torch.uint8, device="cuda")
+                if chunk.nbytes:
+                    own.copy_(_opened(handles.pop(0))[: chunk.nbytes])
+                chunks.append(own)
+            torch.cuda.synchronize()
+        except torch.cuda.OutOfMemoryError as error:
+            raise MemoryFull(f"{what}: {error}") from None
+        except AsyncFlowError:
+            raise
+        except RuntimeError as error:
+            raise WireError(f"{what}: its handles cannot be opened here: {error}") from None
+        copied = msgspec.structs.replace(ask, copied=True)
+        self._client.call(msgspec.msgpack.encode(copied), until - time.monotonic(), what)
+        for bucket in manifest.buckets():
+            part = chunks[bucket.chunk][bucket.start : bucket.stop].cpu()
+            manifest.check(bucket, memoryview(part.numpy()))
+        return Fetched(manifest, chunks, manifest.nbytes, "full")
+
+    def interrupt(self) -> None:
+        if self._client is not None:
+            self._client.interrupt()
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+def handles_of(body: bytes, manifest: Manifest) -> list[Handle]:
+    """One for each chunk that is not empty. Raises ProtocolError for what no sender of such a version would say."""
+    try:
+        handles = msgspec.msgpack.decode(body, type=list[Handle])
+    except _BAD as error:
+        raise ProtocolError(f"version {manifest.version}: its handles cannot be read: {error}") from None
+    sizes = [chunk.nbytes for chunk in manifest.chunks if chunk.nbytes]
+    if len(handles) != len(sizes) or not all(h.fits(n) for h, n in zip(handles, sizes, strict=True)):
+        raise ProtocolError(f"version {manifest.version}: its handles do not fit its {len(sizes)} chunks")
+    return handles
+
+
+def _share(whole: Any, device: int) -> Handle:
+    _, *shared = whole.untyped_storage()._share_cuda_()
+    return Handle(str(torch.cuda.get_device_properties(device).uuid), *shared)
+
+
+def _opened(handle: Handle) -> Any:
+    """A tensor over a storage of another process. Raises ConfigError where its GPU is not visible."""
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    if handle.gpu not in visible:
+        raise ConfigError(
+            f"cuda-ipc: the publisher's GPU {handle.gpu} is not visible to this process (CUDA_VISIBLE_DEVICES, or another"
+            " host); use shm on one host, tcp between hosts"
+        )
+    storage = torch.UntypedStorage._new_shared_cuda(visible[handle.gpu], *msgspec.structs.astuple(handle)[1:])
+    device = torch.device("cuda", visible[handle.gpu])
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _needs_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"cuda-ipc: torch {torch.__version__} finds no CUDA device in this process; use shm on one host, tcp between"
+            " hosts"
+        )

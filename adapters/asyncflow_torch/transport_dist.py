@@ -1,0 +1,115 @@
+"""Weights by broadcast of torch.distributed: one publisher to many receivers at once, in a group that is nobody else's.
+
+    publisher = run.weight_publisher("dist")                             # gloo, on one host
+    publisher = run.weight_publisher("dist", backend="nccl", plain=True)  # several hosts, on a network that is trusted
+
+Versions are staged in host memory; a round broadcasts one, bucket by bucket, into the receivers' host memory, where each bucket
+is verified as it comes. Neither end copies or holds more than the version itself. ``nccl`` moves buckets through device memory;
+it is written after torch's documentation and has not been run on a GPU.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections.abc import Sequence
+
+from asyncflow_sdk.errors import (
+    ConfigError,
+    VersionGone,
+)
+from asyncflow_sdk.interfaces import Host, Room, WeightSender, WeightTransport
+from asyncflow_sdk.types import Manifest
+from asyncflow_sdk.weights.service import Service
+from asyncflow_sdk.weights.staging import Staging
+
+from .dist_group import BACKENDS, missing
+from .dist_receiver import DistReceiver
+from .dist_rounds import Rounds
+from .dist_words import Where, encode
+
+
+class DistTransport(WeightTransport):
+    """Both ends, by the name ``dist``.
+
+    ``backend``: gloo, or nccl. ``plain``: also beyond loopback, where broadcasts are readable for whoever listens on the network.
+    ``stall_s``: a member that holds up the others for longer is left behind. ``gather_s``: how long a round waits for
+    receivers that are likely to ask for the same version.
+    """
+
+    def __init__(
+        self, backend: str = "gloo", *, plain: bool = False, stall_s: float = 20.0, gather_s: float = 0.2
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ConfigError(f"dist has no backend {backend!r}; it has {' and '.join(BACKENDS)}")
+        if not (0 < stall_s <= 3600 and 0 <= gather_s < math.inf):
+            raise ConfigError(f"stall_s={stall_s}, gather_s={gather_s}: seconds are expected, up to an hour")
+        self._options = backend, plain, float(stall_s), float(gather_s)
+
+    def sender(self, host: Host) -> DistSender:
+        backend, plain, stall_s, gather_s = self._options
+        fits(backend, plain, host)
+        return DistSender(host, backend, plain, stall_s=stall_s, gather_s=gather_s)
+
+    def receiver(self, host: Host) -> DistReceiver:
+        if why := missing("gloo"):
+            raise ConfigError(f"dist: {why}; use the transport tcp")
+        return DistReceiver(host, lambda where: fits(where.backend, where.plain, host))
+
+
+class DistSender(WeightSender):
+    """Stages versions, and serves rounds in a thread of its own."""
+
+    def __init__(self, host: Host, backend: str, plain: bool, *, stall_s: float, gather_s: float) -> None:
+        self._staging = Staging.private(host.name)
+        self._manifests: dict[int, Manifest] = {}
+        self._rounds = Rounds(
+            host.name, host.address, backend, self._manifest, self._staging.chunks, stall_s=stall_s, gather_s=gather_s
+        )
+        self._service = Service(host, self._rounds)
+        self._rounds.start(self._service)
+        self._where = encode(Where(self._service.where, backend, plain, stall_s, host.name))
+
+    @property
+    def nbytes(self) -> int:
+        return self._staging.nbytes
+
+    def room(self, nbytes: int) -> Room:
+        return self._staging.room(nbytes)
+
+    def send(self, manifest: Manifest) -> bytes:
+        self._staging.seal(manifest.version)
+        self._manifests[manifest.version] = manifest
+        return self._where
+
+    def abandon(self) -> None:
+        self._staging.abandon()
+
+    def keep(self, versions: Sequence[int]) -> None:
+        self._staging.keep(versions)
+        for version in self._manifests.keys() - set(versions):
+            del self._manifests[version]
+
+    def close(self) -> None:
+        self._rounds.close()
+        self._service.close()
+        self._staging.close()
+
+    def _manifest(self, version: int) -> Manifest:
+        manifest = self._manifests.get(version)
+        if manifest is None:
+            raise VersionGone(f"version {version} is no longer kept; take the newest")
+        return manifest
+
+
+def fits(backend: str, plain: bool, host: Host) -> None:
+    """Raises ConfigError where this end cannot work."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"dist has no backend {backend!r}; it has {' and '.join(BACKENDS)}")
+    if why := missing(backend):
+        raise ConfigError(f"dist with {backend}: {why}; use backend='gloo', or the transport tcp")
+    if not plain and not ipaddress.ip_address(host.address).is_loopback:
+        raise ConfigError(
+            f"dist at {host.address}: what torch.distributed sends is not encrypted and anybody may connect; say plain=True if"
+            " that network is trusted, or use the transport tcp, which has keys"
+        )
