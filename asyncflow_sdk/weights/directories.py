@@ -21,7 +21,7 @@ from ..errors import ConfigError
 
 MANIFEST = "manifest.msgpack"
 GONE = "removed-"
-_NAME = re.compile(r"version-(\d{8,19})(?:-rank-(\d{1,9})-of-(\d{1,9}))?")
+_NAME = re.compile(r"version-(\d{8,19})(?:-rank-(\d{1,9})-of-(\d{1,9}))?", re.ASCII)
 _OURS = re.compile(
     r"(?:manifest\.msgpack|model\.safetensors\.index\.json|model-\d{5,}-of-\d{5,}\.safetensors)(?:\.tmp)?"
 )
