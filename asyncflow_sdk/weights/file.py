@@ -270,7 +270,7 @@ class _Reading:
         except OSError as error:
             raise self._failed(self._place / name, error) from None
         if not stat.S_ISREG(found.st_mode):
-            raise WeightError(f"{self._version}: {self._place / name} is no regular file, but a link or the like")
+            raise DigestMismatch(f"{self._version}: {self._place / name} is no regular file, but a link or the like")
         if found.st_size != wanted:
             raise DigestMismatch(
                 f"{self._version}: {self._place / name} has {found.st_size} bytes, not the {wanted} that were published"
@@ -337,9 +337,9 @@ class _Reading:
         if error.errno in _GONE and not (self._place / MANIFEST).exists():
             return VersionGone(f"{self._version} is no longer kept in {self._place}; take the newest")
         if error.errno in _GONE:
-            return WeightError(f"{self._version}: {path} is missing{self._tensors(path.name)}")
+            return DigestMismatch(f"{self._version}: {path} is missing{self._tensors(path.name)}")
         if error.errno in _LINK:
-            return WeightError(
+            return DigestMismatch(
                 f"{self._version}: {path} is a symbolic link, or no directory; nothing is read through it"
             )
         return WireError(f"{self._version}: {path} cannot be read: {error.strerror}")

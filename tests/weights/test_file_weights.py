@@ -198,16 +198,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "a huge manifest": (
         lambda p: os.truncate(p / "manifest.msgpack", 1 << 40), DigestMismatch, "manifest.msgpack has 1099511627776",
     ),
-    "a missing file": (lambda p: (p / FIRST).unlink(), WeightError, rf"version 2: .*{FIRST} is missing.*layer\.0"),
+    "a missing file": (lambda p: (p / FIRST).unlink(), DigestMismatch, rf"version 2: .*{FIRST} is missing.*layer\.0"),
     "a missing manifest": (lambda p: (p / "manifest.msgpack").unlink(), VersionGone, "version 2 is no longer kept"),
     "a missing directory": (lambda p: p.rename(p.parent / "x"), VersionGone, "version 2 is no longer kept"),
     "files in the place of others": (swap_files, DigestMismatch, "version 2: "),
     "a file of another version": (take_from_another_version, DigestMismatch, "version 2: bucket 0 of chunk 0"),
-    "a symbolic link": (link_elsewhere, WeightError, rf"version 2: .*{FIRST} is no regular file"),
-    "a pipe": (turn_into_a_pipe, WeightError, f"{SECOND} is no regular file"),
-    "a directory": (turn_into_a_directory, WeightError, f"{FIRST} is no regular file"),
+    "a symbolic link": (link_elsewhere, DigestMismatch, rf"version 2: .*{FIRST} is no regular file"),
+    "a pipe": (turn_into_a_pipe, DigestMismatch, f"{SECOND} is no regular file"),
+    "a directory": (turn_into_a_directory, DigestMismatch, f"{FIRST} is no regular file"),
     "a link in the place of the directory": (
-        lambda p: p.rename(p.parent / "x").parent.joinpath(p.name).symlink_to(p.parent / "x"), WeightError, "symbolic link",
+        lambda p: p.rename(p.parent / "x").parent.joinpath(p.name).symlink_to(p.parent / "x"), DigestMismatch, "symbolic link",
     ),
 }  # fmt: skip
 
@@ -337,7 +337,7 @@ def test_where_names_only_the_version_it_is_of(ends: Ends, path: Path, tmp_path:
     ):
         with pytest.raises(ProtocolError, match="version 2: what its publisher says of its place cannot be read"):
             ends.fetch(receiver, two, where=msgspec.msgpack.encode(place))
-    with pytest.raises(WeightError, match="symbolic link"):
+    with pytest.raises(DigestMismatch, match="symbolic link"):
         ends.fetch(receiver, two, where=msgspec.msgpack.encode((str(tmp_path), "version-00000002")))
     one.check(ends.fetch(receiver, one))
 
