@@ -44,7 +44,7 @@ class Files:
         for session in self._ended - self._publishers:
             self._ended.discard(session)
             if not self.replaying:
-                self._doomed += self._weights.glob(f"w{session}-*")
+                self._doomed += self._weights.glob(f"w[0-9]*.{session}-*")
 
     def reconcile(self, sessions: Collection[int], needed: Collection[str]) -> None:
         """After a crash: what nobody will remove any more goes, whose session is none of these."""
@@ -52,8 +52,8 @@ class Files:
             if int(path.name[1:].split("-")[0]) not in sessions and path.name not in needed:
                 self._doomed.append(path)
         publishers = {*sessions, *self._publishers}
-        for path in self._weights.glob("w[0-9]*-*"):
-            if int(path.name[1:].split("-")[0]) not in publishers:
+        for path in self._weights.glob("w[0-9]*.[0-9]*-*"):  # w, rank, session, ...
+            if int(path.name.split(".")[1].split("-")[0]) not in publishers:
                 self._doomed.append(path)
 
     def carry_out(self) -> None:
