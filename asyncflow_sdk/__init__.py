@@ -38,10 +38,12 @@ if TYPE_CHECKING:
     from .queue import StreamDataLoader as StreamDataLoader
     from .types import GRPO as GRPO
     from .types import Batch as Batch
+    from .types import Probe as Probe
     from .types import Ragged as Ragged
     from .types import Sampling as Sampling
     from .types import Staleness as Staleness
     from .types import VersionSpan as VersionSpan
+    from .types import Weights as Weights
     from .workflow import Consumer as Consumer
     from .workflow import Producer as Producer
     from .workflow import Result as Result
@@ -72,6 +74,7 @@ _WHERE = {
     "Capabilities": "interfaces",
     "Completion": "interfaces",
     "GRPO": "types",
+    "Probe": "types",
     "Ragged": "types",
     "Request": "interfaces",
     "RolloutEngine": "interfaces",
@@ -83,6 +86,7 @@ _WHERE = {
     "TrainEngine": "interfaces",
     "VersionSpan": "types",
     "WeightUpdate": "interfaces",
+    "Weights": "types",
     "LiveView": "cli.live",
     "hookimpl": "plugins",
     "write_report": "cli.report",

@@ -59,14 +59,18 @@ class Verbs(Generic[B, S]):
         row_bytes: int | None = None,
         max_staleness: int | None = None,
         steps: int | None = None,
+        keep_versions: int | None = None,
+        max_swapping: int | None = None,
+        quorum: int | None = None,
     ) -> None:
         """Set the queue's limits, before its tasks are declared. ``capacity_rows``: most rows alive at once.
         ``capacity_bytes``: most payload; ``row_bytes``: what a row may come to take with all that is written to
         it, reserved when it is put (0, the default: what the largest row so far took). ``steps``: how many steps
-        there will be; then the stream ends by itself. Raises ConfigError."""
+        there will be; then the stream ends by itself. ``keep_versions``, ``max_swapping``, ``quorum``: of the weights; see
+        ``Configure``. Raises ConfigError."""
         command = cmd.Configure(
             capacity_rows=capacity_rows, max_staleness=max_staleness, steps=steps, capacity_bytes=capacity_bytes,
-            row_bytes=row_bytes,
+            row_bytes=row_bytes, keep_versions=keep_versions, max_swapping=max_swapping, quorum=quorum,
         )  # fmt: skip
         await self._port.send(command)
 

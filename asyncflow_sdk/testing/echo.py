@@ -7,17 +7,20 @@ prompt; its log-probs are minus that number, so that whoever reads a row can tel
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
-from collections.abc import AsyncIterator, Iterable, Set
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import EngineError, WeightMismatch
 from ..interfaces import Capabilities, Completion, Request, RolloutEngine, StepResult, TrainEngine, WeightUpdate
-from ..types import Batch, Ragged
+from ..types import Batch, Ragged, VersionSpan, token_versions
 
 
 def weights(steps: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -32,16 +35,45 @@ def weights(steps: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 class EchoRollout(RolloutEngine):
-    """Answers after ``delay_s`` a response, spread by ``spread`` (0: all at once; 1: up to twice as long)."""
+    """Answers after ``delay_s`` a response, spread by ``spread`` (0: all at once; 1: up to twice as long).
+
+    ``in_flight``: draws token by token, each after ``token_s`` and each by the weights held then, and takes new weights
+    in between. ``slow_load_s``: how long a load takes. ``proves``: whether it has what proofs ask an engine for.
+
+    To fail in chosen ways: from version ``fail_load_at`` on ``fail_loads`` loads raise half way, with weights of two versions
+    held (log-probs of such weights are not a number). Versions from ``take_fewer_at`` on are taken but for one tensor. Version
+    ``ignore_at`` is said to be taken, and is not.
+    """
 
     def __init__(
-        self, model: str = "", *, delay_s: float = 0.0, spread: float = 0.0, max_rows: int = 256, seed: int = 0
+        self,
+        model: str = "",
+        *,
+        delay_s: float = 0.0,
+        spread: float = 0.0,
+        max_rows: int = 256,
+        seed: int = 0,
+        in_flight: bool = False,
+        token_s: float = 0.0,
+        slow_load_s: float = 0.0,
+        proves: bool = True,
+        fail_load_at: int = -1,
+        fail_loads: int = 1,
+        take_fewer_at: int = -1,
+        ignore_at: int = -1,
     ) -> None:
-        self.capabilities = Capabilities(max_rows=max_rows, context=4096)
-        self._delay_s, self._spread = delay_s, spread
+        self.capabilities = Capabilities(
+            swap=frozenset({"drain", "in_flight"} if in_flight else {"drain"}), token_versions=in_flight,
+            max_rows=max_rows, context=4096, logprobs=proves, held_weights=proves,
+        )  # fmt: skip
+        self._delay_s, self._spread, self._token_s, self._slow_load_s = delay_s, spread, token_s, slow_load_s
+        self._fail_load_at, self._fails_left = fail_load_at, fail_loads
+        self._take_fewer_at, self._ignore_at = take_fewer_at, ignore_at
         self._random = np.random.default_rng(seed)
-        self._weights = weights(0)
+        self._weights, self._version = weights(0), 0
         self._running = 0
+        self._between = asyncio.Event()  # no load is under way: tokens may be drawn
+        self._between.set()
 
     async def generate(self, request: Request) -> AsyncIterator[Completion]:
         if not len(request.prompt_ids):
@@ -50,38 +82,109 @@ class EchoRollout(RolloutEngine):
             raise EngineError(f"a prompt of {len(request.prompt_ids)} tokens does not fit into 4096")
         self._running += 1
         try:
-            delays = self._delay_s * (1 + self._spread * self._random.random(request.n))
-            waited = 0.0
-            for index in np.argsort(delays, kind="stable").tolist():
-                await asyncio.sleep(max(0.0, delays[index] - waited))
-                waited = max(waited, float(delays[index]))
-                ids = request.prompt_ids[: request.sampling.max_tokens]
-                lps = np.full(len(ids), -float(self._weights["scale"]), np.float32)
-                yield Completion(index, ids, lps, "stop")
+            slower = 1 + self._spread * self._random.random(request.n)
+            answer = self._in_flight if self.capabilities.token_versions else self._whole
+            async with contextlib.aclosing(answer(request, slower)) as completions:
+                async for completion in completions:
+                    yield completion
         finally:
             self._running -= 1
 
+    async def _whole(self, request: Request, slower: npt.NDArray[np.float64]) -> AsyncGenerator[Completion, None]:
+        delays, waited = self._delay_s * slower, 0.0
+        for index in np.argsort(delays, kind="stable").tolist():
+            await asyncio.sleep(max(0.0, delays[index] - waited))
+            waited = max(waited, float(delays[index]))
+            ids = request.prompt_ids[: request.sampling.max_tokens]
+            yield Completion(index, ids, np.full(len(ids), -self._held, np.float32), "stop")
+
+    async def _in_flight(self, request: Request, slower: npt.NDArray[np.float64]) -> AsyncGenerator[Completion, None]:
+        drawing = [asyncio.create_task(self._draw(request, i, float(slower[i]))) for i in range(request.n)]
+        try:
+            for done in asyncio.as_completed(drawing):
+                yield await done
+        finally:
+            for task in drawing:
+                task.cancel()
+
+    async def _draw(self, request: Request, index: int, slower: float) -> Completion:
+        ids = request.prompt_ids[: request.sampling.max_tokens]
+        drawn: list[tuple[int, float]] = []
+        await asyncio.sleep(self._delay_s * slower)
+        while len(drawn) < len(ids):
+            await asyncio.sleep(self._token_s * slower)
+            await self._between.wait()
+            drawn.append((self._version, -self._held))
+        spans, start = [], 0
+        for version, tokens in itertools.groupby(version for version, _ in drawn):
+            spans.append(VersionSpan(version, start, start + len(list(tokens))))
+            start = spans[-1].end
+        return Completion(index, ids, np.array([lp for _, lp in drawn], np.float32), "stop", spans)
+
     async def load_weights(self, update: WeightUpdate) -> Set[str]:
-        if self._running:
+        if self._running and not self.capabilities.token_versions:
             raise EngineError(f"{self._running} requests are running")
         new = {name: array.copy() for name, array in update.arrays()}
         for name, array in new.items():
             have = self._weights.get(name)
             if have is None or have.shape != array.shape or have.dtype != array.dtype:
                 raise WeightMismatch(f"version {update.version}: tensor {name!r} is {array.dtype}{array.shape}")
-        self._weights |= new
+        self._between.clear()
+        try:
+            await asyncio.sleep(self._slow_load_s)
+            self._take(update.version, new)
+        finally:
+            self._between.set()
         return set(new)
+
+    def _take(self, version: int, new: dict[str, np.ndarray[Any, Any]]) -> None:
+        if -1 < self._fail_load_at <= version:
+            self._fails_left -= 1
+            if self._fails_left < 0:
+                self._fail_load_at = -1
+            else:
+                self._weights |= dict(list(new.items())[: len(new) // 2])
+                raise EngineError(f"told to fail while loading version {version}")
+        if -1 < self._take_fewer_at <= version:
+            del new[next(iter(new))]
+        if version != self._ignore_at:
+            self._weights |= new
+        self._version = version
+
+    async def logprobs(
+        self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]
+    ) -> Sequence[Sequence[float]]:
+        return [[-self._held] * len(ids) for ids in response_ids]
+
+    def held_weights(self) -> Iterator[tuple[str, Any]]:
+        return iter(self._weights.items())
+
+    @property
+    def _held(self) -> float:
+        """The steps all weights have had; not a number for a mixture."""
+        steps = float(self._weights["scale"])
+        full = (array.reshape(-1) for array in self._weights.values() if array.size)
+        return steps if all(array[0] == array.dtype.type(steps) for array in full) else float("nan")
 
 
 class EchoTrain(TrainEngine):
     """A step adds one to every weight. Reports the mean reward; refuses rows that the wrong weights made.
 
-    ``delay_s``: of a step. ``fail_at``: raise at this step, for tests of failure.
+    ``delay_s``: of a step. ``fail_at``: raise at this step, for tests of failure. ``shifted``: versions are no longer as many
+    steps as their number says, since there was a rollback: then rows only must not come from a mixture.
     """
 
-    def __init__(self, model: str = "", *, algorithm: Any = None, delay_s: float = 0.0, fail_at: int = -1) -> None:
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        algorithm: Any = None,
+        delay_s: float = 0.0,
+        fail_at: int = -1,
+        shifted: bool = False,
+    ) -> None:
         self.steps = 0
-        self._delay_s, self._fail_at = delay_s, fail_at
+        self._delay_s, self._fail_at, self._shifted = delay_s, fail_at, shifted
 
     def train_step(self, batch: Batch) -> StepResult:
         import time
@@ -89,8 +192,10 @@ class EchoTrain(TrainEngine):
         if self.steps == self._fail_at:
             raise RuntimeError(f"told to fail at step {self.steps}")
         made_by = -batch.ragged("logprobs").values
-        spans = batch.ragged("version_spans").values
-        if set(made_by.tolist()) - set(spans[:, 0].tolist()):
+        named = token_versions(batch.ragged("version_spans")).values
+        if np.isnan(made_by).any():
+            raise WeightMismatch("rows were made by weights of several versions at once")
+        if not self._shifted and (made_by != named).any():
             raise WeightMismatch("rows say they were made by other versions than the weights that made them")
         time.sleep(self._delay_s)
         self.steps += 1

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from ..errors import ConfigError
+from .probe import Probe
+
+SwapPolicy = Literal["drain", "boundary", "in_flight"]
+Proof = Literal["probe", "held"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +68,70 @@ class GRPO:
     def __post_init__(self) -> None:
         if not 0 <= self.clip_low < 1 or self.clip_high < 0:
             raise ConfigError(f"clip range [1 - {self.clip_low}, 1 + {self.clip_high}] is empty or negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """How new versions get from the trainer to the replicas, and when these load them.
+
+    ``transport``, ``options``: by which, made with which options. ``dtype``: floating-point tensors are published in it; None
+    leaves them. ``swap``: replicas load a version after draining ("drain"), when nothing runs in them anyway ("boundary"),
+    or while requests run ("in_flight"). ``keep``: so many versions, the newest, can be fetched and rolled back to.
+    ``max_swapping``: so many replicas load at once, 0 for all. ``quorum``: so many must have a version staged before any loads
+    it, and others are given nothing until they follow; 0 for none. ``probe``: sequences whose log-probs the trainer publishes
+    with each version. ``verify``: what a load must prove beyond names: "probe", "held" (see ``RolloutEngine``); a probe
+    is compared unasked by engines that can.
+    """
+
+    transport: str = "shm"
+    dtype: str | None = None
+    swap: SwapPolicy = "drain"
+    keep: int = 2
+    max_swapping: int = 0
+    quorum: int = 0
+    probe: Probe | None = None
+    verify: Sequence[Proof] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ConfigError(f"keep must be 1 or more, not {self.keep}: the version that is current is one of them")
+        if self.max_swapping < 0 or self.quorum < 0:
+            raise ConfigError(
+                f"max_swapping and quorum are 0 (off) or more, not {self.max_swapping} and {self.quorum}"
+            )
+        check_policy(self.swap)
+        check_proofs(self.verify)
+        if "probe" in self.verify and self.probe is None:
+            raise ConfigError('verify asks for a probe, and there is none: give probe=, or leave "probe" out')
+        if self.probe is not None:
+            check_probe_sequences(self.probe)
+
+
+def check_policy(swap: str) -> None:
+    """Raises ConfigError unless this is a swap policy."""
+    if swap not in get_args(SwapPolicy):
+        raise ConfigError(f"swap is one of {', '.join(get_args(SwapPolicy))}, not {swap!r}")
+
+
+def check_proofs(verify: Sequence[str]) -> None:
+    """Raises ConfigError unless these are proofs."""
+    for proof in [verify] if isinstance(verify, str) else verify:
+        if isinstance(verify, str) or proof not in get_args(Proof):
+            raise ConfigError(
+                f"verify is a list of {' and '.join(map(repr, get_args(Proof)))}, not {verify!r}; names are always compared"
+            )
+
+
+def check_probe_sequences(probe: Probe) -> None:
+    """Raises ConfigError for a probe that cannot be scored."""
+    if not probe.prompt_ids or len(probe.prompt_ids) != len(probe.response_ids):
+        raise ConfigError(
+            f"a probe has as many prompts as responses, and one at least, not {len(probe.prompt_ids)} and"
+            f" {len(probe.response_ids)}"
+        )
+    empty = [
+        n for n, pair in enumerate(zip(probe.prompt_ids, probe.response_ids, strict=True)) if not all(map(len, pair))
+    ]
+    if empty:
+        raise ConfigError(f"sequence {empty[0]} of the probe has no prompt or no response")

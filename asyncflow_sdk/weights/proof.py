@@ -2,22 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
 
-from ..errors import WeightMismatch
-from ..types import Manifest
+import numpy as np
+
+from ..errors import WeightError, WeightMismatch
+from ..interfaces import TensorType, WeightUpdate
+from ..types import Probe, dtype_name, from_torch
+from ..types.dtypes import is_torch
+from ..types.manifest import digest
+
+_SHOWN = 10
 
 
-def check_names(manifest: Manifest, names: Set[str]) -> None:
-    """Raise WeightMismatch, naming tensors, unless the names an engine took are exactly the manifest's."""
-    published = {tensor.name for tensor in manifest.tensors}
-    for what, odd in (
-        ("were not taken by the engine", published - names),
-        ("were never published", names - published),
-    ):
-        if odd:
-            listed = ", ".join(sorted(odd)[:10])
-            more = f" and {len(odd) - 10} more" if len(odd) > 10 else ""
+def check_names(update: WeightUpdate, names: Set[str]) -> None:
+    """Raise WeightMismatch, naming tensors, unless the names an engine took are exactly the update's."""
+    published = set(update.tensors)
+    _none(update, published - names, "were not taken by the engine")
+    _none(update, set(names) - published, "were never published")
+
+
+def check_probe(update: WeightUpdate, probe: Probe, logprobs: Sequence[Sequence[float]]) -> None:
+    """Raise WeightError unless an engine's ``logprobs`` of the probe's responses are the trainer's, to its tolerance.
+    It names the worst token: sequence, position, and both values."""
+    whole = len(logprobs) == len(probe.logprobs)
+    worst, where = -1.0, (0, 0, 0.0, 0.0)
+    for number, (mine, theirs) in enumerate(zip(logprobs, probe.logprobs, strict=False)):
+        whole = whole and len(mine) == len(theirs)
+        if not whole or not len(theirs):
+            continue
+        one, other = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+        apart = np.where(np.isfinite(one) & np.isfinite(other), np.abs(one - other), np.inf)
+        at = int(apart.argmax())
+        if apart[at] > worst:
+            worst, where = float(apart[at]), (number, at, float(one[at]), float(other[at]))
+    if not whole:
+        lengths = [len(mine) for mine in logprobs]
+        wanted = [len(theirs) for theirs in probe.logprobs]
+        raise WeightMismatch(
+            f"version {update.version}: the engine gave log-probs of lengths {lengths} for a probe of {wanted} tokens"
+        )
+    if worst > probe.tolerance:
+        number, at, mine_at, theirs_at = where
+        raise WeightError(
+            f"version {update.version}: the engine does not compute what the trainer does: sequence {number} of the"
+            f" probe, token {at}: log-prob {mine_at:.6g}, the trainer's {theirs_at:.6g}, {worst:.3g} apart where"
+            f" {probe.tolerance:g} is allowed. Either weights were not taken, or tolerance is too small for its dtype"
+        )
+
+
+def check_held(update: WeightUpdate, held: Iterable[tuple[str, Any]]) -> None:
+    """Raise unless what an engine holds is the update, byte for byte: WeightMismatch for names and types, WeightError for
+    bytes, each naming the first tensor that differs. One tensor is looked at at a time, in whatever order."""
+    wanted = {name: _digest(array) for name, array in update.arrays()}
+    seen = set()
+    for name, tensor in held:
+        if name not in wanted:
+            _none(update, {name}, "were never published, and are held by the engine")
+        array = from_torch(tensor) if is_torch(tensor) else np.asarray(tensor)
+        mine, theirs = TensorType(dtype_name(array.dtype), array.shape), update.tensors[name]
+        if mine != theirs:
             raise WeightMismatch(
-                f"version {manifest.version}: {len(odd)} of {len(published)} tensors {what}: {listed}{more}"
+                f"version {update.version}: the engine holds {name!r} as {mine.dtype}{list(mine.shape)}, and it was"
+                f" published as {theirs.dtype}{list(theirs.shape)}"
             )
+        if _digest(array) != wanted[name]:
+            raise WeightError(f"version {update.version}: the bytes of {name!r} that the engine holds are other ones")
+        seen.add(name)
+    _none(update, wanted.keys() - seen, "are not held by the engine")
+
+
+def _digest(array: np.ndarray[Any, Any]) -> bytes:
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return digest(memoryview(raw))  # type: ignore[arg-type]
+
+
+def _none(update: WeightUpdate, odd: Set[str], what: str) -> None:
+    if odd:
+        listed = ", ".join(sorted(odd)[:_SHOWN])
+        more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+        raise WeightMismatch(
+            f"version {update.version}: {len(odd)} of {len(update.tensors)} tensors {what}: {listed}{more}"
+        )

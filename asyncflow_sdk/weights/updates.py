@@ -1,62 +1,127 @@
-"""WeightUpdates: new versions for a replica, fetched and verified while it generates."""
+"""WeightUpdates: the versions of one replica, from staged to committed.
+
+updates = WeightUpdates(queue, loaded=None, changed=wake.set)
+updates.start()
+await updates.permission(updates.staged.version)       # while the engine generates
+update = updates.take()
+await updates.commit(update, await engine.load_weights(update))
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Set
+from collections.abc import Callable, Set
 
-import msgspec
-
-from ..errors import DeadlineExceeded, Ended, VersionGone
-from ..interfaces import WeightReceiver, WeightUpdate
+from ..errors import ConfigError, DeadlineExceeded, VersionGone
 from ..ledger import commands as cmd
 from ..queue import LoopPort, TransferQueue
-from ..types import Manifest
-
-ASK_AGAIN_S = 60.0
+from .prefetch import ASK_AGAIN_S, FETCH_S, Prefetch, Staged
+from .proof import check_names
 
 
 class WeightUpdates:
-    """New versions for a replica, on its event loop: fetched and verified before they are handed out.
+    """New versions for a replica, on its event loop: fetched and verified in the background, the newest first.
 
-    Versions that were passed over while one was fetched are skipped: the newest wins. A version is committed
-    by ``commit`` after the engine took it; the ledger counts the replica as being on it from then on.
+    ``loaded``: the version that the engine has; None for none. ``changed`` is called when there is something to look at: a
+    version is ``staged``, there is a ``failure``, or the run has ``ended``. ``rename``: from published names to the engine's.
+    Nothing here is thread-safe.
     """
 
-    def __init__(self, queue: TransferQueue, loaded: int | None) -> None:
-        self._connection = queue._port.connection
-        self._port = LoopPort(self._connection)
-        self._receivers: dict[str, WeightReceiver] = {}
+    def __init__(
+        self,
+        queue: TransferQueue,
+        loaded: int | None,
+        changed: Callable[[], None],
+        *,
+        rename: Callable[[str], str] | None = None,
+        fetch_timeout_s: float = FETCH_S,
+    ) -> None:
+        connection = queue._port.connection
+        self._port = LoopPort(connection)
+        self._prefetch = Prefetch(
+            connection, -1 if loaded is None else loaded, changed, rename=rename, fetch_timeout_s=fetch_timeout_s
+        )
+        self._told: cmd.Version | None = None  # of the version that is loaded
         self.loaded = loaded
+        self.waits_for = ""
+        """Why a permission to swap has not come yet, in the ledger's words."""
 
-    async def staged(self, after: int) -> AsyncIterator[WeightUpdate]:
-        """Each newest version above ``after``, once it lies verified on this host. Ends with the run."""
+    def start(self) -> None:
+        """Begin to fetch. From now on the ledger counts this session as a replica."""
+        self._prefetch.start()
+
+    @property
+    def staged(self) -> Staged | None:
+        """The newest version that lies verified on this host and was not taken."""
+        return self._prefetch.staged
+
+    @property
+    def failure(self) -> Exception | None:
+        """What no further try will mend."""
+        return self._prefetch.failure
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further version will come."""
+        return self._prefetch.ended
+
+    async def permission(self, version: int, *, timeout_s: float | None = None) -> bool:
+        """Wait until this replica may load a version it has staged. False when a newer one has taken its place. Waits as long
+        as it takes, but for a ``timeout_s``: then DeadlineExceeded says for whom."""
         while True:
             try:
-                version = await self._port.send(cmd.AwaitVersion(after=after, timeout_s=ASK_AGAIN_S))
-            except DeadlineExceeded:  # a step may take hours; a server that is gone is noticed
-                continue
-            except Ended:
-                return
-            after = version.version
-            manifest = msgspec.msgpack.decode(version.manifest, type=Manifest)
-            try:
-                yield await asyncio.to_thread(self._receiver(version.transport).fetch, manifest, version.where)
+                await self._port.send(
+                    cmd.Swap(version=version, timeout_s=ASK_AGAIN_S if timeout_s is None else timeout_s)
+                )
             except VersionGone:
-                continue  # a newer one is there already
+                self.waits_for = ""
+                return False
+            except ConfigError:
+                if self.staged is not None and self.staged.version == version:
+                    raise
+                return False
+            except DeadlineExceeded as error:
+                self.waits_for = str(error)
+                if timeout_s is not None:
+                    raise
+            else:
+                self.waits_for = ""
+                return True
 
-    async def commit(self, update: WeightUpdate, names: Set[str]) -> None:
-        """The engine took ``names`` of ``update``. Raises WeightMismatch unless they are the manifest's."""
-        check_names(update.manifest, names)
+    def take(self) -> Staged:
+        """The staged version, to be committed or given up."""
+        return self._prefetch.take()
+
+    async def commit(self, update: Staged, names: Set[str] | None = None) -> None:
+        """The engine generates with ``update`` from now on; it took ``names`` of it, or what it took is proven already. Raises
+        WeightMismatch unless they are the update's; then nothing is committed."""
+        if names is not None:
+            check_names(update, names)
         await self._port.send(cmd.Loaded(version=update.version))
-        self.loaded = update.version
+        self.loaded, self._told = update.version, update.told
+        self._prefetch.done()
+        self._prefetch.succeeded()
+        self._prefetch.keep_base(update)
 
-    def close(self) -> None:
-        for each in self._receivers.values():
-            each.close()
+    async def give_up(self, update: Staged, reason: str, *, again: bool = True) -> None:
+        """``update`` was not loaded: the engine is on what it had. Unless not ``again``, it comes again after a while, or a
+        newer one does."""
+        update.release()
+        await self._port.send(cmd.NotLoaded(version=update.version, reason=reason))
+        self._prefetch.done()
+        if again:
+            self._prefetch.again(update.version)
 
-    def _receiver(self, transport: str) -> WeightReceiver:
-        if transport not in self._receivers:
-            self._connection.need_memory(f"weights transport {transport!r}")
-            self._receivers[transport] = transport_named(transport).receiver(self._connection.directory)
-        return self._receivers[transport]
+    async def previous(self) -> Staged:
+        """The version that the engine has, fetched again. Raises VersionGone where it is kept no longer, or was never fetched;
+        else what fetching raises."""
+        if self._told is None:
+            raise VersionGone("the weights that the engine began with were never published")
+        return await self._prefetch.fetch(self._told)
+
+    def restored(self, update: Staged) -> None:
+        """The engine has taken the version it had once more."""
+        self._prefetch.keep_base(update)
+
+    async def close(self) -> None:
+        """Stop, and free what is held. Idempotent."""
+        await self._prefetch.close()

@@ -2,8 +2,8 @@
 versions at its safe points.
 
 A response is completed in the event-loop turn in which it finishes; those that finish together go in one
-command. New weights are fetched and verified while the engine generates; when a version is staged, no new
-prompt is begun, what runs is finished, the engine loads, and the ledger hears of it.
+command. New weights are fetched and verified while the engine generates; when they are loaded is the swap policy's to
+say (``swapping``), how, and what becomes of a load that fails, is ``Loading``'s.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError, DeadlineExceeded, Ended, EngineError, LeaseLost, VersionNeeded
-from ..interfaces import Completion, Request, RolloutEngine, WeightUpdate
+from ..interfaces import Completion, Request, RolloutEngine
 from ..queue import AsyncLeasedBatch, TransferQueue
 from ..types import VERSION_SPANS, Ragged, Sampling, one_version
 from ..types import events as ev
-from ..weights import WeightUpdates
+from ..weights import Loading, WeightUpdates, check_swap
+from .swapping import Swapping
 from .text import Text
 
 WAIT_S = 3600.0
@@ -44,13 +45,17 @@ class _Work:
     groups: int = 0
     tokens: int = 0
     done: deque[tuple[int, Completion]] = field(default_factory=deque)
+    left: set[int] = field(default_factory=set)
+    """Rows that are not completed yet."""
 
 
 class Producer:
     """Runs one engine on the running event loop until the stream ends. ``run`` is called once.
 
     ``needs_first``: generate nothing before a published version is loaded; else the engine's own weights
-    count as version 0.
+    count as version 0. ``swap``: when new versions are loaded: "drain", "boundary" or "in_flight". ``verify``: what a load must
+    prove beyond the names of its tensors: "probe", "held". Raises ConfigError, with the reason, for what the engine
+    cannot do.
     """
 
     def __init__(
@@ -63,22 +68,28 @@ class Producer:
         prompt: str = "prompt_ids",
         text: Text | None = None,
         needs_first: bool = False,
+        swap: str = "drain",
+        verify: Sequence[str] = (),
     ) -> None:
         if prompt != "prompt_ids" and text is None:
             raise ConfigError(f"column {prompt!r} is text; a producer needs a tokenizer to encode it")
-        if "drain" not in engine.capabilities.swap:
-            raise ConfigError(f"{type(engine).__name__} cannot swap after draining, which this producer does")
+        check_swap(type(engine).__name__, engine.capabilities, swap)
         self._queue, self._engine, self._task = queue, engine, task
         self._connection = queue._port.connection
         self._sampling = sampling or Sampling()
         self._prompt, self._text = prompt, text
         self._loaded: int | None = None if needs_first else 0
-        self._running: set[asyncio.Task[None]] = set()
+        self._wake = (
+            asyncio.Event()
+        )  # there is something to look at: a version, a failure, room, an engine that is idle
+        self._updates = WeightUpdates(queue, self._loaded, self._wake.set, rename=engine.weight_name)
+        self._swapping = Swapping(self._updates, swap, self._wake.set)
+        self._loading = Loading(engine, self._updates, verify, running=not self._swapping.drains)
+        self._newest = 0  # version that the engine was given
+        self._asking: asyncio.Task[AsyncLeasedBatch] | None = None
+        self._running: dict[asyncio.Task[None], _Work] = {}
         self._rows = 0
         self._largest = 1  # rows of a group
-        self._staged: WeightUpdate | None = None
-        self._swap_wanted = asyncio.Event()  # a version is staged, or something failed
-        self._room = asyncio.Event()  # rows have finished
         self._completing = asyncio.Lock()
         self._finished: dict[int, _Work] = {}
         self._flush_wanted = asyncio.Event()
@@ -90,47 +101,55 @@ class Producer:
     async def run(self) -> None:
         """Generate until the stream ends. Raises what the engine raised, and DeadlineExceeded with the reason."""
         self._aio = self._queue.aio
-        self._updates = WeightUpdates(self._queue, self._loaded)
-        background = [asyncio.create_task(self._watch()), asyncio.create_task(self._flush())]
+        background = [asyncio.create_task(self._flush())]
         try:
             if self._loaded is not None:
                 await self._aio.loaded(self._loaded)
+            self._updates.start()
             while await self._turn():
                 pass
             await self._drain()
         finally:
-            for task in (*background, *self._running):
+            tasks = [*background, *self._running, *([self._asking] if self._asking is not None else [])]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*background, *self._running, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._swapping.close()
             with contextlib.suppress(asyncio.TimeoutError):  # an engine that hangs must not hide why
                 await asyncio.wait_for(self._engine.close(), CLOSE_S)
-            self._updates.close()
+            await self._updates.close()
             await self._connection.wire.aclose_loop()
 
     async def _turn(self) -> bool:
-        """Swap what is staged, else begin what is allowed. False when the stream has ended."""
-        if self._failure is not None:
-            raise self._failure
-        if self._staged is not None:
+        """Swap what is due, else begin what is allowed. False when the stream has ended."""
+        self._wake.clear()
+        self._raise_failure()
+        if self._swapping.due(idle=not self._running):
             await self._swap()
+            return True
         room = self._engine.capabilities.max_rows - self._rows
-        if self._loaded is None or room < (self._largest if self._rows else 1):  # a lease is a whole group at least
-            await self._first_of(self._swap_wanted.wait(), self._room.wait())
-            self._room.clear()
-            return True
-        asking = asyncio.create_task(self._aio.get(self._task, room, timeout_s=WAIT_S))
-        await self._first_of(asking, self._swap_wanted.wait())
-        if not asking.done():
-            asking.cancel()  # the server takes the request back, and rows it may just have leased
-            await asyncio.gather(asking, return_exceptions=True)
-            return True
-        try:
-            self._begin(asking.result())
-        except Ended:
-            return False
-        except VersionNeeded:
-            await self._first_of(self._swap_wanted.wait())
+        if self._asking is None:
+            if self._loaded is None or room < (
+                self._largest if self._rows else 1
+            ):  # a lease is a whole group at least
+                await self._first_of(self._wake.wait())
+                return True
+            self._asking = asyncio.create_task(self._aio.get(self._task, room, timeout_s=WAIT_S))
+        await self._first_of(self._asking, self._wake.wait())
+        if self._asking.done():
+            asked, self._asking = self._asking, None
+            try:
+                self._begin(asked.result())
+            except Ended:
+                return False
+            except VersionNeeded:  # this replica is given nothing before it has loaded a newer one
+                await self._first_of(self._wake.wait())
         return True
+
+    def _raise_failure(self) -> None:
+        failure = self._failure or self._updates.failure or self._swapping.failure
+        if failure is not None:
+            raise failure
 
     async def _first_of(self, *waits: Awaitable[Any]) -> None:
         """Wait for one of several things."""
@@ -140,7 +159,8 @@ class Producer:
             if task is not wait:  # made here, so ended here
                 task.cancel()
         if not done:
-            raise DeadlineExceeded(f"nothing came for {WAIT_S:g} s: no version to load, no row to finish")
+            why = f"; {self._updates.waits_for}" if self._updates.waits_for else ""
+            raise DeadlineExceeded(f"nothing came for {WAIT_S:g} s: no version to load, no row to finish{why}")
 
     # ---- generating
 
@@ -163,11 +183,12 @@ class Producer:
             )
         self._end_wait()
         work = _Work(batch, [], self._loaded, time.monotonic(), groups=len(firsts))
+        work.left.update(range(batch.rows))
         self._rows += batch.rows
         for first, stop, prompt in zip(firsts, np.append(firsts[1:], batch.rows), prompts, strict=True):
             work.prompt_ids += [prompt] * int(stop - first)
             task = asyncio.create_task(self._generate(work, int(first), int(stop), prompt))
-            self._running.add(task)
+            self._running[task] = work
             task.add_done_callback(self._ended)
 
     async def _generate(
@@ -196,6 +217,7 @@ class Producer:
                 text = f"{len(self._refused)} prompts in a row were refused, the last because: {error}"
                 raise ConfigError(text) from error
             self._note(f"a prompt was refused: {error}", "warning")
+            work.left -= waiting
             with contextlib.suppress(LeaseLost):
                 await work.batch.give_back(index=sorted(waiting), reason=f"EngineError: {error}", blame=True)
         finally:
@@ -219,17 +241,20 @@ class Producer:
             ends = [0, *(span.end for span in completion.spans)]
             if [span.start for span in completion.spans] != ends[:-1] or ends[-1] != tokens:
                 raise EngineError(f"{name} gave version spans {list(completion.spans)} for {tokens} tokens")
-            if any(span.version < work.version for span in completion.spans):
-                raise EngineError(f"{name} says tokens are older than the version it had loaded, {work.version}")
+            versions = [span.version for span in completion.spans]
+            if versions != sorted(versions) or versions[0] < work.version or versions[-1] > self._newest:
+                raise EngineError(
+                    f"{name} says that versions {versions} drew tokens, one after another; it had {work.version} when"
+                    f" the request began, and {self._newest} now"
+                )
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+        del self._running[task]
         if not task.cancelled() and task.exception() is not None and self._failure is None:
             self._failure = task.exception()
-            self._swap_wanted.set()
         if not self._running:
             self._idle_since = time.monotonic()
-        self._room.set()
+        self._wake.set()
 
     # ---- completing
 
@@ -243,7 +268,7 @@ class Producer:
                 await self._complete_finished()
         except Exception as error:
             self._failure = self._failure or error
-            self._swap_wanted.set()
+            self._wake.set()
 
     async def _complete_finished(self) -> None:
         async with self._completing:
@@ -256,6 +281,7 @@ class Producer:
         if not rows:
             return  # they went with an earlier command, sent while this one was due
         index = [i for i, _ in rows]
+        work.left.difference_update(index)
         done = [c for _, c in rows]
         ids = Ragged.of([np.asarray(c.token_ids, np.int32) for c in done])
         columns = {
@@ -274,34 +300,57 @@ class Producer:
 
     # ---- new versions
 
-    async def _watch(self) -> None:
-        """Keep the newest version staged."""
-        try:
-            async for update in self._updates.staged(-1 if self._loaded is None else self._loaded):
-                if self._staged is not None:
-                    self._staged.release()
-                self._staged = update
-                self._swap_wanted.set()
-        except Exception as error:
-            self._failure = self._failure or error
-            self._swap_wanted.set()
-
     async def _swap(self) -> None:
-        """Finish what runs, load the staged version, tell the ledger."""
-        await self._drain()
-        update, self._staged = self._staged, None
-        self._swap_wanted.clear()
-        assert update is not None
-        self._end_wait()
-        began = time.monotonic()
-        try:
-            names = await asyncio.wait_for(self._engine.load_weights(update), WAIT_S)
-            await self._updates.commit(update, names)
-        finally:
-            update.release()
-        self._loaded = update.version
-        self._idle_since = time.monotonic()
-        self._span("load", began, self._idle_since - began, version=update.version)
+        """Load the version that is due. While requests run, none is completed before the weights are proven that drew it."""
+        update = self._swapping.take()
+        if self._swapping.drains:
+            await self._take_back()
+            began = time.monotonic()
+            ran = bool(self._running)
+            try:
+                await self._drain()
+                if ran:
+                    self._span(
+                        "wait", began, time.monotonic() - began, detail=f"draining for version {update.version}"
+                    )
+                update = await self._swapping.newer(update)
+            except BaseException:
+                update.release()
+                raise
+        async with self._completing:
+            self._end_wait()
+            began, self._newest = time.monotonic(), update.version
+            if await self._loading.load(update, self._abort if self._running else None):
+                self._loaded = update.version
+            ended = time.monotonic()
+        if not self._running:
+            self._idle_since = ended
+        self._span("load", began, ended - began, version=update.version)
+
+    async def _take_back(self) -> None:
+        """Ask for no more prompts. What is given already is begun."""
+        asked, self._asking = self._asking, None
+        if asked is None:
+            return
+        asked.cancel()  # the server takes the request back, and rows it may just have leased
+        await asyncio.gather(asked, return_exceptions=True)
+        if not asked.cancelled() and asked.exception() is None:
+            self._begin(asked.result())
+
+    async def _abort(self) -> None:
+        """Give back all that runs: weights that are not proven drew some of its tokens, and nobody knows which."""
+        works = {work.batch.token: work for work in self._running.values()} | self._finished
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._finished.clear()
+        for work in works.values():
+            work.done.clear()
+            if work.left:
+                with contextlib.suppress(LeaseLost):
+                    await work.batch.give_back(index=sorted(work.left), reason="a load of new weights failed")
+                work.left.clear()
 
     async def _drain(self) -> None:
         while self._running:
@@ -311,8 +360,7 @@ class Producer:
                     f"{len(running)} requests have been in the engine for {WAIT_S:g} s without an end"
                 )
         await self._complete_finished()
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
 
     def _end_wait(self) -> None:
         """Something is done again: show the time in which nothing was."""

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..errors import ConfigError, LeaseLost, SchemaError
 from ..interfaces import TrainEngine
 from ..queue import LeasedBatch, TransferQueue
-from ..types import VERSION_SPANS, token_staleness
+from ..types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version, token_staleness
 from ..types import events as ev
 from ..types.columns import pack
 from ..weights import WeightPublisher
@@ -24,22 +25,36 @@ def train(
     engine: TrainEngine,
     *,
     task: str = "train",
-    transport: str = "shm",
+    weights: Weights | None = None,
     export: Path | None = None,
 ) -> None:
     """Train step after step until the stream ends, publishing each version; then export the policy.
 
-    Publishes version 0 first, so that rollouts start from these very weights.
+    Publishes version 0 first, so that rollouts start from these very weights. Where versions are published already (another
+    trainer's, who died) it does not: it goes on with the next step from the weights ``engine`` has, and says so.
     """
     connection = queue._port.connection
-    publisher = WeightPublisher(queue, transport)
+    how = weights or Weights()
+    publisher = WeightPublisher(queue, how.transport, dtype=how.dtype, **how.options)
+
+    def publish(version: int) -> None:
+        probe = _scored(how.probe, engine) if how.probe is not None else None
+        publisher.publish(version, engine.named_weights(), probe=probe)
+
     try:
-        publisher.publish(0, engine.named_weights())
+        if publisher.current < 0:
+            publish(0)
+        else:
+            text = (
+                f"version {publisher.current} is current already: this trainer goes on from there with the weights of"
+                f" its own {type(engine).__name__}, which need not be that version's"
+            )
+            connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
         for step in Consumer(queue, task, ahead=True):
             began, cpu = time.monotonic(), time.process_time()
             result = engine.train_step(step)
             took, cpu_s = time.monotonic() - began, time.process_time() - cpu
-            publisher.publish(step.version + 1, engine.named_weights())
+            publish(step.version + 1)
             late = token_staleness(step.ragged(VERSION_SPANS), step.version)
             metrics = {name: float(value) for name, value in result.metrics.items()} | {
                 "staleness_mean": float(late.mean()),
@@ -62,6 +77,19 @@ def train(
         queue.flush()
         publisher.close()
         engine.close()
+
+
+def _scored(probe: Probe, engine: TrainEngine) -> Probe:
+    """The probe with its log-probs under the weights that ``engine`` has now."""
+    prompts, responses = (Ragged.of(list(ids), np.int32) for ids in (probe.prompt_ids, probe.response_ids))
+    lengths = responses.lengths
+    columns = {
+        "prompt_ids": prompts, "response_ids": responses, VERSION_SPANS: one_version(0, lengths),
+        "logprobs": Ragged.from_lengths(np.zeros(int(lengths.sum()), np.float32), lengths),
+        "reward": np.zeros(len(lengths), np.float32),
+    }  # fmt: skip
+    scores = engine.logprobs(Batch.of(columns))
+    return msgspec.structs.replace(probe, logprobs=tuple(tuple(map(float, row)) for row in scores))
 
 
 class StageFailed(ConfigError):

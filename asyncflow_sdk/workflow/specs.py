@@ -12,7 +12,8 @@ import msgspec
 from ..errors import ConfigError
 from ..interfaces import TRAIN_COLUMNS
 from ..ledger import TaskSpec
-from ..types import GRPO, VERSION_SPANS, Sampling
+from ..types import GRPO, VERSION_SPANS, Sampling, Weights
+from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 
 RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS)
 
@@ -32,7 +33,8 @@ class Rollout:
 
     ``model``: a Hugging Face model folder. ``prompt``: the column of prompts; "prompt_ids" holds token ids,
     any other holds text. ``tokenizer``: a folder or tokenizer.json; by default the model's. ``lease_s``: how long
-    prompts may take before others try them. ``options`` are the engine's own.
+    prompts may take before others try them. ``swap``, ``verify``: when new weights are loaded, and what a load must prove; see
+    ``Weights``, whose they are in a workflow unless given here. ``options`` are the engine's own.
     """
 
     task = "rollout"
@@ -51,8 +53,13 @@ class Rollout:
         env: Mapping[str, str] | None = None,
         max_restarts: int = 3,
         lease_s: float = 3600.0,
+        swap: SwapPolicy | None = None,
+        verify: Sequence[Proof] | None = None,
         **options: Any,
     ) -> None:
+        check_policy(swap or "drain")
+        check_proofs(verify or ())
+        self.swap, self.verify = swap, verify
         if group_size < 1 or replicas < 1:
             raise ConfigError(f"group_size and replicas must be 1 or more, not {group_size} and {replicas}")
         self.engine, self.model, self.group_size, self.replicas = engine, str(model), group_size, replicas
@@ -121,7 +128,8 @@ class Stage:
 
 
 class Train:
-    """Trains with the train engine ``engine``, found through the hook. ``options`` are the engine's own."""
+    """Trains with the train engine ``engine``, found through the hook. ``weights``: how each version is published; in a workflow
+    that is the workflow's. ``options`` are the engine's own."""
 
     task = "train"
 
@@ -133,9 +141,11 @@ class Train:
         algorithm: Any = None,
         python: str | None = None,
         env: Mapping[str, str] | None = None,
+        weights: Weights | None = None,
         **options: Any,
     ) -> None:
         self.engine, self.model, self.options = engine, str(model), _plain(engine, options)
+        self.weights = weights
         self.algorithm = algorithm if algorithm is not None else GRPO()
         self.place = Place(python=python, env=dict(env or {}), max_restarts=0)
 

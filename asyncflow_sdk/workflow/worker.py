@@ -21,7 +21,7 @@ from ..errors import ConfigError, PluginError, SchemaError, WeightMismatch
 from ..memory import remove_if_ownerless
 from ..plugins import import_name, registry
 from ..queue import Connection, TransferQueue, open_queue
-from ..types import GRPO, Sampling
+from ..types import GRPO, Sampling, Weights
 from ..types import events as ev
 from ..wire import RunKey
 
@@ -37,6 +37,8 @@ class RolloutJob(msgspec.Struct, frozen=True, tag="rollout"):
     prompt: str
     tokenizer: str
     needs_first: bool
+    swap: str
+    verify: tuple[str, ...]
 
 
 class StageJob(msgspec.Struct, frozen=True, tag="stage"):
@@ -52,6 +54,7 @@ class TrainJob(msgspec.Struct, frozen=True, tag="train"):
     algorithm: GRPO
     options: dict[str, Any]
     export: str
+    weights: Weights
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -102,7 +105,7 @@ def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob) -> None:
         factory = registry().get("train", job.engine).load()
         engine = _make(job.engine, factory, model=job.model, algorithm=job.algorithm, **job.options)
         _state(connection, "ready")
-        roles.train(queue, engine, export=Path(job.export) if job.export else None)
+        roles.train(queue, engine, weights=job.weights, export=Path(job.export) if job.export else None)
     else:
         asyncio.run(_rollout(queue, job))
 
@@ -115,8 +118,9 @@ async def _rollout(queue: TransferQueue, job: RolloutJob) -> None:
     engine = _make(job.engine, factory, model=job.model, **job.options)
     text = Text(job.tokenizer) if job.tokenizer else None
     producer = Producer(
-        queue, engine, sampling=job.sampling, prompt=job.prompt, text=text, needs_first=job.needs_first
-    )
+        queue, engine, sampling=job.sampling, prompt=job.prompt, text=text, needs_first=job.needs_first,
+        swap=job.swap, verify=job.verify,
+    )  # fmt: skip
     _state(queue._port.connection, "ready")
     await producer.run()
 

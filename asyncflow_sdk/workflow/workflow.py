@@ -27,7 +27,7 @@ from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, Work
 from ..interfaces import TRAIN_COLUMNS
 from ..ledger import Audit
 from ..plugins import registry
-from ..types import Staleness
+from ..types import Staleness, Weights
 from .data import Feeder, Prompts, load_prompts
 from .launch import LocalProcess
 from .recorder import Recorder, Sink
@@ -58,7 +58,8 @@ class Workflow:
     """Prompts → rollout → stages → train. ``stages`` run between rollout and training, each as soon as its own
     columns are there; ``reward`` is the stage that gives ``reward``.
 
-    ``batch_size``: rows of a step, a multiple of the group size. ``seed``: of the order of the prompts.
+    ``batch_size``: rows of a step, a multiple of the group size. ``weights``: how new versions reach the replicas. ``seed``: of
+    the order of the prompts.
     Raises ConfigError when made, for everything that can be known before a process starts.
     """
 
@@ -73,11 +74,13 @@ class Workflow:
         steps: int,
         stages: Sequence[Stage] = (),
         staleness: Staleness | None = None,
+        weights: Weights | None = None,
         seed: int = 0,
     ) -> None:
         self.rollout, self.train = rollout, train
         self.batch_size, self.steps, self.seed = batch_size, steps, seed
         self.staleness = staleness or Staleness()
+        self.weights = weights or train.weights or Weights()
         self.reward = reward if isinstance(reward, Stage) else Stage(reward, task="reward", gives=["reward"])
         self.stages = (self.reward, *stages)
         self.data = load_prompts(prompts, rollout.prompt)
@@ -105,6 +108,21 @@ class Workflow:
         self._check_columns()
         self._check_lengths()
         self._check_temperature()
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        if self.weights.quorum > self.rollout.replicas:
+            raise ConfigError(
+                f"quorum={self.weights.quorum} replicas must have a version staged before any loads it, and there are"
+                f" {self.rollout.replicas}"
+            )
+        registry().get("transport", self.weights.transport)
+        temperature = self.train.options.get("temperature", 1.0)
+        if self.weights.probe is not None and temperature != 1.0:
+            raise ConfigError(
+                f"a probe is compared at temperature 1, and training computes log-probs at {temperature:g}: leave the"
+                " probe out"
+            )
 
     def _check_temperature(self) -> None:
         """Ratios of log-probs mean something only under the same distribution."""
@@ -176,7 +194,7 @@ class Workflow:
                 "algorithm": {type(self.train.algorithm).__name__: msgspec.to_builtins(self.train.algorithm)},
             },
             "batch_size": self.batch_size, "steps": self.steps, "seed": self.seed,
-            "staleness": msgspec.to_builtins(self.staleness), "weights": "shm",
+            "staleness": msgspec.to_builtins(self.staleness), "weights": msgspec.to_builtins(self.weights),
         }  # fmt: skip
 
     def run(self, directory: str | Path, *, on_event: Sink | None = None) -> Result:
@@ -213,7 +231,8 @@ class Workflow:
         rows = self.batch_size * (self.staleness.max_staleness + AHEAD_STEPS)
         run = serve(
             directory, on_event=recorder.event, on_step=recorder.step, steps=self.steps,
-            max_staleness=self.staleness.max_staleness, capacity_rows=rows,
+            max_staleness=self.staleness.max_staleness, capacity_rows=rows, keep_versions=self.weights.keep,
+            max_swapping=self.weights.max_swapping, quorum=self.weights.quorum,
         )  # fmt: skip
         try:
             trainer = self._start(run, directory)
@@ -232,8 +251,8 @@ class Workflow:
         run.queue.declare(**task_arguments(spec))
         for stage in self.stages:
             run.start(stage)
-        run.start(self.rollout, needs_first=True)
-        (trainer,) = run.start(self.train, export=str(directory / "model"))
+        run.start(self.rollout, needs_first=True, weights=self.weights)
+        (trainer,) = run.start(self.train, export=str(directory / "model"), weights=self.weights)
         Feeder(
             run.queue, self.data, group_size=self.rollout.group_size, chunk=self.batch_size // self.rollout.group_size,
             seed=self.seed, on_failure=run.fail,

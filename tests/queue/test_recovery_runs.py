@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
@@ -25,7 +24,7 @@ from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.memory import sweep
 from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, journal, open_queue, recovery, snapshot
-from asyncflow_sdk.weights import WeightPublisher, WeightUpdates
+from asyncflow_sdk.weights import OwnUpdates, WeightPublisher
 from asyncflow_sdk.wire import client
 
 
@@ -200,22 +199,17 @@ def test_versions_outlive_the_server(tmp_path: Path) -> None:
         publisher = WeightPublisher(queue)
         for version in (0, 1, 2):
             publisher.publish(version, [("w", np.full(1000, version, np.float32))])
+        publisher.flush()
         files = sorted(directory.glob("w*"))
     with served(path) as server:
         # then the newest is there with its bytes, and a further one follows it
         assert sorted(directory.glob("w*")) == files
         replica = open_queue(Connection(server.addresses[1], "replica"))
-
-        async def newest() -> Any:
-            async for update in WeightUpdates(replica, None).staged(0):
-                return update
-            return None
-
-        update = asyncio.run(newest())
-        assert update.version == 2
-        assert np.asarray(dict(update)["w"]).tobytes() == np.full(1000, 2, np.float32).tobytes()
+        with OwnUpdates(replica) as updates, next(iter(updates)) as update:
+            assert update.version == 2
+            assert np.asarray(dict(update)["w"]).tobytes() == np.full(1000, 2, np.float32).tobytes()
         replica._port.connection.close()
-        publisher.publish(3, [("w", np.full(1000, 3, np.float32))])
+        publisher.publish(3, [("w", np.full(1000, 3, np.float32))]).wait()
         assert server.ledger.version == 3
         publisher.close()
         queue._port.connection.close()

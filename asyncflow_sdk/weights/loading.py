@@ -1,0 +1,133 @@
+"""Loading: a version into an engine, proven, or else the one before it once more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from ..errors import ConfigError, DeadlineExceeded, WeightError, WeightMismatch
+from ..interfaces import Capabilities, RolloutEngine
+from ..types.config import check_policy, check_proofs
+from .prefetch import Staged, in_thread, said
+from .proof import check_held, check_names, check_probe
+from .updates import WeightUpdates
+
+LOAD_S = 3600.0
+GIVE_UP_AFTER = 5
+"""Loads that may fail one after another before a replica ends."""
+
+
+class Loading:
+    """Loads versions into ``engine``. Nothing generates with weights that are not proven.
+
+    The names an engine took are always compared. ``verify``: what else must hold: "probe" (log-probs of the version's probe
+    are the trainer's), which is also looked at unasked where version and engine can, and "held" (what the engine holds is the
+    version, byte for byte). Raises ConfigError for what the engine cannot.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, updates: WeightUpdates, verify: Sequence[str] = (), *, running: bool = False,
+        timeout_s: float = LOAD_S,
+    ) -> None:  # fmt: skip
+        can = engine.capabilities
+        check_verify(type(engine).__name__, can, verify, running=running)
+        self._engine, self._updates, self._timeout_s = engine, updates, timeout_s
+        self._probed, self._must_probe = can.logprobs and not running, "probe" in verify
+        self._held = "held" in verify
+        self._failed = 0
+
+    async def load(self, update: Staged, on_failure: Callable[[], Awaitable[None]] | None = None) -> bool:
+        """Load ``update``, for which there is permission, and commit it. False when that failed and the engine is on what it had.
+
+        ``on_failure`` is awaited first then. Raises WeightMismatch for what would come again; WeightError when the engine cannot
+        be brought back to a whole version, or one load after another fails: then it must not generate any more.
+        """
+        if self._must_probe and update.probe is None:
+            update.release()
+            raise ConfigError(
+                f'version {update.version} carries no probe, and verify asks for one: leave "probe" out'
+            )
+        try:
+            await self._take(update)
+        except Exception as error:
+            if on_failure is not None:
+                await on_failure()
+            update.release()
+            if isinstance(error, (WeightMismatch, ConfigError)):
+                raise
+            await self._back(update, error)
+            return False
+        except BaseException:
+            update.release()
+            raise
+        await self._updates.commit(update)
+        self._failed = 0
+        return True
+
+    async def _take(self, update: Staged) -> None:
+        """Load and prove."""
+        name = type(self._engine).__name__
+        try:
+            names = await asyncio.wait_for(self._engine.load_weights(update), self._timeout_s)
+        except asyncio.TimeoutError:
+            text = f"{name} has not loaded version {update.version} in {self._timeout_s:g} s"
+            raise DeadlineExceeded(text) from None
+        check_names(update, names)
+        if update.probe is not None and (self._probed or self._must_probe):
+            probe = update.probe
+            work = self._engine.logprobs(probe.prompt_ids, probe.response_ids)
+            try:
+                check_probe(update, probe, await asyncio.wait_for(work, self._timeout_s))
+            except asyncio.TimeoutError:
+                text = f"{name} has not scored the probe of version {update.version} in {self._timeout_s:g} s"
+                raise DeadlineExceeded(text) from None
+        if self._held:
+            await in_thread("held", lambda: check_held(update, self._engine.held_weights()))
+
+    async def _back(self, update: Staged, error: Exception) -> None:
+        """The version before, once more."""
+        before, self._failed = self._updates.loaded, self._failed + 1
+        if before is not None:
+            try:
+                previous = await self._updates.previous()
+                try:
+                    await self._take(previous)
+                except BaseException:
+                    previous.release()
+                    raise
+            except Exception as again:
+                raise WeightError(
+                    f"version {update.version} could not be loaded ({said(error)}), and neither could version"
+                    f" {before} again ({said(again)}): {type(self._engine).__name__} holds neither and must not"
+                    " generate any more"
+                ) from error
+            self._updates.restored(previous)
+        await self._updates.give_up(update, said(error))
+        if self._failed >= GIVE_UP_AFTER:
+            raise WeightError(
+                f"{self._failed} loads failed one after another, the last of version {update.version}: {said(error)}"
+            ) from error
+
+
+def check_swap(name: str, can: Capabilities, swap: str) -> None:
+    """Raises ConfigError with the reason unless an engine can be given new weights so."""
+    check_policy(swap)
+    can_do = ", ".join(sorted(can.swap)) or "nothing"
+    if ("in_flight" if swap == "in_flight" else "drain") not in can.swap:
+        how = "while requests run" if swap == "in_flight" else "after draining"
+        raise ConfigError(f'{name} cannot load weights {how}, which swap="{swap}" does; it can: {can_do}')
+    if swap == "in_flight" and not can.token_versions:
+        raise ConfigError(f'{name} does not say which version drew which token, and swap="in_flight" needs that')
+
+
+def check_verify(name: str, can: Capabilities, verify: Sequence[str], *, running: bool) -> None:
+    """Raises ConfigError with the reason unless an engine can prove so what it loaded."""
+    check_proofs(verify)
+    if "probe" in verify and not can.logprobs:
+        raise ConfigError(f'{name} cannot score given responses, which verify="probe" asks for')
+    if "probe" in verify and running:
+        raise ConfigError(
+            'verify="probe" needs an engine in which nothing runs: it does not go with swap="in_flight"'
+        )
+    if "held" in verify and not can.held_weights:
+        raise ConfigError(f'{name} does not hold weights as they were published, which verify="held" asks for')

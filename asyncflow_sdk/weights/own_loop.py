@@ -1,0 +1,250 @@
+"""OwnUpdates: new versions for a loop of one's own, which generates with an engine the SDK knows nothing of.
+
+for update in run.weight_updates():           # fetched, verified, and this replica may load it now
+    with update:                              # leaving commits; an exception does not
+        update.took(engine.load(update))
+
+``async for`` and ``async with`` do the same without blocking the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Set
+from concurrent.futures import CancelledError, Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..errors import AsyncFlowError, DeadlineExceeded, Ended
+from ..interfaces import WeightUpdate
+from ..ledger import commands as cmd
+from ..queue import LoopPort, TransferQueue
+from ..types import Probe
+from .prefetch import CLOSE_S, FETCH_S, Staged, said
+from .updates import WeightUpdates
+
+T = TypeVar("T")
+
+
+class OwnUpdate(WeightUpdate):
+    """A version that may be loaded now. What is done to the engine belongs into its ``with`` block.
+
+    Left without an exception, the version is committed: the engine generates with it from then on. It must have taken every
+    tensor: those it says it ``took``, else those that iterating handed out; WeightMismatch names others. Left with an
+    exception, the engine must be on the version it had, whole, or not generate any more. ``probe``: sequences
+    whose log-probs by this version are known, where the trainer gave some.
+    """
+
+    def __init__(self, staged: Staged, leave: Callable[[OwnUpdate, BaseException | None], Future[None]]) -> None:
+        self.version, self.tensors, self.root = staged.version, staged.tensors, staged.root
+        self.probe: Probe | None = staged.probe
+        self._staged, self._leave = staged, leave
+        self._handed: set[str] = set()
+        self._took: Set[str] | None = None
+
+    def arrays(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+        for name, array in self._staged.arrays():
+            self._handed.add(name)
+            yield name, array
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        for name, tensor in self._staged:
+            self._handed.add(name)
+            yield name, tensor
+
+    def took(self, names: Set[str]) -> None:
+        """Which tensors the engine took."""
+        self._took = set(names)
+
+    @property
+    def taken(self) -> Set[str]:
+        return self._handed if self._took is None else self._took
+
+    def release(self) -> None:
+        self._staged.release()
+
+    def __enter__(self) -> OwnUpdate:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(self, error).result()
+
+    async def __aenter__(self) -> OwnUpdate:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.wrap_future(self._leave(self, error))
+
+
+class OwnUpdates:
+    """Iterates over versions, the newest first, until the run ends. From now on this session counts as a replica.
+
+    A thread fetches and verifies while the loop is elsewhere. A version that is not entered by ``with`` is passed over. One that
+    failed comes again after a while, unless a newer one does. ``loaded``: the version that the engine has already.
+    ``timeout_s``: the longest it waits for a version before DeadlineExceeded says for whom. One thread, or one task, iterates.
+    ``close`` may be called from any.
+    """
+
+    def __init__(
+        self,
+        queue: TransferQueue,
+        *,
+        loaded: int | None = None,
+        timeout_s: float = 3600.0,
+        fetch_timeout_s: float = FETCH_S,
+        rename: Callable[[str], str] | None = None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._current: OwnUpdate | None = None  # handed out, and not left yet
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name="asyncflow-weights", daemon=True).start()
+        options = {"rename": rename, "fetch_timeout_s": fetch_timeout_s}
+        try:
+            self._ask(self._start(queue, loaded, options)).result()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def loaded(self) -> int | None:
+        """The version committed last."""
+        return self._updates.loaded
+
+    def __iter__(self) -> Iterator[OwnUpdate]:
+        while True:
+            coming = self._ask(self._next())
+            try:
+                update = coming.result()
+            except Ended:
+                return
+            except CancelledError:
+                if self._closed:
+                    return
+                raise
+            finally:
+                coming.cancel()  # of a wait that was interrupted
+            yield update
+
+    async def __aiter__(self) -> AsyncIterator[OwnUpdate]:
+        while True:
+            try:
+                update = await asyncio.wrap_future(self._ask(self._next()))
+            except Ended:
+                return
+            except asyncio.CancelledError:
+                if self._closed:
+                    return
+                raise
+            yield update
+
+    def close(self) -> None:
+        """Stop fetching. Idempotent; a version that was handed out and not left can be committed no more."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(2 * CLOSE_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def __enter__(self) -> OwnUpdates:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> OwnUpdates:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    # ---- on the thread's event loop
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _ask(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._closed:
+            work.close()
+            raise AsyncFlowError("these weight updates are closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _start(self, queue: TransferQueue, loaded: int | None, options: dict[str, Any]) -> None:
+        self._port = LoopPort(queue._port.connection)
+        self._changed = asyncio.Event()
+        self._updates = WeightUpdates(queue, loaded, self._changed.set, **options)
+        if loaded is not None:
+            await self._port.send(cmd.Loaded(version=loaded))
+        self._updates.start()
+
+    async def _next(self) -> OwnUpdate:
+        if self._current is not None:
+            passed, self._current = self._current, None
+            await self._updates.give_up(passed._staged, "the loop went on without loading it", again=False)
+        until = time.monotonic() + self._timeout_s
+        while (staged := await self._staged(until)) is not None:
+            if await self._permission(staged.version, until) and self._updates.staged is staged:
+                self._current = OwnUpdate(self._updates.take(), self._leave)
+                return self._current
+        raise Ended("no further version will come")
+
+    async def _staged(self, until: float) -> Staged | None:
+        """The version that is staged, once there is one; None at the end of the run."""
+        while True:
+            self._changed.clear()
+            if self._updates.failure is not None:
+                raise self._updates.failure
+            if self._updates.staged is not None or self._updates.ended:
+                return self._updates.staged
+            try:
+                await asyncio.wait_for(self._changed.wait(), until - time.monotonic())
+            except asyncio.TimeoutError:
+                on = "no version" if self.loaded is None else f"version {self.loaded}"
+                raise DeadlineExceeded(
+                    f"no version was published and fetched in {self._timeout_s:g} s; this replica has {on}"
+                ) from None
+
+    async def _permission(self, version: int, until: float) -> bool:
+        """Whether ``version`` may be loaded; False when a newer one is there instead."""
+        try:
+            return await self._updates.permission(version, timeout_s=max(until - time.monotonic(), 0.0))
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(
+                f"version {version} could not be loaded in {self._timeout_s:g} s: {error}"
+            ) from None
+
+    def _leave(self, update: OwnUpdate, error: BaseException | None) -> Future[None]:
+        return self._ask(self._left(update, error))
+
+    async def _left(self, update: OwnUpdate, error: BaseException | None) -> None:
+        if self._current is not update:
+            raise AsyncFlowError(f"version {update.version} was left already")
+        self._current = None
+        try:
+            if error is None:
+                await self._updates.commit(update._staged, update.taken)
+                return
+        except Exception as refused:
+            await self._updates.give_up(update._staged, said(refused))
+            raise
+        await self._updates.give_up(update._staged, said(error))
+
+    async def _stop(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if hasattr(self, "_updates"):
+            await self._updates.close()
+            await self._port.connection.wire.aclose_loop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
