@@ -112,6 +112,11 @@ class WeightSender(abc.ABC):
     def room(self, nbytes: int) -> Room:
         """Room for the next chunk of the version being written. Raises MemoryFull. Receivers must not hold it up."""
 
+    def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
+        """A version whose chunks have these sizes comes next: get memory for it, a step at each ``next``, so that it takes no
+        time when it is written. It may be left at any step. Raises MemoryFull. Optional."""
+        return iter(())
+
     @abc.abstractmethod
     def send(self, manifest: Manifest) -> bytes:
         """The version is written, in the rooms given since the last one, in order: make it available. Returns what a receiver
