@@ -3,6 +3,7 @@
 from .arena import Allocation, Arena, NoHole
 from .directory import SharedDirectory, remove_if_ownerless, sweep
 from .mapper import Hold, Mapped, Mapper
+from .private import PrivateMaps
 from .segment import HEADER_BYTES, blocks_there, sync_directory
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Mapped",
     "Mapper",
     "NoHole",
+    "PrivateMaps",
     "SharedDirectory",
     "blocks_there",
     "remove_if_ownerless",

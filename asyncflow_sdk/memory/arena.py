@@ -135,6 +135,21 @@ class Arena:
                 self._live -= stop - start - size
         block.memory = block.memory[:nbytes]
 
+    def renew(self, block: Allocation) -> bool:
+        """Begin a block anew in its place, under another serial, so that the old one is gone; its bytes are as they were. Returns
+        False, and nothing is changed, while a reader holds it."""
+        with self._lock:
+            segment, start, stop, heads = self._blocks[block.serial]
+            if not try_lock(segment.fd, start, stop, exclusive=True):
+                return False
+            segment.behead(heads)
+            unlock(segment.fd, start, stop)
+            self._serial += 1
+            self._blocks[self._serial] = self._blocks.pop(block.serial)
+            segment.head(start, self._serial)
+        block.serial = self._serial
+        return True
+
     def free(self, serials: Iterable[int]) -> None:
         """Blocks are no longer needed by anyone who could still ask for them. Views of them stay valid. A serial
         that is not there, or not any more, is passed over."""
@@ -142,6 +157,13 @@ class Arena:
             freed = [block for serial in serials if (block := self._blocks.pop(serial, None)) is not None]
             for each in _side_by_side(freed) if len(freed) > 1 else freed:
                 self._release(each)
+
+    def settle(self) -> None:
+        """Give back what is free now, as if no more bytes had ever lived together than do."""
+        with self._lock:
+            self._look_at_all()
+            self._peak = self._peak_before = self._live
+            self._shrink(self._limit())
 
     def sync(self, block: Allocation) -> None:
         """Return when the block is on the disk, if its directory is on one. Raises MemoryFull: then the block is free."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..errors import AsyncFlowError, LeaseLost
 from .locks import COPYING, try_lock, unlock
+from .private import PrivateMaps
 from .segment import HEADER, HEADER_BYTES, MAGIC
 
 Bytes = npt.NDArray[np.uint8]
@@ -104,7 +105,12 @@ class Mapped:
     @property
     def abandoned(self) -> bool:
         """Whether nobody views it and its file is gone."""
-        return not self._pins and not self._copying and os.fstat(self.fd).st_nlink == 0
+        return not self._pins and not self._copying and self.gone
+
+    @property
+    def gone(self) -> bool:
+        """Whether its file is."""
+        return self.fd < 0 or os.fstat(self.fd).st_nlink == 0
 
     def _unpin(self, ref: weakref.ref[Any]) -> None:
         if os.getpid() != self._pid:
@@ -142,20 +148,22 @@ class Mapper:
         return array[start : start + nbytes]
 
     def private(
-        self, segment: str, start: int, serial: int, nbytes: int, skip: int = 0, *, advise: int | None = None
+        self, segment: str, start: int, serial: int, nbytes: int, skip: int = 0, *, maps: PrivateMaps | None = None
     ) -> Bytes:
         """Bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping of their own: writable, harming nobody.
-        ``advise``: what to tell the kernel about it, if it knows that (see madvise)."""
+        ``maps``: where it is left when nobody views it any more, and found again for the next block in that place."""
         first, stop = start + skip, start + nbytes
         low = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with self._lock:
             mapped = self.mapped(segment, stop)
-            own = mmap.mmap(mapped.fd, stop - low, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=low)
+            if maps is None:
+                own = mmap.mmap(mapped.fd, stop - low, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=low)
+            else:
+                own = maps.take(mapped, low, stop)
             array = np.frombuffer(own, np.uint8)
+            if maps is not None:
+                weakref.finalize(array, maps.give, mapped, low, stop, own).atexit = False
             mapped.pin(start, serial, array)
-        if advise is not None:
-            with contextlib.suppress(OSError, ValueError):
-                own.madvise(advise)
         return array[first - low : stop - low]
 
     def hold(self, segment: str, starts: Sequence[int]) -> Hold:

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, ServerLost, WeightMismatch
+from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, MemoryFull, ServerLost, WeightMismatch
 from ..interfaces.weights import WeightTransport
 from ..ledger import commands as cmd
 from ..plugins import registry
@@ -110,6 +112,8 @@ class WeightPublisher:
         self._sender = transport_named(transport, **options).sender(host)
         self._sizes: Sequence[int] = ()
         self._delivery: Publication | None = None
+        self._preparing: Future[None] | None = None
+        self._needed = threading.Event()  # the sender, by somebody else than who prepares
         self._closed = False
         try:
             role = drive(self._port.send(cmd.OpenPublisher(rank=rank, world_size=world_size)))
@@ -139,6 +143,7 @@ class WeightPublisher:
         if self._closed:
             raise ConfigError(f"version {version}: this publisher is closed")
         began = time.monotonic()
+        self._stop_preparing()
         digests: list[list[Future[bytes]]] = []
         writer = Writer(
             version, self._sender.room, lambda chunk, memory: self._filled(digests, chunk, memory),
@@ -147,20 +152,23 @@ class WeightPublisher:
         announced = True
         try:
             try:
-                drive(self._port.send(cmd.Announce(version=version)))
+                self._sender.keep(
+                    drive(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s))).keep
+                )
             except AsyncFlowError:
                 announced = False
                 raise
             sizes = writer.write(weights)
             if not writer.tensors and self.world_size == 1:
                 raise WeightMismatch(f"version {version} has no tensors")
-            self._sizes = writer.sizes
-            self._delivery = Publication(version)
+            self._sizes, self._delivery = writer.sizes, Publication(version)
             self._background.submit(self._deliver, self._delivery, writer.tensors, sizes, digests, probe)
         except BaseException as error:
             self._delivery = None
-            self._sender.abandon()
             if announced:
+                for future in itertools.chain.from_iterable(digests):
+                    future.cancel()
+                self._sender.abandon()
                 self._withdraw(version, error)
             raise
         took = time.monotonic() - began
@@ -188,6 +196,7 @@ class WeightPublisher:
         try:
             self.flush()
         finally:
+            self._needed.set()
             self._background.shutdown(wait=False, cancel_futures=True)
             with contextlib.suppress(AsyncFlowError):
                 drive(self._port.send(cmd.ClosePublisher()))
@@ -233,6 +242,8 @@ class WeightPublisher:
             keep = drive(self._port.send(command)).keep
             self.current = version
             self._sender.keep(keep)
+            self._needed.clear()
+            self._preparing = self._background.submit(self._prepare)
         except BaseException as error:
             if not isinstance(error, ServerLost):  # else nobody knows whether it is current
                 with contextlib.suppress(Exception):
@@ -242,21 +253,34 @@ class WeightPublisher:
         else:
             publication._done.set_result(manifest)
 
+    def _prepare(self) -> None:
+        """Get memory for the next version while nobody waits for it."""
+        with contextlib.suppress(MemoryFull):  # it will be said when it is needed
+            for _ in self._sender.prepare(self._sizes):
+                if self._needed.is_set():
+                    return
+
+    def _stop_preparing(self) -> None:
+        self._needed.set()
+        if self._preparing is not None:
+            wait_for([self._preparing])  # a step at most
+
     def _withdraw(self, version: int, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"
         with contextlib.suppress(AsyncFlowError):
             drive(self._port.send(cmd.Withdraw(version=version, reason=reason[:1000])))
 
     def _settle(self, what: str, timeout_s: float) -> None:
-        """Wait for the version under way. Raises what went wrong with it, once."""
+        """Wait for the version under way, and until the sender is free. Raises what went wrong with it, once."""
         delivery = self._delivery
-        if delivery is None or delivery._heard:
-            return
-        try:
-            delivery.wait(timeout_s)
-        except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"{what}: {error}") from None
-        self._delivery = None
+        if delivery is not None and not delivery._heard:
+            try:
+                delivery.wait(timeout_s)
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(f"{what}: {error}") from None
+            finally:
+                if delivery.done:
+                    self._delivery = None
 
 
 def _digest(memory: Any) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,12 +17,11 @@ import msgspec
 
 from ..errors import ConfigError, LeaseLost, VersionGone
 from ..interfaces.weights import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
-from ..memory import Mapper
+from ..memory import Mapper, PrivateMaps
 from ..types import Manifest
 from .staging import HEAD_BYTES, Place, Staging, StagingRoom
 
 _NAME = re.compile(r"w[\w.-]{1,100}", re.ASCII)  # nothing else in the directory, and nothing outside it
-POPULATE_READ = 22  # of madvise; Python has no name for it
 
 
 class ShmTransport(WeightTransport):
@@ -63,6 +62,9 @@ class ShmSender(WeightSender):
     def room(self, nbytes: int) -> StagingRoom:
         return self._staging.room(nbytes)
 
+    def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
+        return self._staging.prepare(sizes)
+
     def send(self, manifest: Manifest) -> bytes:
         return msgspec.msgpack.encode(self._staging.seal(manifest.version))
 
@@ -98,12 +100,13 @@ class ShmReceiver(WeightReceiver):
     """Maps versions that a sender on this host wrote into ``directory``."""
 
     def __init__(self, directory: Path) -> None:
-        self._mapper = Mapper(directory)
+        self._mapper, self._maps = Mapper(directory), PrivateMaps()
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         places = _places(manifest, where)
+        self._maps.tidy()
         try:
-            chunks = [self._mapper.private(*place, skip=HEAD_BYTES, advise=POPULATE_READ) for place in places]
+            chunks = [self._mapper.private(*place, skip=HEAD_BYTES, maps=self._maps) for place in places]
         except LeaseLost as error:
             raise VersionGone(f"version {manifest.version} is no longer kept ({error}); take the newest") from None
         for bucket in manifest.buckets():
@@ -111,6 +114,7 @@ class ShmReceiver(WeightReceiver):
         return Fetched(manifest, chunks, encoding="mapped")
 
     def close(self) -> None:
+        self._maps.close()
         self._mapper.close()
 
 

@@ -5,14 +5,15 @@
     views = staging.chunks(version)                                      # read-only; valid for as long as they are held
     staging.keep([version])                                              # the memory of others is used again
 
-Segments are used again version after version, without page faults; a version that somebody still reads keeps its
-memory until they are done, and nobody waits for them.
+A block is used again as it is for a chunk of the same size, without page faults: versions of one model always find
+theirs. A version that somebody still reads keeps its memory until they are done, and nobody waits for them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,9 @@ class Staging:
         self._mapper = Mapper(directory)
         self._writing: list[StagingRoom] = []
         self._sent: int | None = None
-        self._versions: dict[int, list[Place]] = {}
+        self._versions: dict[int, list[StagingRoom]] = {}
+        self._idle: list[StagingRoom] = []  # nobody's: nobody knows their serials
+        self._read: list[StagingRoom] = []  # of versions that are gone, but for those who hold them
         self._lock = threading.Lock()
 
     @classmethod
@@ -88,37 +91,56 @@ class Staging:
 
     def room(self, nbytes: int) -> StagingRoom:
         """Room for the next chunk. Raises MemoryFull."""
-        room = StagingRoom(self._arena, nbytes)
         with self._lock:
             self._sent = None
+            self._look_again()
+            room = next((room for room in self._idle if len(room.memory) == nbytes), None)
+            if room is not None:
+                self._idle.remove(room)
+            else:
+                if all(len(room.memory) != nbytes for room in self._read):  # another model than before
+                    self._free(self._idle)
+                room = StagingRoom(self._arena, nbytes)
             self._writing.append(room)
         return room
+
+    def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
+        """Get memory for a version of such chunks, step by step, as far as there is none yet. Raises MemoryFull."""
+        with self._lock:
+            there = Counter(len(room.memory) for room in (*self._idle, *self._read))
+        for size, count in (Counter(sizes) - there).items():
+            for _ in range(count):
+                room = StagingRoom(self._arena, size)
+                with self._lock:
+                    self._idle.append(room)
+                yield
 
     def seal(self, version: int) -> list[Place]:
         """The rooms given since the last one are the chunks of ``version``, in order."""
         with self._lock:
-            places = [room.place for room in self._writing]
-            self._writing.clear()
-            before = self._versions.pop(version, [])
-            self._versions[version], self._sent = places, version
-        self._free(before)
-        return places
+            rooms, self._writing = self._writing, []
+            self._retire(self._versions.pop(version, []))
+            if self._idle:  # of another model, or more than are needed since a reader let go
+                self._free(self._idle)
+                self._arena.settle()
+            self._versions[version], self._sent = rooms, version
+            return [room.place for room in rooms]
 
     def abandon(self) -> None:
         """The rooms given since the last version are free again; if there are none, those of the newest version, which was
         sealed and never kept."""
         with self._lock:
-            places = [room.place for room in self._writing]
-            self._writing.clear()
-            if not places and self._sent is not None:
-                places = self._versions.pop(self._sent, [])
+            rooms, self._writing = self._writing, []
+            if not rooms and self._sent is not None:
+                rooms = self._versions.pop(self._sent, [])
             self._sent = None
-        self._free(places)
+            self._retire(rooms)
 
     def chunks(self, version: int) -> list[Bytes]:
         """uint8 (nbytes,) each, read-only; their memory is not used again while they are held. Raises VersionGone."""
         with self._lock:
-            places = self._versions.get(version)
+            rooms = self._versions.get(version)
+            places = None if rooms is None else [room.place for room in rooms]
         try:
             if places is None:
                 raise LeaseLost("its memory is free")
@@ -129,20 +151,32 @@ class Staging:
     def keep(self, versions: Sequence[int]) -> None:
         """The memory of all others is free. Never waits."""
         with self._lock:
-            gone = [version for version in self._versions if version not in versions]
-            places = [place for version in gone for place in self._versions.pop(version)]
+            for version in [version for version in self._versions if version not in versions]:
+                self._retire(self._versions.pop(version))
             self._sent = None
-        self._free(places)
 
     def close(self) -> None:
         """Stop writing. Views stay valid; the files stay where the directory is somebody else's. Idempotent."""
         with self._lock:
-            self._writing.clear()
+            for rooms in (self._writing, self._idle, self._read):
+                rooms.clear()
             self._versions.clear()
         self._mapper.close()
         self._arena.close(unlink=False)
         if self._own is not None:
             self._own.close()
 
-    def _free(self, places: Sequence[Place]) -> None:
-        self._arena.free([place.serial for place in places])
+    # ---- with the lock held
+
+    def _retire(self, rooms: Sequence[StagingRoom]) -> None:
+        """Nobody may ask for them any more."""
+        for room in rooms:
+            (self._idle if self._arena.renew(room.block) else self._read).append(room)
+
+    def _look_again(self) -> None:
+        held, self._read = self._read, []
+        self._retire(held)
+
+    def _free(self, rooms: list[StagingRoom]) -> None:
+        self._arena.free([room.block.serial for room in rooms])
+        rooms.clear()
