@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from . import commands as cmd
 from .rows import LEASED, READY, SELECTED
+from .whereabouts import what_failed, why_no_swap, why_not_there
 
 if TYPE_CHECKING:
     from .state import State, Task, Waiter
@@ -19,8 +20,10 @@ def explain(ledger: State, waiter: Waiter, now: float) -> str:
         return f"{waited}{_why_no_room(ledger, command, now)}"
     if isinstance(command, cmd.AwaitVersion):
         return f"{waited}no version newer than {command.after}; {_why_no_version(ledger, now)}"
-    if isinstance(command, (cmd.Announce, cmd.Swap)):
-        return f"{waited}version {command.version} waits"
+    if isinstance(command, cmd.Announce):
+        return f"{waited}version {command.version} comes after another one; {why_not_there(ledger, now)}"
+    if isinstance(command, cmd.Swap):
+        return f"{waited}version {command.version} may not be loaded yet; {why_no_swap(ledger, waiter, now)}"
     if isinstance(command, cmd.Wanted):
         if ledger.steps is None:
             return f"{waited}no task with batch_rows (train) is declared, so nothing says how many rows are wanted"
@@ -127,10 +130,13 @@ def _why_no_version(ledger: State, now: float) -> str:
         text = "no version was published yet"
     else:
         text = f"version {ledger.version} is current since {now - ledger.version_since:.1f} s"
-    if ledger.steps is None:
-        return text
-    trains = _holding(ledger, [ledger.steps.task.spec.name], now)
-    return f"{text}; {trains}" if trains else f"{text} and no trainer holds a step"
+    coming = "; ".join(
+        part for part in (ledger.not_there, why_not_there(ledger, now), what_failed(ledger, now)) if part
+    )
+    if ledger.steps is not None:
+        trains = _holding(ledger, [ledger.steps.task.spec.name], now)
+        text = f"{text}; {trains}" if trains else f"{text} and no trainer holds a step"
+    return f"{text}; {coming}" if coming else text
 
 
 def _missing(ledger: State, task: Task, now: float) -> str:

@@ -107,6 +107,8 @@ class Leasing(Choosing):
             return None
         if session.loaded is None:
             return cmd.LoadFirst(version=self.version) if self.version != NONE else None
+        if self._is_behind(session, session.loaded):
+            return cmd.LoadFirst(version=self.committed if session.loaded < self.committed else self.version)
         reply: cmd.Reply | None = None
         for partition in self._in_turn(task, command.partition):
             if self._takes(self.steps.task, partition):
@@ -137,18 +139,37 @@ class Leasing(Choosing):
                 return cmd.LoadFirst(version=self.version)
             redo.popleft()
             return self._grant(session, task, ids, version=loaded)
-        room = window.room(loaded + self.max_staleness)
-        ids = self._take(task, ready, count, room=room)
+        deadline = self.lineage.step(loaded) + self.max_staleness
+        ids = self._take(task, ready, count, room=window.room(deadline))
         if len(ids):
             at = rows.at(ids)
             rows.version[at] = loaded
-            rows.deadline[at] = loaded + self.max_staleness
-            window.admit(len(ids), loaded + self.max_staleness)
+            rows.deadline[at] = deadline
+            window.admit(len(ids), deadline)
             return self._grant(session, task, ids, version=loaded)
         group = ready.peek_group()
-        if len(group) and self.version > loaded and window.room(self.version + self.max_staleness) >= len(group):
+        deadline = self.lineage.step(self.version) + self.max_staleness
+        if len(group) and self.version > loaded and window.room(deadline) >= len(group):
             return cmd.LoadFirst(version=self.version)
         return None
+
+    def _is_behind(self, session: Session, loaded: int) -> bool:
+        """Whether a replica gets nothing, whatever the staleness rule says: what it has was given up, or others are decided
+        for a newer one, or it is what the replica brought itself and a late joiner takes no prompts with that."""
+        return loaded < self.committed or (session.claimed and self.version > 0) or self.lineage.given_up(loaded)
+
+    def _next_to_train(self) -> int:
+        """The first step that is not acknowledged."""
+        assert self.steps is not None
+        leased = [lease.step for lease in self.steps.task.leases.values()]
+        return min([self.steps.window.step, *leased, *(step for step, _ in self.steps.closed)])
+
+    def _acknowledged(self, lease: Held) -> None:
+        """Of a step that was leased before a rollback: what it was trained to went with the versions given up, so the version
+        that took their place is trained no earlier than at what comes next, unless something was published after it."""
+        lineage = self.lineage
+        if lease.stretch < len(lineage.stretches) and self.version == lineage.last.first:
+            lineage.last.shift = min(lineage.last.shift, self.version - self._next_to_train())
 
     def _grant(
         self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None,
@@ -165,10 +186,16 @@ class Leasing(Choosing):
         task.move(len(ids), READY if task.spec.batch_rows is None else SELECTED, LEASED)
         rows.task(name, "token")[spot] = token
         until = self._now + task.spec.lease_s
-        self._hold(Held(token, name, session.id, ids, self._now, until, len(ids), step, crew))
+        if version is None:
+            version = NONE if step == NONE else self.lineage.version(step)
+        else:
+            session.claimed = False
+        held = Held(token, name, session.id, ids, self._now, until, len(ids), step, crew)
+        held.stretch, held.newest = len(self.lineage.stretches), version
+        self._hold(held)
         return cmd.Leased(
             token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
-            step=step, version=step if version is None else version, lease_s=task.spec.lease_s, partition=self._partition_of(ids[:1]),
+            step=step, version=version, lease_s=task.spec.lease_s, partition=self._partition_of(ids[:1]),
         )  # fmt: skip
 
     def _partition_of(self, ids: Ids) -> str:
@@ -213,6 +240,8 @@ class Leasing(Choosing):
         task.passed += len(mine)
         rows.task(lease.task, "state")[spot] = DONE
         rows.task(lease.task, "token")[spot] = NONE
+        if task.spec.admits:
+            rows.newest[spot] = lease.newest
         rows.todo[spot] -= 1
         self._through(task, mine)
         self._release(lease, len(mine))
@@ -226,6 +255,8 @@ class Leasing(Choosing):
         if command.columns:
             self._make_ready(mine, before)
         self._consume(mine, at)
+        if lease.step != NONE:
+            self._acknowledged(lease)
         return cmd.Completed(revoked=b"" if held is None else pack_ids(ids[~held]))
 
     def _consume(self, ids: Ids, at: Ids) -> None:
@@ -330,7 +361,7 @@ class Leasing(Choosing):
                 task.redo.setdefault(partition, deque()).appendleft(back)
             else:
                 self._withdraw(group)
-                rows.version[at] = rows.deadline[at] = NONE
+                rows.version[at] = rows.newest[at] = rows.deadline[at] = NONE
                 self._queue(task, partition).push_front(group)
 
     def _held(self, session: Session, token: int, rank: int) -> Held:

@@ -42,7 +42,7 @@ class Publishing(Intake):
         return cmd.Publisher(version=self.version, kept=tuple(sorted(kept.items())))
 
     def _close_publisher(self, session: Session, command: cmd.ClosePublisher) -> cmd.Reply:
-        self._end_publisher(session, f"{session.name} closed its publisher")
+        self._end_publisher(session, "closed its publisher")
         return cmd.Done()
 
     def _announce(self, session: Session, command: cmd.Announce) -> cmd.Reply | None:
@@ -67,8 +67,8 @@ class Publishing(Intake):
         rank, version, said = self._rank(session), command.version, self.announced
         if said is None or version != said.version:
             self._check_number(version)
-            if self.not_coming.startswith(f"version {version} "):
-                raise VersionGone(f"{self.not_coming}; announce it again")
+            if self.not_coming[0] == version:
+                raise VersionGone(f"{self.not_coming[1]}; announce it again")
             raise ConfigError(f"version {version} is not announced; announce a version before it is published")
         if rank in said.parts:
             raise ConfigError(f"rank {rank} has published its part of version {version} already")
@@ -83,11 +83,14 @@ class Publishing(Intake):
         return self._what_to_keep()
 
     def _withdraw_version(self, session: Session, command: cmd.Withdraw) -> cmd.Reply:
-        rank, version = self._rank(session), command.version
+        version = command.version
+        self._rank(session)
         if self.announced is None or self.announced.version != version:
+            if version == self.not_coming[0]:
+                return cmd.Done()  # another rank was first
             raise ConfigError(f"version {version} is not announced, so it cannot be withdrawn")
         because = f": {command.reason}" if command.reason else ""
-        self._forget_announced(f"was withdrawn by rank {rank} ({session.name}){because}")
+        self._forget_announced(f"was withdrawn by {session.name}{because}")
         return cmd.Done()
 
     def weight_sessions(self) -> set[int]:
@@ -105,7 +108,7 @@ class Publishing(Intake):
                 source=NONE if kept.source == kept.version else kept.source, reason=reason,
             )
         )  # fmt: skip
-        self.not_coming = ""
+        self.not_coming, self.not_there = (NONE, ""), ""
         self._dirty.update(("version", "swap", "announce"))
         self._wake_replicas()
 
@@ -123,9 +126,21 @@ class Publishing(Intake):
         if version <= self.version:
             raise ConfigError(
                 f"version {version} cannot be published: {self.version} is already current, and a number is never used again"
+                f"{self._why_taken(version)}"
             )
         if version > MAX_NUMBER:
             raise ConfigError(f"version {version} is past the largest number, {MAX_NUMBER}")
+
+    def _why_taken(self, version: int) -> str:
+        """What a trainer may not have known that publishes what it trained to since."""
+        last = self.lineage.last
+        if not last.parent < version <= last.first:
+            return ""
+        return (
+            f". Version {last.first} is what was rolled back to, with the bytes of {last.parent}: what was trained from the"
+            f" versions given up is not wanted. Load {self.version} into the trainer and go on from there; its next version"
+            f" is {self.version + 1}, also for a step that was leased before the rollback"
+        )
 
     def _rank(self, session: Session) -> int:
         if session.rank == NONE:
@@ -137,9 +152,11 @@ class Publishing(Intake):
 
     def _forget_announced(self, what: str) -> None:
         """A version will not come. ``what``: happened to it."""
-        if self.announced is not None:
-            self.not_coming = f"version {self.announced.version} {what}"
+        said = self.announced
+        if said is not None:
+            self.not_coming = (said.version, f"version {said.version} {what}")
             self.announced = None
+            self._effects.events.append(ev.Note(time_s=self._now, text=self.not_coming[1], level="warning"))
             self._dirty.add("announce")
 
     def _end_publisher(self, session: Session, reason: str) -> None:
@@ -148,21 +165,21 @@ class Publishing(Intake):
             return
         said = self.announced
         if said is not None:
-            self._forget_announced(
-                f"was announced by {self._name(self._announcer(said))} and will not come: {reason}"
-            )
+            first = self._name(self.publisher[min(said.ranks)])
+            which = "which" if first == session.name else f"and rank {session.rank} ({session.name})"
+            self._forget_announced(f"was announced by {first}, {which} {reason}")
         del self.publisher[session.rank]
         session.rank = NONE
         for each in list(self.versions.values()):
-            if any(
-                who == session.id and not part.outlives for who, part in zip(each.sessions, each.parts, strict=True)
-            ):
+            holds = zip(each.sessions, each.parts, strict=True)
+            if any(who == session.id and not part.outlives for who, part in holds):
                 del self.versions[each.version]
-
-    def _announcer(self, said: Announced) -> int:
-        return self.publisher[min(said.ranks)]
+                if each.version == self.version:
+                    self.not_there = (
+                        f"it cannot be fetched any more, since {session.name}, which had its bytes, {reason}"
+                    )
 
     def _drop_session(self, session: int, reason: str, blame: bool) -> None:
         if session in self.sessions:
-            self._end_publisher(self.sessions[session], f"{self._name(session)} is gone: {reason}")
+            self._end_publisher(self.sessions[session], f"died: {reason}" if blame else "left")
         super()._drop_session(session, reason, blame)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from . import commands as cmd
-from .commands import TERMINAL, LeaseStatus, ParkedStatus, SessionStatus, StatusReport
+from .commands import TERMINAL, LeaseStatus, ParkedStatus, SessionStatus, StatusReport, VersionStatus
 from .explain import explain
 from .rows import NONE, TASK_STATES
+from .whereabouts import doing, named
 
 if TYPE_CHECKING:
     from .state import Held, Session, State, Waiter
@@ -50,6 +52,11 @@ def report(ledger: State) -> StatusReport:
         version_age_s=now - ledger.version_since if ledger.version >= 0 else -1.0,
         over=ledger.ended,
         time_s=now,
+        versions=_versions(ledger, now),
+        publisher=named(ledger._name(ledger.publisher[rank]) for rank in sorted(ledger.publisher)),
+        announced=ledger.announced.version if ledger.announced is not None else NONE,
+        announced_s=now - ledger.announced.since if ledger.announced is not None else 0.0,
+        committed=ledger.committed if ledger.quorum else NONE,
     )
 
 
@@ -73,7 +80,23 @@ def _session(session: Session, now: float) -> SessionStatus:
         rows=sum(held.left for held in session.leases.values()),
         task=oldest.task if oldest is not None else "",
         held_s=now - oldest.since if oldest is not None else 0.0,
+        replica=session.replica is not None,
+        weights=doing(session),
+        weights_s=now - session.replica.since if session.replica is not None and session.replica.doing else 0.0,
     )
+
+
+def _versions(ledger: State, now: float) -> tuple[VersionStatus, ...]:
+    replicas = [ledger.sessions[number] for number in ledger.replicas]
+    on = Counter(session.loaded for session in replicas)
+    staged = Counter(session.replica.staged for session in replicas if session.replica is not None)
+    return tuple(
+        VersionStatus(
+            version=each.version, source=each.source, age_s=now - each.since, nbytes=each.nbytes, root=each.root,
+            transport=each.parts[0].transport, on=on[each.version], staged=staged[each.version],
+        )
+        for each in ledger.versions.values()
+    )  # fmt: skip
 
 
 def _lease(ledger: State, held: Held, now: float) -> LeaseStatus:

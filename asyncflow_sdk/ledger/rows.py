@@ -22,6 +22,7 @@ _FIELDS: dict[str, tuple[Any, int]] = {
     "priority": (np.int32, 0),
     "columns": (np.uint64, 0),  # bit set of columns written
     "version": (np.int64, NONE),  # loaded by the replica when the group was admitted
+    "newest": (np.int64, NONE),  # loaded by the replica when it completed the row
     "deadline": (np.int64, NONE),  # NONE: not admitted
     "step": (np.int64, NONE),  # NONE: not selected
     "todo": (np.int32, 0),  # tasks that have not completed the row

@@ -92,8 +92,8 @@ class Kept:
 
 @dataclass
 class Held:
-    """A lease. ``left``: rows still to be completed. ``crew``: of a team's, who has which rows of it. ``version``: what it
-    was given for; ``newest``: what its replica has loaded since."""
+    """A lease. ``left``: rows still to be completed. ``crew``: of a team's, who has which rows of it. ``stretch``: of the
+    lineage, when it was given. ``newest``: version that its replica has loaded since."""
 
     token: int
     task: str
@@ -104,7 +104,7 @@ class Held:
     left: int
     step: int = NONE
     crew: Crew | None = None
-    version: int = NONE
+    stretch: int = 1
     newest: int = NONE
 
     @property
@@ -257,7 +257,8 @@ class State:
         self.publisher: dict[int, int] = {}  # rank → session
         self.publisher_size = 0
         self.announced: Announced | None = None
-        self.not_coming = ""  # why the last version that was announced and is not there will not come
+        self.not_coming = (NONE, "")  # the last version that was announced and will not come, and why
+        self.not_there = ""  # why the current version cannot be fetched
         self.replicas: dict[int, None] = {}  # sessions that take versions
         self.swapping: dict[int, float] = {}  # session → since when it may load, the longest first
         self.keep_versions = 2

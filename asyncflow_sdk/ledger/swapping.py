@@ -1,10 +1,16 @@
-"""Swapping: which replica may load a version now, and when enough have it staged."""
+"""Swapping: which replica may load a version now, and when enough have it staged.
+
+Permissions go to whoever asked first, ``max_swapping`` at a time. With a ``quorum``, a version is *decided* once so many
+live replicas have it staged or loaded: until then none loads it, and from then on those that have not are granted no
+prompts. What is decided may still be loaded when a newer version is current that is not.
+"""
 
 from __future__ import annotations
 
 from ..errors import ConfigError, VersionGone
+from ..types import events as ev
 from . import commands as cmd
-from .state import Session
+from .state import Session, Waiter
 from .versioning import Versioning
 
 
@@ -13,25 +19,64 @@ class Swapping(Versioning):
 
     def _swap(self, session: Session, command: cmd.Swap) -> cmd.Reply | None:
         version = command.version
+        if self.lineage.given_up(version):
+            raise VersionGone(f"version {version} was rolled back; {self.version} is current: stage that")
         if session.replica is None or session.replica.staged != version:
             raise ConfigError(f"{session.name} has not staged version {version}, so it cannot load it")
-        if version != self.version:
-            raise VersionGone(f"version {version} was replaced by {self.version}; stage that")
+        if version != self.version and not (self.quorum and version == self.committed):
+            since = self._now - self.version_since
+            raise VersionGone(
+                f"version {version} was replaced by {self.version}, current since {since:.1f} s: stage that"
+            )
+        if self.quorum and version > self.committed:
+            return None
         if self.max_swapping and session.id not in self.swapping and len(self.swapping) >= self.max_swapping:
             return None
         self.swapping.setdefault(session.id, self._now)
         self._does(session, version, "swapping")
         return cmd.Done()
 
+    def _park(self, waiter: Waiter) -> None:
+        super()._park(waiter)
+        if isinstance(waiter.command, cmd.Swap):
+            replica = self._replica(self.sessions[waiter.session])
+            replica.version, replica.doing, replica.since = waiter.command.version, "waits", self._now
+
+    def _staged(self, session: Session, command: cmd.Staged) -> cmd.Reply:
+        reply = super()._staged(session, command)
+        self._decide()
+        return reply
+
     def _loaded(self, session: Session, command: cmd.Loaded) -> cmd.Reply:
         reply = super()._loaded(session, command)
         self._end_swap(session.id)
+        self._decide()
         return reply
 
     def _not_loaded(self, session: Session, command: cmd.NotLoaded) -> cmd.Reply:
         reply = super()._not_loaded(session, command)
         self._end_swap(session.id)
         return reply
+
+    def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:
+        reply = super()._configure(session, command)
+        self._decide()
+        return reply
+
+    def _ready_replicas(self) -> list[Session]:
+        """Those that have the current version staged or loaded."""
+        replicas = [self.sessions[number] for number in self.replicas]
+        return [r for r in replicas if r.replica and self.version in (r.replica.staged, r.loaded)]
+
+    def _decide(self, at_once: bool = False) -> None:
+        if not self.quorum or self.committed == self.version:
+            return
+        ready = len(self._ready_replicas())
+        if ready >= self.quorum or at_once:
+            self.committed = self.version
+            self._effects.events.append(ev.Committed(time_s=self._now, version=self.version, staged=ready))
+            self._dirty.add("swap")
+            self._wake_replicas()
 
     def _end_swap(self, session: int) -> None:
         if self.swapping.pop(session, None) is not None:
