@@ -348,6 +348,7 @@ class Leasing(Choosing):
         assert self.steps is not None
         rows, name, step = self.rows, task.spec.name, self.steps.task.spec.name
         trained = self._trained(rows.at(ids))
+        rows.version[rows.at(ids[~trained])] = NONE
         for partition, part in self._by_partition(ids[~trained]):
             self._queue(task, partition).push_front(part)
         ids = ids[trained]

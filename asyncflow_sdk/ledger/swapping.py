@@ -21,7 +21,7 @@ class Swapping(Versioning):
         version = command.version
         if self.lineage.given_up(version):
             raise VersionGone(f"version {version} was rolled back; {self.version} is current: stage that")
-        if session.replica is None or session.replica.staged != version:
+        if version < 0 or session.replica is None or session.replica.staged != version:
             raise ConfigError(f"{session.name} has not staged version {version}, so it cannot load it")
         if version != self.version and not (self.quorum and version == self.committed):
             since = self._now - self.version_since

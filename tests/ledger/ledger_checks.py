@@ -111,7 +111,8 @@ def _check_window(ledger: Ledger, live: list[int]) -> None:
     assert window.holds()
     for i in live:
         if rows.step[i] != NONE and rows.version[i] != NONE:
-            assert rows.step[i] - rows.version[i] <= window.max_staleness, "a row is too old for its step"
+            base = ledger.lineage.step(int(rows.version[i]))
+            assert rows.step[i] - base <= window.max_staleness, "a row is too old for its step"
     assert [step for step, _ in steps.closed] == sorted({step for step, _ in steps.closed})
     for step, ids in steps.closed:
         assert (rows.step[rows.at(ids)] == step).all()
@@ -144,10 +145,29 @@ def check_same(ledger: Ledger, naive: Naive) -> None:
         assert (rows.nbytes[at], rows.charged[at]) == (row.nbytes, row.charge), f"row {i}"
         assert rows.deadline[at] == (NONE if row.deadline is None else row.deadline), f"row {i}"
         assert rows.version[at] == (NONE if row.version is None else row.version), f"row {i}"
+        assert rows.newest[at] == (NONE if row.newest is None else row.newest), f"row {i}"
         assert rows.step[at] == (NONE if row.step is None else row.step), f"row {i}"
     if ledger.steps is not None:
         assert ledger.steps.window.step == naive.step
         assert ledger.steps.window.finished == naive.finished
+
+
+def check_same_versions(ledger: Ledger, naive: Naive) -> None:
+    """They say the same of versions, of their publisher, and of replicas."""
+    assert [(v.version, v.source) for v in ledger.versions.values()] == [(v.version, v.source) for v in naive.kept]
+    assert ledger.publisher == naive.ranks
+    assert {session.id: session.rank for session in ledger.sessions.values() if session.rank != NONE} == {
+        session: rank for rank, session in naive.ranks.items()
+    }
+    assert set(ledger.replicas) == naive.replicas
+    assert set(ledger.swapping) == naive.permits
+    staged = {s: r.replica.staged for s, r in ledger.sessions.items() if r.replica and r.replica.staged != NONE}
+    assert staged == naive.staged
+    assert {number for number, session in ledger.sessions.items() if session.claimed} == naive.claimed
+    assert ledger.committed == naive.committed
+    assert ledger.lineage.step(ledger.version) == naive.trains[naive.version]
+    for version in range(ledger.version + 2):
+        assert ledger.lineage.given_up(version) == naive.given_up(version), version
 
 
 def check_no_lost_wakeup(ledger: Ledger) -> None:

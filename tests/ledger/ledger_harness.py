@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from ledger_checks import check_counters, check_no_lost_wakeup, check_same, freeze
+from ledger_checks import check_counters, check_no_lost_wakeup, check_same, check_same_versions, freeze
 from ledger_queue import publishing
 from naive import PARKED, Naive
 from naive_rows import Parked
@@ -141,6 +141,7 @@ class Harness:
     def check(self) -> None:
         check_counters(self.ledger)
         check_same(self.ledger, self.naive)
+        check_same_versions(self.ledger, self.naive)
         check_no_lost_wakeup(self.ledger)
         assert sorted(self.ledger.parked) == sorted(t for ws in self.ledger.waiters.values() for t in ws)
         assert sorted(self.ledger.parked) == sorted(p.ticket for p in self.naive.parked)

@@ -50,6 +50,9 @@ class Naive(NaiveVersions):
         self.capacity_bytes = self.capacity_bytes if c.capacity_bytes is None else c.capacity_bytes
         self.row_bytes = self.row_bytes if c.row_bytes is None else c.row_bytes
         self.keep_versions = self.keep_versions if c.keep_versions is None else c.keep_versions
+        self.max_swapping = self.max_swapping if c.max_swapping is None else c.max_swapping
+        self.quorum = self.quorum if c.quorum is None else c.quorum
+        self.decide()
 
     def _declare(self, session: int, c: cmd.Declare, outcome: Any) -> None:
         task, errors = c.task, []

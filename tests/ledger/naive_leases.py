@@ -16,6 +16,12 @@ PARKED = "parked"
 
 
 class NaiveLeases(NaiveRows):
+    claimed: set[int]
+
+    def must_load(self, session: int) -> int | None:
+        """A version without which a replica gets nothing, whatever the staleness rule says."""
+        raise NotImplementedError
+
     def _is(self, outcome: Any, expected: Any) -> None:
         assert outcome == expected, f"{outcome!r} is not {expected!r}"
 
@@ -175,13 +181,14 @@ class NaiveLeases(NaiveRows):
         rows = {i for i, r in self.live().items() if r.step == min(full) and r.state[task.name] == "open"}
         ids = self._leased(session, task, outcome)
         assert set(ids) == rows, "a step is leased whole, the oldest first"
-        assert outcome.step == outcome.version == min(full)
+        assert outcome.step == min(full)
+        assert outcome.version == outcome.step + self.shift()
 
     def _lease_admitted(self, session: int, task: TaskSpec, c: cmd.Lease, outcome: Any) -> None:
         """Rows no step takes come as they are; the others as the rule allows."""
         rest = [i for i in self.ready(task, c.partition) if not self.trained(self.rows[i])]
         loaded = self.loaded[session]
-        if self.train() is None or loaded is None or not rest:
+        if self.train() is None or loaded is None or not rest or self.must_load(session) is not None:
             self._lease_in_window(session, task, c.partition, c.count, outcome)
         elif isinstance(outcome, cmd.Leased) and not self.train().takes(outcome.partition):  # type: ignore[union-attr]
             ids = self._leased(session, task, outcome)
@@ -204,6 +211,9 @@ class NaiveLeases(NaiveRows):
         if loaded is None:
             self._is(outcome, load_first)
             return
+        if (decided := self.must_load(session)) is not None:
+            self._is(outcome, cmd.LoadFirst(version=decided))
+            return
         ready = [i for i in self.ready(task, partition) if self.trained(self.rows[i])]
         again = [i for i in ready if self.rows[i].deadline is not None]
         if again:  # rows whose producer was lost: begun with a version that must not be newer than this replica's
@@ -219,8 +229,9 @@ class NaiveLeases(NaiveRows):
             return
         groups = {self.rows[i].group for i in ready}
         size = len(next(iter(groups))) if groups else 1
-        most = sum(self.may_admit(n * size, loaded) for n in range(1, len(groups) + 1))
-        if not most and groups and self.version > loaded and self.may_admit(size, self.version):
+        base = self.trains[loaded]
+        most = sum(self.may_admit(n * size, base) for n in range(1, len(groups) + 1))
+        if not most and groups and self.version > loaded and self.may_admit(size, self.trains[self.version]):
             self._is(outcome, load_first)
             return
         if not most:
@@ -235,7 +246,7 @@ class NaiveLeases(NaiveRows):
         self._is(outcome.version, loaded)
         for i in ids:
             self.rows[i].version = loaded
-            self.rows[i].deadline = loaded + self.max_staleness
+            self.rows[i].deadline = base + self.max_staleness
 
     def _crew(self, session: int, outcome: cmd.Leased) -> tuple[Crew, list[int]]:
         """Who got which rows of a team's lease, from all that was told."""
@@ -277,7 +288,10 @@ class NaiveLeases(NaiveRows):
             self.rows[i].state[task.name] = "leased"
             self.rows[i].token[task.name] = outcome.token
         assert {self.rows[i].partition for i in ids} == {outcome.partition} or task.batch_rows is not None
-        self.leases[outcome.token] = Lease(task.name, session, ids, self.now + task.lease_s, crew)
+        lease = Lease(task.name, session, ids, self.now + task.lease_s, crew, outcome.version, len(self.rollbacks))
+        self.leases[outcome.token] = lease
+        if task.admits:
+            self.claimed.discard(session)
         return ids
 
     def _lease_of(self, session: int, token: int, rank: int) -> Lease | None:
@@ -329,11 +343,15 @@ class NaiveLeases(NaiveRows):
         for i in mine:
             self.rows[i].columns |= set(c.columns)
             self._done(i, task)
+            if task.admits:
+                self.rows[i].newest = lease.newest
         for i in {ids[at] for at in dropped} & set(mine):
             if task.batch_rows is not None:
                 self.rows[i].ended = "filtered"
             else:
                 self._end_group(i, "filtered")
+        if task.batch_rows is not None:
+            self.acknowledged(lease)
 
     def _saw(self, crew: Crew, rank: int, ids: list[int]) -> None:
         seen = crew.seen.setdefault(rank, set())
@@ -360,6 +378,7 @@ class NaiveLeases(NaiveRows):
                 self._done(i, self.tasks[lease.task])
             for i in {i for ids in crew.dropped.values() for i in ids}:
                 self.rows[i].ended = "filtered"
+            self.acknowledged(lease)
 
     def _giveback(self, session: int, c: cmd.GiveBack, outcome: Any) -> None:
         lease = self._lease_of(session, c.token, c.rank)

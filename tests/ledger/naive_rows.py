@@ -25,6 +25,7 @@ class Row:
     attempts: dict[str, int] = field(default_factory=dict)
     version: int | None = None
     deadline: int | None = None
+    newest: int | None = None  # version its replica had loaded when it completed the row
     step: int | None = None
     ended: str | None = None
 
@@ -51,6 +52,8 @@ class Lease:
     ids: list[int]
     expires: float
     crew: Crew | None = None
+    newest: int = -1  # version its replica has loaded since
+    rollbacks: int = 0  # before it was given
 
     def part(self, rank: int) -> list[int]:
         return self.ids if self.crew is None else self.crew.rows[rank]
@@ -83,7 +86,9 @@ class NaiveRows:
         self.stopped = False
         self.ended = False
         self.published: list[Any] = []  # versions, as they became current
-        self.keep_versions = 2
+        self.trains = {-1: -1}  # version → step that trains it
+        self.parents: dict[int, int] = {}
+        self.rollbacks: list[int] = []  # versions that rollbacks made
         self.ended_partitions: set[str] = set()
         self.last_group_size: dict[str, int] = {}  # by partition
         self.capacity_bytes: float = float("inf")
@@ -216,6 +221,32 @@ class NaiveRows:
             return False
         rows = [row for row in self.live().values() if partition in (None, row.partition)]
         return all(row.state[task.name] in ("done", "apart") for row in rows)
+
+    # ---- versions
+
+    def shift(self) -> int:
+        """By which versions are ahead of the steps that train them."""
+        return self.version - self.trains[self.version]
+
+    def given_up(self, version: int) -> bool:
+        """Whether the current version does not descend from it."""
+        line = self.version
+        while line > max(version, -1):
+            line = self.parents[line]
+        return line != version and -1 < version <= self.version
+
+    def next_to_train(self) -> int:
+        train = self.train()
+        assert train is not None
+        open_ones = [
+            r for r in self.live().values() if r.step is not None and r.state[train.name] in ("open", "leased")
+        ]
+        return min((r.step for r in open_ones if r.step is not None), default=self.step)
+
+    def acknowledged(self, lease: Lease) -> None:
+        """A step was: if it was leased before the last rollback, what it was trained to is nowhere in the current version."""
+        if lease.rollbacks < len(self.rollbacks) and self.version == self.rollbacks[-1]:
+            self.trains[self.version] = max(self.trains[self.version], self.next_to_train())
 
     # ---- what happens by itself
 
@@ -367,8 +398,11 @@ class NaiveRows:
                 if self.rows[i].ended is None:  # its trainer has it: only this task goes without it
                     self._done(i, task)
         if task.admits:
+            for i in back:
+                if not self.trained(self.rows[i]) and self.rows[i].state[task.name] == "open":
+                    self.rows[i].version = None
             for group in {self.rows[i].group for i in back}:
                 states = {(self.rows[m].state[task.name], self.shown_state(m, self.train())) for m in group}
                 if states == {("open", "waiting")}:  # nobody has begun it
                     for m in group:
-                        self.rows[m].version = self.rows[m].deadline = None
+                        self.rows[m].version = self.rows[m].newest = self.rows[m].deadline = None

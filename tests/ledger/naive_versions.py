@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from naive_leases import PARKED, NaiveLeases
+from naive_rows import Row
 
 from asyncflow_sdk.errors import ConfigError, Ended, VersionGone
 from asyncflow_sdk.ledger import commands as cmd
@@ -36,6 +37,12 @@ class NaiveVersions(NaiveLeases):
         self.coming: Coming | None = None
         self.kept: list[Published] = []  # those that can be fetched
         self.withdrawn: int | None = None  # the last that was announced and will not come
+        self.keep_versions, self.max_swapping, self.quorum = 2, 0, 0
+        self.replicas: set[int] = set()
+        self.staged: dict[int, int] = {}  # by session
+        self.permits: set[int] = set()  # of sessions that may load
+        self.claimed: set[int] = set()  # sessions on a version 0 they brought, before their first prompts
+        self.committed = -1
 
     def rank_of(self, session: int) -> int | None:
         return next((rank for rank, holder in self.ranks.items() if holder == session), None)
@@ -102,13 +109,18 @@ class NaiveVersions(NaiveLeases):
             ranks = range(self.world_size)
             parts = tuple(self.coming.parts[r] for r in ranks)
             by = tuple(self.ranks[r] for r in ranks)
-            self.published.append(Published(c.version, c.version, parts, by, self.coming.probe))
-            self.kept = [*self.kept, self.published[-1]][-self.keep_versions :]
-            self.coming = self.withdrawn = None
+            for number in range(self.version + 1, c.version + 1):
+                self.parents[number], self.trains[number] = number - 1, number - self.shift()
+            self.make_current(Published(c.version, c.version, parts, by, self.coming.probe))
+            self.coming = None
         self._is(outcome, self.to_keep())
 
     def _withdraw(self, session: int, c: cmd.Withdraw, outcome: Any) -> None:
         wrong = self.rank_of(session) is None or self.coming is None or self.coming.version != c.version
+        said = self.coming.version if self.coming is not None else None
+        if self.rank_of(session) is not None and said != c.version == self.withdrawn:
+            self._is(outcome, cmd.Done())
+            return
         if self._is_error(outcome, [ConfigError] if wrong else []):
             return
         self._is(outcome, cmd.Done())
@@ -119,14 +131,120 @@ class NaiveVersions(NaiveLeases):
             return
         self._is(outcome, cmd.Done())
         self.loaded[session] = c.version
+        self.claimed.discard(session)
+        if c.version == 0 and self.version != 0:
+            self.claimed.add(session)
+        for lease in self.leases.values():
+            if lease.crew is None and lease.session == session:
+                lease.newest = max(lease.newest, c.version)
+        self.permits.discard(session)
+        self.decide()
+
+    def _staged(self, session: int, c: cmd.Staged, outcome: Any) -> None:
+        if self._is_error(outcome, [ConfigError] if not 0 <= c.version <= self.version else []):
+            return
+        self._is(outcome, cmd.Done())
+        self.replicas.add(session)
+        self.staged[session] = c.version
+        self.decide()
+
+    def _notloaded(self, session: int, c: cmd.NotLoaded, outcome: Any) -> None:
+        if self._is_error(outcome, [ConfigError] if not 0 <= c.version <= self.version else []):
+            return
+        self._is(outcome, cmd.Done())
+        self.replicas.add(session)
+        if self.staged.get(session) == c.version:
+            del self.staged[session]
+        self.permits.discard(session)
+
+    def _swap(self, session: int, c: cmd.Swap, outcome: Any) -> None:
+        errors: list[type[Exception]] = []
+        if self.given_up(c.version):
+            errors.append(VersionGone)
+        if self.staged.get(session) != c.version:
+            errors.append(ConfigError)
+        elif c.version != self.version and not (self.quorum and c.version == self.committed):
+            errors.append(VersionGone)
+        if self._is_error(outcome, errors):
+            return
+        busy = self.max_swapping and session not in self.permits and len(self.permits) >= self.max_swapping
+        if (self.quorum and c.version > self.committed) or busy:
+            self._is(outcome, PARKED)
+            return
+        self._is(outcome, cmd.Done())
+        waiting = [p for p in self.parked if isinstance(p.command, cmd.Swap)]
+        first = next((p for p in waiting if p.command.version == c.version), None)
+        assert first is None or first.session == session or session in self.permits, "somebody asked before"
+        self.permits.add(session)
+
+    def _rollback(self, session: int, c: cmd.Rollback, outcome: Any) -> None:
+        kept = {v.source: v for v in self.kept} | {v.version: v for v in self.kept}
+        current = next((v for v in self.kept if v.version == self.version), None)
+        found = kept.get(c.version)
+        wrong = found is None or (current is not None and found.source == current.source)
+        if self._is_error(outcome, [ConfigError] if wrong else []):
+            return
+        assert found is not None
+        assert isinstance(outcome, cmd.RolledBack), outcome
+        number, step = max(self.version, self.coming.version if self.coming else -1) + 1, self.trains[self.version]
+        if self.train() is not None:
+            step = max(step, self.next_to_train())
+        for skipped in range(self.version + 1, number):
+            self.parents[skipped], self.trains[skipped] = skipped - 1, skipped - self.shift()
+        self.parents[number], self.trains[number] = c.version, step
+        self.coming = None
+        self.rollbacks.append(number)
+        self.make_current(Published(number, found.source, found.parts, found.by, found.probe))
+        self.committed = number if self.quorum else self.committed
+        before = len(self.live())
+        for i, row in self.live().items():
+            if self.generated_by_what_is_given_up(i, row):
+                self._end_group(i, "expired")
+        self._is(outcome, cmd.RolledBack(version=number, expired=before - len(self.live())))
+
+    def generated_by_what_is_given_up(self, i: int, row: Row) -> bool:
+        by = {row.version, row.newest}
+        for token, lease in self.leases.items():
+            if self.tasks[lease.task].admits and i in self.held(token):
+                by.add(lease.newest)
+        return any(self.given_up(version) for version in by if version is not None)
+
+    def make_current(self, version: Published) -> None:
+        self.published.append(version)
+        self.kept = [*self.kept, version][-self.keep_versions :]
+        self.withdrawn = None
+
+    def decide(self) -> None:
+        """Whether enough replicas have the current version."""
+        having = [s for s in self.replicas if self.version in (self.staged.get(s), self.loaded[s])]
+        if self.quorum and len(having) >= self.quorum:
+            self.committed = self.version
+
+    def must_load(self, session: int) -> int | None:
+        loaded = self.loaded[session]
+        assert loaded is not None
+        if loaded < self.committed:
+            return self.committed
+        late = session in self.claimed and self.version > 0
+        return self.version if late or self.given_up(loaded) else None
+
+    def take_over(self, session: int, command: Any) -> None:
+        super().take_over(session, command)
+        if isinstance(command, cmd.AwaitVersion | cmd.Swap):
+            self.replicas.add(session)
 
     def _awaitversion(self, session: int, c: cmd.AwaitVersion, outcome: Any) -> None:
         new = self.published[-1] if self.published and self.published[-1] in self.kept else None
         if new is not None and new.version > max(c.after, -1):
+            self.replicas.add(session)
             self._is(outcome, cmd.Version(version=new.version, parts=new.parts, source=new.source, probe=new.probe))
         elif not self._is_error(outcome, [Ended] if self.ended and all(map(self.exhausted, self.rollouts())) else []):
             self._is(outcome, PARKED)
 
     def drop(self, session: int, blame: bool) -> None:
         self.end_publisher(session)
+        self.replicas.discard(session)
+        self.staged.pop(session, None)
+        self.permits.discard(session)
+        self.claimed.discard(session)
         super().drop(session, blame)

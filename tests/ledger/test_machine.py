@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from ledger_harness import COLUMN, Fair, Harness
-from ledger_queue import publishing
+from ledger_queue import part, publishing
+from naive import PARKED
 
 from asyncflow_sdk.errors import LeaseLost
 from asyncflow_sdk.ledger import TaskSpec
@@ -94,6 +95,9 @@ class LedgerMachine(RuleBasedStateMachine):
             steps=draw(st.sampled_from([None, 6, 3, 2]), "steps"),
             capacity_bytes=draw(st.sampled_from([None, None, 600, 60]), "bytes"),
             row_bytes=draw(st.sampled_from([None, None, 10]), "bytes of a row"),
+            keep_versions=draw(st.sampled_from([None, 1, 3, 4]), "versions kept"),
+            max_swapping=draw(st.sampled_from([None, None, 1, 2]), "replicas that load at once"),
+            quorum=draw(st.sampled_from([None, None, None, 1, 2, 3]), "quorum"),
         )
         self.run.send(self.sessions[0], limits)
         order = draw(st.permutations(self.tasks), "order of declaration")
@@ -312,6 +316,65 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             command = cmd.AwaitVersion(after=current - by // 4, timeout_s=wait)
         self.run.send(self.session(who), command)
+
+    @rule(
+        who=small,
+        what=st.sampled_from(["open", "announce", "publish", "publish", "withdraw", "close", "all ranks"]),
+        rank=st.sampled_from([0, 0, 1, 1, 2, -1]),
+        size=st.sampled_from([2, 2, 2, 1]),
+        by=small,
+        outlives=st.booleans(),
+        wait=waits,
+    )
+    def publish_in_parts(
+        self, who: int, what: str, rank: int, size: int, by: int, outlives: bool, wait: float
+    ) -> None:  # fmt: skip
+        """Ranks of a publisher say this and that, in any order; or all that is needed, but for what one may leave out."""
+        coming = self.run.naive.coming
+        version = coming.version if coming is not None and by < 6 else self.run.naive.version + 1 + by // 6
+        share = part(version, max(rank, 0), outlives=outlives)
+        commands: dict[str, Any] = {
+            "open": cmd.OpenPublisher(rank=rank, world_size=size),
+            "announce": cmd.Announce(version=version, timeout_s=wait),
+            "publish": cmd.Publish(version=version, part=share, probe=b"p" * (rank == 0)),
+            "withdraw": cmd.Withdraw(version=version, reason="why not"),
+            "close": cmd.ClosePublisher(),
+        }
+        if what != "all ranks":
+            self.run.send(self.session(who), commands[what])
+            return
+        for each in range(size):
+            session = self.session(who + each)
+            self.run.send(session, cmd.OpenPublisher(rank=each, world_size=size))
+            self.run.send(session, commands["announce"])
+        for each in range(size - (by == 3)):
+            share = part(version, each, outlives=outlives)
+            self.run.send(self.session(who + each), cmd.Publish(version=version, part=share))
+
+    @rule(
+        who=small,
+        what=st.sampled_from(["fetch", "stage", "stage", "swap", "swap", "load", "fail", "whole"]),
+        by=st.sampled_from([0, 0, 0, 0, 1, 2, -1]),
+        wait=waits,
+    )
+    def be_a_replica(self, who: int, what: str, by: int, wait: float) -> None:
+        version, session = self.run.naive.version - by, self.session(who)
+        commands: dict[str, Any] = {
+            "fetch": cmd.AwaitVersion(after=version - 1, timeout_s=wait),
+            "stage": cmd.Staged(version=version, skipped=by > 0, moved=7, encoding="full"),
+            "swap": cmd.Swap(
+                version=self.run.naive.staged.get(session, version) if by < 2 else version, timeout_s=wait
+            ),
+            "load": cmd.Loaded(version=version),
+            "fail": cmd.NotLoaded(version=version, reason="it would not"),
+        }
+        for step in ("fetch", "stage", "swap", "load") if what == "whole" else (what,):
+            if self.run.send(session, commands[step]) == PARKED:
+                break
+
+    @rule(who=small, back=st.sampled_from([1, 1, 1, 2, 3, 0, -1]))
+    def roll_back(self, who: int, back: int) -> None:
+        self.run.send(self.session(who), cmd.Rollback(version=self.run.naive.version - back, reason="it diverged"))
 
     # ---- what is rarer
 
