@@ -40,7 +40,7 @@ class EchoRollout(RolloutEngine):
     ``in_flight``: draws token by token, each after ``token_s`` and each by the weights held then, and takes new weights
     in between. ``slow_load_s``: how long a load takes. ``proves``: whether it has what proofs ask an engine for.
 
-    To fail in chosen ways: from version ``fail_load_at`` on ``fail_loads`` loads raise half way, with weights of two versions
+    To fail in chosen ways: with version ``fail_load_at``, or a later one, ``fail_loads`` loads begin to raise half way, with weights of two versions
     held (log-probs of such weights are not a number). Versions from ``take_fewer_at`` on are taken but for one tensor. Version
     ``ignore_at`` is said to be taken, and is not.
     """
@@ -70,7 +70,7 @@ class EchoRollout(RolloutEngine):
         self._fail_load_at, self._fails_left = fail_load_at, fail_loads
         self._take_fewer_at, self._ignore_at = take_fewer_at, ignore_at
         self._random = np.random.default_rng(seed)
-        self._weights, self._version = weights(0), 0
+        self._weights, self._version, self._failing = weights(0), 0, False
         self._running = 0
         self._between = asyncio.Event()  # no load is under way: tokens may be drawn
         self._between.set()
@@ -138,13 +138,11 @@ class EchoRollout(RolloutEngine):
         return set(new)
 
     def _take(self, version: int, new: dict[str, np.ndarray[Any, Any]]) -> None:
-        if -1 < self._fail_load_at <= version:
+        self._failing = self._failing or -1 < self._fail_load_at <= version
+        if self._failing and self._fails_left:
             self._fails_left -= 1
-            if self._fails_left < 0:
-                self._fail_load_at = -1
-            else:
-                self._weights |= dict(list(new.items())[: len(new) // 2])
-                raise EngineError(f"told to fail while loading version {version}")
+            self._weights |= dict(list(new.items())[: len(new) // 2])
+            raise EngineError(f"told to fail while loading version {version}")
         if -1 < self._take_fewer_at <= version:
             del new[next(iter(new))]
         if version != self._ignore_at:

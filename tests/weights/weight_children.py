@@ -6,7 +6,8 @@ from children import hear, say
 
 from asyncflow_sdk.queue import Connection, open_queue
 from asyncflow_sdk.types import Manifest
-from asyncflow_sdk.weights import ShmReceiver, WeightPublisher
+from asyncflow_sdk.weights import WeightPublisher
+from asyncflow_sdk.weights.shm import ShmReceiver
 
 
 def hold(directory: str, manifest: str, where: str) -> None:
@@ -23,7 +24,7 @@ def hold(directory: str, manifest: str, where: str) -> None:
 def publish_until_killed(address: str) -> None:
     """Publish version 1; then say that version 2 has begun, from within it, and wait to be killed."""
     publisher = WeightPublisher(open_queue(Connection(address, "trainer")))
-    publisher.publish(1, [("w", np.full(1 << 20, 1, np.float32))])
+    publisher.publish(1, [("w", np.full(1 << 20, 1, np.float32))]).wait()
 
     def weights():  # type: ignore[no-untyped-def]
         yield "w", np.full(1 << 20, 2, np.float32)

@@ -1,0 +1,426 @@
+"""Loading into an engine: proven, or what it had is put back; and the same for loops of one's own."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from replica_runs import LIMIT_S, Served, model, replica, served, values
+from scripted_transport import fails, scripted
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, VersionGone, WeightError, WeightMismatch, WireError
+from asyncflow_sdk.testing import EchoRollout
+from asyncflow_sdk.testing.echo import weights
+from asyncflow_sdk.types import Probe
+from asyncflow_sdk.types.events import WeightState
+from asyncflow_sdk.weights import Loading, loading, prefetch
+
+SEQUENCES = ((1, 2), (3,)), ((4, 5), (6,))
+
+
+def probe_of(steps: float) -> Probe:
+    return Probe(*SEQUENCES, ((-steps, -steps), (-steps,)))
+
+
+class Loaded:
+    """An engine under ``Loading``, step by step."""
+
+    def __init__(self, one: Any, engine: EchoRollout, *verify: str, **options: Any) -> None:
+        self.one, self.engine = one, engine
+        self.loading = Loading(engine, one.updates, verify, **options)
+
+    async def load(self, version: int) -> bool:
+        await self.one.staged(version)
+        assert await self.one.updates.permission(version)
+        return await self.loading.load(self.one.updates.take())
+
+    @property
+    def held(self) -> float:
+        """The version whose weights the engine holds; not a number for a mixture."""
+        return self.engine._held
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "RETRY_S", 0.01)
+
+
+def publish(run: Served, version: int, **options: Any) -> None:
+    run.publish(version, weights(version), **options)
+
+
+def test_a_load_that_fails_half_way_puts_back_what_there_was_and_is_tried_again() -> None:
+    async def scenario() -> None:
+        async with replica(run.client("replica")) as one:
+            loaded = Loaded(one, EchoRollout(fail_load_at=2))
+            publish(run, 1)
+            assert await loaded.load(1)
+            publish(run, 2)
+            # when
+            assert not await loaded.load(2)
+            # then
+            assert (loaded.held, one.updates.loaded) == (1.0, 1)
+            assert await loaded.load(2)
+            assert (loaded.held, one.updates.loaded) == (2.0, 2)
+
+    with served() as run:
+        asyncio.run(scenario())
+        assert [(e.version, e.detail) for e in run.states("failed")] == [
+            (2, "EngineError: told to fail while loading version 2")
+        ]
+
+
+def test_without_a_whole_version_to_put_back_a_replica_is_poisoned() -> None:
+    async def scenario() -> None:
+        async with replica(run.client("replica")) as one:
+            # given an engine that fails twice: to load, and to load what it had
+            loaded = Loaded(one, EchoRollout(fail_load_at=2, fail_loads=2))
+            publish(run, 1)
+            assert await loaded.load(1)
+            publish(run, 2)
+            # when / then
+            with pytest.raises(
+                WeightError,
+                match=r"version 2 could not be loaded \(EngineError: told to fail.*, and neither could version 1 again"
+                r" \(EngineError.*must not generate any more",
+            ):
+                await loaded.load(2)
+            assert one.updates.loaded == 1
+
+    with served() as run:
+        asyncio.run(scenario())
+
+
+def test_weights_that_were_never_published_cannot_be_put_back() -> None:
+    async def scenario() -> None:
+        async with replica(run.client("replica"), 0) as one:
+            loaded = Loaded(one, EchoRollout(fail_load_at=1))
+            publish(run, 1)
+            with pytest.raises(WeightError, match="neither could version 0 again .*never published"):
+                await loaded.load(1)
+
+    with served() as run:
+        asyncio.run(scenario())
+
+
+def test_a_replica_that_has_no_version_yet_just_tries_again() -> None:
+    async def scenario() -> None:
+        async with replica(run.client("replica")) as one:
+            loaded = Loaded(one, EchoRollout(fail_load_at=1, fail_loads=2))
+            publish(run, 1)
+            assert [await loaded.load(1) for _ in range(3)] == [False, False, True]
+            assert loaded.held == 1.0
+
+    with served() as run:
+        asyncio.run(scenario())
+
+
+def test_the_version_before_may_be_fetched_again_only_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = scripted(monkeypatch)
+
+    async def scenario() -> None:
+        async with replica(run.client("replica")) as one:
+            loaded = Loaded(one, EchoRollout(fail_load_at=2))
+            publish(run, 1)
+            assert await loaded.load(1)
+            publish(run, 2)
+            await one.staged(2)
+            receiver.script = [fails(VersionGone("version 1 is no longer kept"))]
+            with pytest.raises(
+                WeightError, match="neither could version 1 again .VersionGone: version 1 is no longer"
+            ):
+                await loaded.load(2)
+
+    with served() as run:
+        asyncio.run(scenario())
+        assert receiver.held == []
+
+
+def test_names_that_do_not_match_would_come_again_and_are_raised() -> None:
+    async def scenario() -> None:
+        async with replica(run.client("replica")) as one:
+            loaded = Loaded(one, EchoRollout(take_fewer_at=1))
+            publish(run, 1)
+            with pytest.raises(
+                WeightMismatch, match=r"1 of 5 tensors were not taken by the engine: layer\.0\.weight"
+            ):
+                await loaded.load(1)
+            assert one.updates.loaded is None
+
+    with served() as run:
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("verify", ["probe", "held"])
+def test_weights_that_were_silently_not_applied_are_found_out(verify: str) -> None:
+    """The engine says it took every tensor of version 2, and holds version 1."""
+
+    probes = [{"probe": probe_of(n)} if verify == "probe" else {} for n in range(4)]
+
+    async def scenario() -> None:
+        async with replica(run.client("replica")) as one:
+            loaded = Loaded(one, EchoRollout(ignore_at=2), verify)
+            publish(run, 1, **probes[1])
+            assert await loaded.load(1)
+            publish(run, 2, **probes[2])
+            assert not await loaded.load(2)
+            assert one.updates.loaded == 1
+            publish(run, 3, **probes[3])
+            assert await loaded.load(3)
+
+    with served() as run:
+        asyncio.run(scenario())
+        (failed,) = run.states("failed")
+        assert failed.detail.startswith("WeightError: version 2: ")
+        assert ("log-prob -1, the trainer's -2" if verify == "probe" else "the bytes of") in failed.detail
+
+
+def test_a_probe_is_looked_at_unasked_by_engines_that_can() -> None:
+    async def scenario() -> None:
+        async with replica(run.client("able")) as one, replica(run.client("not")) as other:
+            able, unable = (
+                Loaded(one, EchoRollout(ignore_at=1)),
+                Loaded(other, EchoRollout(ignore_at=1, proves=False)),
+            )
+            publish(run, 1, probe=probe_of(1))
+            assert not await able.load(1)
+            assert await unable.load(1)  # nobody asked it to, and it cannot
+
+    with served() as run:
+        asyncio.run(scenario())
+
+
+def test_a_probe_that_is_asked_for_and_is_not_there() -> None:
+    async def scenario() -> None:
+        async with replica(run.client("replica")) as one:
+            loaded = Loaded(one, EchoRollout(), "probe")
+            publish(run, 1)
+            with pytest.raises(ConfigError, match="version 1 carries no probe, and verify asks for one"):
+                await loaded.load(1)
+
+    with served() as run:
+        asyncio.run(scenario())
+
+
+def test_a_replica_whose_loads_fail_one_after_another_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "GIVE_UP_AFTER", 3)
+
+    async def scenario() -> None:
+        async with replica(run.client("replica")) as one:
+            loaded = Loaded(one, EchoRollout(ignore_at=1), "held")
+            publish(run, 1)
+            assert not await loaded.load(1)
+            assert not await loaded.load(1)
+            with pytest.raises(
+                WeightError, match="3 loads failed one after another, the last of version 1: WeightError"
+            ):
+                await loaded.load(1)
+
+    with served() as run:
+        asyncio.run(scenario())
+
+
+def test_an_engine_that_never_comes_back_from_a_load_is_named() -> None:
+    async def scenario() -> None:
+        async with replica(run.client("replica"), 0) as one:
+            loaded = Loaded(one, EchoRollout(slow_load_s=10 * LIMIT_S), timeout_s=0.05)
+            publish(run, 1)
+            with pytest.raises(WeightError, match="EchoRollout has not loaded version 1 in 0.05 s"):
+                await loaded.load(1)
+
+    with served() as run:
+        asyncio.run(scenario())
+
+
+class Old(EchoRollout):
+    """Names tensors in its own way, and can do nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(proves=False)
+        self._weights = {f"old.{name}": array for name, array in self._weights.items()}
+
+    def weight_name(self, name: str) -> str:
+        return f"old.{name}"
+
+    @property
+    def _held(self) -> float:
+        return float(self._weights["old.scale"])
+
+
+def test_published_names_become_the_engines() -> None:
+    engine = Old()
+
+    async def scenario() -> None:
+        async with replica(run.client("replica"), rename=engine.weight_name) as one:
+            loaded = Loaded(one, engine)
+            publish(run, 1)
+            assert await loaded.load(1)
+            assert loaded.held == 1.0
+
+    with served() as run:
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "reason"),
+    [
+        (EchoRollout(), {"swap": "in_flight"}, "EchoRollout cannot load weights while requests run.*it can: drain"),
+        (EchoRollout(), {"swap": "later"}, "swap is one of drain, boundary, in_flight, not 'later'"),
+        (EchoRollout(), {"verify": ["hash"]}, "verify is a list of 'probe' and 'held', not"),
+        (EchoRollout(), {"verify": "held"}, "verify is a list of"),
+        (EchoRollout(proves=False), {"verify": ["held"]}, "EchoRollout does not hold weights as they were published"),
+        (EchoRollout(proves=False), {"verify": ["probe"]}, "EchoRollout cannot score given responses"),
+        (EchoRollout(in_flight=True), {"swap": "in_flight", "verify": ["probe"]}, "does not go with"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_before_it_starts(engine: Any, options: Any, reason: str) -> None:
+    with af.serve() as run, pytest.raises(ConfigError, match=reason):
+        af.Producer(run.queue, engine, **options)
+
+
+# ---- loops of one's own
+
+
+def test_a_loop_of_ones_own_commits_what_it_loaded() -> None:
+    with af.serve() as run, af.connect(run.address, name="mine") as mine:
+        publisher = run.weight_publisher()
+        publisher.publish(0, model(0).items(), probe=probe_of(0)).wait()
+        seen = []
+        updates = mine.weight_updates(timeout_s=LIMIT_S)
+        for update in updates:
+            with update:
+                seen.append((update.version, values(update)))
+                assert update.probe == probe_of(0) if update.version == 0 else update.probe is None
+            assert updates.loaded == update.version
+            assert loaded(run, mine) == update.version
+            if update.version == 3:
+                run.queue.end()
+            else:
+                publisher.publish(update.version + 1, model(update.version + 1).items())
+        assert seen == [(version, {float(version)}) for version in range(4)]
+        publisher.close()
+
+
+def loaded(run: af.Run, client: af.Run) -> int | None:
+    return next(each.loaded for each in run.queue.status().sessions if each.id == client.session)
+
+
+def test_an_exception_keeps_the_old_version_and_the_next_try_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+    with af.serve(on_event=events.append) as run, af.connect(run.address, name="mine") as mine:
+        with run.weight_publisher() as publisher:
+            publisher.publish(1, model(1).items())
+            versions = iter(mine.weight_updates(loaded=0, timeout_s=LIMIT_S))
+            with pytest.raises(ZeroDivisionError), next(versions):
+                raise ZeroDivisionError("of my own")
+            assert loaded(run, mine) == 0
+            # what was not handed out was not taken
+            with pytest.raises(WeightMismatch, match="2 of 3 tensors were not taken by the engine: b, s"):
+                with next(versions) as update:
+                    next(iter(update.arrays()))
+            with pytest.raises(WeightMismatch, match="3 of 3 tensors were not taken.*"):
+                with next(versions) as update:
+                    update.took(set())
+            # then
+            with next(versions) as update:
+                assert update.version == 1
+                update.took(set(model(1)))
+            assert loaded(run, mine) == 1
+    failed = [e.detail for e in events if getattr(e, "state", "") == "failed"]
+    assert [text.split(":")[0] for text in failed] == ["ZeroDivisionError", "WeightMismatch", "WeightMismatch"]
+
+
+def test_a_version_that_is_not_entered_is_passed_over() -> None:
+    with af.serve() as run, run.weight_publisher() as publisher, af.connect(run.address, name="mine") as mine:
+        publisher.publish(1, model(1).items())
+        versions = iter(mine.weight_updates(timeout_s=LIMIT_S))
+        passed = next(versions)
+        publisher.publish(2, model(2).items())
+        with next(versions) as update:
+            assert update.version == 2
+            list(update.arrays())
+        with pytest.raises(af.AsyncFlowError, match="version 1 was left already"), passed:
+            pass
+
+
+def test_waiting_has_an_end_that_says_for_what() -> None:
+    events: list[Any] = []
+    with af.serve(max_swapping=1, on_event=events.append) as run, af.connect(run.address, name="mine") as mine:
+        updates = mine.weight_updates(timeout_s=0.1)
+        with pytest.raises(
+            DeadlineExceeded, match="no version was published and fetched in 0.1 s; this replica has no"
+        ):
+            next(iter(updates))
+        # and of a permission, too
+        with run.weight_publisher() as publisher, af.connect(run.address, name="other") as other:
+            publisher.publish(1, model(1).items()).wait()
+            with next(iter(other.weight_updates(timeout_s=LIMIT_S))) as held:
+                until(
+                    lambda: any(
+                        (e.worker, e.state) == ("mine", "staged") for e in events if isinstance(e, WeightState)
+                    )
+                )
+                with pytest.raises(DeadlineExceeded, match="version 1 could not be loaded in 0.1 s: "):
+                    next(iter(updates))
+                list(held.arrays())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "never came"
+        time.sleep(0.01)
+
+
+def test_the_same_on_an_event_loop() -> None:
+    async def scenario(mine: af.Run) -> list[int]:
+        seen = []
+        async with mine.weight_updates(timeout_s=LIMIT_S) as updates:
+            async for update in updates:
+                async with update:
+                    await asyncio.sleep(0)
+                    list(update.arrays())
+                seen.append(update.version)
+                if update.version == 2:
+                    await asyncio.to_thread(mine.queue.end)
+                else:
+                    publisher.publish(update.version + 1, model(0).items())
+        return seen
+
+    with af.serve() as run, run.weight_publisher() as publisher, af.connect(run.address, name="mine") as mine:
+        publisher.publish(0, model(0).items())
+        assert asyncio.run(scenario(mine)) == [0, 1, 2]
+
+
+def test_closing_the_run_ends_a_wait_for_versions() -> None:
+    with af.serve() as run:
+        mine = af.connect(run.address, name="mine")
+        updates = mine.weight_updates(timeout_s=LIMIT_S)
+        ended: list[Any] = []
+        thread = threading.Thread(target=lambda: ended.append(list(updates)))
+        thread.start()
+        mine.close()
+        thread.join(LIMIT_S)
+        assert ended == [[]]
+        with pytest.raises(af.AsyncFlowError, match="closed"):
+            next(iter(updates))
+
+
+def test_what_no_further_try_mends_is_raised() -> None:
+    with af.serve() as run, run.weight_publisher() as publisher:
+        with af.connect(run.address, name="far", shared_memory=False) as far:
+            publisher.publish(0, model(0).items())
+            with pytest.raises(ConfigError, match="tcp"):
+                next(iter(far.weight_updates(timeout_s=LIMIT_S)))
+
+
+def test_a_replica_that_fails_to_fetch_goes_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = scripted(monkeypatch)
+    receiver.script = [fails(WireError("nobody listens at 10.0.0.1:7000"))]
+    with af.serve() as run, run.weight_publisher() as publisher, af.connect(run.address, name="mine") as mine:
+        publisher.publish(0, model(0).items())
+        with next(iter(mine.weight_updates(timeout_s=LIMIT_S))) as update:
+            assert values(update) == {0.0}
