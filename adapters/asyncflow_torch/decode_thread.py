@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,27 +20,40 @@ from asyncflow_sdk.errors import EngineError
 
 from .decode import Decoder
 from .lanes import Finished, Work
+from .reading import PASS_TOKENS
+from .switches import Switches, switched
 
-# The most prompt tokens, padding included, read in one pass: it bounds the memory a pass takes.
-_PROMPT_TOKENS = 16384
+
+class Parcel(NamedTuple):
+    """Rows ``rows`` of ``finished`` are a job's; ``switches``: which version drew which of their tokens."""
+
+    finished: Finished
+    rows: list[int]
+    switches: Switches
 
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way. ``inbox`` gets (Finished, its rows in there) as rows end, or an EngineError."""
+    """A request on its way. ``inbox`` gets a parcel whenever rows end, or an EngineError."""
 
     work: Work
     loop: asyncio.AbstractEventLoop
-    inbox: asyncio.Queue[tuple[Finished, list[int]] | EngineError] = field(default_factory=asyncio.Queue)
+    inbox: asyncio.Queue[Parcel | EngineError] = field(default_factory=asyncio.Queue)
     left: int = 0
+    switches: Switches = ()
 
 
 class DecodeThread:
-    """Decodes what is submitted until closed. But for ``close``, its methods do not block."""
+    """Decodes what is submitted until closed. But for ``close``, its methods do not block.
 
-    def __init__(self, decoder: Decoder, *, max_rows: int, threads: int | None) -> None:
+    ``version``: of the weights the model has.
+    """
+
+    def __init__(self, decoder: Decoder, *, max_rows: int, threads: int | None, version: int) -> None:
         self._decoder = decoder
         self._max_rows = max_rows
+        self._version = version
+        self._refusal = ""  # why nothing may be decoded
         self._threads = threads
         self._changed = threading.Condition()
         self._pending: deque[Job] = deque()
@@ -54,10 +67,12 @@ class DecodeThread:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job, called on its loop. Raises EngineError when closed."""
+        """Queue a job, called on its loop. Raises EngineError when closed, and when nothing may be decoded."""
         with self._changed:
             if self._closing:
                 raise EngineError("the engine is closed")
+            if self._refusal:
+                raise EngineError(self._refusal)
             self._pending.append(job)
         # Woken when the loop comes round again: requests made together are then read in one pass.
         job.loop.call_soon(self._wake)
@@ -77,6 +92,36 @@ class DecodeThread:
             self._calls.append((function, future))
             self._changed.notify()
         return future
+
+    def go_on(self, version: int) -> None:
+        """Only within a ``call``: the model's weights are now those of ``version``, and every further token is
+        drawn under them. Rows that run and cannot be read again end with an EngineError."""
+        self._version = version
+        with self._changed:
+            self._refusal = ""
+        if not self._decoder.rows:
+            return
+        try:
+            drawn = self._decoder.read_again({work: job.work.prompt for work, job in self._jobs.items()})
+        except BaseException as error:
+            self._drop([], f"version {version} was loaded, but what ran could not be read with it: {error!r}", error)
+            return
+        for work, tokens in drawn.items():
+            job = self._jobs[work]
+            job.switches = switched(job.switches, tokens, version)
+
+    def refuse(self, reason: str) -> None:
+        """Only within a ``call``: nothing may be decoded any more before ``go_on``. Whatever runs or waits gets
+        an EngineError."""
+        with self._changed:
+            self._refusal = reason
+            waiting, self._pending = list(self._pending), deque()
+        self._drop(waiting, reason, None)
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing may be decoded; empty when it may."""
+        return self._refusal
 
     @property
     def cpu_s(self) -> float:
@@ -107,7 +152,8 @@ class DecodeThread:
                     break
                 aborted, self._aborted = self._aborted, []
                 calls, self._calls = self._calls, []
-                admitted = [] if aborted else self._admissible()
+                # Rows that ended leave room, and weights that changed are another version: both come first.
+                admitted = [] if aborted or calls else self._admissible()
                 if aborted:
                     self._pending = deque(job for job in self._pending if job not in aborted)
             try:
@@ -126,7 +172,7 @@ class DecodeThread:
         while self._pending:
             work = self._pending[0].work
             rows, longest = rows + work.n, max(longest, len(work.prompt))
-            if rows > self._max_rows or (jobs and (len(jobs) + 1) * longest > _PROMPT_TOKENS):
+            if rows > self._max_rows or (jobs and (len(jobs) + 1) * longest > PASS_TOKENS):
                 break
             jobs.append(self._pending.popleft())
         return jobs
@@ -144,7 +190,7 @@ class DecodeThread:
                     future.set_exception(error)
         if admitted:
             for job in admitted:
-                job.left = job.work.n
+                job.left, job.switches = job.work.n, ((0, self._version),)
                 self._jobs[job.work.id] = job
             self._hand_over(self._decoder.admit([job.work for job in admitted]))
         if self._decoder.rows:
@@ -156,36 +202,41 @@ class DecodeThread:
             return
         order = np.argsort(finished.work, kind="stable")
         ids, starts = np.unique(finished.work[order], return_index=True)
-        parcels: dict[asyncio.AbstractEventLoop, list[tuple[Job, list[int]]]] = {}
+        parcels: dict[asyncio.AbstractEventLoop, list[tuple[Job, Parcel]]] = {}
         for work, rows in zip(ids.tolist(), np.split(order, starts[1:]), strict=True):
             job = self._jobs[work]
             job.left -= len(rows)
             if not job.left:
                 del self._jobs[work]
-            parcels.setdefault(job.loop, []).append((job, rows.tolist()))
-        for loop, parcel in parcels.items():
-            _call(loop, _deliver, finished, parcel)
+            parcel = Parcel(finished, rows.tolist(), job.switches)
+            parcels.setdefault(job.loop, []).append((job, parcel))
+        for loop, deliveries in parcels.items():
+            _call(loop, _deliver, deliveries)
 
     def _fail(self, admitted: list[Job], reason: str, cause: BaseException | None) -> None:
         """Every open job and call gets its own EngineError, and nothing is decoded any more."""
-        self._decoder.clear()
         with self._changed:
-            open_jobs = {id(job): job for job in (*self._jobs.values(), *admitted, *self._pending)}
+            waiting, self._pending = list(self._pending), deque()
             calls, self._calls = self._calls, []
-            self._pending.clear()
-        self._jobs.clear()
-        for job in open_jobs.values():
-            error = EngineError(reason)
-            error.__cause__ = cause
-            _call(job.loop, job.inbox.put_nowait, error)
+        self._drop([*admitted, *waiting], reason, cause)
         for _, future in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineError(reason))
 
+    def _drop(self, waiting: list[Job], reason: str, cause: BaseException | None) -> None:
+        """What runs, and the jobs ``waiting``, get an EngineError each."""
+        self._decoder.clear()
+        dropped = {id(job): job for job in (*self._jobs.values(), *waiting)}
+        self._jobs.clear()
+        for job in dropped.values():
+            error = EngineError(reason)
+            error.__cause__ = cause
+            _call(job.loop, job.inbox.put_nowait, error)
 
-def _deliver(finished: Finished, parcel: list[tuple[Job, list[int]]]) -> None:
-    for job, rows in parcel:
-        job.inbox.put_nowait((finished, rows))
+
+def _deliver(deliveries: list[tuple[Job, Parcel]]) -> None:
+    for job, parcel in deliveries:
+        job.inbox.put_nowait(parcel)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:

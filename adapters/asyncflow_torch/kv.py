@@ -44,6 +44,16 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._rooms = [_with_room(states, width) for states in kept]
         self.keys, self.values = (room[:, :, :width] for room in self._rooms)
 
+    def rearrange(self, columns: Any) -> None:
+        """Keep of each row the tokens ``columns`` (int64 (rows, tokens)), in that order."""
+        index, width = columns[:, None, :, None], columns.shape[1]
+        kept = (
+            states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+            for states in (self.keys, self.values)
+        )
+        self._rooms = [_with_room(states, width) for states in kept]
+        self.keys, self.values = (room[:, :, :width] for room in self._rooms)
+
     def join(self, other: GrowingLayer) -> None:
         """Append the rows of ``other``; the narrower of the two is padded on the left."""
         width = max(self.keys.shape[-2], other.keys.shape[-2])
@@ -77,6 +87,12 @@ def keep(cache: Any, rows: Any, cut: int) -> None:
         return
     for layer in cache.layers:
         layer.keep(rows, cut)
+
+
+def rearrange(cache: Any, columns: Any) -> None:
+    """Keep of each row the tokens ``columns`` (int64 (rows, tokens)), in that order. For joinable caches."""
+    for layer in cache.layers:
+        layer.rearrange(columns)
 
 
 def _capacity(tokens: int) -> int:

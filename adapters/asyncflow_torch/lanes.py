@@ -84,6 +84,10 @@ class Lanes:
     def __len__(self) -> int:
         return len(self.live)
 
+    def take(self, rows: Any) -> Lanes:
+        """A copy of ``rows``, in that order."""
+        return Lanes(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
     def keep(self, rows: Any) -> None:
         """Keep ``rows``, in that order."""
         for field in fields(self):

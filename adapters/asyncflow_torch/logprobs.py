@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from .collate import MicroBatch
+from asyncflow_sdk.types import Batch, Ragged
+
+from .collate import MicroBatch, micro_batches
 
 
 class TokenStats(NamedTuple):
@@ -34,6 +37,19 @@ def response_logprobs(model: Any, part: MicroBatch, *, temperature: float) -> To
     with torch.no_grad():
         entropy = log_total - torch.einsum("tv,tv->t", logits.softmax(-1), logits)
     return TokenStats(logprobs, entropy)
+
+
+def batch_logprobs(model: Any, batch: Batch, *, temperature: float, tokens: int | None) -> Ragged:
+    """Log-probs of ``response_ids`` after ``prompt_ids``, without gradient, in the batch's order; in passes of
+    at most ``tokens`` input tokens. The ids must be checked."""
+    rows, values = [], []
+    with torch.inference_mode():
+        for part in micro_batches(batch, tokens=tokens, device=model.device):
+            rows.append(part.rows)
+            values.append(response_logprobs(model, part, temperature=temperature).logprobs.cpu().numpy())
+    order = np.concatenate(rows)
+    lengths = batch.ragged("response_ids").lengths
+    return Ragged.from_lengths(np.concatenate(values), lengths[order]).take(np.argsort(order))
 
 
 @contextlib.contextmanager

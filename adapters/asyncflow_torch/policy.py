@@ -19,7 +19,6 @@ import transformers
 
 from asyncflow_sdk.errors import ConfigError, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import WeightUpdate
-from asyncflow_sdk.types import Manifest
 
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
@@ -60,29 +59,32 @@ def named_weights(model: Any) -> Iterator[tuple[str, Any]]:
             yield name, tensor.detach()
 
 
-def assign(model: Any, update: WeightUpdate) -> set[str]:
-    """Write every tensor of ``update`` into the model, in place; the names taken.
+def assign(model: Any, update: WeightUpdate) -> dict[str, Any]:
+    """Write every tensor of ``update`` into the model, in place: each name of the update, and the weight it is now.
 
-    A version that names a weight twice, lacks one, has one too many, or one of another shape or dtype, is
-    refused as a whole (WeightMismatch lists all) before anything is written. An error after that leaves a
-    mixture of versions: `Torn` says so.
+    A version that lacks a weight, has one too many, one of another shape or dtype, or two different ones for
+    what is tied in the model, is refused as a whole (WeightMismatch lists all) before anything is written. An
+    error after that leaves a mixture of versions: `Torn` says so.
     """
-    targets = _targets(model, update.manifest)
-    taken: set[str] = set()
+    targets, second = _targets(model, update)
+    left = targets.keys() - second
     try:
         with torch.no_grad():
             for name, tensor in update:
-                target = targets[name]
-                # Hazard: copy_ would broadcast and convert, so an update unlike its manifest would pass.
-                if _type_of(tensor) != _type_of(target):
-                    raise WeightMismatch(f"{name} is {_type_of(tensor)}, not {_type_of(target)} as promised")
+                if name in second:
+                    continue
+                target = targets.get(name)
+                # Hazard: copy_ would broadcast and convert, so an update unlike what it announced would pass.
+                if target is None or _type_of(tensor) != _type_of(target):
+                    wanted = "nothing" if target is None else _type_of(target)
+                    raise WeightMismatch(f"{name} came as {_type_of(tensor)}, and {wanted} was announced")
                 target.copy_(tensor)
-                taken.add(name)
-        if taken != targets.keys():
-            raise WeightMismatch(f"it did not bring {', '.join(sorted(targets.keys() - taken))}")
+                left -= {name}
+        if left:
+            raise WeightMismatch(f"it did not bring {', '.join(sorted(left))}")
     except BaseException as error:
         raise Torn(f"version {update.version} was written in part: {type(error).__name__}: {error}") from error
-    return taken
+    return targets
 
 
 class Torn(WeightError):
@@ -109,32 +111,58 @@ def vocabulary_of(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def _targets(model: Any, manifest: Manifest) -> dict[str, Any]:
-    """Where each tensor of a manifest goes. Raises WeightMismatch listing everything that does not fit."""
+def _targets(model: Any, update: WeightUpdate) -> tuple[dict[str, Any], set[str]]:
+    """Where each tensor of an update goes, and which names are a second one of the same weight. Raises
+    WeightMismatch listing everything that does not fit."""
     canonical = dict(named_weights(model))
     alias = _aliases(model)
     targets: dict[str, Any] = {}
-    written: dict[str, str] = {}
+    first: dict[str, str] = {}
+    second: dict[str, str] = {}
     problems: list[str] = []
-    for info in manifest.tensors:
-        name = alias.get(info.name, info.name)
-        if name not in canonical:
-            problems.append(f"{info.name}: the model has no such weight")
-        elif name in written:
-            problems.append(f"{info.name}: comes twice, {written[name]} is the same weight in this model")
-        elif _type_of(canonical[name]) != f"{info.dtype}{list(info.shape)}":
-            problems.append(
-                f"{info.name}: the version has {info.dtype}{list(info.shape)}, the model {_type_of(canonical[name])}"
-            )
-        else:
-            targets[info.name] = canonical[name]
-        written[name] = info.name
-    problems += [f"{name}: missing from the version" for name in canonical if name not in written]
+    converted = False
+    for name, (dtype, shape) in update.tensors.items():
+        weight = alias.get(name, name)
+        if weight not in canonical:
+            problems.append(f"{name}: the model has no such weight")
+            continue
+        if first.setdefault(weight, name) != name:
+            second[name] = first[weight]
+        given, held = f"{dtype}{list(shape)}", _type_of(canonical[weight])
+        if given != held:
+            problems.append(f"{name}: the version has {given}, the model {held}")
+            converted |= not held.startswith(f"{dtype}[")
+        targets[name] = canonical[weight]
+    problems += [f"{name}: missing from the version" for name in canonical if name not in first]
+    if not problems and second:
+        problems = _unequal(update, second)
     if problems:
+        hint = "\nThe publisher's dtype and the engine's must be the same." if converted else ""
         raise WeightMismatch(
-            f"version {manifest.version} does not fit this model, nothing was loaded:\n  " + "\n  ".join(problems)
+            f"version {update.version} does not fit this model, nothing was loaded:\n  "
+            + "\n  ".join(problems)
+            + hint
         )
-    return targets
+    return targets, set(second)
+
+
+def _unequal(update: WeightUpdate, second: dict[str, str]) -> list[str]:
+    """What is wrong with tensors that come under two names of one weight: they must be equal to the bit."""
+    names = {*second, *second.values()}
+    found = {name: tensor for name, tensor in update if name in names}
+    return [
+        f"{name}: differs from {other}, which is the same weight in this model"
+        for name, other in second.items()
+        if name not in found or other not in found or not _same(found[name], found[other])
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if _type_of(one) != _type_of(other):
+        return False
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    return bool(torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))))
 
 
 def _aliases(model: Any) -> dict[str, str]:

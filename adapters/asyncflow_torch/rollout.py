@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,11 @@ from asyncflow_sdk.interfaces import Capabilities, Completion, Request, RolloutE
 from .decode import Decoder
 from .decode_thread import DecodeThread, Job
 from .lanes import Work
-from .policy import Torn, assign, context_of, load_policy, vocabulary_of
+from .policy import Torn, assign, context_of, load_policy, named_weights, vocabulary_of
+from .scoring import score
+from .switches import spans_of
+
+_Result = TypeVar("_Result")
 
 
 class TransformersEngine(RolloutEngine):
@@ -38,6 +42,10 @@ class TransformersEngine(RolloutEngine):
     Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also where
     top-k or top-p cut the draw: what a trainer recomputes. A request with a seed draws the same random
     numbers in whatever company it runs, so it repeats its tokens but for rounding; see `sampling`.
+
+    Weights may be loaded while requests run. Between two tokens the rows that run are read anew by the new
+    weights, prompt and response so far, and go on: each token's log-prob is that of the version in its span,
+    given everything before it. ``version``: what the folder's weights count as.
     """
 
     def __init__(
@@ -49,6 +57,7 @@ class TransformersEngine(RolloutEngine):
         max_rows: int = 256,
         threads: int | None = None,
         attn_implementation: str | None = None,
+        version: int = 0,
     ) -> None:
         if max_rows < 1 or (threads is not None and threads < 1):
             raise ConfigError(f"max_rows and threads must be 1 or more, not {max_rows} and {threads}")
@@ -58,21 +67,21 @@ class TransformersEngine(RolloutEngine):
         self._model.requires_grad_(False)
         self._vocabulary = vocabulary_of(self._model)
         self.capabilities = Capabilities(
-            swap=frozenset({"drain"}),
-            token_versions=False,
+            swap=frozenset({"drain", "in_flight"}),
+            token_versions=True,
             max_rows=max_rows,
             context=context_of(self._model),
+            logprobs=True,
+            held_weights=True,
         )
         self._ids = itertools.count()
-        self._running = 0
-        self._torn = ""
-        self._thread = DecodeThread(Decoder(self._model), max_rows=max_rows, threads=threads)
+        self._held = dict(named_weights(self._model))
+        self._thread = DecodeThread(Decoder(self._model), max_rows=max_rows, threads=threads, version=version)
 
     async def generate(self, request: Request) -> AsyncIterator[Completion]:
         """Yield each response as it finishes. Closing the generator aborts what is left."""
         job = Job(self._work(request), asyncio.get_running_loop())
         self._thread.submit(job)
-        self._running += 1
         left = request.n
         try:
             while left:
@@ -80,34 +89,41 @@ class TransformersEngine(RolloutEngine):
                 if isinstance(parcel, EngineError):
                     left = 0
                     raise parcel
-                finished, rows = parcel
-                for row in rows:
+                finished = parcel.finished
+                for row in parcel.rows:
                     left -= 1
+                    tokens = finished.token_ids[row]
                     yield Completion(
                         int(finished.index[row]),
-                        token_ids=finished.token_ids[row],
+                        token_ids=tokens,
                         logprobs=finished.logprobs[row],
                         finish_reason="stop" if finished.stopped[row] else "length",
+                        spans=spans_of(parcel.switches, len(tokens)),
                     )
         finally:
-            self._running -= 1
             if left:
                 self._thread.abort(job)
 
     async def load_weights(self, update: WeightUpdate) -> set[str]:
-        """Write the update into the model in place. Raises WeightMismatch, with the old weights untouched,
-        for a version that does not fit the model; EngineError when something is running."""
-        if self._running:
-            raise EngineError(
-                f"version {update.version} cannot be loaded while {self._running} requests are running; drain first"
-            )
-        future = asyncio.wrap_future(self._thread.call(functools.partial(self._assign, update)))
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            # Hazard: the caller releases the update now, and the thread may be reading from it.
-            await asyncio.wait([future])
-            raise
+        """Write the update into the model in place, between two tokens of what runs.
+
+        Raises WeightMismatch, and goes on under the old weights, for a version that does not fit the model. A
+        load that breaks off leaves a mixture: what runs or waits gets an EngineError, and nothing is generated
+        before a version has been loaded whole.
+        """
+        return await self._between_tokens(functools.partial(self._load, update))
+
+    async def logprobs(
+        self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]
+    ) -> Sequence[Sequence[float]]:
+        """Log-probs of each response's tokens after its prompt, at temperature 1, under the weights held now.
+        Raises EngineError for sequences the model cannot take. What runs waits meanwhile."""
+        return await self._between_tokens(functools.partial(self._score, prompt_ids, response_ids))
+
+    def held_weights(self) -> Iterator[tuple[str, Any]]:
+        """(name, tensor) of the model's own parameters, under the names of the version loaded last."""
+        self._check_whole()
+        return iter(self._held.items())
 
     @property
     def cpu_s(self) -> float:
@@ -117,19 +133,35 @@ class TransformersEngine(RolloutEngine):
         """Stop the thread; requests still running get an EngineError."""
         await asyncio.to_thread(self._thread.close)
 
-    def _assign(self, update: WeightUpdate) -> set[str]:
+    async def _between_tokens(self, function: Callable[[], _Result]) -> _Result:
+        """Run ``function`` in the decode thread."""
+        future = asyncio.wrap_future(self._thread.call(function))
         try:
-            taken = assign(self._model, update)
-        except Torn as error:
-            self._torn = str(error)
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            # Hazard: the caller releases the update now, and the thread may be reading from it.
+            await asyncio.wait([future])
             raise
-        self._torn = ""
-        return taken
+
+    def _load(self, update: WeightUpdate) -> set[str]:
+        try:
+            self._held = assign(self._model, update)
+        except Torn as error:
+            self._thread.refuse(f"the model holds a mixture of versions and must be loaded anew: {error}")
+            raise
+        self._thread.go_on(update.version)
+        return set(self._held)
+
+    def _score(self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        self._check_whole()
+        return score(self._model, prompt_ids, response_ids)
+
+    def _check_whole(self) -> None:
+        if self._thread.refusal:
+            raise EngineError(self._thread.refusal)
 
     def _work(self, request: Request) -> Work:
         """The request as decoding takes it. Raises EngineError for one that cannot be run."""
-        if self._torn:
-            raise EngineError(f"the model holds a mixture of versions and must be loaded anew: {self._torn}")
         prompt: Any = np.asarray(request.prompt_ids)
         if prompt.ndim != 1 or not prompt.size:
             raise EngineError(f"a prompt is one row of one token or more, not of shape {prompt.shape}")

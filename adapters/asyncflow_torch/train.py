@@ -22,7 +22,7 @@ from asyncflow_sdk.types import GRPO, Batch, Ragged
 
 from . import checkpoint
 from .collate import check_tokens, check_training, micro_batches
-from .logprobs import response_logprobs
+from .logprobs import batch_logprobs, response_logprobs
 from .losses import group_advantages, grpo_loss
 from .policy import context_of, export_policy, load_policy, named_weights, vocabulary_of
 
@@ -130,15 +130,7 @@ class TorchEngine(TrainEngine):
     def logprobs(self, batch: Batch) -> Ragged:
         """Log-probs of ``response_ids`` under the current weights and the engine's temperature."""
         check_tokens(batch, vocabulary=self._vocabulary, context=self._context)
-        rows, values = [], []
-        with torch.inference_mode():
-            for part in micro_batches(batch, tokens=self._micro_batch_tokens, device=self._device):
-                stats = response_logprobs(self._model, part, temperature=self._temperature)
-                rows.append(part.rows)
-                values.append(stats.logprobs.cpu().numpy())
-        order = np.concatenate(rows)
-        lengths = batch.ragged("response_ids").lengths
-        return Ragged.from_lengths(np.concatenate(values), lengths[order]).take(np.argsort(order))
+        return batch_logprobs(self._model, batch, temperature=self._temperature, tokens=self._micro_batch_tokens)
 
     def named_weights(self) -> Iterable[tuple[str, Any]]:
         """Live views of the parameters, in Hugging Face names, tied weights once."""

@@ -13,7 +13,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncflow_sdk.interfaces import Completion, Request, WeightUpdate
-from asyncflow_sdk.types import Batch, Manifest, Sampling, TensorInfo
+from asyncflow_sdk.interfaces.weights import TensorType
+from asyncflow_sdk.types import Batch, Sampling
 from asyncflow_torch.demo.model import tokenizer
 from asyncflow_torch.rollout import TransformersEngine
 from asyncflow_torch.train import TorchEngine
@@ -97,15 +98,17 @@ def rollout() -> Iterator[Callable[..., TransformersEngine]]:
 
 
 class Update(WeightUpdate):
-    """A version at hand; its manifest is ``tensors``' unless ``promised`` says otherwise."""
+    """A version at hand; it announces ``tensors`` unless ``promised`` says otherwise."""
+
+    root = ""
 
     def __init__(self, tensors: dict[str, Any], version: int = 1, promised: dict[str, Any] | None = None) -> None:
-        self._tensors = tensors
-        infos = [
-            TensorInfo(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), 0)
+        self.version = version
+        self.tensors = {
+            name: TensorType(str(t.dtype).removeprefix("torch."), tuple(t.shape))
             for name, t in (promised or tensors).items()
-        ]
-        self.manifest = Manifest(version, tuple(infos), 0, 1, ())
+        }
+        self._tensors = tensors
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         return ((name, tensor.numpy()) for name, tensor in self._tensors.items())

@@ -1,0 +1,99 @@
+"""Reading: how a cache comes to hold prompts, and responses that were already under way.
+
+    cache, mask, logits = read(model, prompts)                    # equal prompts once
+    cache, mask = read_on(model, cache, mask, lengths, responses)
+
+A mask is bool (rows, tokens), False for padding, which is on the left; None where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncflow_sdk.types import Ragged
+
+from . import kv
+
+# The most tokens, padding included, read in one pass: it bounds the memory a pass takes.
+PASS_TOKENS = 16384
+
+_Ids = npt.NDArray[np.int32]
+
+
+def read(model: Any, prompts: Sequence[_Ids]) -> tuple[Any, Any, Any]:
+    """Read a prompt for each row, in one pass that has equal ones once: cache, mask, and the logits
+    (rows, vocabulary) of what comes next."""
+    place: dict[bytes, int] = {}
+    prompt_of = [place.setdefault(prompt.tobytes(), len(place)) for prompt in prompts]
+    ids, columns = _left_padded([np.frombuffer(prompt, np.int32) for prompt in place], model.device)
+    mask = None if bool((columns[:, 0] == 0).all()) else columns >= 0
+    cache = kv.new_cache(model)
+    output = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=columns.clamp(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    rows = torch.tensor(prompt_of, device=model.device)
+    kv.keep(cache, rows, 0)
+    return cache, None if mask is None else mask[rows], output.logits[:, -1][rows]
+
+
+def read_on(model: Any, cache: Any, mask: Any, lengths: Sequence[int], tokens: Sequence[_Ids]) -> tuple[Any, Any]:
+    """Read ``tokens`` of each row, none or more, behind the ``lengths`` it has read: cache and mask.
+
+    The cache must be joinable.
+    """
+    if not any(len(ids) for ids in tokens):
+        return cache, mask
+    ids, columns = _left_padded(tokens, model.device)
+    if mask is None:
+        mask = torch.ones(len(tokens), cache.get_seq_length(), dtype=torch.bool, device=model.device)
+    mask = torch.cat([mask, columns >= 0], 1)
+    model(
+        input_ids=ids,
+        attention_mask=None if mask.all() else mask,
+        position_ids=torch.tensor(lengths, device=model.device)[:, None] + columns.clamp(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    width = int(mask.sum(1).max())
+    if width < mask.shape[1]:  # rows of different lengths were padded in their middle
+        left = mask.to(torch.uint8).argsort(dim=1, stable=True)[:, -width:]
+        kv.rearrange(cache, left)
+        mask = mask.gather(1, left)
+    return cache, None if mask.all() else mask
+
+
+def passes(prompts: Sequence[_Ids], tokens: Sequence[_Ids] = ()) -> Iterator[list[int]]:
+    """The rows in parts that ``read``, and ``read_on`` with ``tokens``, take in a pass each; all that share a
+    prompt (are given the same array) count it once."""
+    rows: list[int] = []
+    distinct: set[int] = set()
+    longest = longest_on = 0
+    for row, prompt in enumerate(prompts):
+        on = len(tokens[row]) if tokens else 0
+        distinct.add(id(prompt))
+        longest, longest_on = max(longest, len(prompt)), max(longest_on, on)
+        if rows and len(distinct) * longest + (len(rows) + 1) * longest_on > PASS_TOKENS:
+            yield rows
+            rows, distinct, longest, longest_on = [], {id(prompt)}, len(prompt), on
+        rows.append(row)
+    if rows:
+        yield rows
+
+
+def _left_padded(rows: Sequence[_Ids], device: Any) -> tuple[Any, Any]:
+    """Token ids, int64 (rows, longest), and which of its row each is, below 0 for padding."""
+    ragged = Ragged.of([np.asarray(ids, np.int32) for ids in rows])
+    ids = torch.from_numpy(ragged.padded(0, side="left").astype(np.int64)).to(device)
+    lengths = torch.from_numpy(ragged.lengths).to(device)
+    return ids, torch.arange(ids.shape[1], device=device) - ids.shape[1] + lengths[:, None]
