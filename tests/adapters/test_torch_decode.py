@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncflow_sdk.types import Batch, Sampling
-from asyncflow_torch import kv
+from asyncflow_torch import kv, reading
 from asyncflow_torch.decode import Decoder, end_tokens
 from asyncflow_torch.lanes import Finished, Work
 from asyncflow_torch.policy import load_policy
@@ -79,6 +79,58 @@ def test_late_rows_join_the_running_ones_in_one_pass(decoder: Callable[[], Decod
     one.step()
     one.admit([_work(1, 9, 100)])
     assert (one.waves, one.rows) == (1, 4)
+
+
+@pytest.mark.parametrize("pass_tokens", [16384, 50])
+def test_reading_again_with_the_same_weights_changes_no_token(
+    decoder: Callable[[], Decoder], monkeypatch: Any, pass_tokens: int
+) -> None:
+    # given rows that came at different times, and how they go on undisturbed
+    monkeypatch.setattr(reading, "PASS_TOKENS", pass_tokens)
+    arrivals = {3 * i: [work] for i, work in enumerate(WORKS)}
+    wanted = _run(decoder(), dict(arrivals))
+
+    # when everything is read again after every fourth step
+    one = decoder()
+    step, steps = one.step, 0
+
+    def step_and_read() -> Finished | None:
+        nonlocal steps
+        steps += 1
+        finished = step()
+        if steps % 4 == 0:
+            rows = one.rows
+            drawn = one.read_again({work.id: work.prompt for work in WORKS})
+            assert all(0 < count < WORKS[id].sampling.max_tokens for id, count in drawn.items())
+            assert one.rows == rows
+        return finished
+
+    one.step = step_and_read  # type: ignore[method-assign]
+    _same(_run(one, dict(arrivals)), wanted)
+
+
+def test_rows_read_again_have_no_padding_between_prompt_and_response(endless: str) -> None:
+    # given a short prompt that has drawn twenty tokens, joined by a long one that has drawn one
+    decoder = Decoder(load_policy(endless, dtype="float32", device="cpu"))
+    works = [_work(0, 2, 50, n=1), _work(1, 30, 50, n=1)]
+    results: dict[Any, Any] = {}
+    decoder.admit(works[:1])
+    for _ in range(19):
+        decoder.step()
+    decoder.admit(works[1:])
+
+    # when
+    assert decoder.read_again({0: works[0].prompt, 1: works[1].prompt}) == {0: 20, 1: 1}
+
+    # then the cache is as wide as the longer of them, and both go on as if nothing had happened
+    (wave,) = decoder._waves
+    assert wave.cache.get_seq_length() == 30
+    while decoder.rows:
+        _add(results, decoder.step())
+    alone: dict[Any, Any] = {}
+    for work in works:
+        alone |= _run(decoder, {0: [work]})
+    _same(results, alone)
 
 
 def test_rows_whose_joining_would_be_mostly_padding_take_turns(endless: str) -> None:

@@ -57,13 +57,12 @@ class Gate:
         assert await asyncio.to_thread(self._reached.wait, LIMIT_S)
         self._reached.clear()
 
-    async def load(self, update: Any) -> set[str]:
-        """Load between this step and the next."""
-        loading = asyncio.ensure_future(self._engine.load_weights(update))
-        while not self._engine._thread._calls:
-            await asyncio.sleep(0.001)
+    async def load(self, *updates: Any) -> set[str]:
+        """Load between this step and the next; the names of the last."""
+        loading = [asyncio.ensure_future(self._engine.load_weights(update)) for update in updates]
+        await asyncio.sleep(0)  # they are on their way, and so is whatever else the test has begun
         self.go_on()
-        return await loading
+        return (await asyncio.gather(*loading))[-1]
 
     def go_on(self) -> None:
         self._open.set()
@@ -240,25 +239,26 @@ async def _all(engine: TransformersEngine, request: Request) -> list[Completion]
 def test_a_swap_that_breaks_off_ends_what_runs_and_waits_until_a_version_is_whole(
     endless: str, rollout: Make, make_update: Any
 ) -> None:
-    # given a request that runs, and one that waits
-    engine = rollout(endless, max_rows=2)
+    # given a request that runs, one that could begin at the next step, and one that waits
+    engine = rollout(endless, max_rows=4)
     versions = _versions(endless, 2)
     request = Request(np.array([5, 6], np.int32), Sampling(max_tokens=50), n=2)
     broken = versions[1] | {"model.norm.weight": torch.zeros(1)}
 
     async def scenario() -> list[Completion]:
         gate = Gate(engine, [5])
-        tasks = [asyncio.ensure_future(_all(engine, request)) for _ in range(2)]
+        tasks = [asyncio.ensure_future(_all(engine, request))]
         await gate.reached()
+        tasks += [asyncio.ensure_future(_all(engine, request)) for _ in range(2)]
 
         # when a version breaks off half-way
         with pytest.raises(WeightError, match="written in part"):
             await gate.load(make_update(broken, promised=versions[1]))
 
-        # then both get an error of their own, and nothing is begun
+        # then all get an error of their own, and nothing is begun
         errors = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(error) for error in errors] == [EngineError] * 2
-        assert errors[0] is not errors[1]
+        assert [type(error) for error in errors] == [EngineError] * 3
+        assert len({id(error) for error in errors}) == 3
         assert all("mixture" in str(error) for error in errors)
         with pytest.raises(EngineError, match="mixture"):
             await _all(engine, request)
@@ -347,13 +347,26 @@ def test_a_request_aborted_during_a_swap_is_gone_and_the_others_go_on(
     _check_logprobs(endless, versions, [requests[1].prompt_ids], [got])
 
 
-def test_loading_the_same_version_again_leaves_one_span(endless: str, rollout: Make, swapped: Any) -> None:
-    # given a second load of version 1 (of what a failed one left), then of another, between the same two tokens
-    engine = rollout(endless, version=1)
-    versions = _versions(endless, 1)
-    request = Request(np.array([5, 6], np.int32), Sampling(max_tokens=20))
-    ((one,),) = swapped(engine, [request], versions, [4])
-    assert list(one.spans) == [(1, 0, 20)]
+def test_loads_without_a_token_between_leave_no_empty_span(endless: str, rollout: Make, make_update: Any) -> None:
+    # given a running request
+    engine = rollout(endless)
+    versions = _versions(endless, 2)
+    request = Request(np.array([5, 6], np.int32), Sampling(max_tokens=20), n=2)
+
+    async def scenario() -> list[Completion]:
+        gate = Gate(engine, [5, 9])
+        running = asyncio.ensure_future(_all(engine, request))
+        await gate.reached()
+        # when version 1 and version 2 come at once, and version 2 once more later
+        await gate.load(*(make_update(versions[v], version=v) for v in (1, 2)))
+        await gate.reached()
+        await gate.load(make_update(versions[2], version=2))
+        return await running
+
+    # then
+    got = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    assert {c.spans for c in got} == {((0, 0, 6), (2, 6, 20))}
+    _check_logprobs(endless, versions, [request.prompt_ids], [got])
 
 
 def test_responses_are_scored_between_two_tokens_of_what_runs(
@@ -368,6 +381,7 @@ def test_responses_are_scored_between_two_tokens_of_what_runs(
         running = asyncio.ensure_future(_all(engine, request))
         await gate.reached()
         scoring = asyncio.ensure_future(engine.logprobs([[5, 6]], [[7, 8, 9]]))
+        await asyncio.sleep(0)
         gate.go_on()
         return await scoring, await running
 
