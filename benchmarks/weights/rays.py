@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 
-os.environ["RAY_preallocate_plasma_memory"] = "1"
+os.environ |= {"RAY_preallocate_plasma_memory": "1", "RAY_AUTH_MODE": "token"}  # both drivers show one token
 
 import ray
 import torch
