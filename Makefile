@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo test fuzz lint bench-demo bench-queue clean
+.PHONY: help install demo test fuzz lint bench-demo bench-queue bench-weights clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -15,6 +15,7 @@ help:
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
 	@echo "make bench-queue the queue beside Ascend's TransferQueue and bare floors (JSON=PATH writes the rows)"
+	@echo "make bench-weights  weights beside Gloo, safetensors, Ray and bare floors (JSON=PATH writes the rows)"
 
 install: $(READY)
 
@@ -62,5 +63,16 @@ PEER ?= .venv-peer/.ready
 bench-queue: install $(PEER)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.queue $(if $(JSON),--json $(JSON)) $(ARGS)
 
+# Ray, for the side-by-side only. Where it cannot be installed: make bench-weights RAY= ARGS=--no-ray
+RAY ?= .venv-ray/.ready
+.venv-ray/.ready:
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet '$(TORCH)'
+	.venv-ray/bin/python -m pip install --quiet 'ray>=2.50' 'numpy>=1.26'
+	touch $@
+
+bench-weights: install $(RAY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)
+
 clean:
-	rm -rf $(VENV) .venv-trl .venv-peer .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis

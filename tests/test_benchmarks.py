@@ -4,18 +4,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
 
-def run(*arguments: str) -> dict[str, float]:
+def run(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
@@ -31,3 +32,28 @@ def test_rows_stream_through_three_tasks() -> None:
 
 def test_the_ledger_is_measured_with_rows_leased_and_requests_parked() -> None:
     assert set(run("benchmarks.queue.ledger", "10", "1000")) == {"1000", "1000 held"}
+
+
+@pytest.mark.parametrize("contender", ["shm", "shm-bare", "gloo", "floor-shm"])
+def test_versions_arrive_as_they_were_sent(contender: str) -> None:
+    pytest.importorskip("torch")
+    options = json.dumps({"gb": 0.004, "versions": 2})
+    versions = run("benchmarks.weights.drive", contender, options)["versions"]
+    assert all(version["copy_s"] > 0 < version["swap_s"] <= version["seconds"] for version in versions)
+
+
+def test_the_table_of_weights_is_made(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.weights", "--quick", "--only", "files on tmpfs", "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    ours, machine = json.loads(path.read_text())
+    assert ours["ratio_to_peer"] == pytest.approx(ours["ours"] / ours["peer"])
+    assert machine["unit"] == "GB/s"
+
+
+def test_the_updates_of_a_model_are_encoded_and_decoded() -> None:
+    pytest.importorskip("transformers")
+    found = run("benchmarks.weights.delta", json.dumps({"millions": 0.1, "steps": 2}))
+    assert 0 < found["percent"] < 100

@@ -18,14 +18,14 @@ class Trainer(ABC):
     def start(self, parameters: Parameters) -> str:
         """Returns what the replica connects to."""
 
-    def meet(self) -> None:  # noqa: B027
+    def meet(self) -> None:
         """Called while the replica is being made, for those who must both be there."""
 
     @abstractmethod
     def publish(self, version: int) -> None:
         """Send the parameters. Returns when training may change them again."""
 
-    def settle(self) -> None:  # noqa: B027
+    def settle(self) -> None:
         """Wait until nothing is under way; not measured."""
 
     @abstractmethod

@@ -41,6 +41,7 @@ def drive(name: str, *, gb: float, versions: int, seed: int = 0) -> dict[str, An
         trainer.ask("settle")
         if replica.ask("sample") != sent:
             raise RuntimeError(f"{name}: version {version} did not arrive as it was sent")
+        swap_s = min(swap_s, done - began)  # not what it waited, ready, for the trainer to begin
         rows.append({"seconds": done - began, "held_s": held_s, "swap_s": swap_s, "copy_s": copy_s})
     nbytes = trainer.ask("nbytes")
     for child in (replica, trainer):

@@ -1,0 +1,107 @@
+"""A real model's updates, encoded: ``python -m benchmarks.weights.delta '{"millions": 40, "steps": 16}'``.
+
+A Llama with new weights, fp32 masters, Adam at lr 1e-6, one policy-gradient step after another on samples of its own making,
+each with an advantage of 1 or -1. After each step the bfloat16 weights are encoded against those of the step before, bucket by
+bucket, and decoded again. The last line printed is the result, as JSON: of the last half of the steps, when the running means
+of Adam have settled, the size in percent of full, percent of elements that changed, and the speed of one core in GB/s of full
+weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics as st
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncflow_sdk.types.manifest import BUCKET_BYTES
+from asyncflow_sdk.weights import delta
+
+LR = 1e-6
+VOCABULARY = 2048
+LAYERS = 8
+TOKENS, PROMPTS = 48, 4
+Bytes = np.ndarray
+
+
+def model(millions: float) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden = max(round(math.sqrt(millions * 1e6 / LAYERS / 12.25) / 64) * 64, 64)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=LAYERS,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, max_position_embeddings=256,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def train(policy: Any, optimizer: torch.optim.Optimizer, random: torch.Generator) -> None:
+    """One step."""
+    tokens = torch.randint(VOCABULARY, (PROMPTS, TOKENS), generator=random)
+    advantage = torch.randint(2, (PROMPTS, 1), generator=random) * 2.0 - 1
+    logits = policy(input_ids=tokens).logits[:, :-1]
+    taken = torch.distributions.Categorical(logits=logits.detach()).sample()
+    logprobs = torch.log_softmax(logits, -1).gather(-1, taken[..., None])[..., 0]
+    (-(advantage * logprobs).mean()).backward()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def published(policy: Any) -> Bytes:
+    """All weights in bfloat16, one after another."""
+    with torch.no_grad():
+        return torch.cat([p.to(torch.bfloat16).view(-1) for p in policy.parameters()]).view(torch.uint8).numpy()
+
+
+def coded(new: Bytes, base: Bytes) -> dict[str, float]:
+    """Through the codec and back. Raises RuntimeError where something else comes out."""
+    size, encode_s, decode_s = 0, 0.0, 0.0
+    out = np.ones(BUCKET_BYTES, np.uint8)
+    for start in range(0, len(new), BUCKET_BYTES):
+        part = slice(start, min(start + BUCKET_BYTES, len(new)))
+        began = time.perf_counter()
+        code = delta.encode(new[part], base[part], 2)
+        done = time.perf_counter()
+        encode_s += done - began
+        if code is None:
+            size += part.stop - part.start
+            continue
+        into = out[: part.stop - part.start]
+        done = time.perf_counter()
+        delta.apply(code, base[part], into)
+        decode_s += time.perf_counter() - done
+        size += len(code)
+        if not np.array_equal(into, new[part]):
+            raise RuntimeError("a bucket did not come back as it was")
+    changed = np.count_nonzero(new.view(np.uint16) != base.view(np.uint16)) * 2
+    return {
+        "percent": 100 * size / len(new), "changed": 100 * changed / len(new),
+        "encode_gb_s": len(new) / encode_s / 1e9, "decode_gb_s": len(new) / max(decode_s, 1e-9) / 1e9,
+    }  # fmt: skip
+
+
+def measure(millions: float, steps: int) -> dict[str, float]:
+    torch.set_num_threads(1)
+    policy = model(millions)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=LR)
+    random = torch.Generator().manual_seed(1)
+    base, found = published(policy), []
+    for _ in range(steps):
+        train(policy, optimizer, random)
+        new = published(policy)
+        found.append(coded(new, base))
+        base = new
+    settled = found[steps // 2 :]
+    result = {name: st.median(each[name] for each in settled) for name in settled[0]}
+    return {**result, "first_percent": found[0]["percent"], "parameters": len(base) / 2}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(**json.loads(sys.argv[1]))))
