@@ -4,6 +4,7 @@ from .arena import Allocation, Arena, NoHole
 from .directory import SharedDirectory, remove_if_ownerless, sweep
 from .mapper import Hold, Mapped, Mapper
 from .private import PrivateMaps
+from .room import free_memory
 from .segment import HEADER_BYTES, blocks_there, sync_directory
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "PrivateMaps",
     "SharedDirectory",
     "blocks_there",
+    "free_memory",
     "remove_if_ownerless",
     "sweep",
     "sync_directory",

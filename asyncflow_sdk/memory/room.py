@@ -16,7 +16,12 @@ def free_bytes(directory: Path) -> int:
     file system promises (a container's limit above all), the kernel would kill somebody instead of refusing."""
     room = os.statvfs(directory)
     free = room.f_bavail * room.f_frsize
-    return min(free, _memory(), _container()) if SHM in directory.parents else free
+    return min(free, free_memory()) if SHM in directory.parents else free
+
+
+def free_memory() -> int:
+    """Bytes that processes may still take before the kernel kills one."""
+    return min(_memory(), _container())
 
 
 def _memory() -> int:

@@ -107,7 +107,7 @@ class Service:
         self._parked: dict[int, str] = {}
         self._look_s = 0.0
         self._lock, self._closed = threading.Lock(), False
-        self._server = Server([address], self, keys, MAX_CALL_BYTES, trusted=plain)
+        self._server = Server([address], self, keys, MAX_CALL_BYTES, trusted=plain, bulk=True)
         bound = self._server.addresses[0]
         if _everywhere(bound):
             bound = f"tcp://{own}:{bound.rpartition(':')[2]}"
@@ -193,15 +193,16 @@ class Service:
 class ServiceClient:
     """Calls the service that ``where`` leads to. Thread-safe; each thread that calls has a connection of its own.
 
-    ``where`` comes from another process: raises ProtocolError for one that is none.
+    ``where`` comes from another process: raises ProtocolError for one that is none. ``frame_bytes``: of the largest frame
+    taken beside an answer; -1: any.
     """
 
-    def __init__(self, where: bytes) -> None:
+    def __init__(self, where: bytes, frame_bytes: int = -1) -> None:
         try:
             found = _where.decode(where)
             if not found.address.startswith("tcp://"):
                 raise ProtocolError(f"a service at {found.address[:200]!r}; a tcp address is expected")
-            self._client = Client(found.address, found.key, trusted=found.trusted)
+            self._client = Client(found.address, found.key, trusted=found.trusted, bulk=True, frame_bytes=frame_bytes)
         except (*_BAD, ConfigError) as error:
             raise ProtocolError(f"this does not say where a service is: {error}") from None
         self.address = found.address
@@ -210,8 +211,16 @@ class ServiceClient:
         self._lock = threading.Lock()
         self._known = False
 
-    def call(self, body: bytes, timeout_s: float, what: str = "a call", frames: Sequence[Any] = ()) -> Answered:
-        """Ask and wait. ``what`` is asked for, for messages.
+    def call(
+        self,
+        body: bytes,
+        timeout_s: float,
+        what: str = "a call",
+        frames: Sequence[Any] = (),
+        since: int | None = None,
+    ) -> Answered:
+        """Ask and wait. ``what`` is asked for, for messages. ``since``: what ``interrupts`` was when that began which the call
+        belongs to: it raises if there was one since.
 
         Raises what the handler answered with; ServerLost, naming address and ``what``, when no answer comes in time or
         the service's process is seen to end, and on ``close``; WireError on ``interrupt``; AccessDenied.
@@ -219,12 +228,17 @@ class ServiceClient:
         until = time.monotonic() + timeout_s
         with self._lock:
             if not self._known:
-                self._ask(Hello(os.getpid(), process_key(os.getpid())), timeout_s, what)
+                self._ask(Hello(os.getpid(), process_key(os.getpid())), timeout_s, what, (), since)
                 self._known = True
-        return self._ask(Ask(body), until - time.monotonic(), what, frames)
+        return self._ask(Ask(body), until - time.monotonic(), what, frames, since)
+
+    @property
+    def interrupts(self) -> int:
+        """How often it was interrupted."""
+        return self._client.interrupts
 
     def interrupt(self) -> None:
-        """Calls under way in other threads raise WireError now."""
+        """Calls under way in other threads raise WireError now; see also ``since``."""
         self._client.interrupt()
 
     def close(self) -> None:
@@ -234,9 +248,11 @@ class ServiceClient:
                 self._client.tell(_encode(Bye()))
         self._client.close()
 
-    def _ask(self, word: Hello | Ask, timeout_s: float, what: str, frames: Sequence[Any] = ()) -> Answered:
+    def _ask(
+        self, word: Hello | Ask, timeout_s: float, what: str, frames: Sequence[Any], since: int | None
+    ) -> Answered:
         try:
-            reply = self._client.exchange(_encode(word), timeout_s, frames, grace_s=0.0)
+            reply = self._client.exchange(_encode(word), timeout_s, frames, grace_s=0.0, since=since)
         except ServerLost as error:
             raise ServerLost(f"{what}: {error}") from None
         try:

@@ -26,7 +26,7 @@ from .handshake import Handshake
 from .keys import RunKey
 from .numbering import Numbering
 from .processes import watch
-from .sockets import connect, on_loopback, transport_of
+from .sockets import connect, context_of, on_loopback, transport_of
 
 RESEND_S = 5.0
 GRACE_S = 15.0
@@ -46,19 +46,29 @@ class Client:
 
     ``key``: proves to a server on another host who asks, and knows it by its own. Raises ConfigError where a key
     is missing or has no use; the first request raises AccessDenied when server and key do not fit each other.
-    ``trusted``: beyond loopback, too, the server has no keys.
+    ``trusted``: beyond loopback, too, the server has no keys. ``bulk``: most of what comes is payload, in frames of at most
+    ``frame_bytes`` (-1: of any size).
     """
 
-    def __init__(self, address: str, key: RunKey | None = None, *, trusted: bool = False) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: RunKey | None = None,
+        *,
+        trusted: bool = False,
+        bulk: bool = False,
+        frame_bytes: int = -1,
+    ) -> None:
         tcp = transport_of(address) == "tcp"
         if key is not None and not tcp:
             raise ConfigError(f"{address} is on this host and takes no key; only tcp addresses do")
         if key is None and tcp and not (trusted or on_loopback(address)):
             raise ConfigError(f"{address} is not on loopback: it needs a key; pass key=, a copy of the run's run.key")
-        self.address, self.key = address, key
+        self.address, self.key, self._frame_bytes = address, key, frame_bytes
         self.session = secrets.token_hex(12)
         self._pid = os.getpid()
-        self._context: zmq.Context[Any] = zmq.Context.instance()
+        self._context = context_of(bulk)
+        self.interrupts = 0
         self._lock = threading.Lock()
         self._numbering = Numbering(self.session)
         self._local = threading.local()
@@ -98,12 +108,21 @@ class Client:
         return self.exchange(body, timeout_s, grace_s=grace_s).body
 
     def exchange(
-        self, body: bytes, timeout_s: float, frames: Sequence[Any] = (), *, grace_s: float = GRACE_S
+        self,
+        body: bytes,
+        timeout_s: float,
+        frames: Sequence[Any] = (),
+        *,
+        grace_s: float = GRACE_S,
+        since: int | None = None,
     ) -> Reply:
-        """The same with payload: contiguous buffers, which must not change before this returns or raises."""
+        """The same with payload: contiguous buffers, which must not change before this returns or raises. ``since``:
+        what ``interrupts`` was when that began which this request belongs to."""
         self.fits(body, frames)
         with self._lock:
             self.check()
+            if since is not None and since != self.interrupts:
+                raise self._interrupted()
             channel = self._thread_socket()
             channel.rest()
             channel.busy += 1
@@ -184,8 +203,10 @@ class Client:
             channel.waiting.pop(seq, None)
 
     def interrupt(self) -> None:
-        """Requests under way in other threads raise WireError now."""
+        """Requests under way in other threads raise WireError now, and so does each that is to belong to what was begun
+        before."""
         with self._lock:
+            self.interrupts += 1
             for channel in list(self._sockets):
                 if channel.busy:
                     channel.rouse()
@@ -234,7 +255,7 @@ class Client:
         if channel.wake in ready:
             channel.rest()
             self.check()
-            raise WireError(f"a request to {self.address} was interrupted")
+            raise self._interrupted()
         if channel.socket in ready:
             return True
         if self._server.fd in ready and not channel.socket.poll(_LAST_WORDS_MS):
@@ -247,13 +268,18 @@ class Client:
             f"{', and does the network reach it' if transport_of(self.address) == 'tcp' else ''}?"
         )
 
+    def _interrupted(self) -> WireError:
+        return WireError(f"a request to {self.address} was interrupted")
+
     def _ended(self) -> ServerLost:
         return ServerLost(f"the server at {self.address} is gone: its process {self._server.pid} has ended")
 
     def _thread_socket(self) -> _ThreadSocket:
         channel: _ThreadSocket | None = getattr(self._local, "channel", None)
         if channel is None:
-            channel = self._local.channel = _ThreadSocket(self._context, self.address, self.key, not self._let_in)
+            channel = self._local.channel = _ThreadSocket(
+                self._context, self.address, self.key, not self._let_in, self._frame_bytes
+            )
             self._sockets.add(channel)
         return channel
 
@@ -311,12 +337,15 @@ class _Server:
 class _ThreadSocket:
     """The socket of one thread. ``busy``: requests under way on it (two, when a signal handler asks)."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, key: RunKey | None, unproven: bool) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], address: str, key: RunKey | None, unproven: bool, frame_bytes: int
+    ) -> None:
         self.busy = 0
         self.torn = False
         self.wake, self._roused = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
         self.handshake: Handshake | None = None
         self.socket = context.socket(zmq.DEALER)
+        self.socket.maxmsgsize = frame_bytes
         try:
             if unproven:
                 self.handshake = Handshake(self.socket, address, key is not None)

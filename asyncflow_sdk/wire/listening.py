@@ -14,7 +14,7 @@ from zmq.utils import z85
 
 from ..errors import ConfigError
 from .keys import ServerKeys
-from .sockets import on_loopback, set_tcp, transport_of
+from .sockets import BULK_THREADS, context_of, on_loopback, set_tcp, transport_of
 
 Route: TypeAlias = "tuple[zmq.Socket[Any], bytes]"
 """A connection: the socket that has it, and the name it has there."""
@@ -25,9 +25,15 @@ class Listening:
     ``trusted``: tcp beyond loopback needs no keys, since everybody who reaches it may have what it serves."""
 
     def __init__(
-        self, addresses: list[str], keys: ServerKeys | None, max_bytes: int, *, trusted: bool = False
+        self,
+        addresses: list[str],
+        keys: ServerKeys | None,
+        max_bytes: int,
+        *,
+        trusted: bool = False,
+        bulk: bool = False,
     ) -> None:
-        self._keys, self._trusted = keys, trusted
+        self._keys, self._trusted, self._bulk = keys, trusted, bulk
         self._max_bytes = max_bytes
         self._own: zmq.Context[Any] | None = None
         self.zap: zmq.Socket[Any] | None = None
@@ -76,7 +82,7 @@ class Listening:
         if tcp and self._keys is not None:
             router = self._keyed = self._keyed or self._with_keys(self._keys)
         else:
-            router = self._plain = self._plain or self._router(zmq.Context.instance())
+            router = self._plain = self._plain or self._router(context_of(self._bulk))
         if tcp:
             set_tcp(router)
             router.ipv6 = "[" in address
@@ -87,7 +93,7 @@ class Listening:
         return router.get_string(zmq.LAST_ENDPOINT) if tcp else address
 
     def _with_keys(self, keys: ServerKeys) -> zmq.Socket[Any]:
-        self._own = zmq.Context()
+        self._own = zmq.Context(io_threads=BULK_THREADS if self._bulk else 1)
         self.zap = self._own.socket(zmq.REP)
         self.zap.bind("inproc://zeromq.zap.01")
         router = self._router(self._own)

@@ -160,7 +160,7 @@ class Server:
     """Binds to ``addresses`` (inproc, ipc, tcp) and runs ``handler`` in a thread.
 
     With ``keys`` those that are tcp are for clients that hold a key; without, tcp is for loopback alone, or for everybody
-    on a ``trusted`` network.
+    on a ``trusted`` network. ``bulk``: most of what it sends is payload.
     ``max_bytes``: the largest request taken, with its payload. ``garbage``: messages dropped because they were
     none; ``refused``: connections shut out by their key. ``hold``: answers leave together at the end of a round, so
     that the handler can settle what they rest on once for all of them. Raises ConfigError.
@@ -177,6 +177,7 @@ class Server:
         hold: bool = False,
         *,
         trusted: bool = False,
+        bulk: bool = False,
     ) -> None:
         self._handler = handler
         self._hold = hold
@@ -189,7 +190,7 @@ class Server:
         self._stopping = False
         self.garbage = 0
         self.max_bytes = max_bytes
-        self._listening = Listening(addresses, keys, max_bytes, trusted=trusted)
+        self._listening = Listening(addresses, keys, max_bytes, trusted=trusted, bulk=bulk)
         self.addresses = self._listening.addresses
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = zmq.Poller()

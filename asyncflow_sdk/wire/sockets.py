@@ -8,6 +8,8 @@ attempt; and they are not answered by a process that is stopped, while a kernel 
 from __future__ import annotations
 
 import ipaddress
+import os
+import threading
 from typing import Any
 
 import zmq
@@ -17,8 +19,24 @@ from .keys import RunKey
 
 GIVE_UP_MS = 10_000
 """A tcp connection on which nothing sent was acknowledged for so long is given up, and made anew by its client."""
+BULK_THREADS = 2
 IDLE_S, PROBE_S, PROBES = 5, 2, 3
 """A tcp connection on which nothing moved for IDLE_S is probed every PROBE_S; after PROBES without word it is over."""
+
+
+_bulk: list[tuple[int, zmq.Context[Any]]] = []
+_bulk_lock = threading.Lock()
+
+
+def context_of(bulk: bool) -> zmq.Context[Any]:
+    """The context of this process for calls, or for payload beside which calls must not wait: that one has more threads, and
+    so moves more over more connections."""
+    if not bulk:
+        return zmq.Context.instance()
+    with _bulk_lock:
+        if not _bulk or _bulk[0][0] != os.getpid():
+            _bulk[:] = [(os.getpid(), zmq.Context(io_threads=BULK_THREADS))]
+        return _bulk[0][1]
 
 
 def transport_of(address: str) -> str:
