@@ -21,6 +21,9 @@ def asyncflow_adapters() -> list[AdapterSpec]:
         AdapterSpec(
             kind="transport", name="file", factory="asyncflow_sdk.weights.file:FileTransport", tested="Linux 6.18"
         ),
+        AdapterSpec(
+            kind="transport", name="tcp", factory="asyncflow_sdk.weights.tcp:TcpTransport", tested="Linux 6.18"
+        ),
         *(
             AdapterSpec(kind="sampler", name=name, factory=f"asyncflow_sdk.ledger.samplers:{factory}")
             for name, factory in SAMPLERS.items()

@@ -1,0 +1,281 @@
+"""The fetching end of the tcp transport: a few threads ask for buckets, put each where it belongs and verify it there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from ..errors import DeadlineExceeded, DigestMismatch, ProtocolError, WireError
+from ..interfaces.weights import Bytes, Fetched, WeightReceiver
+from ..types import Manifest
+from ..types.manifest import Bucket
+from . import delta
+from .landing import Landing
+from .service import ServiceClient
+from .tcp_messages import DELTA, RAW, Get, Got, TcpWhere, decode, encode, fits
+
+THREADS = 3
+SILENCE_S = 60.0
+"""How long a request may take before its publisher counts as lost."""
+AT_ONCE = 16
+"""Buckets asked for at a time while what comes for them takes not more than FEW_BYTES."""
+FEW_BYTES = 4 << 20
+_PIECE = 512 << 10  # copied and hashed while it is in the cache
+_SLACK_BYTES = 64 << 10
+_log = logging.getLogger(__name__)
+
+
+class TcpReceiver(WeightReceiver):
+    """``again``: buckets that were asked for in full, since a delta for them did not give what was published."""
+
+    keeps_base: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._landing = Landing()
+        self._threads = ThreadPoolExecutor(THREADS, "asyncflow-fetch")
+        self._clients: dict[bytes, tuple[ServiceClient, int]] = {}
+        self._fetch: _Fetch | None = None
+        self._lock = threading.Lock()
+        self.again = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held: what was fetched and is still looked at, and at most one version that is not."""
+        return self._landing.nbytes
+
+    def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
+        if manifest.bucket_bytes < 1 or any(chunk.nbytes < 0 for chunk in manifest.chunks):
+            raise ProtocolError(f"version {manifest.version}: its manifest has buckets or chunks of no size")
+        place = decode(where, TcpWhere)
+        client = self._client(place.service, manifest.bucket_bytes)
+        chunks = self._landing.take([chunk.nbytes for chunk in manifest.chunks])
+        if base is not None and not (fits(manifest, base.manifest) and len(base.chunks) == len(chunks)):
+            base = None
+        fetch = _Fetch(client, place.version, manifest, chunks, base, time.monotonic() + timeout_s)
+        with self._lock:
+            self._fetch = fetch
+        try:
+            wait([self._threads.submit(fetch.work) for _ in range(THREADS)])
+        except BaseException:
+            fetch.interrupt()
+            raise
+        finally:
+            with self._lock:
+                self._fetch = None
+        self.again += fetch.again
+        if fetch.error is None:
+            return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full")
+        self._landing.give_back(chunks)  # though frames of the error's traceback refer to them
+        if isinstance(fetch.error, WireError):
+            self._drop(place.service)
+        raise fetch.error
+
+    def interrupt(self) -> None:
+        with self._lock:
+            if self._fetch is not None:
+                self._fetch.interrupt()
+
+    def close(self) -> None:
+        self.interrupt()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for service in list(self._clients):
+            self._drop(service)
+        self._landing.close()
+
+    def _client(self, service: bytes, bucket_bytes: int) -> ServiceClient:
+        known = self._clients.get(service)
+        if known is not None and known[1] < bucket_bytes:
+            self._drop(service)
+            known = None
+        if known is None:
+            known = self._clients[service] = ServiceClient(service, bucket_bytes + _SLACK_BYTES), bucket_bytes
+        return known[0]
+
+    def _drop(self, service: bytes) -> None:
+        """The next fetch connects anew."""
+        self._clients.pop(service)[0].close()
+
+
+class _Span(NamedTuple):
+    """Buckets ``first`` to ``stop``, by number; ``whole``: not as a delta."""
+
+    first: int
+    stop: int
+    whole: bool
+
+
+class _Fetch:
+    """One fetch. Its threads work until nothing is left to be asked for, or something went wrong."""
+
+    def __init__(
+        self,
+        client: ServiceClient,
+        version: int,
+        manifest: Manifest,
+        chunks: Sequence[Bytes],
+        base: Fetched | None,
+        until: float,
+    ) -> None:
+        self._client, self._since = client, client.interrupts
+        self._version, self._manifest, self._root = version, manifest, manifest.root
+        self._chunks, self._base, self._until = chunks, base, until
+        self._began = time.monotonic()
+        self._buckets = list(manifest.buckets())
+        self._todo = deque([_Span(0, len(self._buckets), base is None)] if self._buckets else [])
+        self._stride = max(1, min(AT_ONCE, FEW_BYTES // manifest.bucket_bytes))
+        self._lock = threading.Lock()
+        self._interrupted = False
+        self.error: Exception | None = None
+        self.moved = self.again = self.saved = self._here = 0
+
+    def interrupt(self) -> None:
+        """Every thread ends soon."""
+        self._interrupted = True
+        self._client.interrupt()
+
+    def work(self) -> None:
+        try:
+            while (span := self._next()) is not None:
+                self._get(span)
+        except Exception as error:
+            with self._lock:
+                first = self.error is None
+                if first:
+                    self.error = self._named(error)
+            if first:
+                self._client.interrupt()
+
+    def _next(self) -> _Span | None:
+        """What to ask for next; buckets that are those of the base are copied on the way."""
+        while True:
+            with self._lock:
+                if self.error is not None or not self._todo:
+                    return None
+                span = self._todo.popleft()
+                stop = min(span.stop, span.first + self._stride)
+                if stop < span.stop:
+                    self._todo.appendleft(span._replace(first=stop))
+                span = span._replace(stop=stop)
+            if span.whole or self._base is None:
+                return span
+            first, stop = span.first, span.stop
+            while first < stop and self._same(first):
+                first += 1
+            if first == stop:
+                continue
+            rest = next((n for n in range(first + 1, stop) if self._is_same(n)), stop)
+            if rest < stop:
+                self._put_back(_Span(rest, stop, False))
+            return _Span(first, rest, False)
+
+    def _put_back(self, span: _Span) -> None:
+        with self._lock:
+            self._todo.appendleft(span)
+
+    def _is_same(self, number: int) -> bool:
+        bucket = self._buckets[number]
+        assert self._base is not None
+        ours, theirs = self._manifest.chunks[bucket.chunk], self._base.manifest.chunks[bucket.chunk]
+        return ours.digests[bucket.index] == theirs.digests[bucket.index]
+
+    def _same(self, number: int) -> bool:
+        """Whether a bucket is that of the base, and was copied; one that was written into since is asked for in full."""
+        if not self._is_same(number):
+            return False
+        assert self._base is not None
+        bucket = self._buckets[number]
+        if self._land(bucket, self._base.chunks[bucket.chunk][bucket.start : bucket.stop]):
+            self._count(1, saved=1)
+        else:
+            self._again(number, "the base was changed")
+        return True
+
+    def _again(self, number: int, why: str) -> None:
+        _log.warning("version %d: bucket %d is fetched in full: %s", self._manifest.version, number, why)
+        with self._lock:
+            self.again += 1
+            self._todo.append(_Span(number, number + 1, True))
+
+    def _count(self, here: int, moved: int = 0, saved: int = 0) -> None:
+        with self._lock:
+            self._here += here
+            self.moved += moved
+            self.saved += saved
+
+    def _get(self, span: _Span) -> None:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded("no time is left")
+        get = Get(self._version, self._root, span.first, span.stop - span.first)
+        if not span.whole and self._base is not None:
+            get = msgspec.structs.replace(get, base=self._base.manifest.version, base_root=self._base.manifest.root)
+        what = f"buckets {span.first} to {span.stop - 1} of version {self._manifest.version}"
+        body, frames = self._client.call(encode(get), min(left, SILENCE_S), what, since=self._since)
+        kinds = decode(body, Got).kinds
+        if not 0 < len(kinds) <= get.count or len(frames) != len(kinds):
+            raise ProtocolError(f"{len(kinds)} buckets in {len(frames)} frames, where {get.count} were asked for")
+        if span.first + len(kinds) < span.stop:
+            self._put_back(span._replace(first=span.first + len(kinds)))
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        self._stride = max(1, self._stride // 2) if size > FEW_BYTES else min(AT_ONCE, len(kinds) * 2)
+        for number, (kind, frame) in enumerate(zip(kinds, frames, strict=True), span.first):
+            self._put(number, kind, frame, span.whole)
+
+    def _put(self, number: int, kind: int, frame: Any, whole: bool) -> None:
+        bucket = self._buckets[number]
+        nbytes = memoryview(frame).nbytes
+        if kind == DELTA and not whole and self._base is not None:
+            old = self._base.chunks[bucket.chunk][bucket.start : bucket.stop]
+            new = self._chunks[bucket.chunk][bucket.start : bucket.stop]
+            try:
+                delta.apply(frame, old, new)
+                self._manifest.check(bucket, memoryview(new))  # type: ignore[arg-type]
+            except (ProtocolError, DigestMismatch) as error:
+                self._count(0, nbytes)
+                self._again(number, str(error))
+            else:
+                self._count(1, nbytes, 1)
+            return
+        if kind != RAW or nbytes != bucket.stop - bucket.start:
+            raise ProtocolError(f"{nbytes} bytes of kind {kind} for bucket {number} of {bucket.stop - bucket.start}")
+        if not self._land(bucket, np.frombuffer(frame, np.uint8)):
+            self._manifest.check(bucket, memoryview(frame))
+            raise DigestMismatch(f"bucket {number} was changed while it was copied")
+        self._count(1, nbytes)
+
+    def _land(self, bucket: Bucket, data: Bytes) -> bool:
+        """Copy a bucket to its place; whether it is there what was published."""
+        digests = self._manifest.chunks[bucket.chunk].digests
+        target = self._chunks[bucket.chunk][bucket.start : bucket.stop]
+        if not digests:
+            target[:] = data
+            return True
+        state = xxhash.xxh3_128()
+        for start in range(0, len(data), _PIECE):
+            piece = target[start : start + _PIECE]
+            piece[:] = data[start : start + _PIECE]
+            state.update(memoryview(piece))  # type: ignore[arg-type]
+        return bucket.index < len(digests) and state.digest() == digests[bucket.index]
+
+    def _named(self, error: Exception) -> Exception:
+        """What is raised: it says which version, and who was to send it."""
+        about = f"version {self._manifest.version} from its publisher at {self._client.address}"
+        if self._interrupted:
+            return WireError(f"the fetch of {about} was interrupted: it is wanted no more")
+        if time.monotonic() >= self._until and isinstance(error, (WireError, DeadlineExceeded)):
+            return DeadlineExceeded(
+                f"{about} was not here after {time.monotonic() - self._began:.1f} s: {self._here} of"
+                f" {len(self._buckets)} buckets are ({error})"
+            )
+        if isinstance(error, WireError):
+            return type(error)(f"{about}: {error}")
+        return error

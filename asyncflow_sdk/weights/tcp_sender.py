@@ -1,0 +1,170 @@
+"""The publishing end of the tcp transport: versions staged in host memory, sent from where they lie to who asks.
+
+Nobody who asks is waited for: what is being sent is pinned, and memory that is still pinned when its version is kept
+no longer is used again later. Deltas are made by threads of their own, and answered when they are made.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ..errors import AsyncFlowError, ProtocolError, VersionGone
+from ..interfaces.weights import Bytes, Host, WeightSender
+from ..types import Manifest, carrier
+from ..types.manifest import Bucket
+from . import delta
+from .codes import Codes, Pair
+from .service import Service
+from .staging import Staging, StagingRoom
+from .tcp_messages import ANSWER_BYTES, DELTA, MOST_BUCKETS, RAW, Get, Got, TcpWhere, decode, encode, fits
+
+DELTA_THREADS = 2
+
+
+class _Version:
+    """One that may be asked for. ``chunks`` pin its memory."""
+
+    def __init__(self, manifest: Manifest, chunks: Sequence[Bytes]) -> None:
+        self.manifest, self.root = manifest, manifest.root
+        self.buckets = list(manifest.buckets())
+        self.chunks = chunks
+        self._widths: dict[tuple[int, int], int] = {}
+
+    def bytes_of(self, bucket: Bucket) -> Bytes:
+        return self.chunks[bucket.chunk][bucket.start : bucket.stop]
+
+    def width(self, bucket: Bucket) -> int:
+        """Bytes of most of its elements."""
+        if not self._widths:
+            self._widths = _widths(self.manifest)
+        return self._widths.get((bucket.chunk, bucket.index), 1)
+
+
+class TcpSender(WeightSender):
+    """``listen`` and ``plain``: see Service. ``delta_bytes``: how much memory deltas may take that were made already; 0: none are
+    made."""
+
+    def __init__(self, host: Host, *, listen: str | None, plain: bool, delta_bytes: int) -> None:
+        self._delta = delta_bytes > 0
+        self._codes = Codes(delta_bytes)
+        self._versions: dict[int, _Version] = {}
+        self._fresh: int | None = None  # sent, and not kept yet
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(DELTA_THREADS, "asyncflow-delta")
+        self._service = Service(host, self, listen=listen, plain=plain)
+        try:
+            self._staging = Staging.private(host.name)
+        except BaseException:
+            self._service.close()
+            raise
+
+    def room(self, nbytes: int) -> StagingRoom:
+        self._fresh = None
+        return self._staging.room(nbytes)
+
+    def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
+        return self._staging.prepare(sizes)
+
+    def send(self, manifest: Manifest) -> bytes:
+        self._staging.seal(manifest.version)
+        version = _Version(manifest, self._staging.chunks(manifest.version))
+        with self._lock:
+            self._versions[manifest.version] = version
+        self._fresh = manifest.version
+        return encode(TcpWhere(self._service.where, manifest.version))
+
+    def abandon(self) -> None:
+        self._forget([version for version in self._staging.versions if version != self._fresh])
+        self._staging.abandon()
+        self._fresh = None
+
+    def keep(self, versions: Sequence[int]) -> None:
+        self._fresh = None
+        self._forget(versions)
+        self._staging.keep(versions)
+
+    @property
+    def nbytes(self) -> int:
+        return self._staging.nbytes + self._codes.nbytes
+
+    def close(self) -> None:
+        self._service.close()
+        self._threads.shutdown(cancel_futures=True)
+        self._forget(())
+        self._staging.close()
+
+    def _forget(self, but: Sequence[int]) -> None:
+        with self._lock:
+            self._versions = {number: version for number, version in self._versions.items() if number in but}
+            roots = {version.root for version in self._versions.values()}
+        self._codes.keep(roots)
+
+    # ---- called by the service
+
+    def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+        get = decode(body, Get)
+        with self._lock:
+            version, base = self._versions.get(get.version), self._versions.get(get.base)
+        if version is None or version.root != get.root:
+            raise VersionGone(
+                f"version {get.version} is no longer kept by its publisher at {self._service.address}; take the newest"
+            )
+        if not (0 <= get.first < get.first + get.count <= len(version.buckets) and get.count <= MOST_BUCKETS):
+            raise ProtocolError(
+                f"{get.count} buckets from {get.first} of version {get.version}, which has {len(version.buckets)}"
+            )
+        buckets: Sequence[Bucket] = version.buckets[get.first : get.first + get.count]
+        if base is None or not self._delta or base.root != get.base_root or not fits(version.manifest, base.manifest):
+            buckets = _within(buckets)
+            kinds = bytes([RAW]) * len(buckets)
+            self._service.answer(ticket, encode(Got(kinds)), [version.bytes_of(bucket) for bucket in buckets])
+        else:
+            self._threads.submit(self._answer, ticket, version, base, get.first, buckets)
+
+    def gone(self, peer: str) -> None:
+        pass
+
+    def _answer(self, ticket: int, version: _Version, base: _Version, first: int, buckets: Sequence[Bucket]) -> None:
+        """With deltas, where they are smaller."""
+        kinds, frames, size = bytearray(), list[Any](), 0
+        try:
+            for number, bucket in enumerate(buckets, first):
+                new, old = version.bytes_of(bucket), base.bytes_of(bucket)
+                make = functools.partial(delta.encode, new, old, version.width(bucket))
+                code = self._codes.get(Pair(version.root, base.root, number), make)
+                kinds.append(RAW if code is None else DELTA)
+                frames.append(new if code is None else code)
+                size += len(frames[-1])
+                if size >= ANSWER_BYTES:
+                    break
+        except Exception as error:
+            self._service.fail(ticket, error if isinstance(error, AsyncFlowError) else ProtocolError(repr(error)))
+        else:
+            self._service.answer(ticket, encode(Got(bytes(kinds))), frames)
+
+
+def _within(buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+    """As many of the first ones as an answer has room for."""
+    size = 0
+    for number, bucket in enumerate(buckets):
+        size += bucket.stop - bucket.start
+        if size > ANSWER_BYTES and number:
+            return buckets[:number]
+    return buckets
+
+
+def _widths(manifest: Manifest) -> dict[tuple[int, int], int]:
+    """Of each bucket, the element size that most of its bytes have."""
+    found: dict[tuple[int, int], dict[int, int]] = {}
+    step = manifest.bucket_bytes
+    for info in manifest.tensors:
+        width, stop = carrier(info.dtype).itemsize, info.offset + info.nbytes
+        for index in range(info.offset // step, -(-stop // step)):
+            inside = min(stop, (index + 1) * step) - max(info.offset, index * step)
+            sizes = found.setdefault((info.chunk, index), {})
+            sizes[width] = sizes.get(width, 0) + inside
+    return {place: max(sizes, key=lambda width: sizes[width]) for place, sizes in found.items()}
