@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -116,14 +116,15 @@ class Service:
         self.where = _encode(Where(bound, key, plain, pid, process_key(pid)))
         self._server.start()
 
-    def answer(self, ticket: int, body: bytes, frames: Sequence[Any] = ()) -> None:
-        """From any thread. ``frames``: contiguous buffers, not changed until they arrived; they are held until then. A
+    def answer(self, ticket: int, body: bytes, frames: Sequence[Any] | Callable[[], Sequence[Any]] = ()) -> None:
+        """From any thread. ``frames``: contiguous buffers, which must not change; they are held until they arrived. Or what
+        gives them, in the service's thread each time the answer is sent: then they are held until they are on their way. A
         ticket nobody waits for any more is ignored."""
         self._say(ticket, Said(body), frames)
 
     def fail(self, ticket: int, error: AsyncFlowError) -> None:
         """Answer with an error, which the caller raises. From any thread."""
-        self._say(ticket, Said(b"", type(error).__name__, str(error)[:4000]))
+        self._say(ticket, _failure(error))
 
     def close(self) -> None:
         """Stop answering. Idempotent. From any thread but the service's."""
@@ -131,10 +132,18 @@ class Service:
             self._closed = True
         self._server.stop()
 
-    def _say(self, ticket: int, said: Said, frames: Sequence[Any] = ()) -> None:
+    def _say(self, ticket: int, said: Said, frames: Sequence[Any] | Callable[[], Sequence[Any]] = ()) -> None:
+        body = _encode(said)
+
+        def make() -> tuple[bytes, Sequence[Any]]:
+            try:
+                return body, frames() if callable(frames) else frames
+            except AsyncFlowError as error:
+                return _encode(_failure(error)), ()
+
         def send() -> None:
             self._parked.pop(ticket, None)
-            self._server.answer(ticket, _encode(said), frames=frames)
+            self._server.answer(ticket, body, make=make if frames else None)
 
         with self._lock:
             if not self._closed:
@@ -262,6 +271,10 @@ class ServiceClient:
         if said.error:
             raise by_name(said.error, said.message)
         return Answered(said.body, reply.frames)
+
+
+def _failure(error: AsyncFlowError) -> Said:
+    return Said(b"", type(error).__name__, str(error)[:4000])
 
 
 def _everywhere(address: str) -> bool:

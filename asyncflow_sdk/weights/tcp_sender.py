@@ -107,12 +107,9 @@ class TcpSender(WeightSender):
 
     def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
         get = decode(body, Get)
+        version = self._version(get.version, get.root)
         with self._lock:
-            version, base = self._versions.get(get.version), self._versions.get(get.base)
-        if version is None or version.root != get.root:
-            raise VersionGone(
-                f"version {get.version} is no longer kept by its publisher at {self._service.address}; take the newest"
-            )
+            base = self._versions.get(get.base)
         if not (0 <= get.first < get.first + get.count <= len(version.buckets) and get.count <= MOST_BUCKETS):
             raise ProtocolError(
                 f"{get.count} buckets from {get.first} of version {get.version}, which has {len(version.buckets)}"
@@ -120,31 +117,47 @@ class TcpSender(WeightSender):
         buckets: Sequence[Bucket] = version.buckets[get.first : get.first + get.count]
         if base is None or not self._delta or base.root != get.base_root or not fits(version.manifest, base.manifest):
             buckets = _within(buckets)
-            kinds = bytes([RAW]) * len(buckets)
-            self._service.answer(ticket, encode(Got(kinds)), [version.bytes_of(bucket) for bucket in buckets])
+            self._send(ticket, get, buckets, [None] * len(buckets))
         else:
-            self._threads.submit(self._answer, ticket, version, base, get.first, buckets)
+            self._threads.submit(self._answer, ticket, get, version, base, buckets)
 
     def gone(self, peer: str) -> None:
         pass
 
-    def _answer(self, ticket: int, version: _Version, base: _Version, first: int, buckets: Sequence[Bucket]) -> None:
+    def _answer(self, ticket: int, get: Get, version: _Version, base: _Version, buckets: Sequence[Bucket]) -> None:
         """With deltas, where they are smaller."""
-        kinds, frames, size = bytearray(), list[Any](), 0
+        codes, size = list[bytes | None](), 0
         try:
-            for number, bucket in enumerate(buckets, first):
+            for number, bucket in enumerate(buckets, get.first):
                 new, old = version.bytes_of(bucket), base.bytes_of(bucket)
                 make = functools.partial(delta.encode, new, old, version.width(bucket))
                 code = self._codes.get(Pair(version.root, base.root, number), make)
-                kinds.append(RAW if code is None else DELTA)
-                frames.append(new if code is None else code)
-                size += len(frames[-1])
+                codes.append(code)
+                size += len(new if code is None else code)
                 if size >= ANSWER_BYTES:
                     break
         except Exception as error:
             self._service.fail(ticket, error if isinstance(error, AsyncFlowError) else ProtocolError(repr(error)))
         else:
-            self._service.answer(ticket, encode(Got(bytes(kinds))), frames)
+            self._send(ticket, get, buckets[: len(codes)], codes)
+
+    def _send(self, ticket: int, get: Get, buckets: Sequence[Bucket], codes: Sequence[bytes | None]) -> None:
+        """Whole buckets are looked up when they are sent, and not pinned before."""
+
+        def frames() -> Sequence[Any]:
+            version = self._version(get.version, get.root)
+            return [version.bytes_of(b) if code is None else code for b, code in zip(buckets, codes, strict=True)]
+
+        self._service.answer(ticket, encode(Got(bytes(RAW if code is None else DELTA for code in codes))), frames)
+
+    def _version(self, number: int, root: str) -> _Version:
+        with self._lock:
+            version = self._versions.get(number)
+        if version is None or version.root != root:
+            raise VersionGone(
+                f"version {number} is no longer kept by its publisher at {self._service.address}; take the newest"
+            )
+        return version
 
 
 def _within(buckets: Sequence[Bucket]) -> Sequence[Bucket]:

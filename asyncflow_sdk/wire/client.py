@@ -343,6 +343,7 @@ class _ThreadSocket:
         self.busy = 0
         self.torn = False
         self.wake, self._roused = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
+        self._open = [self.wake]
         self.handshake: Handshake | None = None
         self.socket = context.socket(zmq.DEALER)
         self.socket.maxmsgsize = frame_bytes
@@ -388,9 +389,8 @@ class _ThreadSocket:
             self.handshake.close()
             self.handshake = None
         self.socket.close(linger=linger)
-        if self.wake >= 0:
-            os.close(self.wake)
-            self.wake = -1
+        with contextlib.suppress(IndexError):  # a thread's end and a close may meet here
+            os.close(self._open.pop())
 
     def __del__(self) -> None:
         if not self.socket.closed:

@@ -79,11 +79,13 @@ class _Session:
     it comes and taken back at once, as if it had come in order. What it gives back must not be lost with it.
     """
 
-    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"frames", "unsent", "routes"})
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "unsent", "routes"})
 
     answers: dict[int, bytes] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)  # those of them that are made anew each time they are sent
-    frames: dict[int, Sequence[Any]] = field(default_factory=dict)  # payload of those that have it with them
+    makers: dict[int, Callable[[], tuple[bytes, Sequence[Any]]]] = field(
+        default_factory=dict
+    )  # by their own function
     unsent: dict[int, _Unsent] = field(default_factory=dict)  # payload of theirs that is not through yet
     tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket, unanswered
     routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection it came over last
@@ -129,7 +131,7 @@ class _Session:
     def forget(self, seq: int) -> bytes | None:
         """The answer, which nobody will ask for again."""
         self.made.discard(seq)
-        self.frames.pop(seq, None)
+        self.makers.pop(seq, None)
         return self.answers.pop(seq, None)
 
     def may_send(self, seq: int) -> bool:
@@ -224,11 +226,17 @@ class Server:
             self._close()
 
     def answer(
-        self, ticket: int, body: bytes, made: bool = False, at_once: bool = False, frames: Sequence[Any] = ()
+        self,
+        ticket: int,
+        body: bytes,
+        made: bool = False,
+        at_once: bool = False,
+        make: Callable[[], tuple[bytes, Sequence[Any]]] | None = None,
     ) -> None:
         """Answer a request. In the server's thread; a ticket nobody waits for any more is ignored.
 
-        ``frames``: contiguous buffers that go beside it. They are held, unchanged, until it arrived, or nobody waits for it.
+        ``make``: gives what is sent, instead of ``body``, each time: see ``Handler.make``. It is held until the answer
+        arrived, or nobody waits for it; what it gives, until that is on its way.
 
         ``made``: what is sent is what the handler makes of it then.
         ``at_once``: it rests on nothing that has to be settled.
@@ -241,8 +249,8 @@ class Server:
         session.answers[seq] = body
         if made:
             session.made.add(seq)
-        if frames:
-            session.frames[seq] = frames
+        if make is not None:
+            session.makers[seq] = make
         if at_once:
             self._send(session, seq)
         else:
@@ -453,11 +461,12 @@ class Server:
         route, answer = session.routes[seq], session.answers[seq]
         if route is None:
             return
-        if seq not in session.made and seq not in session.frames:
+        if seq not in session.made and seq not in session.makers:
             self._post(route, encode(Response(PROTOCOL, seq, answer)))
         elif session.may_send(seq):
             try:
-                body, frames = self._handler.make(answer) if seq in session.made else (answer, session.frames[seq])
+                own = session.makers.get(seq)
+                body, frames = self._handler.make(answer) if own is None else own()
             except Exception:  # one answer that cannot be made must not be everybody's
                 _log.exception("the server failed to make an answer")
                 return
