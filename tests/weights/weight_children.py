@@ -6,7 +6,7 @@ from children import hear, say
 
 from asyncflow_sdk.queue import Connection, open_queue
 from asyncflow_sdk.types import Manifest
-from asyncflow_sdk.weights import WeightPublisher
+from asyncflow_sdk.weights import Update, WeightPublisher
 from asyncflow_sdk.weights.shm import ShmReceiver
 
 
@@ -14,8 +14,9 @@ def hold(directory: str, manifest: str, where: str) -> None:
     """Fetch a version and hold it; say what it holds now, and again when told to."""
     from pathlib import Path
 
-    update = ShmReceiver(Path(directory)).fetch(msgspec.json.decode(manifest, type=Manifest), bytes.fromhex(where))
-    arrays = dict(update.arrays())
+    told = msgspec.json.decode(manifest, type=Manifest)
+    fetched = ShmReceiver(Path(directory)).fetch(told, bytes.fromhex(where), timeout_s=10.0)
+    arrays = dict(Update(told.version, [fetched]).arrays())
     say(float(arrays["w"][0]))
     hear()
     say([float(arrays["w"].min()), float(arrays["w"].max())])
