@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from ..errors import ConfigError, DeadlineExceeded, WeightError, WeightMismatch
+from ..errors import ConfigError, DeadlineExceeded, VersionGone, WeightError, WeightMismatch
 from ..interfaces import Capabilities, RolloutEngine
 from ..types.config import check_policy, check_proofs
 from .prefetch import Staged, in_thread, said
@@ -55,8 +55,7 @@ class Loading:
             update.release()
             if isinstance(error, (WeightMismatch, ConfigError)):
                 raise
-            await self._back(update, error)
-            return False
+            return await self._back(update, error)
         except BaseException:
             update.release()
             raise
@@ -84,29 +83,43 @@ class Loading:
         if self._held:
             await in_thread("held", lambda: check_held(update, self._engine.held_weights()))
 
-    async def _back(self, update: Staged, error: Exception) -> None:
-        """The version before, once more."""
+    async def _back(self, update: Staged, error: Exception) -> bool:
+        """The version before, once more; where that is kept no longer, this one. True when the engine is on this one."""
         before, self._failed = self._updates.loaded, self._failed + 1
         if before is not None:
             try:
-                previous = await self._updates.previous()
-                try:
-                    await self._take(previous)
-                except BaseException:
-                    previous.release()
-                    raise
+                whole = await self._whole_again(update)
             except Exception as again:
                 raise WeightError(
                     f"version {update.version} could not be loaded ({said(error)}), and neither could version"
                     f" {before} again ({said(again)}): {type(self._engine).__name__} holds neither and must not"
                     " generate any more"
                 ) from error
-            self._updates.restored(previous)
+            if whole.version == update.version:
+                await self._updates.commit(whole)
+                return True
+            self._updates.restored(whole)
         await self._updates.give_up(update, said(error))
         if self._failed >= GIVE_UP_AFTER:
             raise WeightError(
                 f"{self._failed} loads failed one after another, the last of version {update.version}: {said(error)}"
             ) from error
+        return False
+
+    async def _whole_again(self, update: Staged) -> Staged:
+        try:
+            whole = await self._updates.previous()
+        except VersionGone as gone:
+            try:
+                whole = await self._updates.fetch(update)
+            except Exception:
+                raise gone from None
+        try:
+            await self._take(whole)
+        except BaseException:
+            whole.release()
+            raise
+        return whole
 
 
 def check_swap(name: str, can: Capabilities, swap: str) -> None:

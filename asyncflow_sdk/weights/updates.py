@@ -118,6 +118,10 @@ class WeightUpdates:
             raise VersionGone("the weights that the engine began with were never published")
         return await self._prefetch.fetch(self._told)
 
+    async def fetch(self, update: Staged) -> Staged:
+        """The same version once more. Raises what fetching raises."""
+        return await self._prefetch.fetch(update.told)
+
     def restored(self, update: Staged) -> None:
         """The engine has taken the version it had once more."""
         self._prefetch.keep_base(update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import ConfigError, LeaseLost, SchemaError
+from ..errors import ConfigError, LeaseLost, SchemaError, VersionGone
 from ..interfaces import TrainEngine
 from ..queue import LeasedBatch, TransferQueue
 from ..types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version, token_staleness
@@ -38,8 +39,20 @@ def train(
     publisher = WeightPublisher(queue, how.transport, dtype=how.dtype, **how.options)
 
     def publish(version: int) -> None:
+        """The number may have been taken by a rollback since the step was leased, which may have withdrawn the version before,
+        too: then it is the next one."""
         probe = _scored(how.probe, engine) if how.probe is not None else None
-        publisher.publish(version, engine.named_weights(), probe=probe)
+        while True:
+            try:
+                publisher.publish(version, engine.named_weights(), probe=probe)
+            except VersionGone:
+                pass
+            except ConfigError:
+                if queue.status().version < version:
+                    raise
+            else:
+                return
+            version = max(version, queue.status().version + 1)
 
     try:
         if publisher.current < 0:
@@ -75,7 +88,8 @@ def train(
             engine.export(export)
     finally:
         queue.flush()
-        publisher.close()
+        with contextlib.suppress(VersionGone):  # the last version was withdrawn by a rollback
+            publisher.close()
         engine.close()
 
 

@@ -96,11 +96,14 @@ def test_without_a_whole_version_to_put_back_a_replica_is_poisoned() -> None:
 
 def test_weights_that_were_never_published_cannot_be_put_back() -> None:
     async def scenario() -> None:
-        async with replica(run.client("replica"), 0) as one:
-            loaded = Loaded(one, EchoRollout(fail_load_at=1))
+        async with replica(run.client("one"), 0) as one, replica(run.client("two"), 0) as two:
+            once, twice = (
+                Loaded(each, EchoRollout(fail_load_at=1, fail_loads=n)) for n, each in ((1, one), (2, two))
+            )
             publish(run, 1)
-            with pytest.raises(WeightError, match="neither could version 0 again .*never published"):
-                await loaded.load(1)
+            assert await once.load(1)  # at the second try
+            with pytest.raises(WeightError, match="neither could version 0 again .EngineError: told to fail"):
+                await twice.load(1)
 
     with served() as run:
         asyncio.run(scenario())
@@ -129,10 +132,18 @@ def test_the_version_before_may_be_fetched_again_only_while_it_is_kept(monkeypat
             publish(run, 2)
             await one.staged(2)
             receiver.script = [fails(VersionGone("version 1 is no longer kept"))]
+            # when it is not, the new one is tried once more
+            assert await loaded.load(2)
+            assert (loaded.held, one.updates.loaded) == (2.0, 2)
+            # and when that is gone, too
+            loaded.engine._failing, loaded.engine._fails_left = True, 1
+            publish(run, 3)
+            await one.staged(3)
+            receiver.script = [fails(VersionGone(f"version {n} is no longer kept")) for n in (2, 3)]
             with pytest.raises(
-                WeightError, match="neither could version 1 again .VersionGone: version 1 is no longer"
+                WeightError, match="neither could version 2 again .VersionGone: version 2 is no longer"
             ):
-                await loaded.load(2)
+                await loaded.load(3)
 
     with served() as run:
         asyncio.run(scenario())

@@ -1,0 +1,300 @@
+"""Replicas that take new weights in every way there is, with real processes: no row is lost, none is of a mixture."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from echo_runs import echo_workflow, trained_rows
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError, WorkerFailed
+from asyncflow_sdk.types.events import Committed, Event, Loaded, Span, WeightState, WorkerState
+
+LONG = {"prompt_ids": af.Ragged.of([list(range(1, 13)), list(range(1, 20)), [7] * 15])}
+
+
+class Told:
+    """What a run said, and where its workers are."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.pids: dict[str, int] = {}
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, WorkerState) and event.state == "ready":
+            self.pids[event.worker] = event.pid
+
+    def weights(self, state: str, worker: str = "") -> list[WeightState]:
+        return [
+            e for e in self.events
+            if isinstance(e, WeightState) and e.state == state and (not worker or e.worker == worker)
+        ]  # fmt: skip
+
+    def loaded(self, worker: str) -> list[int]:
+        return [e.version for e in self.events if isinstance(e, Loaded) and e.worker == worker]
+
+    def restarts(self, worker: str) -> int:
+        return len(
+            [e for e in self.events if isinstance(e, WorkerState) and (e.worker, e.state) == (worker, "restarting")]
+        )
+
+    @property
+    def most_at_once(self) -> int:
+        """How many replicas ever had permission to load at the same time."""
+        swapping: set[str] = set()
+        most = 0
+        for event in self.events:
+            if isinstance(event, WeightState) and event.state == "swapping":
+                swapping.add(event.worker)
+            elif isinstance(event, Loaded) or (isinstance(event, WeightState) and event.state == "failed"):
+                swapping.discard(event.worker)
+            most = max(most, len(swapping))
+        return most
+
+
+def whole(result: af.Result, steps: int) -> None:
+    """Every step is trained on rows of its own, and the books balance."""
+    rows = trained_rows(result.directory)
+    assert len(rows) == len(set(rows)) == steps * 16
+    assert result.summary["balanced"]
+    assert result.summary["rows"]["consumed"] == steps * 16
+
+
+def spans_of(directory: Path) -> list[np.ndarray[Any, Any]]:
+    """Of every trained row: the versions that drew it, one after another."""
+    return [row[:, 0] for _, batch in af.read_steps(directory) for row in batch.ragged("version_spans")]
+
+
+def rollout(**options: Any) -> dict[str, Any]:
+    return {"replicas": 2, "max_rows": 8, "delay_s": 0.005, "spread": 1.0} | options
+
+
+@pytest.mark.parametrize("swap", ["drain", "boundary", "in_flight"])
+def test_rows_are_whole_and_within_their_staleness_whatever_the_policy(tmp_path: Path, swap: Any) -> None:
+    told = Told()
+    in_flight = {"in_flight": True, "token_s": 0.004, "delay_s": 0.0} if swap == "in_flight" else {}
+
+    result = echo_workflow(
+        prompts=LONG, rollout=rollout(slow_load_s=0.002, **in_flight), weights=af.Weights(swap=swap, verify=["held"]),
+        staleness=af.Staleness(max_staleness=2), steps=15,
+    ).run(tmp_path / "run", on_event=told)  # fmt: skip
+
+    whole(result, 15)
+    late = af.staleness_of(tmp_path / "run").values
+    assert late.min() >= 0
+    assert late.max() <= 2
+    mixed = [versions for versions in spans_of(tmp_path / "run") if len(versions) > 1]
+    assert bool(mixed) == (swap == "in_flight")  # tokens of one response by several versions, and each says by which
+    assert len({e.version for e in told.events if isinstance(e, Span) and e.kind == "load"}) > 2
+
+
+def test_at_a_boundary_nothing_is_drained_that_the_rule_would_still_admit(tmp_path: Path) -> None:
+    told = Told()
+
+    result = echo_workflow(rollout=rollout(), weights=af.Weights(swap="boundary")).run(
+        tmp_path / "run", on_event=told
+    )
+
+    whole(result, 12)
+    drained = [e for e in told.events if isinstance(e, Span) and e.kind == "wait" and e.detail.startswith("draining")]
+    loads = [e for e in told.events if isinstance(e, Span) and e.kind == "load"]
+    assert len(drained) < len(loads) / 2
+
+
+def test_replicas_swap_one_after_another(tmp_path: Path) -> None:
+    told = Told()
+
+    result = echo_workflow(
+        rollout=rollout(replicas=3, slow_load_s=0.03), weights=af.Weights(max_swapping=1), steps=8,
+    ).run(tmp_path / "run", on_event=told)  # fmt: skip
+
+    whole(result, 8)
+    assert told.most_at_once == 1
+    assert all(len(told.loaded(f"rollout-{n}")) > 1 for n in range(3))
+
+
+def test_a_quorum_goes_on_without_a_replica_that_sleeps(tmp_path: Path) -> None:
+    """Two of three must have a version staged; the third sleeps for some steps. Its rows move on when its lease ends."""
+    told = Told()
+    asleep: list[int] = []
+
+    def listen(event: Event) -> None:
+        told(event)
+        decided = [e.version for e in told.events if isinstance(e, Committed)]
+        if not asleep and len(decided) > 2:
+            asleep.append(told.pids["rollout-2"])
+            os.kill(asleep[0], signal.SIGSTOP)
+        if len(asleep) == 1 and len(decided) > 6:
+            asleep.append(os.kill(asleep[0], signal.SIGCONT) or 0)
+
+    result = echo_workflow(
+        rollout=rollout(replicas=3, lease_s=0.5), weights=af.Weights(quorum=2), train={"delay_s": 0.02}, steps=12
+    ).run(tmp_path / "run", on_event=listen)
+
+    whole(result, 12)
+    assert len(asleep) == 2
+    decided = {e.version: e.staged for e in told.events if isinstance(e, Committed)}
+    assert all(staged >= 2 for staged in decided.values())
+    swapping = [
+        e
+        for e in told.events
+        if isinstance(e, (Committed, WeightState)) and getattr(e, "state", "swapping") == "swapping"
+    ]
+    known: set[int] = set()
+    for event in swapping:
+        if isinstance(event, Committed):
+            known.add(event.version)
+        else:
+            assert event.version in known  # nobody loads what is not decided
+
+
+@pytest.mark.parametrize("swap", ["drain", "in_flight"])
+def test_a_load_that_fails_half_way_leaves_the_old_version_and_is_tried_again(tmp_path: Path, swap: Any) -> None:
+    told = Told()
+    options = rollout(fail_load_at=3, in_flight=swap == "in_flight", token_s=0.003)
+
+    result = echo_workflow(prompts=LONG, rollout=options, weights=af.Weights(swap=swap, keep=16), steps=15).run(
+        tmp_path / "run", on_event=told
+    )
+
+    whole(result, 15)  # echo's trainer refuses rows of a mixture
+    for worker in ("rollout-0", "rollout-1"):
+        (failed,) = told.weights("failed", worker)
+        assert "told to fail while loading version" in failed.detail
+        assert max(told.loaded(worker)) >= failed.version
+        assert told.restarts(worker) == 0
+
+
+def test_a_poisoned_replica_ends_and_its_rows_move_on(tmp_path: Path) -> None:
+    """It can neither load the new version nor the one it had; started again, it joins as any late one."""
+    told = Told()
+
+    result = echo_workflow(
+        rollout=rollout(fail_load_at=3, fail_loads=2), train={"delay_s": 0.05}, steps=40
+    ).run(tmp_path / "run", on_event=told)  # fmt: skip
+
+    whole(result, 40)
+    failed = [e for e in told.events if isinstance(e, WorkerState) and e.state == "failed"]
+    assert failed
+    assert all("must not generate any more" in e.detail for e in failed)
+    assert told.restarts("rollout-0") + told.restarts("rollout-1") >= 1
+
+
+def test_names_that_never_match_end_the_run_by_name(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"1 of 5 tensors were not taken by the engine: layer\.0\.weight"):
+        echo_workflow(rollout=rollout(take_fewer_at=2)).run(tmp_path / "run")
+
+
+def test_a_replica_killed_in_the_middle_of_a_load_is_started_again(tmp_path: Path) -> None:
+    told = Told()
+    killed: list[int] = []
+
+    def listen(event: Event) -> None:
+        told(event)
+        if not killed and isinstance(event, WeightState) and event.state == "swapping" and event.version > 2:
+            killed.append(told.pids[event.worker])
+            os.kill(killed[0], signal.SIGKILL)
+
+    result = echo_workflow(
+        rollout=rollout(slow_load_s=0.1), weights=af.Weights(max_swapping=1), train={"delay_s": 0.02}, steps=25,
+    ).run(tmp_path / "run", on_event=listen)  # fmt: skip
+
+    whole(result, 25)
+    assert killed
+    assert told.restarts("rollout-0") + told.restarts("rollout-1") == 1
+
+
+def test_every_version_is_proven_by_its_probe(tmp_path: Path) -> None:
+    probe = af.Probe(((1, 2), (3,)), ((4, 5), (6, 7, 8)))
+    told = Told()
+
+    result = echo_workflow(
+        rollout=rollout(ignore_at=4), weights=af.Weights(probe=probe, verify=["probe", "held"]),
+        train={"delay_s": 0.02}, steps=12,
+    ).run(tmp_path / "run", on_event=told)  # fmt: skip
+
+    whole(result, 12)
+    failed = told.weights("failed")
+    assert {e.version for e in failed} <= {4}  # the only one that an engine only said it had taken
+    assert all("sequence 0 of the probe, token 0: log-prob -3, the trainer's -4" in e.detail for e in failed)
+
+
+def test_a_rollback_in_a_running_workflow(tmp_path: Path) -> None:
+    """Replicas follow to the old weights under a new number; rows of what was given up expire; training goes on."""
+    told = Told()
+    answers: list[int] = []
+
+    def roll_back() -> None:
+        with af.connect(tmp_path / "run", name="operator") as operator:
+            current = operator.queue.status().version
+            answers.append(operator.rollback(current - 1, "the reward fell"))
+
+    def listen(event: Event) -> None:
+        told(event)
+        if isinstance(event, Loaded) and event.version == 6 and not threads:
+            threads.append(threading.Thread(target=roll_back))
+            threads[0].start()
+
+    threads: list[threading.Thread] = []
+    result = echo_workflow(
+        rollout=rollout(), train={"delay_s": 0.02, "shifted": True}, weights=af.Weights(keep=4), steps=20
+    ).run(tmp_path / "run", on_event=listen)
+    threads[0].join()
+
+    whole(result, 20)
+    (number,) = answers
+    published = {e.version: e for e in told.events if type(e).__name__ == "Published"}
+    assert published[number].source < number - 1
+    assert "the reward fell" in published[number].reason
+    assert any(
+        number in told.loaded(worker) or max(told.loaded(worker)) > number for worker in ("rollout-0", "rollout-1")
+    )
+    # of what was trained after it, nothing was made by a version that was given up
+    given_up = range(published[number].source + 1, number)
+    steps = {e.step: e.version for e in told.events if type(e).__name__ == "StepTrained"}
+    after = [row for number_, batch in af.read_steps(tmp_path / "run") if steps[number_] > number + 1
+             for row in batch.ragged("version_spans")]  # fmt: skip
+    assert after
+    assert not {int(v) for row in after for v in row[:, 0]} & set(given_up)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"keep": 0}, "keep must be 1 or more"),
+        ({"quorum": -1}, "quorum are 0 .off. or more"),
+        ({"quorum": 2}, "quorum=2 replicas must have a version staged .* there are 1"),
+        ({"swap": "never"}, "swap is one of drain, boundary, in_flight, not 'never'"),
+        ({"verify": ["probe"]}, "verify asks for a probe, and there is none"),
+        ({"verify": ["digest"]}, "verify is a list of 'probe' and 'held'"),
+        ({"probe": af.Probe(((1,),), ())}, "as many prompts as responses"),
+        ({"probe": af.Probe(((1,), ()), ((2,), (3,)))}, "sequence 1 of the probe has no prompt or no response"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(weights: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        echo_workflow(weights=af.Weights(**weights))
+
+
+def test_an_unknown_transport_lists_the_known_ones() -> None:
+    with pytest.raises(
+        af.errors.PluginError, match=r"no transport adapter is named 'carrier-pigeon'; installed: .*shm"
+    ):  # type: ignore[attr-defined]
+        echo_workflow(weights=af.Weights(transport="carrier-pigeon"))
+
+
+def test_an_engine_that_cannot_swap_so_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(
+        WorkerFailed, match='EchoRollout cannot load weights while requests run, which swap="in_flight"'
+    ):
+        echo_workflow(weights=af.Weights(swap="in_flight")).run(tmp_path / "run")
+
+
+def test_what_a_workflow_does_with_weights_is_in_its_description() -> None:
+    said = echo_workflow(weights=af.Weights(swap="boundary", max_swapping=1)).describe()["weights"]
+    assert (said["transport"], said["swap"], said["max_swapping"], said["keep"]) == ("shm", "boundary", 1, 2)
