@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -50,7 +49,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     digests: tuple[bytes, ...] = ()
 
 
-class Bucket(NamedTuple):
+class Bucket(msgspec.Struct, frozen=True):
     """Bytes ``start`` to ``stop`` of chunk ``chunk``; ``index``: which of its buckets."""
 
     chunk: int
