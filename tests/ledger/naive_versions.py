@@ -61,8 +61,8 @@ class NaiveVersions(NaiveLeases):
             errors.append(ConfigError)
         if self._is_error(outcome, errors):
             return
-        parts = sorted((v.source, v.parts[c.rank]) for v in self.kept if c.rank < len(v.parts))
-        self._is(outcome, cmd.Publisher(version=self.version, kept=tuple(parts)))
+        parts = {v.source: v.parts[c.rank] for v in self.kept if c.rank < len(v.parts)}
+        self._is(outcome, cmd.Publisher(version=self.version, kept=tuple(sorted(parts.items()))))
         self.ranks[c.rank], self.world_size = session, c.world_size
 
     def _closepublisher(self, session: int, c: cmd.ClosePublisher, outcome: Any) -> None:

@@ -372,9 +372,37 @@ class LedgerMachine(RuleBasedStateMachine):
             if self.run.send(session, commands[step]) == PARKED:
                 break
 
-    @rule(who=small, back=st.sampled_from([1, 1, 1, 2, 3, 0, -1]))
-    def roll_back(self, who: int, back: int) -> None:
-        self.run.send(self.session(who), cmd.Rollback(version=self.run.naive.version - back, reason="it diverged"))
+    @rule(
+        who=small,
+        ahead=st.sampled_from([0, 1, 1, 2, 3]),
+        loads=st.booleans(),
+        works=st.integers(0, 3),
+        announces=one_in(4),
+        back=st.sampled_from([1, 1, 1, 2, 3, 0, -1]),
+    )
+    def roll_back(self, who: int, ahead: int, loads: bool, works: int, announces: bool, back: int) -> None:
+        """To a version before those that are published here; replicas may have begun with them."""
+        for _ in range(ahead):
+            for session in list(self.run.naive.ranks.values()):
+                self.run.send(session, cmd.ClosePublisher())
+            for command in publishing(self.run.naive.version + 1)[:3]:
+                self.run.send(self.session(who), command)
+            if loads:
+                self.run.send(self.session(who + 1), cmd.Loaded(version=self.run.naive.version))
+            for at in range(works if "rollout" in self.run.naive.tasks else 0):
+                put = cmd.Put(groups=2, group_size=self.size, columns=ORDINARY)
+                self.run.send(self.session(who), put)
+                got = self.run.send(self.session(who + 1), cmd.Lease(task="rollout", count=self.size + 1))
+                if isinstance(got, cmd.Leased) and at:  # in part, perhaps with what it loads meanwhile
+                    index = np.arange(max(len(cmd.unpack_ids(got.ids)) - works // 2, 1), dtype="<i4").tobytes()
+                    self.run.send(self.session(who + 1), cmd.Loaded(version=self.run.naive.version))
+                    done = cmd.Complete(token=got.token, columns={"response": COLUMN}, index=index)
+                    self.run.send(self.session(who + 1), done)
+        if announces:
+            self.run.send(self.session(who), cmd.Announce(version=self.run.naive.version + 1))
+        kept = [version.version for version in self.run.naive.kept]
+        version = kept[max(-1 - back, -len(kept))] if kept and back >= 0 else self.run.naive.version - back
+        self.run.send(self.session(who), cmd.Rollback(version=version, reason="it diverged"))
 
     # ---- what is rarer
 

@@ -1,0 +1,324 @@
+"""Rollback: old bytes under a new number, rows that end with what is given up, steps that go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ledger_queue import TOKENS, Queue, ids, part, produce, running
+
+from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost, VersionGone
+from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.lineage import Lineage
+from asyncflow_sdk.types import events as ev
+
+
+def versions(count: int, **limits: Any) -> tuple[Queue, int, int, int]:
+    """A run with versions 0 to count - 1, 0 loaded: (queue, replica, judge, trainer). Four rows make a step."""
+    queue, replica, judge, trainer = running(**{"keep_versions": 4, "max_staleness": 4, **limits})
+    for version in range(1, count):
+        queue.publish(version)
+    return queue, replica, judge, trainer
+
+
+def roll_back(queue: Queue, version: int) -> Any:
+    return queue.do(queue.admin, cmd.Rollback(version=version, reason="it diverged"))
+
+
+def step(queue: Queue, replica: int, judge: int, trainer: int, *, ack: bool = True) -> Any:
+    """Make, lease and acknowledge a step."""
+    queue.put(4)
+    produce(queue, replica, judge, 4)
+    lease = queue.lease(trainer, "train")
+    if ack:
+        queue.complete(trainer, lease)
+    return lease
+
+
+# ---- versions
+
+
+def test_a_rollback_makes_a_new_number_of_old_bytes() -> None:
+    queue, replica, *_ = versions(8)
+    waiting = queue.ask(replica, cmd.AwaitVersion(after=7, timeout_s=60))
+    assert roll_back(queue, 5) == cmd.RolledBack(version=8, expired=0)
+    assert queue.answers[waiting] == cmd.Version(version=8, parts=(part(5),), source=5)
+    (said,) = [event for event in queue.events if isinstance(event, ev.Published) and event.source >= 0]
+    assert (said.version, said.source, said.root) == (8, 5, "r5.0")
+    assert said.reason == "version 7 was rolled back to 5: it diverged"
+
+
+def test_after_a_rollback_the_newest_numbers_are_kept_with_the_bytes_they_came_from() -> None:
+    queue, *_ = versions(4, keep_versions=3)  # 1, 2, 3
+    roll_back(queue, 1)  # is 4
+    assert [(v.version, v.source) for v in queue.ledger.status().versions] == [(2, 2), (3, 3), (4, 1)]
+    assert queue.do(queue.admin, cmd.Announce(version=5)) == cmd.Published(keep=(1, 2, 3))
+    assert queue.do(queue.admin, cmd.Publish(version=5, part=part(5))) == cmd.Published(keep=(1, 3, 5))
+    queue.publish(6)
+    assert roll_back(queue, 1).version == 7  # by the number its bytes had, too
+    assert [(v.version, v.source) for v in queue.ledger.status().versions] == [(5, 5), (6, 6), (7, 1)]
+
+
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [
+        (1, "version 1 is not kept any more, so nothing can be rolled back to it; kept are: 2, 3"),
+        (4, "version 4 is current; kept are: 2, 3"),
+        (5, "version 5 was never published, so nothing can be rolled back to it; kept are: 2, 3"),
+        (-1, "version -1 was never published"),
+    ],
+)
+def test_what_is_not_kept_or_is_current_cannot_be_rolled_back_to(version: int, text: str) -> None:
+    queue, *_ = versions(5, keep_versions=3)
+    with pytest.raises(ConfigError, match=text):
+        roll_back(queue, version)
+
+
+def test_bytes_that_are_current_under_another_number_cannot_be_rolled_back_to() -> None:
+    queue, *_ = versions(4)
+    roll_back(queue, 2)
+    with pytest.raises(ConfigError, match="version 2 is current, as version 4; kept are: 1, 3"):
+        roll_back(queue, 2)
+
+
+def test_what_cannot_be_fetched_cannot_be_rolled_back_to() -> None:
+    queue, *_ = versions(3)
+    queue.do(queue.admin, cmd.Announce(version=3))
+    queue.do(queue.admin, cmd.Publish(version=3, part=part(3, outlives=False)))
+    queue.publish(4)
+    queue.do(queue.admin, cmd.ClosePublisher())
+    with pytest.raises(ConfigError, match="version 3 is not kept any more.*kept are: 1, 2"):
+        roll_back(queue, 3)
+
+
+def test_an_announced_version_is_withdrawn_and_its_number_is_passed_over() -> None:
+    queue, *_ = versions(3)
+    queue.do(queue.admin, cmd.Announce(version=3))
+    assert roll_back(queue, 1).version == 4
+    text = "3 cannot be published: 4 is already current.*Load 4 into the trainer.*its next version is 5"
+    with pytest.raises(ConfigError, match=text):
+        queue.do(queue.admin, cmd.Publish(version=3, part=part(3)))
+    queue.publish(5)
+    assert queue.ledger.version == 5
+
+
+def test_a_trainer_that_had_leased_its_step_before_learns_what_to_do() -> None:
+    queue, replica, judge, trainer = versions(2)
+    lease = step(queue, replica, judge, trainer, ack=False)  # step 0
+    roll_back(queue, 0)  # takes number 2
+    with pytest.raises(
+        ConfigError, match=r"Version 2 is what was rolled back to, with the bytes of 0.*is 3, also for a step"
+    ):
+        queue.publish(2)
+    queue.publish(3)
+    queue.complete(trainer, lease)
+
+
+def test_what_was_staged_of_a_version_given_up_is_not_loaded() -> None:
+    queue, replica, *_ = versions(3)
+    queue.do(replica, cmd.AwaitVersion(after=0))
+    queue.do(replica, cmd.Staged(version=2))
+    roll_back(queue, 1)
+    with pytest.raises(VersionGone, match="version 2 was rolled back; 3 is current: stage that"):
+        queue.do(replica, cmd.Swap(version=2))
+
+
+# ---- replicas and rows
+
+
+def test_replicas_on_what_was_given_up_are_granted_nothing_before_they_load_what_is_current() -> None:
+    queue, replica, *_ = versions(3)
+    queue.put(8)
+    queue.load(replica, 2)
+    old = queue.join("gen-1")
+    queue.load(old, 1)
+    assert ids(queue.lease(replica, "rollout", 1)) == [0]
+    roll_back(queue, 1)
+    assert queue.lease(replica, "rollout", 1) == cmd.LoadFirst(version=3)
+    assert ids(queue.lease(old, "rollout", 1)) == [1]  # version 1 was not given up
+    queue.load(replica, 3)
+    assert ids(queue.lease(replica, "rollout", 1)) == [2]
+
+
+def test_rows_of_versions_given_up_expire_with_their_groups() -> None:
+    queue, replica, judge, _ = versions(2)
+    queue.put(2, size=2)  # group 0 by version 0, group 1 by version 1
+    first = queue.lease(replica, "rollout", 2)
+    queue.load(replica, 1)
+    second = queue.lease(replica, "rollout", 2)
+    queue.complete(replica, second, 0)  # half of it
+    queue.complete(judge, queue.lease(judge, "reward"))
+    assert roll_back(queue, 0) == cmd.RolledBack(version=2, expired=4)
+    # group 0 was under way when its replica loaded version 1
+    assert queue.audit().reasons == {"expired: version 1 was rolled back": 4}
+    for lease in (first, second):
+        with pytest.raises(LeaseLost):
+            queue.complete(replica, lease)
+
+
+def test_rows_of_versions_that_stay_stay() -> None:
+    queue, replica, judge, _ = versions(1)
+    queue.put(3)
+    queue.complete(replica, queue.lease(replica, "rollout", 1))  # by 0, done
+    late = queue.join("gen-1")
+    queue.load(late, 0)
+    held = queue.lease(late, "rollout", 1)  # by 0, under way
+    queue.publish(1)
+    queue.load(replica, 1)
+    queue.complete(replica, queue.lease(replica, "rollout", 1))  # by 1
+    assert roll_back(queue, 0).expired == 1
+    queue.complete(late, held)
+    assert len(ids(queue.lease(judge, "reward"))) == 2
+    assert queue.audit().live == 2
+
+
+def test_what_was_redone_by_a_version_given_up_expires_with_the_rest_of_its_group() -> None:
+    queue, replica, *_ = versions(1)
+    queue.put(1, size=2)
+    lease = queue.lease(replica, "rollout", 2)
+    queue.complete(replica, lease, 0)  # by 0
+    queue.do(replica, cmd.GiveBack(token=lease.token))
+    queue.publish(1)
+    queue.load(replica, 1)
+    queue.complete(replica, queue.lease(replica, "rollout", 2))  # the other one by 1
+    assert roll_back(queue, 0).expired == 2
+
+
+def test_prompts_that_nobody_has_begun_stay() -> None:
+    queue, replica, *_ = versions(2)
+    queue.put(4)
+    queue.load(replica, 1)
+    lease = queue.lease(replica, "rollout", 4)
+    queue.do(replica, cmd.GiveBack(token=lease.token))
+    assert roll_back(queue, 0).expired == 0
+    assert queue.audit().live == 4
+
+
+def test_rows_in_a_full_step_stay_and_those_in_the_step_being_filled_expire() -> None:
+    queue, replica, judge, trainer = versions(2)
+    queue.load(replica, 1)
+    queue.put(6)
+    produce(queue, replica, judge, 6)
+    assert queue.ledger.status().free_slots == 2
+    assert roll_back(queue, 0).expired == 2
+    assert (queue.ledger.status().step, queue.ledger.status().free_slots) == (1, 4)
+    lease = queue.lease(trainer, "train")
+    assert len(ids(lease)) == 4
+    queue.complete(trainer, lease)
+
+
+def test_what_expired_is_wanted_again() -> None:
+    queue, replica, *_ = versions(2, steps=1)
+    queue.put(4)
+    queue.load(replica, 1)
+    queue.lease(replica, "rollout", 4)
+    waiting = queue.ask(queue.admin, cmd.Wanted(timeout_s=60))
+    roll_back(queue, 0)
+    assert queue.answers[waiting] == cmd.RowsWanted(count=4)
+
+
+# ---- steps
+
+
+def test_steps_go_on_and_their_versions_are_one_ahead() -> None:
+    queue, replica, judge, trainer = versions(1, max_staleness=0)
+    for number in range(3):
+        assert step(queue, replica, judge, trainer).version == number
+        queue.publish(number + 1)
+        queue.load(replica, number + 1)
+    assert roll_back(queue, 1).version == 4  # in the place of 3
+    queue.load(replica, 4)
+    lease = step(queue, replica, judge, trainer)
+    assert (lease.step, lease.version) == (3, 4)
+    queue.publish(5)
+    queue.load(replica, 5)
+    assert roll_back(queue, 4).version == 6
+    queue.load(replica, 6)
+    lease = step(queue, replica, judge, trainer)
+    assert (lease.step, lease.version) == (4, 6)
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_step_leased_before_the_rollback_and_acknowledged_after_it_holds_nothing_up(published: bool) -> None:
+    queue, replica, judge, trainer = versions(1, max_staleness=0)
+    step(queue, replica, judge, trainer)
+    queue.publish(1)
+    queue.load(replica, 1)
+    lease = step(queue, replica, judge, trainer, ack=False)  # step 1 trains version 1
+    if published:
+        queue.publish(2)
+    new = roll_back(queue, 0).version  # the trainer throws step 1's update away
+    queue.complete(trainer, lease)
+    queue.load(replica, new)
+    lease = step(queue, replica, judge, trainer)  # with max_staleness 0: of rows that the new version made
+    assert (lease.step, lease.version) == (2, new)
+    queue.publish(lease.version + 1)
+
+
+def test_a_step_given_back_after_the_rollback_trains_the_new_version() -> None:
+    queue, replica, judge, trainer = versions(1)
+    step(queue, replica, judge, trainer)
+    queue.publish(1)
+    lease = step(queue, replica, judge, trainer, ack=False)
+    assert (lease.step, lease.version) == (1, 1)
+    roll_back(queue, 0)
+    queue.do(trainer, cmd.GiveBack(token=lease.token))
+    again = queue.lease(trainer, "train")
+    assert (again.step, again.version) == (1, 2)
+    queue.publish(3)
+
+
+# ---- quorum
+
+
+def test_a_rollback_is_decided_at_once() -> None:
+    queue, replica, *_ = versions(1, quorum=2)
+    queue.put(8)
+    other = queue.join("gen-1")
+    for session in (replica, other):
+        queue.do(session, cmd.AwaitVersion(after=-1))
+        queue.do(session, cmd.Staged(version=0))
+    queue.load(replica, 0)
+    queue.publish(1)
+    assert queue.ledger.committed == 0
+    assert roll_back(queue, 0).version == 2
+    assert queue.ledger.committed == 2
+    assert [e.version for e in queue.events if isinstance(e, ev.Committed)] == [0, 2]
+    assert queue.lease(replica, "rollout", 1) == cmd.LoadFirst(version=2)
+    queue.do(replica, cmd.Staged(version=2))
+    assert queue.do(replica, cmd.Swap(version=2)) == cmd.Done()
+    queue.load(replica, 2)
+    assert ids(queue.lease(replica, "rollout", 1)) == [0]
+
+
+def test_a_rollback_without_steps_or_rows_is_only_a_version() -> None:
+    queue = Queue()
+    queue.publish(0)
+    queue.publish(1)
+    assert roll_back(queue, 0) == cmd.RolledBack(version=2, expired=0)
+    with pytest.raises(DeadlineExceeded, match="version 2 is current"):
+        queue.do(queue.admin, cmd.AwaitVersion(after=2))
+    assert queue.put(1, text=TOKENS).count == 1
+
+
+# ---- lineage
+
+
+def test_a_version_descends_from_what_was_never_given_up() -> None:
+    line = Lineage()
+    line.roll_back(8, 5, 7)
+    assert [v for v in range(11) if line.given_up(v)] == [6, 7]
+    line.roll_back(11, 9, 9)
+    assert [v for v in range(13) if line.given_up(v)] == [6, 7, 10]
+    line.roll_back(13, 7, 10)  # to what had been given up
+    assert [v for v in range(15) if line.given_up(v)] == [8, 9, 10, 11, 12]
+    line.roll_back(15, 11, 10)
+    assert [v for v in range(16) if line.given_up(v)] == [6, 7, 10, 12, 13, 14]
+
+
+def test_versions_are_ahead_of_steps_by_the_numbers_that_rollbacks_took() -> None:
+    line = Lineage()
+    assert (line.step(7), line.version(7)) == (7, 7)
+    line.roll_back(8, 5, 7)
+    assert [line.step(v) for v in (5, 7, 8, 9)] == [5, 7, 7, 8]
+    assert (line.version(7), line.version(8)) == (8, 9)
