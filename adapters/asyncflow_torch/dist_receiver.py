@@ -47,6 +47,9 @@ class DistReceiver(WeightReceiver):
         try:
             start = link.join(join, until)
             _Part(link, start, manifest, chunks, until).take()
+        except ServerLost:  # another connection next time; and the publisher, if it lives, learns that nobody waits
+            self._links.pop(where).close()
+            raise
         finally:
             self._asking = None
         return Fetched(manifest, chunks, manifest.nbytes, "full")
@@ -92,23 +95,19 @@ class _Link:
             start = msgspec.msgpack.decode(body, type=Start)
             if not 0 < start.rank < len(start.names):
                 raise ProtocolError(f"{what}: rank {start.rank} of {len(start.names)}")
-        except WireError:
-            self.leave(join.ask, lambda: False)  # or the others would wait for this one
-            raise
         except BAD as error:
             raise ProtocolError(f"{what}: its answer cannot be read: {error}") from None
         return start
 
     def leave(self, ask: int, still_asks: Callable[[], bool]) -> None:
-        """Tell it that a version is wanted no more, without waiting here. A publisher that does not answer is not asked any
-        longer."""
+        """Tell it that a version is wanted no more, without waiting here. A publisher that does not answer is given up."""
 
         def tell() -> None:
             try:
                 self._client.call(encode(Leave(ask)), LAST_WORD_S, "the last word")
             except AsyncFlowError:
                 if still_asks():
-                    self._client.interrupt()
+                    self._client.close()
 
         threading.Thread(target=tell, name="weights dist leave", daemon=True).start()
 
@@ -159,15 +158,13 @@ class _Part:
             word = self._receive(self._link.group(self._start))
         except Exception as error:
             self._link.drop_group()  # first of all, so that the others see it
-            why = self._verdict(error)
-            kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else WireError
-            raise kind(f"{self._what}: {why}; ask again") from None
+            raise self._verdict(error) from None
         left = max(self._until - time.monotonic(), LAST_WORD_S)
         self._link.over(Over(self._start.round), left, self._what)
         if self._damage is not None:
             raise self._damage
         if word == CLOSING:
-            raise ServerLost(f"{self._what}: its publisher has closed")
+            raise ServerLost(f"{self._what}: its publisher {self._link.where.name} has closed")
         if word != GO_ON:
             raise WireError(f"{self._what}: interrupted")
 
@@ -190,12 +187,14 @@ class _Part:
             except WeightError as error:  # the others have done no wrong: for them the round goes on
                 self._damage = error
 
-    def _verdict(self, error: Exception) -> str:
+    def _verdict(self, error: Exception) -> AsyncFlowError:
         """Who broke the round: known when all were asked, or were silent for long."""
         where, saw = self._link.where, f"{type(error).__name__}: {error}"[:1000]
         try:
-            return self._link.over(Over(self._start.round, saw), 3 * where.stall_s, self._what) or saw
+            why = self._link.over(Over(self._start.round, saw), 3 * where.stall_s, self._what) or saw
         except ServerLost as lost:
-            return f"its publisher {where.name} died or stopped ({lost})"
+            return ServerLost(f"{self._what}: its publisher {where.name} died or stopped ({lost})")
         except AsyncFlowError as other:
-            return f"{saw} ({other})"
+            why = f"{saw} ({other})"
+        kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else WireError
+        return kind(f"{self._what}: {why}; ask again")

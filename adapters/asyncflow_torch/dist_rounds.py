@@ -61,7 +61,7 @@ class _Round:
         """What went wrong; "" if nothing did. ``own``: what the publisher saw. Those who fell silent are the cause of what
         others saw."""
         if self.dead:
-            return f"{_names(self.members[p] for p in self.dead)} died"
+            return f"{_names(self.members[p] for p in self.dead)} died or left"
         if self.silent:
             return f"{_names(self.members[p] for p in self.silent)} stopped answering"
         seen = [f"{self.members[peer]} saw: {error}" for peer, error in self.told.items() if error]
@@ -135,7 +135,7 @@ class Rounds:
         self._stall_s, self._gather_s = stall_s, gather_s
         self._changed = threading.Condition()
         self._asking: dict[str, _Asking] = {}
-        self._expected: set[str] = set()  # receivers likely to ask for what others ask for
+        self._expected: dict[str, int] = {}  # receivers likely to ask for what others do → the version they had last
         self._left: dict[str, int] = {}
         self._round: _Round | None = None
         self._ended: dict[int, str] = {}
@@ -193,10 +193,10 @@ class Rounds:
         with self._changed:
             self._asking.pop(peer, None)
             self._left.pop(peer, None)
-            self._expected.discard(peer)
+            self._expected.pop(peer, None)
             if self._round is not None and peer in self._round.members and peer not in self._round.told:
                 self._round.dead.add(peer)
-                self._board.fail(f"{self._round.members[peer]} died")
+                self._board.fail(f"{self._round.members[peer]} died or left")
             self._changed.notify_all()
 
     def _join(self, peer: str, ticket: int, join: Join) -> None:
@@ -207,7 +207,7 @@ class Rounds:
         if self._manifest(join.version).root != join.root:
             raise ProtocolError(f"version {join.version}: {join.name} has another manifest of it than its publisher")
         self._asking[peer] = _Asking(peer, ticket, join, time.monotonic())
-        self._expected.add(peer)
+        self._expected.setdefault(peer, -1)
 
     def _leave(self, peer: str, ticket: int, leave: Leave) -> None:
         self._left[peer] = max(leave.ask, self._left.get(peer, 0))
@@ -227,6 +227,7 @@ class Rounds:
         if over.error:
             self._round.parked[peer] = ticket
         else:
+            self._expected[peer] = self._round.version
             self.service.answer(ticket, b"")
 
     def _board_of(self, group: int) -> Board:
@@ -256,13 +257,16 @@ class Rounds:
                     continue
                 first = min(self._asking.values(), key=lambda asking: asking.since)
                 left = first.since + self._gather_s - time.monotonic()
-                if left > 0 and (self._expected - self._asking.keys() or not self._rounds):
+                version = first.join.version
+                others = [peer for peer, had in self._expected.items() if had != version and peer not in self._asking]
+                if left > 0 and (others or not self._rounds):
                     self._changed.wait(left)
                     continue
-                chosen = [a for a in self._asking.values() if a.join.version == first.join.version]
-                if first.join.version > self._newest:  # who did not ask for it in time is not waited for again
-                    self._newest, self._expected = first.join.version, set()
-                self._expected |= self._asking.keys()
+                chosen = [a for a in self._asking.values() if a.join.version == version]
+                if version > self._newest:
+                    self._newest = version
+                    for peer in others:  # who did not ask for it in time is not waited for again
+                        del self._expected[peer]
                 for asking in chosen:
                     del self._asking[asking.peer]
                 return sorted(chosen, key=lambda asking: asking.peer)
@@ -320,10 +324,11 @@ class Rounds:
             if why:
                 self._board.fail(why)
             until = time.monotonic() + 1.5 * self._stall_s
-            while round_.silent and not self._closed and (left := until - time.monotonic()) > 0:
+            while round_.silent and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
             verdict = round_.blame(why)
-            self._expected -= {*round_.silent, *round_.dead}
+            for peer in (*round_.silent, *round_.dead):
+                self._expected.pop(peer, None)
             self._ended[round_.number] = verdict or "it ended well"
             self._ended.pop(round_.number - REMEMBERED, None)
             for ticket in round_.parked.values():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from asyncflow_sdk.errors import (
     ConfigError,
@@ -66,7 +66,11 @@ class DistSender(WeightSender):
         self._rounds = Rounds(
             host.name, host.address, backend, self._manifest, self._staging.chunks, stall_s=stall_s, gather_s=gather_s
         )
-        self._service = Service(host, self._rounds)
+        try:
+            self._service = Service(host, self._rounds)
+        except BaseException:
+            self._staging.close()
+            raise
         self._rounds.start(self._service)
         self._where = encode(Where(self._service.where, backend, plain, stall_s, host.name))
 
@@ -76,6 +80,9 @@ class DistSender(WeightSender):
 
     def room(self, nbytes: int) -> Room:
         return self._staging.room(nbytes)
+
+    def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
+        return self._staging.prepare(sizes)
 
     def send(self, manifest: Manifest) -> bytes:
         self._staging.seal(manifest.version)

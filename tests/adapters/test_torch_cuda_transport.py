@@ -1,0 +1,73 @@
+"""The transport ``cuda-ipc`` where there is no CUDA: what it says, and what it believes of handles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from asyncflow_sdk.errors import ConfigError, ProtocolError
+from asyncflow_sdk.interfaces import Host
+from asyncflow_sdk.types import Chunk, Manifest
+from asyncflow_torch.transport_cuda import CudaTransport, Handle, handles_of
+
+HERE = Host(directory=None, name="here")
+GOOD = Handle("GPU-1", bytes(64), 1 << 20, 512, b"/torch_123_456_7", 0, bytes(64), True)
+MANIFEST = Manifest(4, (), (Chunk(1000), Chunk(0), Chunk(1 << 20)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_without_cuda_it_says_what_is_missing_and_what_to_use(end: str) -> None:
+    with pytest.raises(ConfigError, match="cuda-ipc: torch .* finds no CUDA device.*shm on one host, tcp between"):
+        getattr(CudaTransport(), end)(HERE)
+
+
+def test_options_it_does_not_have_are_refused() -> None:
+    with pytest.raises(TypeError):
+        CudaTransport(backend="nccl")  # type: ignore[call-arg]
+
+
+def test_handles_travel_as_they_are_one_for_each_chunk_that_has_bytes() -> None:
+    other = msgspec.structs.replace(GOOD, event=b"", event_sync=False)
+    assert handles_of(msgspec.msgpack.encode([GOOD, other]), MANIFEST) == [GOOD, other]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"nbytes": (1 << 20) - 1},  # smaller than its chunk
+        {"nbytes": 1 << 60},
+        {"nbytes": -1},
+        {"offset": -1},
+        {"offset": 1 << 50},
+        {"counter_offset": -8},
+        {"memory": b""},
+        {"memory": bytes(1 << 16)},
+        {"event": bytes(1 << 16)},
+        {"counter": b""},
+        {"counter": b"../../etc/passwd"},
+        {"counter": b"/dev/shm/x"},
+        {"counter": b"/torch_1\n"},
+    ],
+)
+def test_handles_that_no_sender_makes_are_refused_before_they_are_opened(wrong: dict[str, Any]) -> None:
+    body = msgspec.msgpack.encode([GOOD, msgspec.structs.replace(GOOD, **wrong)])
+    with pytest.raises(ProtocolError, match="version 4: its handles do not fit its 2 chunks"):
+        handles_of(body, MANIFEST)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_another_number_of_handles_than_chunks_is_refused(count: int) -> None:
+    with pytest.raises(ProtocolError, match="version 4"):
+        handles_of(msgspec.msgpack.encode([GOOD] * count), MANIFEST)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"\x91\x90", msgspec.msgpack.encode([["GPU", "text"]]), b"\x91" * 3000]
+)
+def test_what_is_no_list_of_handles_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="version 4: its handles cannot be read"):
+        handles_of(body, MANIFEST)

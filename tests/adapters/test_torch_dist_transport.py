@@ -1,0 +1,549 @@
+"""The transport ``dist``: rounds and groups of real processes, which die, stop, come late and ask for more."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from children import Child
+from dist_children import content, counts, forget_peak, listening, peak_bytes, publish, receive, train, write
+from two_hosts import HERE as HERE_IP
+from two_hosts import THERE as THERE_IP
+from two_hosts import two_hosts
+
+from asyncflow_sdk.errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, VersionGone, WireError
+from asyncflow_sdk.interfaces import Host
+from asyncflow_sdk.types import Manifest
+from asyncflow_torch import dist_receiver, dist_rounds
+from asyncflow_torch.dist_words import Where
+from asyncflow_torch.transport_dist import DistSender, DistTransport
+
+HERE = Host(directory=None, name="trainer")
+MB = 1 << 20
+
+
+class Receiver:
+    """A receiver in a process of its own."""
+
+    def __init__(self, name: str, *place: str, within: Sequence[str] = ()) -> None:
+        self.name = name
+        self.child = Child(receive, name, *place, within=within)
+        self._ready = False
+        self.owes = 0
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.child.__exit__()
+
+    def wait_ready(self) -> None:
+        if not self._ready:
+            assert self.child.hear() == "ready"
+            self._ready = True
+
+    def told(self, sent: Sent, *, at: int = 0, number: int = 0, timeout_s: float = 30.0) -> None:
+        self.wait_ready()
+        self.owes += 1
+        self.child.say(
+            {
+                "manifest": msgspec.json.encode(sent.manifest).decode(), "where": sent.where.hex(),
+                "at": at, "signal": number, "timeout_s": timeout_s,
+            }
+        )  # fmt: skip
+
+    def answer(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self.child.hear()
+        self.owes -= 1
+        return answer
+
+    def got(self, sent: Sent) -> dict[str, Any]:
+        """It has every byte of it."""
+        answer = self.answer()
+        assert answer.get("content") == sent.content, (self.name, answer)
+        return answer
+
+    def failed(self, *words: str) -> str:
+        answer = self.answer()
+        assert "error" in answer, (self.name, answer)
+        for word in words:
+            assert word in answer["says"], answer
+        return str(answer["error"])
+
+
+class Sent:
+    def __init__(self, manifest: Any, where: bytes, said: str) -> None:
+        self.manifest, self.where, self.content = manifest, where, said
+
+
+def received_of(publisher: Child) -> Sent:
+    """What a publisher in another process says it has sent."""
+    manifest, where, said = publisher.hear()
+    return Sent(msgspec.json.decode(manifest, type=Manifest), bytes.fromhex(where), said)
+
+
+def sent_by(sender: DistSender, version: int, nbytes: int = 2 * MB, **options: Any) -> Sent:
+    manifest, memory = write(sender, version, nbytes, **options)
+    return Sent(manifest, sender.send(manifest), content(memory))
+
+
+Crew = Callable[[int], list[Receiver]]
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """So many receivers, which live on for the next test unless they died in this one, or it failed."""
+    everybody: list[Receiver] = []
+
+    def alive(count: int) -> list[Receiver]:
+        for lost in [each for each in everybody if each.owes or each.child._process.poll() is not None]:
+            everybody.remove(lost)
+            lost.child.kill()
+        while len(everybody) < count:
+            everybody.append(stack.enter_context(Receiver(f"r{next(numbers)}")))
+        return everybody[:count]
+
+    numbers = itertools.count()
+    with contextlib.ExitStack() as stack:
+        yield alive
+
+
+@contextlib.contextmanager
+def a_sender(**options: Any) -> Iterator[DistSender]:
+    sender = DistTransport(**{"stall_s": 2.0, "gather_s": 30.0} | options).sender(HERE)
+    assert isinstance(sender, DistSender)
+    try:
+        yield sender
+    finally:
+        sender.close()
+        sender.close()
+
+
+def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Start it; the returned call gives what it returned or raised."""
+    came: list[Any] = []
+
+    def run() -> None:
+        try:
+            came.append(work())
+        except BaseException as error:
+            came.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def join() -> Any:
+        thread.join(60)
+        assert came, "it hangs"
+        return came[0]
+
+    return join
+
+
+def until(sender: DistSender, condition: Callable[[], object]) -> None:
+    with sender._rounds._changed:
+        assert sender._rounds._changed.wait_for(condition, 30)
+
+
+def together(sender: DistSender, receivers: list[Receiver], sent: Sent, **damage: Any) -> None:
+    """They ask for it, and are served together. ``damage``: what the second of them does."""
+    for place, each in enumerate(receivers):
+        each.told(sent, **damage if place == 1 else {})
+    rounds = sender._rounds
+    if not rounds._rounds:  # the first one does not know yet for whom to wait
+        until(sender, lambda: len(rounds._asking) == len(receivers))
+        with rounds._changed:
+            rounds._gather_s, before = 0.0, rounds._gather_s
+            rounds._changed.notify_all()
+        until(sender, lambda: rounds._rounds)
+        rounds._gather_s = before
+
+
+def test_three_receivers_are_served_by_one_group_version_after_version(crew: Crew) -> None:
+    receivers = crew(3)
+    with a_sender() as sender:
+        for version in range(1, 5):
+            # when all ask for the newest
+            sent = sent_by(sender, version)
+            together(sender, receivers, sent)
+            # then each has it, by one broadcast to all
+            for each in receivers:
+                assert each.got(sent)["moved"] == sent.manifest.nbytes
+            sender.keep([version])
+            assert (sender._rounds._rounds, sender._rounds._groups) == (version, 1)
+        # and nobody listens anywhere but on loopback
+        for each in receivers:
+            each.child.say({"count": 1})
+            assert {address for address, _ in each.child.hear()[2]} == {"0100007F"}
+        assert {address for address, _ in listening()} == {"0100007F"}
+
+
+def test_receivers_come_and_go_between_versions(crew: Crew) -> None:
+    a, b, late = crew(3)
+    with a_sender() as sender:
+        first = sent_by(sender, 1)
+        together(sender, [a, b], first)
+        for each in (a, b):
+            each.got(first)
+        # when one comes later, it has the version that is current at once: the others have it
+        late.told(first)
+        late.got(first)
+        # then the next goes to all three at once
+        second = sent_by(sender, 2)
+        for each in (a, b, late):
+            each.told(second)
+        for each in (a, b, late):
+            each.got(second)
+        rounds = sender._rounds._rounds
+        # and when one has died, to the two that are left, whom nothing holds up
+        a.child.kill()
+        until(sender, lambda: len(sender._rounds._expected) == 2)
+        third = sent_by(sender, 3)
+        for each in (b, late):
+            each.told(third)
+        for each in (b, late):
+            each.got(third)
+        assert sender._rounds._rounds == rounds + 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_receiver_that_dies_or_stops_in_the_middle_is_named_and_left_behind(crew: Crew, how: int) -> None:
+    a, bad, c = crew(3)
+    with a_sender() as sender:
+        sent = sent_by(sender, 7, 8 * MB)
+        together(sender, [a, bad, c], sent, at=20, number=how)
+        # then the others are told who it was, within their deadline
+        for each in (a, c):
+            said = f"{bad.name} {'died or left' if how == signal.SIGKILL else 'stopped answering'}"
+            assert each.failed("version 7", said, "ask again") == "WireError"
+        # and are served when they ask again, without it; so is the next version
+        for each in (a, c):
+            each.told(sent)
+        for each in (a, c):
+            each.got(sent)
+        if how == signal.SIGSTOP:
+            bad.child.resume()
+            bad.failed("version 7", f"{bad.name} stopped answering")
+        both = (a, c) if how == signal.SIGKILL else (a, bad, c)
+        newer = sent_by(sender, 8)
+        for each in both:
+            each.told(newer)
+        for each in both:
+            each.got(newer)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_publisher_that_dies_or_stops_in_the_middle_is_named(crew: Crew, how: int) -> None:
+    receivers = crew(2)
+    with Child(publish, 3, 8 * MB, 40, how) as publisher:
+        sent = received_of(publisher)
+        # when
+        for each in receivers:
+            each.told(sent)
+        # then
+        for each in receivers:
+            each.failed("version 3", "publisher trainer died or stopped")
+        # and another publisher is served from at once, by the same receivers
+        with a_sender() as sender:
+            newer = sent_by(sender, 4)
+            together(sender, receivers, newer)
+            for each in receivers:
+                each.got(newer)
+
+
+def test_another_host_that_is_trusted_and_a_cable_that_is_cut_in_the_middle() -> None:
+    with two_hosts() as hosts, contextlib.ExitStack() as stack:
+        publisher = stack.enter_context(Child(publish, 3, 24 * MB, 0, 0, HERE_IP, within=hosts.here))
+        receivers = [stack.enter_context(Receiver(n, THERE_IP, within=hosts.there)) for n in ("a", "b")]
+        for each in receivers:
+            each.wait_ready()
+        sent = received_of(publisher)
+        for each in receivers:
+            each.told(sent)
+        for each in receivers:
+            each.got(sent)
+        # when
+        receivers[0].told(sent, at=20, number=signal.SIGUSR1)
+        receivers[1].told(sent)
+        assert receivers[0].child.hear() == "in the middle"
+        hosts.link.say({"cut": True})
+        hosts.link.hear()
+        receivers[0].child.say("go on")
+        # then
+        for each in receivers:
+            assert each.failed("version 3", "publisher trainer died or stopped") == "ServerLost"
+        # and once there is a network again, they are served
+        hosts.link.say({"cut": False})
+        hosts.link.hear()
+        for each in receivers:
+            each.told(sent, timeout_s=60.0)
+        for each in receivers:
+            each.got(sent)
+
+
+def test_a_publisher_that_stopped_before_is_not_waited_for_past_the_deadline() -> None:
+    with Child(publish, 3, MB, 0, 0) as publisher:
+        sent = received_of(publisher)
+        receiver = DistTransport().receiver(Host(directory=None, name="r"))
+        publisher.stop()
+        with pytest.raises(ServerLost, match="version 3 from trainer"):
+            receiver.fetch(sent.manifest, sent.where, timeout_s=0.5)
+        receiver.close()
+
+
+def test_a_flipped_bit_is_found_by_each_and_breaks_no_group(crew: Crew) -> None:
+    receivers = crew(2)
+    with a_sender() as sender:
+        manifest, memory = write(sender, 5, 2 * MB)
+        memory[0][MB + 77] ^= 4
+        damaged = Sent(manifest, sender.send(manifest), "")
+        together(sender, receivers, damaged)
+        for each in receivers:
+            assert each.failed("version 5", "bucket 16 of chunk 0", "holds head") == "DigestMismatch"
+        sender.abandon()
+        # and the version is gone for who asks again; the next goes through the same group
+        receivers[0].told(damaged)
+        assert receivers[0].failed("version 5 is no longer kept") == "VersionGone"
+        sent = sent_by(sender, 6)
+        for each in receivers:
+            each.told(sent)
+        for each in receivers:
+            each.got(sent)
+        assert sender._rounds._groups == 1
+
+
+def test_a_trainer_that_uses_torch_distributed_itself_never_meets_it(crew: Crew, tmp_path: Path) -> None:
+    receivers = crew(2)
+    with (
+        Child(train, 0, str(tmp_path / "rendezvous"), 4, 4 * MB) as trainer,
+        Child(train, 1, str(tmp_path / "rendezvous"), 4, 4 * MB) as other,
+    ):
+        for _ in range(4):
+            sent = received_of(trainer)
+            for each in receivers:
+                each.told(sent)
+            for each in receivers:
+                each.got(sent)
+            trainer.say("next")
+        assert trainer.hear()["steps"] == other.hear()["steps"] > 4
+
+
+def test_many_versions_leave_nothing_behind(crew: Crew) -> None:
+    receivers = crew(2)
+    with a_sender(gather_s=0.2) as sender:
+        seen = []
+        for version in range(1, 31):
+            sent = sent_by(sender, version)
+            sender.keep([version - 1, version])
+            some = receivers if version % 3 else receivers[:1]  # so that groups are made anew
+            for each in some:
+                each.told(sent)
+            for each in some:
+                each.got(sent)
+            if version in (6, 30):
+                for each in receivers:
+                    each.child.say({"count": 1})
+                seen.append([counts(), *(each.child.hear()[:2] for each in receivers)])
+        assert sender._rounds._groups > 10
+        assert seen[0] == seen[1]
+        assert sender.nbytes <= 3 * (2 * MB + 4096) + MB
+
+
+def test_memory_is_that_of_the_versions_and_of_a_bucket(crew: Crew) -> None:
+    model = 96 * MB
+    receivers = crew(2)
+    with a_sender() as sender:
+        for version in range(1, 7):
+            manifest, _ = write(sender, version, model, bucket=4 * MB)
+            sent = Sent(manifest, sender.send(manifest), "")
+            sender.keep([version - 1, version])
+            before = forget_peak()
+            together(sender, receivers, sent)
+            for each in receivers:
+                # then a receiver takes one version, and none once it uses the memory of one that was released
+                assert each.answer()["grown"] <= (model if version == 1 else 0) + 24 * MB
+            # and the sender's end what is staged (each page of it once it is mapped): broadcasts add nothing of theirs
+            assert peak_bytes() - before <= (model if version < 4 else 0) + 24 * MB
+        assert sender.nbytes <= 3 * (model + 4096) + MB
+
+
+# ---- in one process
+
+
+@contextlib.contextmanager
+def a_receiver(name: str = "r") -> Iterator[dist_receiver.DistReceiver]:
+    receiver = DistTransport().receiver(Host(directory=None, name=name))
+    assert isinstance(receiver, dist_receiver.DistReceiver)
+    try:
+        yield receiver
+    finally:
+        receiver.close()
+        receiver.close()
+
+
+def test_an_interrupt_ends_a_fetch_that_waits_for_its_round() -> None:
+    with a_sender(gather_s=300.0) as sender, a_receiver() as receiver:
+        sent = sent_by(sender, 1)  # the first round of all waits for others that may come
+        fetch = in_thread(lambda: receiver.fetch(sent.manifest, sent.where, timeout_s=60.0))
+        until(sender, lambda: sender._rounds._asking)
+        receiver.interrupt()
+        error = fetch()
+        assert isinstance(error, WireError)
+        assert "version 1: interrupted" in str(error)
+        assert not sender._rounds._asking
+
+
+def test_an_interrupt_ends_a_round_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a round in the middle
+    monkeypatch.setattr(dist_rounds, "STRETCH_BYTES", 1 << 18)
+    middle, go_on = threading.Event(), threading.Event()
+    arrived = dist_receiver._Part._arrived
+
+    def held(part: Any, bucket: Any) -> None:
+        middle.set()
+        assert go_on.wait(30)
+        arrived(part, bucket)
+
+    monkeypatch.setattr(dist_receiver._Part, "_arrived", held)
+    with a_sender(gather_s=0.1, stall_s=30.0) as sender, a_receiver() as receiver:
+        sent = sent_by(sender, 1, 32 * MB)
+        fetch = in_thread(lambda: receiver.fetch(sent.manifest, sent.where, timeout_s=60.0))
+        assert middle.wait(30)
+        # when
+        receiver.interrupt()
+        until(sender, lambda: sender._rounds._round.unwanted)
+        go_on.set()
+        # then
+        error = fetch()
+        assert isinstance(error, WireError)
+        assert "interrupted" in str(error)
+        # and the newer one comes
+        newer = sent_by(sender, 2)
+        assert content(receiver.fetch(newer.manifest, newer.where, timeout_s=30.0).chunks) == newer.content
+
+
+def test_a_publisher_that_closes_ends_the_round_and_who_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist_rounds, "STRETCH_BYTES", 1 << 18)
+    middle, go_on = threading.Event(), threading.Event()
+    arrived = dist_receiver._Part._arrived
+
+    def held(part: Any, bucket: Any) -> None:
+        middle.set()
+        assert go_on.wait(30)
+        arrived(part, bucket)
+
+    monkeypatch.setattr(dist_receiver._Part, "_arrived", held)
+    with a_sender(gather_s=0.1, stall_s=30.0) as sender, a_receiver("r") as receiver, a_receiver("s") as second:
+        sent = sent_by(sender, 1, 32 * MB)
+        fetch = in_thread(lambda: receiver.fetch(sent.manifest, sent.where, timeout_s=60.0))
+        assert middle.wait(30)
+        waits = in_thread(lambda: second.fetch(sent.manifest, sent.where, timeout_s=60.0))
+        until(sender, lambda: sender._rounds._asking)
+        close = in_thread(sender.close)
+        until(sender, lambda: sender._rounds._closed)
+        go_on.set()
+        for error in (fetch(), waits()):
+            assert isinstance(error, ServerLost)
+            assert "its publisher trainer has closed" in str(error)
+        assert close() is None
+
+
+def test_training_goes_on_while_a_receiver_holds_up_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a receiver that has stopped in the middle of a round
+    middle, go_on = threading.Event(), threading.Event()
+
+    def held(part: Any, bucket: Any) -> None:
+        middle.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(dist_receiver._Part, "_arrived", held)
+    with a_sender(gather_s=0.1, stall_s=30.0) as sender, a_receiver() as receiver:
+        sent = sent_by(sender, 1, 32 * MB)
+        fetch = in_thread(lambda: receiver.fetch(sent.manifest, sent.where, timeout_s=60.0))
+        assert middle.wait(30)
+        # when the trainer publishes on, and drops what is being read
+        for version in range(2, 6):
+            sent_by(sender, version)
+            sender.keep([version])
+        # then nothing of it waited, and the version under way arrives as it was
+        go_on.set()
+        assert content(fetch().chunks) == sent.content
+        with pytest.raises(VersionGone, match="version 1 is no longer kept"):
+            receiver.fetch(sent.manifest, sent.where, timeout_s=30.0)
+
+
+def test_what_cannot_work_is_refused_with_what_to_use_instead() -> None:
+    far = Host(directory=None, name="far", address="10.1.2.3")
+    with pytest.raises(ConfigError, match=r"10\.1\.2\.3: .*not encrypted.*plain=True.*tcp"):
+        DistTransport().sender(far)
+    with pytest.raises(ConfigError, match="no backend 'mpi'; it has gloo and nccl"):
+        DistTransport("mpi")
+    with pytest.raises(ConfigError, match="stall_s=0"):
+        DistTransport(stall_s=0)
+    with pytest.raises(ConfigError, match="nccl: there is no CUDA device.*gloo.*tcp"):
+        DistTransport("nccl").sender(HERE)
+
+
+def test_the_fetching_end_believes_no_publisher() -> None:
+    with a_sender(gather_s=0.0) as sender:
+        sent = sent_by(sender, 1)
+        where = msgspec.msgpack.decode(sent.where, type=Where)
+
+        def fetch(host: Host = HERE, **changes: Any) -> Any:
+            receiver = DistTransport().receiver(host)
+            raw = msgspec.msgpack.encode(msgspec.structs.replace(where, **changes))
+            try:
+                return receiver.fetch(sent.manifest, raw, timeout_s=30.0)
+            finally:
+                receiver.close()
+
+        far = Host(directory=None, name="far", address="10.1.2.3")
+        with pytest.raises(ConfigError, match="not encrypted"):
+            fetch(far)
+        with pytest.raises(ConfigError, match="nccl: there is no CUDA device"):
+            fetch(backend="nccl")
+        with pytest.raises(ConfigError, match="no backend 'rm -rf'"):
+            fetch(backend="rm -rf")
+        for stall_s in (0.0, -1.0, float("nan"), float("inf")):
+            with pytest.raises(ProtocolError, match="lets others wait"):
+                fetch(stall_s=stall_s)
+        other = msgspec.structs.replace(sent.manifest, tensors=())
+        receiver = DistTransport().receiver(HERE)
+        with pytest.raises(ProtocolError, match="trainer has another manifest"):
+            receiver.fetch(other, sent.where, timeout_s=30.0)
+        receiver.close()
+        assert fetch().moved == sent.manifest.nbytes
+
+
+def test_who_speaks_nonsense_harms_nobody() -> None:
+    with a_sender(gather_s=0.0) as sender, a_receiver() as receiver:
+        sent = sent_by(sender, 1)
+        receiver.fetch(sent.manifest, sent.where, timeout_s=30.0)
+        # to the service
+        link = receiver._link(sent.where)
+        for body in (
+            b"", b"\xc1", b"\x90", *map(msgspec.msgpack.encode, (["join", 1], ["look", 9, []], ["put", 1, "x", b""],
+            ["over", 1, "for fun"], ["over", -1, ""], ["leave", 0], ["leave", -1])),
+        ):  # fmt: skip
+            with contextlib.suppress(AsyncFlowError):
+                link._client.call(body, 30.0)
+        # and to every port at which this process listens, those of the group too
+        ports = [port for _, port in listening()]
+        assert len(ports) == 3
+        with contextlib.ExitStack() as stack:
+            for port in ports:
+                for junk in (b"", b"x", b"GET / HTTP/1.0\r\n\r\n", bytes(64), b"\xff" * 100_000):
+                    caller = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                    with contextlib.suppress(OSError):
+                        caller.sendall(junk)
+            for _ in range(2):
+                assert content(receiver.fetch(sent.manifest, sent.where, timeout_s=30.0).chunks) == sent.content
+        assert sender._rounds._groups == 1
