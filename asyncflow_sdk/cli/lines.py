@@ -51,6 +51,26 @@ def number(value: float, digits: int = 2) -> str:
     return f"{value:.{digits}f}" if math.isfinite(value) else "–"
 
 
+def rate(value: float) -> str:
+    """Rows a second in few cells: 0.4, 12, 3,400, 12.3k; a dash when it is not known."""
+    if not math.isfinite(value):
+        return "–"
+    if 0 < value < 10:
+        return f"{value:.1f}"
+    return f"{value:,.0f}" if value < 10_000 else f"{value / 1000:,.1f}k" if value < 1e6 else f"{value / 1e6:,.1f}M"
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people read them."""
+    if not math.isfinite(nbytes):
+        return "–"
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
 def printable(text: str) -> str:
     """``text`` on one line, without control characters: what workers write must not drive the terminal."""
     return "".join(c if c.isprintable() else " " for c in text)

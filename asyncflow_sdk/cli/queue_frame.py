@@ -16,7 +16,8 @@ from ..ledger import StatusReport
 from ..ledger.commands import ParkedStatus, SessionStatus
 from .flow import Flow
 from .frame import STATES
-from .lines import Cell, duration, fit, head, laid_out, printable, sparkline, to_ascii, wrapped
+from .lines import Cell, duration, fit, head, laid_out, printable, rate, size, sparkline, to_ascii, wrapped
+from .weights_frame import weights_lines
 
 _UNLIMITED = 1 << 39
 _PATIENCE_S = 1.0
@@ -33,32 +34,14 @@ def queue_frame(
     below: list[list[Cell]] = [[], [(foot, "dim")]] if foot and height >= 16 else []
     room = max(height - len(top) - len(below), 6)
     tasks = _tasks(report, flow, inner, max(room // 2, 3))
-    who = _who(report, inner, max(room - len(tasks) - 1, 2))
-    body = [*top, *tasks, [], *who]
+    weights = weights_lines(report, inner, max(room // 3, 3))
+    weights = [[], *weights] if weights and room >= len(tasks) + len(weights) + 6 else []
+    who = _who(report, inner, max(room - len(tasks) - len(weights) - 1, 2))
+    body = [*top, *tasks, *weights, [], *who]
     if below:
         body += [[]] * (height - len(below) - len(body))  # the last line is the terminal's
     lines = [laid_out(line, inner) for line in [*body, *below]][:height]
     return [Text(to_ascii(line.plain), no_wrap=True) for line in lines] if ascii_only else lines
-
-
-def rate(value: float) -> str:
-    """Rows a second in few cells: 0.4, 12, 3,400, 12.3k; a dash when it is not known."""
-    if not math.isfinite(value):
-        return "–"
-    if 0 < value < 10:
-        return f"{value:.1f}"
-    return f"{value:,.0f}" if value < 10_000 else f"{value / 1000:,.1f}k" if value < 1e6 else f"{value / 1e6:,.1f}M"
-
-
-def size(nbytes: float) -> str:
-    """Bytes as people read them."""
-    if not math.isfinite(nbytes):
-        return "–"
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"
 
 
 def _header(report: StatusReport, flow: Flow, title: str, width: int) -> list[list[Cell]]:
@@ -169,7 +152,8 @@ def _who(report: StatusReport, width: int, room: int) -> list[list[Cell]]:
     title += [(f"{'pid':<{place}}", "dim")] if place else []
     title += [(f"{'loaded':<{weights}} ", "dim")] if weights else []
     title.append((f"{'since':<9}", "dim"))
-    doing = f"{report.parked_count:,} waiting, {_so_many(report.lease_count, 'lease')}, {_so_many(report.session_count, 'client')}"
+    aside = sum(_aside(report, parked) for parked in report.parked)
+    doing = f"{report.parked_count - aside:,} waiting, {_so_many(report.lease_count, 'lease')}, {_so_many(report.session_count, 'client')}"
     title.append((doing, "dim"))
     weights += 1 if weights else 0
     left = max(width - first - place - weights - 9, 12)
@@ -211,10 +195,11 @@ def _wrapped_texts(texts: list[str], width: int, spare: int) -> list[list[str]]:
 def _entries(report: StatusReport) -> list[_Line]:
     sessions = {session.id: session for session in report.sessions}
     alike: dict[str, list[ParkedStatus]] = {}
-    for parked in report.parked:  # the longest waiting first
+    waits = [parked for parked in report.parked if not _aside(report, parked)]
+    for parked in waits:  # the longest waiting first
         alike.setdefault(f"waits: {parked.verb}: {_short(parked)}", []).append(parked)
     waiting = [_waits(text, same, sessions.get(same[0].session)) for text, same in alike.items()]
-    busy = {parked.session for parked in report.parked}
+    busy = {parked.session for parked in waits}
     holders = sorted((s for s in report.sessions if s.rows), key=lambda s: -s.held_s)
     idle = sorted((s for s in report.sessions if not s.rows and s.id not in busy), key=lambda s: -s.age_s)
     return [
@@ -222,6 +207,13 @@ def _entries(report: StatusReport) -> list[_Line]:
         *map(_holds, holders),
         *(_Line(s, printable(s.name), s.age_s, "idle", "dim", "○") for s in idle),
     ]
+
+
+def _aside(report: StatusReport, parked: ParkedStatus) -> bool:
+    """Whether it is a replica that has weights, and hears of newer ones while it works: it waits for nothing."""
+    if not parked.verb.startswith("weights "):
+        return False
+    return any(s.id == parked.session and s.replica and s.loaded is not None for s in report.sessions)
 
 
 def _waits(text: str, same: list[ParkedStatus], session: SessionStatus | None) -> _Line:

@@ -30,7 +30,11 @@ def report(ledger: State) -> StatusReport:
     return StatusReport(
         rows={name: dict(zip(TASK_STATES, task.counts, strict=True)) for name, task in ledger.tasks.items()},
         ended=ended,
-        waiting={waiter.name: f"after {waiter.since_s:.1f} s: {waiter.why}" for waiter in parked},
+        waiting={
+            said.name: f"after {said.since_s:.1f} s: {said.why}"
+            for waiter, said in zip(longest, parked, strict=True)
+            if not _aside(ledger, waiter)
+        },
         step=steps.window.step if steps else NONE,
         free_slots=steps.window.free if steps else 0,
         version=ledger.version,
@@ -58,6 +62,11 @@ def report(ledger: State) -> StatusReport:
         announced_s=now - ledger.announced.since if ledger.announced is not None else 0.0,
         committed=ledger.committed if ledger.quorum else NONE,
     )
+
+
+def _aside(ledger: State, waiter: Waiter) -> bool:
+    """Whether it is a replica that has weights, and hears of newer ones while it works: it waits for nothing."""
+    return isinstance(waiter.command, cmd.AwaitVersion) and ledger.sessions[waiter.session].loaded is not None
 
 
 def _most_telling(ledger: State, waiters: list[Waiter]) -> list[Session]:

@@ -17,14 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from children import Child, hear, say
 
 import asyncflow_sdk as af
 from asyncflow_sdk.cli.flow import Flow
-from asyncflow_sdk.cli.queue_frame import queue_frame, rate, size
+from asyncflow_sdk.cli.lines import rate, size
+from asyncflow_sdk.cli.queue_frame import queue_frame
 from asyncflow_sdk.ledger import StatusReport
-from asyncflow_sdk.ledger.commands import LeaseStatus, ParkedStatus, SessionStatus
+from asyncflow_sdk.ledger.commands import LeaseStatus, ParkedStatus, SessionStatus, VersionStatus
 
 WHY = (
     "task 'train' has nothing to give; step 12 lacks 96 of 256 rows, and the queue has 40 that may fill it; 40 rows"
@@ -176,6 +178,89 @@ def test_bytes_as_people_read_them(value: float, text: str) -> None:
     assert size(value) == text
 
 
+# ---- weights
+
+
+def replica(number: int, name: str, loaded: "int | None", doing: str = "", for_s: float = 0.0) -> SessionStatus:
+    return session(number, name, replica=True, loaded=loaded, weights=doing, weights_s=for_s)
+
+
+VERSIONS = (
+    VersionStatus(version=10, source=10, age_s=75.0, nbytes=988_000_000, root="ab12cd34ef56", transport="shm", on=1),
+    VersionStatus(version=11, source=9, age_s=3.2, nbytes=988_000_000, root="0123456789ab", transport="shm", on=2, staged=1),
+)  # fmt: skip
+REPLICAS = (
+    replica(11, "rollout-0", 11), replica(12, "rollout-1", 10, "fetching 11", 3.0), replica(13, "rollout-2", 11),
+    replica(14, "rollout-3", 9, "failed 11: DigestMismatch: version 11: bucket 3 of chunk 2 differs", 40.0),
+    replica(15, "rollout-4", None, "loading 11", 1.0),
+)  # fmt: skip
+
+
+def weights(width: int = 80, height: int = 40, **changes: object) -> list[str]:
+    given = {
+        "versions": VERSIONS,
+        "sessions": REPLICAS,
+        "publisher": "trainer-0",
+        "announced": 12,
+        "announced_s": 2.0,
+    }
+    lines = [" ".join(line.split()) for line in picture(width, height, **{**given, **changes})]
+    start = next(i for i, line in enumerate(lines) if line.startswith("WEIGHTS"))
+    return lines[start : lines.index("", start)]
+
+
+def test_versions_that_are_kept_and_where_each_replica_is() -> None:
+    lines = weights(committed=11)
+    assert lines[:4] == [
+        "WEIGHTS published by trainer-0, v12 being written for 2 s",
+        "v11 = v9 3 s old · 988 MB · shm · loaded by 2, staged by 1 · committed",
+        "v10 1:15 old · 988 MB · shm · loaded by 1",
+        "● rollout-3 v9 2 behind 40 s failed 11: DigestMismatch: version 11:",
+    ]
+    assert "● rollout-1 v10 1 behind 3 s fetching 11" in lines
+    assert "● rollout-4 none 1 s loading 11" in lines
+    assert lines[-1] == "● 2 replicas v11: rollout-0, rollout-2"
+
+
+def test_a_failure_is_told_to_its_end_where_there_is_room() -> None:
+    assert "of chunk 2 differs" in " ".join(weights(80, 60))
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (50, 30), (60, 16), (20, 40)])
+def test_weights_fit_every_terminal(width: int, height: int) -> None:
+    many = tuple(replica(20 + i, f"rollout-{i}", i, f"fetching {i}", 1.0) for i in range(60))
+    lines = picture(width, height, versions=VERSIONS, sessions=many, session_count=60)
+    assert len(lines) <= height
+    assert all(len(line) < max(width, 21) for line in lines)
+    assert any("WHO" in line for line in lines)
+
+
+def test_many_replicas_are_counted() -> None:
+    many = tuple(replica(20 + i, f"rollout-{i}", 10, "fetching 11", 1.0) for i in range(60))
+    assert any(re.match(r"and \d+ more replicas that are not on version 11", line) for line in weights(sessions=many))
+
+
+def test_a_run_without_weights_has_no_such_lines() -> None:
+    assert not any("WEIGHTS" in line for line in picture(80, 40))
+
+
+def test_names_of_weights_cannot_drive_the_terminal() -> None:
+    evil = replica(3, "\x1b[2Jevil", 1, "failed 2: \x1b]0;x\x07", 1.0)
+    text = "".join(picture(80, 40, sessions=(evil,), publisher="\x1b[31m", versions=VERSIONS))
+    assert "evil" in text
+    assert not set(text) & set("\x1b\x07")
+
+
+def test_hearing_of_newer_weights_is_no_waiting() -> None:
+    hears = ParkedStatus(session=11, name="rollout-0", verb="weights after 11", why="none", since_s=99.0, left_s=9.0)
+    first = msgspec.structs.replace(hears, session=15, name="rollout-4")
+    text = "\n".join(picture(80, 40, versions=VERSIONS, sessions=REPLICAS, parked=(hears, first), parked_count=2))
+    who = text[text.index("WHO") :]
+    assert "1 waiting" in who
+    assert "rollout-4" in who.splitlines()[1]
+    assert who.count("waits: weights") == 1
+
+
 # ---- against a real server
 
 
@@ -224,6 +309,30 @@ def test_json_for_programs_by_address(tmp_path: Path, served: Child) -> None:
     assert said["oldest"]["name"] == said["sessions"][0]["name"] == "driver"
     assert said["per_second"]["passed"] == {"work": 0.0}
     assert said["step"] == -1
+
+
+def test_versions_and_replicas_of_a_real_run(tmp_path: Path) -> None:
+    with af.serve(tmp_path / "run", name="driver") as run, run.weight_publisher("shm") as publisher:
+        with af.connect(tmp_path / "run", name="replica") as there:
+            updates = iter(there.weight_updates(timeout_s=60))
+            publisher.publish(1, {"w": np.ones(1000, np.float32)}.items())
+            with next(updates) as update:
+                dict(update.arrays())
+            publisher.publish(2, {"w": np.zeros(1000, np.float32)}.items())
+            publisher.flush()
+            publisher.rollback(1, "it was better")
+            # when
+            said = json.loads(top(tmp_path, "run", "--json", "--every", "0.1").stdout)
+            shown = " ".join(top(tmp_path, "run", "--once", "--every", "0.1").stdout.split())
+    # then
+    assert [(v["version"], v["source"], v["transport"]) for v in said["versions"]] == [(2, 2, "shm"), (3, 1, "shm")]
+    assert said["publisher"] == "driver"
+    assert said["announced"] == -1
+    (there_said,) = (s for s in said["sessions"] if s["replica"])
+    assert (there_said["name"], there_said["loaded"]) == ("replica", 1)
+    assert "replica" not in said["waiting"]  # it hears of newer ones while it works
+    assert "WEIGHTS published by driver v3 = v1" in shown
+    assert re.search(r"● replica v1 2 behind .*(fetching|staged|waits to load|loading) 3", shown)
 
 
 def test_a_server_with_keys_asks_for_one(tmp_path: Path) -> None:
