@@ -1,0 +1,382 @@
+"""A trainer's publisher: held for a copy, never stuck, and whatever goes wrong leaves the version before current."""
+
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from children import Child
+from publisher_runs import LIMIT_S, Gated, Served, crash_while_publishing, full, publish_a_half, until, value_of
+
+from asyncflow_sdk.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    MemoryFull,
+    PluginError,
+    SchemaError,
+    ServerLost,
+    VersionGone,
+    WeightMismatch,
+)
+from asyncflow_sdk.types import Probe, Shard
+from asyncflow_sdk.types.events import Published, Span
+from asyncflow_sdk.weights import WeightPublisher, publisher
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def transport(monkeypatch: pytest.MonkeyPatch) -> Gated:
+    gated = Gated()
+    monkeypatch.setattr(publisher, "transport_named", lambda name, **options: gated)
+    return gated
+
+
+def test_what_is_published_is_what_replicas_get(served: Served) -> None:
+    # given
+    trainer = WeightPublisher(served.client(), dtype="bfloat16", rename=lambda name: f"model.{name}")
+    weights = {"w": torch.randn(300, 200), "steps": torch.arange(5)}
+    # when
+    publication = trainer.publish(np.int64(3), weights.items(), probe=Probe(((1,),), ((2,),)))  # type: ignore[arg-type]
+    manifest = publication.wait(LIMIT_S)
+    # then
+    update = served.newest()
+    got = dict(update)
+    assert publication.done
+    assert (update.version, trainer.current, manifest.version) == (3, 3, 3)
+    assert list(got) == ["model.w", "model.steps"]
+    assert torch.equal(got["model.w"], weights["w"].to(torch.bfloat16))
+    assert torch.equal(got["model.steps"], weights["steps"])
+    assert update.root == manifest.root
+    assert manifest.digested
+    trainer.close()
+    (span,) = [event for event in served.events if isinstance(event, Span)]
+    assert (span.kind, span.version, span.worker) == ("publish", 3, "trainer")
+    assert [event.version for event in served.events if isinstance(event, Published)] == [3]
+
+
+def test_weights_may_change_as_soon_as_publish_returns(served: Served, transport: Gated) -> None:
+    # given a delivery that takes its time
+    trainer, weights = WeightPublisher(served.client()), torch.zeros(1 << 20)
+    transport.gate.clear()
+    publication = trainer.publish(1, [("w", weights)])
+    # when
+    weights.fill_(7)
+    assert not publication.done
+    transport.gate.set()
+    publication.wait(LIMIT_S)
+    # then
+    assert value_of(served.newest()) == 0.0
+    trainer.close()
+
+
+def test_without_digests_nothing_is_hashed(served: Served) -> None:
+    with WeightPublisher(served.client(), digests=False) as trainer:
+        manifest = trainer.publish(1, full(1)).wait(LIMIT_S)
+        assert not any(chunk.digests for chunk in manifest.chunks)
+        assert value_of(served.newest()) == 1.0
+
+
+@pytest.mark.parametrize("hears", ["publish", "flush", "close", "wait"])
+def test_what_goes_wrong_behind_is_raised_in_front(served: Served, transport: Gated, hears: str) -> None:
+    # given a version that cannot be delivered
+    trainer = WeightPublisher(served.client())
+    trainer.publish(1, full(1)).wait(LIMIT_S)
+    transport.problem = MemoryFull("version 2: no room")
+    publication = trainer.publish(2, full(2))
+    # when
+    with pytest.raises(MemoryFull, match="version 2: no room"):
+        {
+            "publish": lambda: trainer.publish(3, full(3)), "flush": trainer.flush, "close": trainer.close,
+            "wait": publication.wait,
+        }[hears]()  # fmt: skip
+    # then the version before is current, and the next comes, under the same number too
+    assert value_of(served.newest()) == 1.0
+    if hears == "close":
+        trainer = WeightPublisher(served.client("another"))
+    trainer.flush()
+    trainer.publish(2, full(2.5)).wait(LIMIT_S)
+    assert value_of(served.newest()) == 2.5
+    trainer.close()
+
+
+def test_a_delivery_that_does_not_end_holds_the_next_up_for_so_long(served: Served, transport: Gated) -> None:
+    # given
+    trainer = WeightPublisher(served.client(), timeout_s=0.05)
+    transport.gate.clear()
+    publication = trainer.publish(1, full(1))
+    assert transport.sending.wait(LIMIT_S)
+    # when / then
+    reason = "version 1 is not published after 0.05 s: it is being sent through transport 'shm'"
+    for what, call in (
+        ("version 2 cannot be published yet: ", lambda: trainer.publish(2, full(2))),
+        ("version 1 cannot be rolled back to yet: ", lambda: trainer.rollback(1)),
+        ("not everything is published: ", trainer.flush),
+        ("", lambda: publication.wait(0.05)),
+    ):
+        with pytest.raises(DeadlineExceeded, match=f"^{re.escape(what + reason)}"):
+            call()
+    # and once it is through, the next goes on
+    transport.gate.set()
+    publication.wait(LIMIT_S)
+    trainer.publish(2, full(2)).wait(LIMIT_S)
+    assert value_of(served.newest()) == 2.0
+    trainer.close()
+
+
+def interrupted() -> Iterator[tuple[str, Any]]:
+    yield "w", np.zeros(10)
+    raise KeyboardInterrupt
+
+
+def broken() -> Iterator[tuple[str, Any]]:
+    yield "w", np.zeros(10)
+    raise RuntimeError("the engine broke")
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "reason"),
+    [
+        (interrupted, KeyboardInterrupt, None),
+        (broken, RuntimeError, "the engine broke"),
+        (lambda: [], WeightMismatch, "version 2 has no tensors"),
+        (lambda: [*full(2), *full(2)], WeightMismatch, "version 2: tensor 'w' is sent twice"),
+        (lambda: [("w", np.array([object()]))], SchemaError, "version 2: tensor 'w': numpy dtype object"),
+    ],
+)
+def test_a_version_that_cannot_be_written_leaves_the_one_before(
+    served: Served, weights: Any, error: type[BaseException], reason: str | None
+) -> None:
+    # given
+    trainer = WeightPublisher(served.client())
+    trainer.publish(1, full(1)).wait(LIMIT_S)
+    # when
+    for _ in range(3):
+        with pytest.raises(error, match=reason):
+            trainer.publish(2, weights())
+    # then it is withdrawn, and its number free
+    assert served.server.ledger.announced is None
+    assert value_of(served.newest()) == 1.0
+    trainer.publish(2, full(2)).wait(LIMIT_S)
+    assert value_of(served.newest()) == 2.0
+    trainer.close()
+
+
+def test_a_real_interrupt_withdraws_the_version(served: Served) -> None:
+    # given
+    trainer = WeightPublisher(served.client())
+
+    def weights() -> Iterator[tuple[str, Any]]:
+        yield from full(1)
+        signal.raise_signal(signal.SIGINT)
+        yield "never", np.zeros(3)
+
+    # when
+    with pytest.raises(KeyboardInterrupt):
+        trainer.publish(1, weights())
+    # then
+    assert served.server.ledger.announced is None
+    trainer.publish(1, full(1)).wait(LIMIT_S)
+    trainer.close()
+
+
+def test_a_number_that_was_used_is_refused_before_anything_is_copied(served: Served) -> None:
+    trainer, asked = WeightPublisher(served.client()), []
+
+    def weights() -> Iterator[tuple[str, Any]]:
+        asked.append(True)
+        yield from full(9)
+
+    trainer.publish(5, full(5))
+    for version in (5, 4, 0, -1):
+        with pytest.raises(ConfigError, match=f"version {version} cannot be published: 5 is already current"):
+            trainer.publish(version, weights())
+    assert not asked
+    assert value_of(served.newest()) == 5.0
+    trainer.close()
+
+
+def test_one_publisher_at_a_time(served: Served) -> None:
+    first = WeightPublisher(served.client("first"))
+    first.publish(1, full(1)).wait(LIMIT_S)
+    with pytest.raises(ConfigError, match=r"first .*one publisher at a time"):
+        WeightPublisher(served.client("second"))
+    first.close()
+    first.close()
+    with pytest.raises(ConfigError, match="version 2: this publisher is closed"):
+        first.publish(2, full(2))
+    second = WeightPublisher(served.client("third"))
+    assert second.current == 1
+    second.publish(2, full(2)).wait(LIMIT_S)
+    assert value_of(served.newest()) == 2.0
+    second.close()
+
+
+def test_a_publisher_that_was_not_closed_ends_with_its_connection(served: Served) -> None:
+    queue = served.client("first")
+    WeightPublisher(queue).publish(1, full(1)).wait(LIMIT_S)
+    queue._port.connection.close()
+    with WeightPublisher(served.client("second")) as second:
+        second.publish(2, full(2)).wait(LIMIT_S)
+
+
+def test_rolled_back_the_old_bytes_are_current(served: Served) -> None:
+    # given
+    trainer = WeightPublisher(served.client())
+    for version in (1, 2):
+        trainer.publish(version, full(version))
+    # when
+    number = trainer.rollback(1, "the loss rose")
+    # then
+    assert (number, trainer.current) == (3, 3)
+    assert value_of(served.newest()) == 1.0
+    trainer.publish(4, full(4)).wait(LIMIT_S)
+    assert trainer.rollback(3) == 5
+    assert value_of(served.newest()) == 1.0
+    with pytest.raises(ConfigError, match="version 2 is not kept any more"):
+        trainer.rollback(2)
+    trainer.close()
+
+
+def test_a_server_that_is_gone_is_said(served: Served) -> None:
+    trainer = WeightPublisher(served.client())
+    trainer.publish(1, full(1)).wait(LIMIT_S)
+    served.server.close()
+    trainer._connection.wire.close()
+    with pytest.raises(ServerLost):
+        trainer.publish(2, full(2))
+    trainer.close()
+
+
+def test_transports_and_options_that_are_not_there_are_refused(served: Served) -> None:
+    with pytest.raises(PluginError, match="no transport adapter is named 'nonsense'"):
+        WeightPublisher(served.client(), "nonsense")
+    with pytest.raises(ConfigError, match=r"transport 'shm' .*options {'port': 7}"):
+        WeightPublisher(served.client(), port=7)
+    with pytest.raises(ConfigError, match="not in sight of this process"):
+        WeightPublisher(served.client(shared_memory=False))
+    for rank, size in ((1, 1), (-1, 2)):
+        with pytest.raises(ConfigError, match=f"rank {rank} of {size} cannot publish"):
+            WeightPublisher(served.client(), rank=rank, world_size=size)
+    WeightPublisher(served.client()).close()  # none of them took the role
+
+
+def test_memory_is_that_of_what_is_kept_and_one_more(served: Served) -> None:
+    # given
+    model = [("a", np.zeros(3 << 20, np.uint8)), ("b", np.zeros(5 << 20, np.uint8))]
+    nbytes = 8 << 20
+    served.client("admin").configure(keep_versions=3)
+    trainer = WeightPublisher(served.client())
+    for version in range(1, 12):
+        trainer.publish(version, model).wait(LIMIT_S)
+        if version == 4:
+            reading = served.newest()  # a laggard, for ever
+        assert trainer.nbytes == served.held() <= (3 + 1 + (version > 4)) * nbytes + (1 << 20)
+    reading.release()
+    for version in range(12, 15):
+        trainer.publish(version, model).wait(LIMIT_S)
+    trainer.flush()
+    assert trainer.nbytes == served.held() <= (3 + 1) * nbytes + (1 << 20)
+    trainer.close()
+
+
+def test_publishers_that_are_killed_leave_no_more_than_one_does(served: Served) -> None:
+    count, model = 1 << 20, 4 << 20
+    for crash in range(10):
+        first = 1 + 3 * crash
+        with Child(crash_while_publishing, served.address, first, count) as child:
+            # given a publisher that goes on after one that was killed
+            assert child.hear() <= 5 * model
+            assert child.hear() == "in the middle"
+            assert value_of(served.newest()) == first + 1
+            # when
+            child.kill()
+        # then what is current stays so
+        assert value_of(served.newest()) == first + 1
+        assert served.held() <= 5 * model + (10 << 20)
+    with WeightPublisher(served.client()) as trainer:
+        for version in range(100, 104):
+            trainer.publish(version, full(version, count)).wait(LIMIT_S)
+        assert served.held() == trainer.nbytes <= 3 * model + (1 << 20)
+
+
+def test_ranks_publish_one_version_together(served: Served) -> None:
+    with Child(publish_a_half, served.address, 0) as zero, Child(publish_a_half, served.address, 1) as one:
+        assert [zero.hear(), one.hear()] == ["ready", "ready"]
+        for version in (1, 2, 3):
+            zero.say(version)
+            assert zero.hear() == "published"
+            one.say(version)
+            assert one.hear() == "published"
+            update = served.newest()
+            assert (update.version, value_of(update), update.tensors["w"].shape) == (version, version, (10,))
+        # when one of them is killed in the middle
+        zero.say(4)
+        assert zero.hear() == "published"  # its part
+        one.say(-4)
+        assert one.hear() == "in the middle"
+        one.kill()
+        # then nothing became current, and the other learns who is to blame
+        zero.say(4)
+        assert value_of(served.newest()) == 3.0
+        with Child(publish_a_half, served.address, 1) as next_one:
+            assert next_one.hear() == "ready"
+            next_one.say(4)
+            assert [zero.hear(), next_one.hear()] == ["published", "published"]
+            assert value_of(served.newest()) == 4.0
+            # and the one that is killed before the other has finished its part
+            zero.say(-5)
+            next_one.say(-5)
+            assert [zero.hear(), next_one.hear()] == ["in the middle", "in the middle"]
+            next_one.kill()
+            until(lambda: 1 not in served.server.ledger.publisher, "the end of rank 1 is noticed")
+            zero.say("go on")
+            assert re.match(r"VersionGone: version 5 .*rank 1 \(rank1\) died", zero.hear())
+            assert value_of(served.newest()) == 4.0
+        zero.say(None)
+        assert zero.hear() == "closed"
+
+
+def test_a_rank_may_own_nothing(served: Served) -> None:
+    ranks = [WeightPublisher(served.client(f"rank{rank}"), rank=rank, world_size=2) for rank in range(2)]
+    threads = [
+        threading.Thread(target=lambda r=r, w=w: ranks[r].publish(1, w).wait(LIMIT_S))  # type: ignore[misc]
+        for r, w in enumerate(([("w", Shard(np.ones(3), (0,), (3,)))], []))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert value_of(served.newest()) == 1.0
+    for each in ranks:
+        each.close()
+
+
+def test_what_was_withdrawn_elsewhere_is_said(served: Served, transport: Gated) -> None:
+    """A run may be rolled back by somebody else while a version is on its way."""
+    trainer = WeightPublisher(served.client())
+    for version in (1, 2):
+        trainer.publish(version, full(version)).wait(LIMIT_S)
+    transport.gate.clear()
+    transport.sending.clear()
+    publication = trainer.publish(3, full(3))
+    assert transport.sending.wait(LIMIT_S)
+    from asyncflow_sdk.ledger import commands as cmd
+    from asyncflow_sdk.queue._once import drive
+
+    drive(served.client("admin")._port.send(cmd.Rollback(version=1)))
+    transport.gate.set()
+    with pytest.raises((VersionGone, ConfigError), match="version 3"):
+        publication.wait(LIMIT_S)
+    assert value_of(served.newest()) == 1.0
+    trainer.publish(5, full(5)).wait(LIMIT_S)
+    trainer.close()
