@@ -104,15 +104,14 @@ def value_of(update: Update) -> float:
 
 
 def crash_while_publishing(address: str, first: int, count: int) -> None:
-    """Publish two versions; say what is held; be killed in the middle of the third."""
+    """Publish two versions; in the middle of the third, say what is held, and wait to be killed."""
     publisher = WeightPublisher(open_queue(Connection(address, "trainer")))
     for version in (first, first + 1):
         publisher.publish(version, full(version, count)).wait(LIMIT_S)
-    say(publisher.nbytes)
 
     def weights() -> Iterator[tuple[str, Any]]:
         yield from full(99, count)
-        say("in the middle")
+        say(publisher.nbytes)
         hear()
 
     publisher.publish(first + 2, weights())
