@@ -59,7 +59,7 @@ class Connection:
 
     ``key``: a copy of the run's run.key, or its path; tcp addresses beyond loopback need it. ``shared_memory`` False:
     send columns as frames even where the server's memory is in sight. ``inline`` says whether they are. ``timeout_s``:
-    the longest it waits for the server's first word.
+    the longest it waits for the server's first word. ``served``: the tcp addresses of the server.
     Raises ConfigError, AccessDenied, ServerLost, ProtocolError.
     """
 
@@ -87,6 +87,7 @@ class Connection:
         self.inline = not (shared_memory and _sees(welcome))
         self.directory = Path(welcome.directory)
         self.session = welcome.session
+        self.served = welcome.addresses
         rows = Path(welcome.rows) if welcome.rows else self.directory
         self.arena = Arena(rows, f"s{self.session}-")
         self.mapper = Mapper(rows)

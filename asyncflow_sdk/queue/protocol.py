@@ -29,7 +29,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """``directory``: of the run's shared memory; ``owner``: device and inode of the file of that name in it, by which a
     client knows that it sees this directory and not its like. ``rows``: where segments of rows lie, if elsewhere.
     ``durability``: a server that dies may come back: "" (never), process or host. ``pid``, ``pid_key``: its process.
-    ``max_bytes``: the largest call it takes."""
+    ``max_bytes``: the largest call it takes. ``addresses``: the tcp ones that it serves."""
 
     session: int
     directory: str
@@ -40,6 +40,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     pid: int = 0
     pid_key: str = ""
     max_bytes: int = 1 << 30
+    addresses: tuple[str, ...] = ()
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

@@ -273,6 +273,7 @@ class QueueServer(Carrying):
             pid=pid,
             pid_key=process_key(pid),
             max_bytes=self._wire.max_bytes,
+            addresses=tuple(each for each in self.addresses if each.startswith("tcp://")),
         )
         return encode(msgspec.structs.replace(answer, reply=reply)), ()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -41,7 +41,7 @@ class TcpReceiver(WeightReceiver):
 
     def __init__(self) -> None:
         self._landing = Landing()
-        self._threads = ThreadPoolExecutor(THREADS, "asyncflow-fetch")
+        self._crew: _Crew | None = None
         self._clients: dict[bytes, tuple[ServiceClient, int]] = {}
         self._fetch: _Fetch | None = None
         self._lock = threading.Lock()
@@ -63,10 +63,13 @@ class TcpReceiver(WeightReceiver):
         fetch = _Fetch(client, place.version, manifest, chunks, base, time.monotonic() + timeout_s)
         with self._lock:
             self._fetch = fetch
+        self._crew = self._crew or _Crew(THREADS)
         try:
-            wait([self._threads.submit(fetch.work) for _ in range(THREADS)])
+            self._crew.run(fetch.work)
         except BaseException:
             fetch.interrupt()
+            self._crew.end()
+            self._crew = None
             raise
         finally:
             with self._lock:
@@ -75,7 +78,7 @@ class TcpReceiver(WeightReceiver):
         if fetch.error is None:
             return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full")
         self._landing.give_back(chunks)  # though frames of the error's traceback refer to them
-        if isinstance(fetch.error, WireError):
+        if isinstance(fetch.error, (WireError, DeadlineExceeded)):
             self._drop(place.service)
         raise fetch.error
 
@@ -86,7 +89,9 @@ class TcpReceiver(WeightReceiver):
 
     def close(self) -> None:
         self.interrupt()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._crew is not None:
+            self._crew.end()
+            self._crew = None
         for service in list(self._clients):
             self._drop(service)
         self._landing.close()
@@ -103,6 +108,34 @@ class TcpReceiver(WeightReceiver):
     def _drop(self, service: bytes) -> None:
         """The next fetch connects anew."""
         self._clients.pop(service)[0].close()
+
+
+class _Crew:
+    """Threads, each with connections of its own, that hold up no process that wants to end."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for number in range(count):
+            threading.Thread(target=self._run, name=f"asyncflow-fetch-{number}", daemon=True).start()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Let each of them do it, and wait for all."""
+        for _ in range(self._count):
+            self._work.put(work)
+        for _ in range(self._count):
+            self._done.get()
+
+    def end(self) -> None:
+        for _ in range(self._count):
+            self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # what was fetched is not held until the next fetch
+            self._done.put(None)
 
 
 class _Span(NamedTuple):
