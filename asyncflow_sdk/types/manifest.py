@@ -53,7 +53,7 @@ class Bucket(msgspec.Struct, frozen=True):
     """Bytes ``start`` to ``stop`` of chunk ``chunk``; ``index``: which of its buckets."""
 
     chunk: int
-    index: int  # type: ignore[assignment]  # tuple.index is not missed
+    index: int
     start: int
     stop: int
 

@@ -5,7 +5,8 @@ from .loading import Loading, check_swap
 from .own_loop import OwnUpdate, OwnUpdates
 from .prefetch import Staged
 from .proof import check_held, check_names, check_probe
-from .publisher import Publication, WeightPublisher, transport_named
+from .publication import Publication
+from .publisher import WeightPublisher, transport_named
 from .staging import Place, Staging
 from .update import Update
 from .updates import WeightUpdates

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
 from typing import Any
 
@@ -34,6 +33,7 @@ from ..types import Chunk, Manifest, Probe
 from ..types import events as ev
 from ..types.manifest import BUCKET_BYTES, digest
 from .host import host_of
+from .publication import Publication
 from .writing import DtypePolicy, Rename, Writer
 
 _publishers = itertools.count()  # a session may publish from more than one, one after another
@@ -47,38 +47,6 @@ def transport_named(name: str, **options: Any) -> WeightTransport:
     except TypeError as error:
         raise ConfigError(f"transport {name!r} cannot be made with options {options}: {error}") from error
     return made
-
-
-class Publication:
-    """A version on its way: copied, and being made current."""
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.doing = "being hashed"
-        self._done: Future[Manifest] = Future()
-        self._heard = False
-
-    @property
-    def done(self) -> bool:
-        """Whether it is current, or has failed."""
-        return self._done.done()
-
-    def wait(self, timeout_s: float = 600.0) -> Manifest:
-        """Return once the version, or this rank's part of it, is published. Raises what went wrong: the version before is
-        current then; DeadlineExceeded, and it is still under way."""
-        try:
-            manifest = self._done.result(timeout_s)
-        except FutureTimeout:
-            if self._done.done():  # a deadline of the transport itself
-                self._heard = True
-                raise
-            raise DeadlineExceeded(
-                f"version {self.version} is not published after {timeout_s:g} s: it is {self.doing}"
-            ) from None
-        except BaseException:
-            self._heard = self._done.done()
-            raise
-        return manifest
 
 
 class WeightPublisher:
@@ -179,7 +147,7 @@ class WeightPublisher:
 
     def rollback(self, version: int, reason: str = "") -> int:
         """Make the bytes of a version that is kept current again, under a new number, which is returned. ``reason``: for
-        people. Raises VersionGone."""
+        people. Raises ConfigError that says which versions are kept."""
         self._settle(f"version {version} cannot be rolled back to yet", self.timeout_s)
         self.current = drive(self._port.send(cmd.Rollback(version=int(version), reason=reason))).version
         return self.current
@@ -196,7 +164,7 @@ class WeightPublisher:
         try:
             self.flush()
         finally:
-            self._needed.set()
+            self._stop_preparing()
             self._background.shutdown(wait=False, cancel_futures=True)
             with contextlib.suppress(AsyncFlowError):
                 drive(self._port.send(cmd.ClosePublisher()))
@@ -242,15 +210,16 @@ class WeightPublisher:
             keep = drive(self._port.send(command)).keep
             self.current = version
             self._sender.keep(keep)
-            self._needed.clear()
-            self._preparing = self._background.submit(self._prepare)
         except BaseException as error:
             if not isinstance(error, ServerLost):  # else nobody knows whether it is current
                 with contextlib.suppress(Exception):
                     self._sender.abandon()
                 self._withdraw(version, error)
-            publication._done.set_exception(error)
+            publication.failed(error)
         else:
+            self._needed.clear()
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._preparing = self._background.submit(self._prepare)
             publication._done.set_result(manifest)
 
     def _prepare(self) -> None:

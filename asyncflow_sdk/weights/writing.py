@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ..errors import SchemaError, WeightMismatch
+from ..errors import MemoryFull, SchemaError, WeightMismatch
 from ..interfaces.weights import Room
 from ..types import Shard, TensorInfo, carrier
 from ..types.manifest import BUCKET_BYTES, CHUNK_BYTES
@@ -91,7 +91,10 @@ class Writer:
         start, whole = ((), ()) if shard is None else (tuple(shard.start), tuple(shard.whole))
         info = TensorInfo(public, dtype, given.shape, max(len(self._rooms) - 1, 0), self._used, start, whole)
         if info.nbytes:
-            info = self._tied(info, given) or self._written(info, given)
+            try:
+                info = self._tied(info, given) or self._written(info, given)
+            except MemoryFull as error:
+                raise MemoryFull(f"version {self._version}: tensor {name!r}: {error}") from None
         self._tensors.append(info)
 
     def _public(self, name: str, shard: Shard | None) -> str:

@@ -20,6 +20,7 @@ from asyncflow_sdk.errors import (
     SchemaError,
     ServerLost,
     VersionGone,
+    WeightError,
     WeightMismatch,
 )
 from asyncflow_sdk.types import Probe, Shard
@@ -84,6 +85,25 @@ def test_without_digests_nothing_is_hashed(served: Served) -> None:
         manifest = trainer.publish(1, full(1)).wait(LIMIT_S)
         assert not any(chunk.digests for chunk in manifest.chunks)
         assert value_of(served.newest()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("problem", "error", "reason"),
+    [
+        (OSError(5, "the disk is gone"), WeightError,
+         "version 2 failed while it was being sent through transport 'shm': OSError: .*the disk is gone"),
+        (MemoryFull("no room"), MemoryFull, "version 2 failed while it was being sent through transport 'shm': no room"),
+    ],
+)  # fmt: skip
+def test_an_error_says_of_which_version_and_when(
+    served: Served, transport: Gated, problem: Exception, error: type[Exception], reason: str
+) -> None:
+    with WeightPublisher(served.client()) as trainer:
+        transport.problem = problem
+        publication = trainer.publish(2, full(2))
+        for _ in range(2):
+            with pytest.raises(error, match=reason):
+                publication.wait(LIMIT_S)
 
 
 @pytest.mark.parametrize("hears", ["publish", "flush", "close", "wait"])

@@ -269,7 +269,7 @@ def test_a_version_that_fails_half_way_keeps_what_there_was(
     # when there is no room, again and again
     monkeypatch.setattr("asyncflow_sdk.memory.segment.os.posix_fallocate", no_room)
     for version in range(2, 6):
-        with pytest.raises(MemoryFull):
+        with pytest.raises(MemoryFull, match=rf"version {version}: tensor '[wx]': no room for"):
             send(sender, version, [("w", np.ones(1 << 19, np.float32)), ("x", np.ones(1 << 21, np.float32))])
         sender.abandon()
     # then

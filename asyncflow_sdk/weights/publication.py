@@ -1,0 +1,55 @@
+"""Publication: what a trainer may ask of a version that it has published."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+from ..errors import AsyncFlowError, DeadlineExceeded, WeightError
+from ..types import Manifest
+
+
+class Publication:
+    """A version on its way: copied, and being made current."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.doing = "being hashed"
+        self._done: Future[Manifest] = Future()
+        self._heard = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it is current, or has failed."""
+        return self._done.done()
+
+    def failed(self, error: BaseException) -> None:
+        """It will not be current because of ``error``."""
+        what = f"version {self.version} failed while it was {self.doing}"
+        explained: BaseException
+        if not isinstance(error, AsyncFlowError):
+            explained = WeightError(f"{what}: {type(error).__name__}: {error}")
+        elif f"version {self.version}" in str(error):
+            explained = error
+        else:
+            explained = type(error)(f"{what}: {error}")
+        if explained is not error:
+            explained.__cause__ = error
+        self._done.set_exception(explained)
+
+    def wait(self, timeout_s: float = 600.0) -> Manifest:
+        """Return once the version, or this rank's part of it, is published. Raises what went wrong: the version before is
+        current then; DeadlineExceeded, and it is still under way."""
+        try:
+            manifest = self._done.result(timeout_s)
+        except FutureTimeout:
+            if self._done.done():  # a deadline of the transport itself
+                self._heard = True
+                raise
+            raise DeadlineExceeded(
+                f"version {self.version} is not published after {timeout_s:g} s: it is {self.doing}"
+            ) from None
+        except BaseException:
+            self._heard = self._done.done()
+            raise
+        return manifest
