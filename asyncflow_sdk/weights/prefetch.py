@@ -72,6 +72,8 @@ class Prefetch:
         self.staged: Staged | None = None
         self.base: Staged | None = None
         self.failure: Exception | None = None
+        self.trouble = ""
+        """What the newest version could not be fetched for; "" once it, or a newer one, is."""
         self.ended = False
         self._newest: cmd.Version | None = None
         self._news = asyncio.Event()
@@ -195,7 +197,7 @@ class Prefetch:
         command = cmd.Staged(
             version=told.version, skipped=skipped, moved=moved, encoding="+".join(encodings), seconds=seconds
         )
-        self._stopped, self._without_base = False, -1
+        self._stopped, self._without_base, self.trouble = False, -1, ""
         self._dealt_with = self._last_staged = told.version
         before, self.staged = self.staged, staged
         if before is not None:
@@ -228,6 +230,7 @@ class Prefetch:
         await self._say(told, error)
 
     async def _say(self, told: cmd.Version, error: Exception) -> None:
+        self.trouble = f"version {told.version} could not be fetched: {said(error)}"
         await self._nothing_taken.wait()  # the ledger would take it for the end of the load that is under way
         await self._port.send(cmd.NotLoaded(version=told.version, reason=said(error)))
 

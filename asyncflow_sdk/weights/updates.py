@@ -42,8 +42,7 @@ class WeightUpdates:
         )
         self._told: cmd.Version | None = None  # of the version that is loaded
         self.loaded = loaded
-        self.waits_for = ""
-        """Why a permission to swap has not come yet, in the ledger's words."""
+        self._unpermitted = ""  # why a permission to swap has not come yet, in the ledger's words
 
     def start(self) -> None:
         """Begin to fetch. From now on the ledger counts this session as a replica."""
@@ -60,6 +59,11 @@ class WeightUpdates:
         return self._prefetch.failure
 
     @property
+    def waits_for(self) -> str:
+        """Why no newer version is loaded, as far as it is known here; "" where nothing is wrong."""
+        return self._unpermitted or self._prefetch.trouble
+
+    @property
     def ended(self) -> bool:
         """Whether no further version will come."""
         return self._prefetch.ended
@@ -73,18 +77,18 @@ class WeightUpdates:
                     cmd.Swap(version=version, timeout_s=ASK_AGAIN_S if timeout_s is None else timeout_s)
                 )
             except VersionGone:
-                self.waits_for = ""
+                self._unpermitted = ""
                 return False
             except ConfigError:
                 if self.staged is not None and self.staged.version == version:
                     raise
                 return False
             except DeadlineExceeded as error:
-                self.waits_for = str(error)
+                self._unpermitted = str(error)
                 if timeout_s is not None:
                     raise
             else:
-                self.waits_for = ""
+                self._unpermitted = ""
                 return True
 
     def take(self) -> Staged:
