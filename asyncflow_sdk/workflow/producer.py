@@ -79,9 +79,8 @@ class Producer:
         self._sampling = sampling or Sampling()
         self._prompt, self._text = prompt, text
         self._loaded: int | None = None if needs_first else 0
-        self._wake = (
-            asyncio.Event()
-        )  # there is something to look at: a version, a failure, room, an engine that is idle
+        self._wake = asyncio.Event()
+        """There is something to look at: a version, a failure, room, an engine that is idle."""
         self._updates = WeightUpdates(queue, self._loaded, self._wake.set, rename=engine.weight_name)
         self._swapping = Swapping(self._updates, swap, self._wake.set)
         self._loading = Loading(engine, self._updates, verify, running=not self._swapping.drains)
@@ -129,9 +128,8 @@ class Producer:
             return True
         room = self._engine.capabilities.max_rows - self._rows
         if self._asking is None:
-            if self._loaded is None or room < (
-                self._largest if self._rows else 1
-            ):  # a lease is a whole group at least
+            least = self._largest if self._rows else 1  # a lease is a whole group at least
+            if self._loaded is None or room < least:
                 await self._first_of(self._wake.wait())
                 return True
             self._asking = asyncio.create_task(self._aio.get(self._task, room, timeout_s=WAIT_S))

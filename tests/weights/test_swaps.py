@@ -435,3 +435,12 @@ def test_a_replica_that_fails_to_fetch_goes_on_by_itself(monkeypatch: pytest.Mon
         publisher.publish(0, model(0).items())
         with next(iter(mine.weight_updates(timeout_s=LIMIT_S))) as update:
             assert values(update) == {0.0}
+
+
+def test_a_wait_says_what_fetching_failed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = scripted(monkeypatch)
+    receiver.script = [fails(WireError("nobody listens at 10.0.0.1:7000"))] * 1000
+    with af.serve() as run, run.weight_publisher() as publisher:
+        publisher.publish(0, model(0).items()).wait()
+        with pytest.raises(DeadlineExceeded, match="version 0 could not be fetched: WireError: nobody listens at 10"):
+            next(iter(run.weight_updates(timeout_s=0.5)))
