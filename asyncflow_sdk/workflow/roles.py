@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,39 +34,14 @@ def train(
     trainer's, who died) it does not: it goes on with the next step from the weights ``engine`` has, and says so.
     """
     connection = queue._port.connection
-    how = weights or Weights()
-    publisher = WeightPublisher(queue, how.transport, dtype=how.dtype, **how.options)
-
-    def publish(version: int) -> None:
-        """The number may have been taken by a rollback since the step was leased, which may have withdrawn the version before,
-        too: then it is the next one."""
-        probe = _scored(how.probe, engine) if how.probe is not None else None
-        while True:
-            try:
-                publisher.publish(version, engine.named_weights(), probe=probe)
-            except VersionGone:
-                pass
-            except ConfigError:
-                if queue.status().version < version:
-                    raise
-            else:
-                return
-            version = max(version, queue.status().version + 1)
-
+    versions = _Versions(queue, engine, weights or Weights())
     try:
-        if publisher.current < 0:
-            publish(0)
-        else:
-            text = (
-                f"version {publisher.current} is current already: this trainer goes on from there with the weights of"
-                f" its own {type(engine).__name__}, which need not be that version's"
-            )
-            connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
+        versions.begin()
         for step in Consumer(queue, task, ahead=True):
             began, cpu = time.monotonic(), time.process_time()
             result = engine.train_step(step)
             took, cpu_s = time.monotonic() - began, time.process_time() - cpu
-            publish(step.version + 1)
+            versions.publish(step.version + 1)
             late = token_staleness(step.ragged(VERSION_SPANS), step.version)
             metrics = {name: float(value) for name, value in result.metrics.items()} | {
                 "staleness_mean": float(late.mean()),
@@ -88,9 +62,61 @@ def train(
             engine.export(export)
     finally:
         queue.flush()
-        with contextlib.suppress(VersionGone):  # the last version was withdrawn by a rollback
-            publisher.close()
+        versions.close()
         engine.close()
+
+
+class _Versions:
+    """What a trainer publishes. A rollback may take the number of a step that was leased before it, and withdraw the version
+    that is on its way: then the next one takes the next number."""
+
+    def __init__(self, queue: TransferQueue, engine: TrainEngine, how: Weights) -> None:
+        self._queue, self._engine, self._probe = queue, engine, how.probe
+        self._publisher = WeightPublisher(queue, how.transport, dtype=how.dtype, **how.options)
+        self._last = -1
+
+    def begin(self) -> None:
+        """Publish version 0, unless another has."""
+        current = self._publisher.current
+        if current < 0:
+            self.publish(0)
+        else:
+            self._warn(f"version {current} is current already: training goes on from there")
+
+    def publish(self, version: int) -> None:
+        probe = _scored(self._probe, self._engine) if self._probe is not None else None
+        self._settle()
+        while True:
+            try:
+                self._last = self._publisher.publish(version, self._engine.named_weights(), probe=probe).version
+            except ConfigError:
+                current = self._queue.status().version
+                if current < version:
+                    raise
+                self._warn(f"version {current} was made current by a rollback")
+                version = current + 1
+            else:
+                return
+
+    def close(self) -> None:
+        try:
+            self._settle()
+        finally:
+            self._publisher.close()
+
+    def _settle(self) -> None:
+        """Wait for the version on its way."""
+        try:
+            self._publisher.flush()
+        except (ConfigError, VersionGone):
+            if self._queue.status().version < self._last:
+                raise
+            self._warn(f"version {self._last} was withdrawn by a rollback")
+
+    def _warn(self, what: str) -> None:
+        connection, name = self._queue._port.connection, type(self._engine).__name__
+        text = f"{what}; this trainer goes on with the weights that its own {name} has"
+        connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
 
 
 def _scored(probe: Probe, engine: TrainEngine) -> Probe:
