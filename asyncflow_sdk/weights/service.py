@@ -106,7 +106,6 @@ class Service:
         self._seen: dict[str, float] = {}
         self._parked: dict[int, str] = {}
         self._look_s = 0.0
-        self._lock, self._closed = threading.Lock(), False
         self._server = Server([address], self, keys, MAX_CALL_BYTES, trusted=plain, bulk=True)
         bound = self._server.addresses[0]
         if _everywhere(bound):
@@ -128,8 +127,6 @@ class Service:
 
     def close(self) -> None:
         """Stop answering. Idempotent. From any thread but the service's."""
-        with self._lock:
-            self._closed = True
         self._server.stop()
 
     def _say(self, ticket: int, said: Said, frames: Sequence[Any] | Callable[[], Sequence[Any]] = ()) -> None:
@@ -145,9 +142,7 @@ class Service:
             self._parked.pop(ticket, None)
             self._server.answer(ticket, body, make=make if frames else None)
 
-        with self._lock:
-            if not self._closed:
-                self._server.call(send)
+        self._server.call(send)
 
     # ---- called by the wire
 

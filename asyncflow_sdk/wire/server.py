@@ -194,6 +194,7 @@ class Server:
         self.max_bytes = max_bytes
         self._listening = Listening(addresses, keys, max_bytes, trusted=trusted, bulk=bulk)
         self.addresses = self._listening.addresses
+        self._waking = threading.Lock()
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = zmq.Poller()
         for socket in (*self._listening.routers, self._listening.zap):
@@ -212,10 +213,11 @@ class Server:
         self._thread.start()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run ``function`` in the server's thread. From any thread."""
+        """Run ``function`` in the server's thread, unless it has ended. From any thread."""
         self._calls.append(function)
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_in, b"\0")
+        with self._waking, contextlib.suppress(BlockingIOError):
+            if self._wake_in >= 0:  # it may have found the function already, and have stopped
+                os.write(self._wake_in, b"\0")
 
     def stop(self) -> None:
         """Finish the round under way, close the socket, end the thread. From any other thread."""
@@ -337,8 +339,10 @@ class Server:
     def _close(self) -> None:
         self._deaths.close()
         self._listening.close()
-        for fd in (*self._pidfds, self._wake_out, self._wake_in):
-            os.close(fd)
+        with self._waking:
+            for fd in (*self._pidfds, self._wake_out, self._wake_in):
+                os.close(fd)
+            self._wake_in = -1
 
     def _idle(self) -> float | None:
         try:
