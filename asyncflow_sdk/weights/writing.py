@@ -20,6 +20,8 @@ from ..types.manifest import BUCKET_BYTES, CHUNK_BYTES
 from .copying import Source, check_conversion, source
 
 ALIGN = 64
+SPAN_BUCKETS = 2
+"""What is copied of a large tensor before its buckets are told."""
 DtypePolicy: TypeAlias = str | Callable[[str, str], str]
 """A dtype in which floating-point tensors are published (those of 8 bits and fewer stay as they are), or a function from
 name and dtype to dtype."""
@@ -143,8 +145,8 @@ class Writer:
         first = 0
         while first < given.size:
             last = given.size
-            if given.contiguous:  # up to the end of a bucket, or a little beyond
-                last = min(first + -(-(self._bucket_bytes - (offset % self._bucket_bytes)) // width), last)
+            if given.contiguous:  # so that hashing is not far behind
+                last = min(first + max(SPAN_BUCKETS * self._bucket_bytes // width, 1), last)
             after = offset + (last - first) * width
             given.copy(memory[offset:after], info.dtype, first, last)
             first, offset = last, after
