@@ -85,6 +85,7 @@ class Producer:
         self._swapping = Swapping(self._updates, swap, self._wake.set)
         self._loading = Loading(engine, self._updates, verify, running=not self._swapping.drains)
         self._newest = 0  # version that the engine was given
+        self._load_ended: asyncio.Event | None = None  # of the load that is under way
         self._asking: asyncio.Task[AsyncLeasedBatch] | None = None
         self._running: dict[asyncio.Task[None], _Work] = {}
         self._rows = 0
@@ -210,6 +211,13 @@ class Producer:
                 )
             self._refused.clear()
         except EngineError as error:
+            if self._load_ended is not None:
+                # What an engine loses with its weights is not the prompt's fault. A load that fails cancels this here.
+                await self._load_ended.wait()
+                work.left -= waiting
+                with contextlib.suppress(LeaseLost):
+                    await work.batch.give_back(index=sorted(waiting), reason=f"EngineError: {error}")
+                return
             self._refused.add(int(work.batch.groups[first]))
             if len(self._refused) >= GIVE_UP_AFTER:
                 text = f"{len(self._refused)} prompts in a row were refused, the last because: {error}"
@@ -318,8 +326,13 @@ class Producer:
         async with self._completing:
             self._end_wait()
             began, self._newest = time.monotonic(), update.version
-            if await self._loading.load(update, self._abort if self._running else None):
-                self._loaded = update.version
+            self._load_ended = load_ended = asyncio.Event()
+            try:
+                if await self._loading.load(update, self._abort if self._running else None):
+                    self._loaded = update.version
+            finally:
+                self._load_ended = None
+                load_ended.set()
             ended = time.monotonic()
         if not self._running:
             self._idle_since = ended
