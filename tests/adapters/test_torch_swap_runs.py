@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import itertools
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from asyncflow_torch.rollout import TransformersEngine
 from asyncflow_torch.train import TorchEngine
 
 STEPS, GROUP = 8, 4
+LIMIT_S = 60
 
 
 def _odd(response_ids: af.Ragged) -> list[float]:
@@ -101,7 +104,7 @@ def test_float32_masters_are_published_and_held_in_bfloat16(
     train, engine = trainer(path, lr=0.01), rollout(path, dtype="bfloat16")
 
     with af.serve() as run, run.weight_publisher("shm", dtype="bfloat16") as publisher:
-        updates = run.weight_updates(timeout_s=30.0)
+        updates = run.weight_updates(timeout_s=LIMIT_S)
         for version in range(3):
             # when it has trained, and published what it has
             train.train_step(batch)
@@ -130,28 +133,31 @@ def test_float32_masters_are_published_and_held_in_bfloat16(
 
 
 class Breaking(TransformersEngine):
-    """Its load of version ``breaks`` breaks off half-way, once, when ``wanted`` requests run."""
+    """Stops before its fifth step until version ``breaks`` comes, whose load breaks off half-way, the first time."""
 
-    def __init__(self, *args: Any, breaks: int, wanted: int, **options: Any) -> None:
+    def __init__(self, *args: Any, breaks: int, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._breaks, self._wanted, self._now = breaks, wanted, 0
-        self.broke = False
+        self._breaks = breaks
+        self._come = threading.Event()
+        self.under_way, self.stopped = 0, False
+        self._steps = itertools.count()
+        decoder = self._thread._decoder
+        self._step, decoder.step = decoder.step, self._gated
 
-    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
-        self._now += 1
-        try:
-            async for completion in super().generate(request):
-                yield completion
-        finally:
-            self._now -= 1
+    def _gated(self) -> Any:
+        if next(self._steps) == 4:
+            self.stopped = True
+            assert self._come.wait(LIMIT_S)
+        return self._step()
 
     async def load_weights(self, update: Any) -> set[str]:
-        if update.version != self._breaks or self.broke:
+        if update.version != self._breaks or self._come.is_set():
             return await super().load_weights(update)
-        while self._now < self._wanted:
-            await asyncio.sleep(0.001)
-        self.broke = True
-        return await super().load_weights(_Half(update))
+        self.under_way = self._thread._decoder.rows
+        loading = asyncio.ensure_future(super().load_weights(_Half(update)))
+        await asyncio.sleep(0)
+        self._come.set()
+        return await loading
 
 
 class _Half:
@@ -169,7 +175,7 @@ class _Half:
 
 def test_a_load_that_breaks_off_in_flight_costs_no_row_and_no_blame(endless: str, trainer: Any, batch: Any) -> None:
     # given twelve groups that run when the load of version 1 breaks off
-    engine = Breaking(endless, breaks=1, wanted=12, max_rows=64)
+    engine = Breaking(endless, breaks=1, max_rows=64)
     train = trainer(endless, lr=0.01)
     events: list[Any] = []
     with af.serve(max_staleness=4, steps=3, on_event=events.append) as run:
@@ -177,21 +183,27 @@ def test_a_load_that_breaks_off_in_flight_costs_no_row_and_no_blame(endless: str
             "rollout", needs=["prompt_ids"], gives=["response_ids", "logprobs", "version_spans"], admits=True
         )
         run.queue.declare("train", needs=["response_ids", "logprobs", "version_spans"], batch_rows=16)
-        with run.weight_publisher() as publisher:
+        with run.weight_publisher() as publisher, af.connect(run.address, name="replica") as replica:
             publisher.publish(0, train.named_weights()).wait()
             prompts = [np.arange(3, 6 + i, dtype=np.int32) for i in range(12)]
             run.queue.put({"prompt_ids": af.Ragged.of(prompts)}, group_size=4)
             run.queue.end()
             train.train_step(batch)
-            publisher.publish(1, train.named_weights())
 
-            # when
-            producer = af.Producer(
-                run.queue, engine, sampling=af.Sampling(max_tokens=100), swap="in_flight", verify=["held"]
-            )
-            asyncio.run(asyncio.wait_for(producer.run(), 60))
+            async def scenario() -> None:
+                producer = af.Producer(
+                    replica.queue, engine, sampling=af.Sampling(max_tokens=100), swap="in_flight", verify=["held"]
+                )
+                running = asyncio.ensure_future(producer.run())
+                while not engine.stopped:
+                    await asyncio.sleep(0.001)
+                # when
+                publisher.publish(1, train.named_weights())
+                await running
 
-        # then every row was generated in the end
-        assert engine.broke
+            asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+
+        # then every row was generated in the end, and no prompt was held to be at fault
+        assert engine.under_way == 48
         assert run.queue.status().step == 3
     assert not [e for e in events if getattr(e, "level", "") == "warning" and "refused" in e.text]
