@@ -39,7 +39,10 @@ class Chance:
         self.bench, self.random = bench, random.Random(seed)
         self.joined = self.version = 0
         admin = self.join()
-        limits = cmd.Configure(max_staleness=self.random.choice([0, 1, 3]), capacity_rows=60)
+        limits = cmd.Configure(
+            max_staleness=self.random.choice([0, 1, 3]), capacity_rows=60, keep_versions=self.random.choice([1, 2, 3]),
+            max_swapping=self.random.choice([0, 1]), quorum=self.random.choice([0, 0, 2]),
+        )  # fmt: skip
         tasks = [
             msgspec.structs.replace(task, sampler=self.random.choice([None, SAMPLERS[task.name]])) for task in TASKS
         ]
@@ -59,6 +62,22 @@ class Chance:
         for command in [*said, cmd.ClosePublisher(), cmd.Loaded(version=self.version - 1)]:
             self.bench.send(client, client.call(command))
 
+    def about_versions(self) -> Any:
+        """What a replica says of the newest version, or of one before; a rank of two; or a rollback."""
+        version = self.bench.server.ledger.version
+        near = version - self.random.choice([0, 0, 0, 1, 2])
+        part = cmd.Part(manifest=b"m", transport="t", where=b"", outlives=self.random.random() < 0.5)
+        rank = self.random.choice([0, 1])
+        commands = [
+            cmd.AwaitVersion(after=near, timeout_s=20), cmd.Staged(version=near), cmd.Swap(version=near, timeout_s=20),
+            cmd.Loaded(version=max(near, 0)), cmd.NotLoaded(version=near, reason="it would not"),
+            cmd.OpenPublisher(rank=rank, world_size=2), cmd.Announce(version=version + 1, timeout_s=20),
+            cmd.Publish(version=version + 1, part=part), cmd.Withdraw(version=version + 1), cmd.ClosePublisher(),
+            cmd.Rollback(version=version - 1),
+        ]  # fmt: skip
+        self.version = max(self.version, version + 3)
+        return self.random.choices(commands, [3, 4, 4, 2, 1, 2, 2, 2, 0.5, 1, 1])[0]
+
     def step(self) -> None:
         bench, draw = self.bench, self.random
         clients = list(bench.clients.values())
@@ -67,8 +86,8 @@ class Chance:
             return
         client = draw.choice(clients)
         what = draw.choices(
-            ["put", "lease", "use", "again", "drop", "news", "tick", "gone", "join", "publish", "rare"],
-            [6, 10, 12, 3, 2, 2, 3, 0.4, 0.4, 1, 1],
+            ["put", "lease", "use", "again", "drop", "news", "tick", "gone", "join", "publish", "rare", "version"],
+            [6, 10, 12, 3, 2, 2, 3, 0.4, 0.4, 1, 1, 3],
         )[0]
         if what == "put":
             key = draw.choice(["", "", "a", "b", str(draw.random())])
@@ -115,6 +134,8 @@ class Chance:
             self.join()
         elif what == "publish":
             self.publish(client)
+        elif what == "version":
+            bench.send(client, client.call(self.about_versions()))
         elif what == "rare":
             commands = [
                 cmd.AwaitVersion(after=self.version, timeout_s=20), cmd.Wanted(), cmd.Loaded(version=0),

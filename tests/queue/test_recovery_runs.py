@@ -19,11 +19,12 @@ from queue_runs import until
 from recovery_bench import Bench, kill, make
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, LeaseLost, MemoryFull
+from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost, MemoryFull
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.memory import sweep
 from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, journal, open_queue, recovery, snapshot
+from asyncflow_sdk.queue._once import drive
 from asyncflow_sdk.weights import OwnUpdates, WeightPublisher
 from asyncflow_sdk.wire import client
 
@@ -213,6 +214,68 @@ def test_versions_outlive_the_server(tmp_path: Path) -> None:
         assert server.ledger.version == 3
         publisher.close()
         queue._port.connection.close()
+
+
+def say(queue: TransferQueue, command: Any) -> Any:
+    return drive(queue._port.send(command))
+
+
+def publish(queue: TransferQueue, version: int) -> None:
+    part = cmd.Part(manifest=b"m", transport="t", where=b"")
+    say(queue, cmd.Announce(version=version))
+    say(queue, cmd.Publish(version=version, part=part))
+
+
+def test_what_is_staged_decided_and_rolled_back_outlives_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with killed(path) as (trainer, _):
+        # given two of three replicas that must have a version staged, and one of them waits to load it
+        trainer.declare("rollout", needs=["x"], gives=["y"], admits=True)
+        trainer.declare("train", needs=["y"], batch_rows=4)
+        say(trainer, cmd.Configure(quorum=3, max_swapping=1, keep_versions=3))
+        say(trainer, cmd.OpenPublisher())
+        for version in (5, 6):
+            publish(trainer, version)
+        replicas = [open_queue(Connection(trainer._port.connection.wire.address, f"gen-{n}")) for n in range(3)]
+        for queue in replicas[:2]:
+            say(queue, cmd.AwaitVersion(after=5))
+            say(queue, cmd.Staged(version=6))
+    # when the server is killed between staging and loading
+    with Child(serve_and_die, str(path), 10**9, "never") as server:
+        assert server.hear()["address"] == trainer._port.connection.wire.address
+        with pytest.raises(DeadlineExceeded, match="2 of the 3 replicas"):
+            say(replicas[0], cmd.Swap(version=6))
+        say(replicas[2], cmd.Staged(version=6))
+        assert say(replicas[0], cmd.Swap(version=6)) == cmd.Done()
+        server.kill()
+    # and killed after the decision, with one permission given
+    with Child(serve_and_die, str(path), 10**9, "never") as server:
+        server.hear()
+        with pytest.raises(DeadlineExceeded, match=r"at most 1 at a time \(max_swapping\), now gen-0"):
+            say(replicas[1], cmd.Swap(version=6))
+        say(replicas[0], cmd.Loaded(version=6))
+        assert say(replicas[1], cmd.Swap(version=6)) == cmd.Done()
+        say(replicas[1], cmd.Loaded(version=6))
+        trainer.put({"x": np.arange(4.0)})
+        lease = say(replicas[0], cmd.Lease(task="rollout", count=2))
+        assert say(trainer, cmd.Rollback(version=5, reason="it diverged")) == cmd.RolledBack(version=7, expired=2)
+        server.kill()
+    # and killed after a rollback
+    with served(path) as again:
+        # then it is rolled back, decided, and the publisher is who it was
+        assert again.recovered is not None
+        assert again.recovered.differing == 0
+        assert (again.ledger.version, again.ledger.committed) == (7, 7)
+        with pytest.raises(LeaseLost):
+            say(replicas[0], cmd.Renew(token=lease.token))
+        assert say(replicas[1], cmd.Lease(task="rollout", count=2)) == cmd.LoadFirst(version=7)
+        assert say(replicas[1], cmd.AwaitVersion(after=6)).source == 5
+        with pytest.raises(ConfigError, match="a run has one publisher at a time"):
+            say(replicas[2], cmd.OpenPublisher())
+        publish(trainer, 8)
+        assert again.ledger.audit().reasons == {"expired: version 6 was rolled back": 2}
+        for queue in (*replicas, trainer):
+            queue._port.connection.close()
 
 
 def test_a_run_is_gone_on_with_after_an_error_and_after_its_end(tmp_path: Path) -> None:
