@@ -1,0 +1,158 @@
+"""Rollbacks under any schedule: a trainer that really has weights shows that the staleness rule holds, whatever they are
+rolled back to. Weights are the list of steps they were trained with, so what descends from what can be seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ledger_checks import check_counters
+from ledger_queue import part
+from test_schedules import FOR_EVER, LONG, TASKS, Feeder, Judge, Replica, Stage, Worker, World
+
+from asyncflow_sdk.ledger import TaskSpec
+from asyncflow_sdk.ledger import commands as cmd
+
+
+class Trainer(Worker):
+    """Trains, publishes and acknowledges step after step; and rolls back before, between or after these, or dies there."""
+
+    def __init__(self, world: World, limit: int, batch: int, mortality: float, doubts: float) -> None:
+        self.limit, self.batch, self.doubts = limit, batch, doubts
+        self.made: dict[int, tuple[int, ...]] = {}  # version → the steps it was trained with
+        self.weights: tuple[int, ...] = ()
+        self.full_before: set[int] = set()  # steps that were full at a rollback
+        self.trained: list[int] = []
+        self.rollbacks = self.expired = 0
+        super().__init__(world, "train", "trainer", mortality)
+
+    def start(self) -> None:
+        self.life += 1
+        self.session = self.world.join(self.name)
+        self.say(cmd.OpenPublisher())
+        if self.world.ledger.version < 0:
+            self.publish(0)
+        self.weights = self.made[self.world.ledger.version]  # it begins with what is current
+        self.ask()
+
+    def say(self, command: Any) -> Any:
+        """Something that is answered at once."""
+        self.world.commands += 1
+        self.world.ledger.apply(self.session, command, self.world.now, -self.world.commands)
+        effects = self.world.ledger._effects
+        heard = [reply for ticket, reply in effects.answers if ticket == -self.world.commands]
+        effects.answers = [each for each in effects.answers if each[0] != -self.world.commands]
+        self.world._answer()
+        return heard[0]
+
+    def publish(self, version: int) -> None:
+        for command in (cmd.Announce(version=version), cmd.Publish(version=version, part=part(version))):
+            reply = self.say(command)
+            assert isinstance(reply, cmd.Published), reply
+        self.made[version] = self.weights
+
+    def perhaps_roll_back(self) -> None:
+        ledger = self.world.ledger
+        if self.world.random.random() >= self.doubts:
+            return
+        steps = ledger.steps
+        assert steps is not None
+        full = {step for step, _ in steps.closed} | {lease.step for lease in steps.task.leases.values()}
+        to = self.world.random.choice([*ledger.versions, max(ledger.version - 1, 0)])
+        reply = self.say(cmd.Rollback(version=to))
+        if isinstance(reply, cmd.RolledBack):
+            self.full_before |= full
+            self.weights = self.made[reply.version] = self.made[to]
+            self.rollbacks += 1
+            self.expired += reply.expired
+
+    def work(self, lease: Any) -> None:
+        if lease.step not in self.weights:  # else it is in what was published before its trainer died
+            self.judge(lease)
+        self.perhaps_roll_back()  # the step is dropped then, or trained anew
+        if self.rolled_since(lease) and self.world.random.random() < 0.5:
+            self.call(cmd.GiveBack(token=lease.token), lambda reply: self.ask())
+            return
+        self.later(self.world.soon(), lambda: self.train(lease))
+
+    def rolled_since(self, lease: Any) -> bool:
+        return bool(lease.version < self.world.ledger.lineage.last.first)
+
+    def train(self, lease: Any) -> None:
+        if not self.rolled_since(lease) and lease.step not in self.weights:  # else there is nothing to be trained
+            self.weights = (*self.weights, lease.step)
+            self.publish(lease.version + 1)
+        self.perhaps_roll_back()
+        if self.world.random.random() < self.mortality:
+            self.life += 1
+            self.world.die(self.session)
+            self.world.later(1.0, self.start)
+            return
+        done = cmd.Complete(token=lease.token, columns={})
+        self.call(done, lambda reply: self.completed_step(reply, lease))
+
+    def completed_step(self, reply: Any, lease: Any) -> None:
+        assert isinstance(reply, cmd.Completed), reply
+        self.trained.append(lease.step)
+        self.perhaps_roll_back()
+        self.ask()
+
+    def judge(self, lease: Any) -> None:
+        """A step is of rows that weights made from which the trainer's descend, in few steps."""
+        rows, now = self.world.ledger.rows, self.weights
+        assert len(set(cmd.unpack_ids(lease.ids).tolist())) == self.batch
+        for row in rows.at(cmd.unpack_ids(lease.ids)).tolist():
+            first, last = self.made[int(rows.version[row])], self.made[int(rows.newest[row])]
+            if lease.step in self.full_before:
+                continue  # its rows may be of weights given up
+            assert now[: len(first)] == first, "of weights that were given up"
+            assert now[: len(last)] == last, "ended by weights that were given up"
+            assert len(now) - len(first) <= self.limit, "staleness"
+
+
+@pytest.mark.timeout(3600 if LONG else 300)
+@settings(max_examples=1500 if LONG else 60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**32),
+    staleness=st.sampled_from([0, 1, 2, 4]),
+    size=st.sampled_from([1, 2, 4]),
+    groups=st.integers(1, 3),
+    steps=st.integers(2, 7),
+    replicas=st.integers(1, 4),
+    mortality=st.sampled_from([0.0, 0.05, 0.2]),
+    doubts=st.sampled_from([0.05, 0.2, 0.4]),
+    keep=st.sampled_from([1, 2, 4]),
+)
+def test_a_run_that_is_rolled_back_at_any_time_trains_no_row_that_is_too_old_or_given_up(
+    seed: int, staleness: int, size: int, groups: int, steps: int, replicas: int, mortality: float, doubts: float,
+    keep: int,
+) -> None:  # fmt: skip
+    batch = size * groups
+    world = World(seed, limit=60_000 + 12_000 * steps * batch)
+    admin = world.join("admin")
+    limits = cmd.Configure(capacity_rows=4 * batch, max_staleness=staleness, steps=steps, keep_versions=keep)
+    world.call(admin, limits, lambda reply: None)
+    train = TaskSpec(name="train", needs=("response", "reward"), batch_rows=batch, lease_s=FOR_EVER / 4)
+    for task in [*TASKS, train]:
+        world.call(admin, cmd.Declare(task=task), lambda reply: None)
+
+    trainer = Trainer(world, staleness, batch, mortality, doubts)
+    workers: list[Worker] = [Feeder(world, size, 2 * batch), trainer]
+    for number in range(replicas):
+        replica = Replica(world, "rollout", f"replica {number}", mortality)
+        replica.eager = number % 2 == 1
+        workers.append(replica)
+    workers += [Stage(world, "reward", f"stage {number}", mortality) for number in range(2)]
+    workers.append(Judge(world, "judge", "judge", mortality / 2))
+    world.run()
+
+    assert all(worker.over for worker in workers), world.ledger.status()
+    assert trainer.trained == list(range(steps)), "each step once, in order"
+    check_counters(world.ledger)
+    audit = world.ledger.audit()
+    assert audit.balanced
+    assert audit.live == 0
+    assert audit.expired == trainer.expired
+    assert world.ledger.version == max(trainer.made)
