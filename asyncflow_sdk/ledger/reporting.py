@@ -60,7 +60,7 @@ def report(ledger: State) -> StatusReport:
         publisher=named(ledger._name(ledger.publisher[rank]) for rank in sorted(ledger.publisher)),
         announced=ledger.announced.version if ledger.announced is not None else NONE,
         announced_s=now - ledger.announced.since if ledger.announced is not None else 0.0,
-        committed=ledger.committed if ledger.quorum else NONE,
+        committed=ledger.committed,
     )
 
 

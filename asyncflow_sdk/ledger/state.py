@@ -260,6 +260,7 @@ class State:
         self.not_coming = (NONE, "")  # the last version that was announced and will not come, and why
         self.not_there = ""  # why the current version cannot be fetched
         self.replicas: dict[int, None] = {}  # sessions that take versions
+        self.failing: dict[int, None] = {}  # those of them that could not fetch or load the last version they tried
         self.swapping: dict[int, float] = {}  # session → since when it may load, the longest first
         self.keep_versions = 2
         self.max_swapping = 0  # no limit

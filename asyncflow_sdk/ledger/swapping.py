@@ -10,6 +10,7 @@ from __future__ import annotations
 from ..errors import ConfigError, VersionGone
 from ..types import events as ev
 from . import commands as cmd
+from .rows import NONE
 from .state import Session, Waiter
 from .versioning import Versioning
 
@@ -40,7 +41,13 @@ class Swapping(Versioning):
         super()._park(waiter)
         if isinstance(waiter.command, cmd.Swap):
             replica = self._replica(self.sessions[waiter.session])
-            replica.version, replica.doing, replica.since = waiter.command.version, "waits", self._now
+            replica.version, replica.doing, replica.since, replica.why = (
+                waiter.command.version,
+                "waits",
+                self._now,
+                "",
+            )
+            self.failing.pop(waiter.session, None)
 
     def _staged(self, session: Session, command: cmd.Staged) -> cmd.Reply:
         reply = super()._staged(session, command)
@@ -60,6 +67,8 @@ class Swapping(Versioning):
 
     def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:
         reply = super()._configure(session, command)
+        if not self.quorum:
+            self.committed = NONE  # nothing is decided any more
         self._decide()
         return reply
 

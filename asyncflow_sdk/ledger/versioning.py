@@ -37,6 +37,7 @@ class Versioning(Publishing):
         replica = session.replica
         if replica is not None and command.version >= replica.version:
             replica.doing, replica.why, replica.version, replica.since = "", "", command.version, self._now
+            self.failing.pop(session.id, None)
         for lease in session.leases.values():
             lease.newest = max(lease.newest, command.version)
         self._wake_replicas()
@@ -61,6 +62,9 @@ class Versioning(Publishing):
         """A replica does something about a version, and says so."""
         replica = self._replica(session)
         replica.version, replica.doing, replica.since, replica.why = version, doing, self._now, why
+        self.failing.pop(session.id, None)
+        if doing == "failed":
+            self.failing[session.id] = None
         self._effects.events.append(
             ev.WeightState(
                 time_s=self._now, worker=session.name, version=version, state=doing, detail=why, seconds=seconds,
@@ -83,3 +87,4 @@ class Versioning(Publishing):
     def _drop_session(self, session: int, reason: str, blame: bool) -> None:
         super()._drop_session(session, reason, blame)
         self.replicas.pop(session, None)
+        self.failing.pop(session, None)

@@ -38,7 +38,7 @@ def why_no_swap(ledger: State, waiter: Waiter, now: float) -> str:
 
 def what_failed(ledger: State, now: float) -> str:
     """Replicas that could not fetch or load a version, and why."""
-    return named(_doing(each, now) for each in _replicas(ledger) if each.replica and each.replica.doing == "failed")
+    return named(_doing(ledger.sessions[number], now) for number in ledger.failing)
 
 
 def doing(session: Session) -> str:

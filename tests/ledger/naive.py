@@ -52,6 +52,7 @@ class Naive(NaiveVersions):
         self.keep_versions = self.keep_versions if c.keep_versions is None else c.keep_versions
         self.max_swapping = self.max_swapping if c.max_swapping is None else c.max_swapping
         self.quorum = self.quorum if c.quorum is None else c.quorum
+        self.committed = self.committed if self.quorum else -1
         self.decide()
 
     def _declare(self, session: int, c: cmd.Declare, outcome: Any) -> None:

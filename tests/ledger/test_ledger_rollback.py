@@ -255,6 +255,19 @@ def test_a_step_leased_before_the_rollback_and_acknowledged_after_it_holds_nothi
     queue.publish(lease.version + 1)
 
 
+def test_steps_that_were_acknowledged_without_publishing_are_past() -> None:
+    queue, replica, judge, trainer = versions(1, max_staleness=2)
+    step(queue, replica, judge, trainer)
+    queue.publish(1)
+    queue.load(replica, 1)
+    for _ in range(2):  # steps 1 and 2
+        step(queue, replica, judge, trainer)
+    assert roll_back(queue, 0).version == 2
+    queue.load(replica, 2)
+    lease = step(queue, replica, judge, trainer)
+    assert (lease.step, lease.version) == (3, 2)
+
+
 def test_a_step_given_back_after_the_rollback_trains_the_new_version() -> None:
     queue, replica, judge, trainer = versions(1)
     step(queue, replica, judge, trainer)

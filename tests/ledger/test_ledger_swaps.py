@@ -216,6 +216,17 @@ def test_a_quorum_that_cannot_be_reached_says_how_many_are_missing_and_who_is_no
     assert "there are 3 replicas, 1 too few" in text
 
 
+def test_without_a_quorum_nothing_is_decided_any_more() -> None:
+    queue, replica, *_ = running(quorum=1)
+    queue.put(4)
+    queue.publish(1)
+    stage(queue, queue.join("gen-1"), 1)
+    assert queue.lease(replica, "rollout", 1) == cmd.LoadFirst(version=1)
+    queue.do(queue.admin, cmd.Configure(quorum=0))
+    assert queue.ledger.status().committed == -1
+    assert ids(queue.lease(replica, "rollout", 1)) == [0]
+
+
 def test_a_smaller_quorum_decides() -> None:
     queue, [one] = replicas(1, quorum=4)
     waiting = swap(queue, one, 7)

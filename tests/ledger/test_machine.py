@@ -467,6 +467,9 @@ class LedgerMachine(RuleBasedStateMachine):
             cmd.Configure(capacity_rows=0),
             cmd.Configure(capacity_rows=3 * self.batch),
             cmd.Configure(capacity_rows=self.batch),
+            cmd.Configure(quorum=0, max_swapping=1),
+            cmd.Configure(quorum=1, keep_versions=3),
+            cmd.Configure(quorum=2, max_swapping=0),
         ]
         self.run.send(self.session(0), limits[at % len(limits)])
 
