@@ -11,7 +11,8 @@ from ..types import events as ev
 from . import commands as cmd
 from .intake import Intake
 from .rows import NONE
-from .state import MAX_NUMBER, Announced, Kept, Session
+from .state import MAX_NUMBER, Session
+from .versions import Announced, Kept
 
 
 class Publishing(Intake):

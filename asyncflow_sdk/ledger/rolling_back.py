@@ -12,8 +12,9 @@ import numpy as np
 from ..errors import ConfigError
 from . import commands as cmd
 from .rows import LIVE, NONE
-from .state import EXPIRED, Kept, Session
+from .state import EXPIRED, Session
 from .swapping import Swapping
+from .versions import Kept
 
 
 class RollingBack(Swapping):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from ..errors import AsyncFlowError, SchemaError
 from ..types import ColumnSpec
@@ -21,6 +20,7 @@ from .ready import ReadyQueue
 from .remembering import KeyedPuts, Letters
 from .rows import APART, NONE, TASK_STATES, Rows
 from .timers import Timers
+from .versions import Announced, Kept, Replica
 from .window import Window
 
 CONSUMED, FILTERED, EXPIRED, FAILED, CANCELLED = range(1, 1 + len(TERMINAL))
@@ -43,51 +43,6 @@ class Session:
     since: float = 0.0
     leases: dict[int, Held] = field(default_factory=dict)
     parked: dict[int, None] = field(default_factory=dict)
-
-
-@dataclass
-class Replica:
-    """What a session that takes versions does about ``version``: fetching, staged, waits, swapping, failed; "" when it is on
-    it. ``why``: it failed. ``staged``: the version it has ready to be loaded."""
-
-    version: int = NONE
-    doing: str = ""
-    since: float = 0.0
-    why: str = ""
-    staged: int = NONE
-
-
-@dataclass
-class Announced:
-    """A version that is being written. ``ranks``: those that said so, ``parts``: what each has published of it."""
-
-    version: int
-    since: float
-    ranks: set[int] = field(default_factory=set)
-    parts: dict[int, cmd.Part] = field(default_factory=dict)
-    probe: bytes = b""
-
-
-@dataclass
-class Kept:
-    """A version that can be fetched. ``source``: the number its bytes were published under, by ``sessions``, one a part."""
-
-    version: int
-    source: int
-    parts: tuple[cmd.Part, ...]
-    sessions: tuple[int, ...]
-    probe: bytes
-    since: float
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    @property
-    def root(self) -> str:
-        """One digest of all parts."""
-        roots = [part.root for part in self.parts]
-        return roots[0] if len(roots) == 1 else xxhash.xxh3_128_hexdigest("".join(roots).encode())
 
 
 @dataclass

@@ -7,7 +7,8 @@ from ..types import events as ev
 from . import commands as cmd
 from .publishing import Publishing
 from .rows import NONE
-from .state import Replica, Session, Waiter
+from .state import Session, Waiter
+from .versions import Replica
 
 
 class Versioning(Publishing):
