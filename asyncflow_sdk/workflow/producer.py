@@ -124,6 +124,10 @@ class Producer:
         """Swap what is due, else begin what is allowed. False when the stream has ended."""
         self._wake.clear()
         self._raise_failure()
+        if self._swapping.waits_for_boundary and not self._running:
+            await self._take_back()  # or new prompts would begin in the moment that permission takes
+            if not self._running:
+                await self._swapping.ask_now()
         if self._swapping.due(idle=not self._running):
             await self._swap()
             return True
@@ -357,7 +361,6 @@ class Producer:
         await asyncio.gather(*running, return_exceptions=True)
         self._finished.clear()
         for work in works.values():
-            work.done.clear()
             if work.left:
                 with contextlib.suppress(LeaseLost):
                     await work.batch.give_back(index=sorted(work.left), reason="a load of new weights failed")

@@ -32,6 +32,22 @@ class Swapping:
         """Whether nothing may run during a load."""
         return self._policy != "in_flight"
 
+    @property
+    def waits_for_boundary(self) -> bool:
+        """Whether a version would be loaded at the next moment at which nothing runs, and nobody was asked yet."""
+        staged = self._updates.staged
+        asked = -1 if self._asking is None else self._asking[0]
+        return self._policy == "boundary" and staged is not None and staged.version not in (self._permitted, asked)
+
+    async def ask_now(self) -> None:
+        """Get permission if it is there to be had at once."""
+        staged = self._updates.staged
+        if staged is None:
+            return
+        with contextlib.suppress(DeadlineExceeded):
+            if await self._updates.permission(staged.version, timeout_s=0.0):
+                self._permitted = staged.version
+
     def due(self, idle: bool) -> bool:
         """Whether the staged version may be loaded now. ``idle``: nothing runs in the engine."""
         staged = self._updates.staged

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from children import Child
 from replica_runs import LIMIT_S, model, replica, served, values
-from scripted_transport import and_then, fails, scripted, until_interrupted
+from scripted_transport import ScriptedReceiver, and_then, fails, scripted, until_interrupted
 from weight_children import publish_until_killed
 
 from asyncflow_sdk.errors import ConfigError, DigestMismatch, MemoryFull, VersionGone, WeightMismatch, WireError
-from asyncflow_sdk.types import TensorInfo
+from asyncflow_sdk.types import Manifest, TensorInfo
 from asyncflow_sdk.weights import prefetch
 
 
@@ -78,22 +78,23 @@ def test_a_newer_version_stops_the_fetch_of_an_older_one(monkeypatch: pytest.Mon
 def test_a_replica_slower_than_the_trainer_is_not_interrupted_twice_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     # given a trainer that publishes during every fetch
     receiver = scripted(monkeypatch)
-    heard = threading.Event()
-    receiver.script = [
-        lambda r, m: (run.publish(2), until_interrupted(r, m))[1],
-        lambda r, m: (run.publish(3), heard.wait(0.3))[0],
-    ]
+
+    def publish_and_wait(end: ScriptedReceiver, manifest: Manifest) -> None:
+        run.publish(manifest.version + 1)
+        if end.wanted_no_more.wait(0.5):
+            raise WireError(f"interrupted while fetching version {manifest.version}")
+
+    receiver.script = [publish_and_wait] * 4
 
     async def scenario() -> None:
         async with replica(run.client("replica")) as one:
             run.publish(1)
-            await one.staged(2)  # though 3 was there
-            assert not receiver.wanted_no_more.is_set()
-            await one.staged(3)
+            await one.staged(5)
 
     with served() as run:
         asyncio.run(scenario())
-        assert receiver.versions == [1, 2, 3]
+        assert receiver.versions == [1, 2, 3, 4, 5]
+        assert [e.version for e in run.states("staged")] == [2, 4, 5]
 
 
 @pytest.mark.parametrize(
