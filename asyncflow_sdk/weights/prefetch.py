@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..errors import DeadlineExceeded, DigestMismatch, Ended, MemoryFull, VersionGone, WireError
+from ..errors import DeadlineExceeded, DigestMismatch, Ended, MemoryFull, ProtocolError, VersionGone, WireError
 from ..interfaces import Fetched, WeightReceiver
 from ..ledger import commands as cmd
 from ..queue import Connection, LoopPort
@@ -222,7 +222,10 @@ class Prefetch:
         if self._newest is not None and self._newest.version > told.version:
             return
         if isinstance(error, VersionGone):
-            newest = await self._port.send(cmd.AwaitVersion(after=told.version - 1, timeout_s=ASK_AGAIN_S))
+            try:
+                newest = await self._port.send(cmd.AwaitVersion(after=told.version - 1, timeout_s=ASK_AGAIN_S))
+            except (DeadlineExceeded, Ended):  # what had its bytes is gone, and nothing newer is there
+                newest = told
             if newest.version > told.version:
                 return  # _watch hears of it, too
         self._without_base = told.version  # it may be the base that is wrong
@@ -246,7 +249,7 @@ class Prefetch:
         self._base_in_use = bool(base)
         try:
             for rank, part in enumerate(told.parts):
-                manifest = msgspec.msgpack.decode(part.manifest, type=Manifest)
+                manifest = _manifest(told, rank, part.manifest)
                 receiver = self._receiver(part.transport)
                 usable = receiver.keeps_base and self._without_base != told.version
                 self._stoppable = receiver if stoppable else None
@@ -287,6 +290,19 @@ class Prefetch:
             host = host_of(self._connection, f"{self._connection.session}-{next(_names)}")
             self._receivers[transport] = transport_named(transport).receiver(host)
         return self._receivers[transport]
+
+
+def _manifest(told: cmd.Version, rank: int, body: bytes) -> Manifest:
+    """What rank ``rank`` said of its part. Raises ProtocolError for what no publisher says."""
+    try:
+        manifest = msgspec.msgpack.decode(body, type=Manifest)
+        if manifest.bucket_bytes < 1 or any(chunk.nbytes < 0 for chunk in manifest.chunks):
+            raise ValueError("its chunks or buckets have no size")
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ProtocolError(
+            f"version {told.version}: the manifest of rank {rank}'s part cannot be read: {error}"
+        ) from None
+    return manifest
 
 
 def said(error: BaseException) -> str:
