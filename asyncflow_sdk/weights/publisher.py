@@ -86,7 +86,7 @@ class WeightPublisher:
         try:
             role = drive(self._port.send(cmd.OpenPublisher(rank=rank, world_size=world_size)))
             kept = [part for _, part in role.kept if part.transport == transport]
-            self._sender.adopt([(msgspec.msgpack.decode(p.manifest, type=Manifest), p.where) for p in kept])
+            self._sender.adopt([(manifest, p.where) for p in kept if (manifest := _readable(p.manifest)) is not None])
         except BaseException:
             self._sender.close()
             raise
@@ -250,6 +250,13 @@ class WeightPublisher:
             finally:
                 if delivery.done:
                     self._delivery = None
+
+
+def _readable(manifest: bytes) -> Manifest | None:
+    """Of a publisher before this one; what it spoilt must not keep this one from going on."""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.msgpack.decode(manifest, type=Manifest)
+    return None
 
 
 def _digest(memory: Any) -> bytes:
