@@ -128,7 +128,10 @@ class EchoRollout(RolloutEngine):
         for name, array in new.items():
             have = self._weights.get(name)
             if have is None or have.shape != array.shape or have.dtype != array.dtype:
-                raise WeightMismatch(f"version {update.version}: tensor {name!r} is {array.dtype}{array.shape}")
+                has = "no such tensor" if have is None else f"{have.dtype}{have.shape}"
+                raise WeightMismatch(
+                    f"version {update.version}: tensor {name!r} is {array.dtype}{array.shape}; this engine has {has}"
+                )
         self._between.clear()
         try:
             await asyncio.sleep(self._slow_load_s)
