@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 from children import hear, say
+from file_children import mount
 
 import asyncflow_sdk as af
+from asyncflow_sdk.errors import MemoryFull
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import LoopPort
 from asyncflow_sdk.types import manifest as manifests
@@ -71,7 +73,7 @@ def train(address: str, transport: str, options: dict[str, Any], moment: str) ->
         publisher.publish(version, weights(version)).wait()
         say(["published", version])
         while count := hear():
-            tensors = _armed(publisher, moment)
+            tensors, moment = _armed(publisher, moment), ""
             for _ in range(count):
                 version += 1
                 publication = publisher.publish(version, tensors(version))
@@ -151,3 +153,32 @@ def _stop_after(command: type[Any], moment: str, at: int) -> None:
         return reply
 
     LoopPort.send = stopping  # type: ignore[method-assign]
+
+
+# ---- everybody in one process, with a little /dev/shm of its own
+
+
+def fill_up_weights() -> None:
+    """Publish a version, one for which there is no room, and the next when there is."""
+    if not mount("/dev/shm", 300):
+        return
+    outcome: dict[str, Any] = {"on": []}
+    with af.serve() as run, run.weight_publisher("shm") as publisher:
+        updates = iter(run.weight_updates())
+        for version in (1, 2, 3):
+            if version == 2:
+                free = os.statvfs("/dev/shm")
+                with open("/dev/shm/else", "wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - (1 << 20))
+            elif version == 3:
+                os.unlink("/dev/shm/else")
+            try:
+                parts = range(4 if version == 2 else 1)  # it has memory for another one like the last at hand
+                named = ((f"{part}.{name}", tensor) for part in parts for name, tensor in weights(version))
+                publisher.publish(version, named).wait()
+            except MemoryFull as error:
+                outcome["error"] = str(error)
+                continue
+            with next(updates) as update:
+                outcome["on"].append([update.version, versions_of(dict(update.arrays()))])
+    say(outcome)

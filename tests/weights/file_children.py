@@ -36,7 +36,7 @@ def attempt(path: str) -> None:
 
 def fill(path: str, how: str) -> None:
     """Publish versions of 3 MB until there is no room, then free some and publish again; say what happened."""
-    if how == "tmpfs" and not _mount(path, 8):
+    if how == "tmpfs" and not mount(path, 8):
         return
     outcome: dict[str, Any] = {}
     with Ends(lambda: FileTransport(Path(path) / "weights"), FileTransport) as ends:
@@ -64,7 +64,7 @@ def fill(path: str, how: str) -> None:
     say(outcome)
 
 
-def _mount(path: str, megabytes: int) -> bool:
+def mount(path: str, megabytes: int) -> bool:
     """A little file system of this process alone. Says why not."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEW_MOUNTS):

@@ -3,19 +3,29 @@
 Nothing hangs, whoever lives is on one whole version, and the next version comes.
 """
 
+import os
+import queue
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
-from attack_children import MODEL, PUBLISHING, REPLICA, replicate, train
-from children import Child
+from attack_children import MODEL, PUBLISHING, REPLICA, fill_up_weights, replicate, train, versions_of, weights
+from children import LIMIT_S, Child
 
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import VersionGone
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, open_queue
 from asyncflow_sdk.queue._once import drive
 from asyncflow_sdk.types import events as ev
+from asyncflow_sdk.weights import OwnUpdates, WeightPublisher, prefetch
+from asyncflow_sdk.weights.shm import ShmReceiver, ShmSender
 
 INSTALLED = [each.spec.name for each in registry().adapters if each.spec.kind == "transport"]
 TRANSPORTS = [name for name in ("shm", "file", "tcp", "dist") if name in INSTALLED]
@@ -38,7 +48,8 @@ class Scene:
     def __init__(self, transport: str, folder: Path) -> None:
         self.transport, self._folder = transport, folder
         self.events: list[Any] = []
-        self.server = QueueServer([], on_event=self.events.append)
+        self._coming: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.server = QueueServer([], on_event=self._event)
         self.address = self.server.addresses[-1]
         self._connection = Connection(self.address, "test")
         self.queue: TransferQueue = open_queue(self._connection)
@@ -65,6 +76,31 @@ class Scene:
     def said(self, kind: type[Any], **fields: Any) -> list[Any]:
         found = (each for each in list(self.events) if isinstance(each, kind))
         return [each for each in found if all(getattr(each, name) == value for name, value in fields.items())]
+
+    def flip(self, pattern: bytes, trainer: int) -> int:
+        """A bit in each file of weights that holds these bytes. Returns in how many."""
+        shared = [self.server.directory.path, *Path("/dev/shm").glob(f"asyncflow-{os.getuid()}-{trainer}-*")]
+        count = 0
+        for path in [*(each for folder in shared for each in folder.iterdir()), *self._folder.glob("weights/*/*")]:
+            at = path.read_bytes().find(pattern) if path.is_file() else -1
+            if at >= 0:
+                with path.open("r+b") as file:
+                    file.seek(at + 5)
+                    file.write(bytes([pattern[5] ^ 0x10]))
+                count += 1
+        return count
+
+    def failure(self, worker: str, version: int) -> str:
+        """Why it could not have that version, once it has said so."""
+        while True:
+            event = self._coming.get(timeout=LIMIT_S)
+            if isinstance(event, ev.WeightState) and event.state == "failed":
+                assert (event.worker, event.version) == (worker, version)
+                return event.detail
+
+    def _event(self, event: Any) -> None:
+        self.events.append(event)
+        self._coming.put(event)
 
     def _child(self, *arguments: Any) -> Child:
         self._children.append(Child(*arguments))
@@ -227,3 +263,122 @@ def test_a_second_trainer_is_refused_by_name_and_harms_nothing(scene: Scene) -> 
     assert trainer.hear()[:2] == ["published", 2]
     until_on(replica, 2, passing=1)
     assert scene.replica(name="late").hear() == on(2)
+
+
+@pytest.mark.parametrize("scene", TRANSPORTS, indirect=True)
+def test_a_bit_flips_where_a_version_lies(scene: Scene) -> None:
+    # given a replica on version 1, and version 2 hashed, made available, and not yet told of
+    trainer, replica = scene.trainer("sent"), scene.replica()
+    assert trainer.hear() == ["published", 1]
+    assert replica.hear() == on(1)
+    trainer.say(1)
+    assert trainer.hear() == ["at", "sent"]
+    # when one bit of one tensor flips
+    pattern = np.full(16, 2 + 3 / 8, np.float32).tobytes()
+    assert scene.flip(pattern, trainer.pid)
+    trainer.say("go on")
+    assert trainer.hear()[:2] == ["published", 2]
+    # then the replica says what is damaged, and stays on version 1 until the next one comes, whole
+    reason = scene.failure("replica", 2)
+    assert re.search(r"DigestMismatch: .*version 2: bucket \d .*layer\.3\.weight", reason), reason
+    trainer.say(1)
+    assert trainer.hear()[:2] == ["published", 3]
+    assert replica.hear() == on(3)
+
+
+def test_a_manifest_that_is_none_fails_a_version_and_no_replica(tmp_path: Path) -> None:
+    scene = Scene("shm", tmp_path)
+    try:
+        # given a replica on version 1
+        trainer, replica = scene.trainer(), scene.replica()
+        assert trainer.hear() == ["published", 1]
+        assert replica.hear() == on(1)
+        trainer.kill()
+        # when somebody publishes what cannot be read
+        port = scene.queue._port
+        bad = msgspec.msgpack.encode((2, (("w", "float32", (1 << 40,), 0, 0),), ((4 << 40, ()),), 0))
+        opened = drive(port.send(cmd.OpenPublisher()))
+        for version, manifest in enumerate((b"\xc1", b"", bad, opened.kept[0][1].manifest[:-9]), 2):
+            drive(port.send(cmd.Announce(version=version)))
+            part = msgspec.structs.replace(opened.kept[0][1], manifest=manifest)
+            drive(port.send(cmd.Publish(version=version, part=part)))
+            # then the replica says so
+            reason = scene.failure("replica", version)
+            assert f"ProtocolError: version {version}: the manifest of rank 0's part cannot be read" in reason
+        drive(port.send(cmd.ClosePublisher()))
+        # and has the next one
+        assert scene.trainer().hear() == ["published", version + 1]
+        assert replica.hear() == on(version + 1)
+    finally:
+        scene.close()
+
+
+def test_bytes_that_went_with_their_trainer_are_waited_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nothing newer comes for a long time."""
+    scene = Scene("shm", tmp_path)
+    monkeypatch.setattr(prefetch, "ASK_AGAIN_S", 0.05)
+    fetching, died = threading.Event(), threading.Event()
+    fetch = ShmReceiver.fetch
+
+    def late(self: ShmReceiver, manifest: Any, where: bytes, **options: Any) -> Any:
+        if manifest.version == 1:
+            fetching.set()
+            died.wait(LIMIT_S)
+            raise VersionGone("version 1 is no longer kept")
+        return fetch(self, manifest, where, **options)
+
+    monkeypatch.setattr(ShmReceiver, "fetch", late)
+    monkeypatch.setattr(ShmSender, "outlives", False)
+    try:
+        # given a replica that fetches version 1 while its trainer goes, and its bytes with it
+        updates = OwnUpdates(open_queue(Connection(scene.address, "replica")), timeout_s=LIMIT_S)
+        first = WeightPublisher(scene.queue)
+        first.publish(1, weights(1)).wait()
+        assert fetching.wait(LIMIT_S)
+        first.close()
+        died.set()
+        assert "VersionGone: version 1" in scene.failure("replica", 1)
+        # when another one publishes
+        with WeightPublisher(scene.queue) as second:
+            second.publish(2, weights(2)).wait()
+            # then the replica has that
+            update = next(iter(updates))
+            assert update.version == 2
+            with update:
+                assert versions_of(dict(update.arrays())) == [2.0]
+        updates.close()
+    finally:
+        scene.close()
+
+
+def test_weights_of_another_dtype_are_refused_by_name(tmp_path: Path) -> None:
+    """bfloat16 weights for an engine of float32, in a run of real workers."""
+    work = af.Workflow(
+        prompts={"prompt_ids": af.Ragged.of([[1, 2, 3]])},
+        rollout=af.Rollout("echo", group_size=4, prompt="prompt_ids"),
+        reward=length,
+        train=af.Train("echo"),
+        batch_size=8,
+        steps=4,
+        weights=af.Weights(dtype="bfloat16"),
+    )
+    with pytest.raises(
+        af.WorkerFailed, match=r"WeightMismatch: version \d: tensor 'layer\.0\.weight' is bfloat16.*has float32"
+    ):
+        work.run(tmp_path)
+
+
+def length(response_ids: Any) -> list[float]:
+    return [float(len(row)) for row in response_ids]
+
+
+def test_shared_memory_that_fills_up_fails_a_version_and_no_replica() -> None:
+    with Child(fill_up_weights) as child:
+        outcome = child.hear()
+    if isinstance(outcome, str) and outcome.startswith("cannot"):
+        pytest.skip(f"mounting a small /dev/shm needs root: {outcome}")
+    assert "no room for" in outcome["error"]
+    assert "--shm-size" in outcome["error"]
+    assert outcome["on"] == [[1, [1.0]], [3, [3.0]]]
