@@ -15,6 +15,7 @@ from asyncflow_sdk.interfaces import Fetched, Host, WeightReceiver
 from asyncflow_sdk.interfaces.weights import Bytes
 from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.types.manifest import Bucket
+from asyncflow_sdk.weights.host import own_address
 from asyncflow_sdk.weights.service import ServiceClient
 
 from .dist_group import Exchange, Group, flat
@@ -29,9 +30,9 @@ MAX_LINKS = 64
 
 
 class DistReceiver(WeightReceiver):
-    """``fits`` raises ConfigError for a publisher this end cannot work with."""
+    """``fits(backend, plain, address)`` raises ConfigError for a publisher at that address this end cannot work with."""
 
-    def __init__(self, host: Host, fits: Callable[[Where], None]) -> None:
+    def __init__(self, host: Host, fits: Callable[[str, bool, str], None]) -> None:
         self._host, self._fits = host, fits
         self._memory = Recycled()
         self._asks = itertools.count(1)
@@ -47,8 +48,9 @@ class DistReceiver(WeightReceiver):
         try:
             start = link.join(join, until)
             _Part(link, start, manifest, chunks, until).take()
-        except ServerLost:  # another connection next time; and the publisher, if it lives, learns that nobody waits
-            self._links.pop(where).close()
+        except WireError as error:
+            if link.given_up or isinstance(error, ServerLost):
+                self._links.pop(where).close()  # another one next time; and the publisher, if it lives, hears of it
             raise
         finally:
             self._asking = None
@@ -69,21 +71,27 @@ class DistReceiver(WeightReceiver):
     def _link(self, raw: bytes) -> _Link:
         link = self._links.pop(raw, None)
         if link is None:
-            where = where_of(raw)
-            self._fits(where)
+            link = _Link(where_of(raw))
+            try:
+                self._fits(link.where.backend, link.where.plain, link.publisher)
+            except BaseException:
+                link.close()
+                raise
             while len(self._links) >= MAX_LINKS:
                 self._links.pop(next(iter(self._links))).close()
-            link = _Link(where, self._host.address)
         self._links[raw] = link  # the last of them is the one used last
         return link
 
 
 class _Link:
-    """To one publisher: the calls, and the group of the last round."""
+    """To one publisher, at the IP address ``publisher``: the calls, and the group of the last round."""
 
-    def __init__(self, where: Where, address: str) -> None:
-        self.where, self._address = where, address
+    def __init__(self, where: Where) -> None:
+        self.where = where
+        self.given_up = False
         self._client = ServiceClient(where.service)
+        self.publisher = self._client.address.partition("://")[2].rpartition(":")[0].strip("[]")
+        self._address = own_address(self._client.address)  # where others of its rounds reach this end
         self._group: Group | None = None
         self._number = 0
 
@@ -102,12 +110,18 @@ class _Link:
     def leave(self, ask: int, still_asks: Callable[[], bool]) -> None:
         """Tell it that a version is wanted no more, without waiting here. A publisher that does not answer is given up."""
 
+        def give_up() -> None:
+            if still_asks():
+                self.given_up = True
+                self._client.interrupt()
+
         def tell() -> None:
-            try:
+            timer = threading.Timer(LAST_WORD_S, give_up)
+            timer.daemon = True
+            timer.start()
+            with contextlib.suppress(AsyncFlowError):
                 self._client.call(encode(Leave(ask)), LAST_WORD_S, "the last word")
-            except AsyncFlowError:
-                if still_asks():
-                    self._client.close()
+                timer.cancel()
 
         threading.Thread(target=tell, name="weights dist leave", daemon=True).start()
 

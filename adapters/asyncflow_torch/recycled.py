@@ -19,8 +19,9 @@ class Recycled:
 
     def take(self, manifest: Manifest) -> list[Bytes]:
         """uint8 (nbytes,) for each chunk, of memory that nobody refers to any more. Raises MemoryFull."""
-        free = [array for array in self._lent if sys.getrefcount(array) == _UNUSED]
-        self._lent = [array for array in self._lent if all(array is not other for other in free)]
+        counts = _references(self._lent)
+        free = [array for array, count in zip(self._lent, counts, strict=True) if count == _UNUSED]
+        self._lent = [array for array, count in zip(self._lent, counts, strict=True) if count != _UNUSED]
         chunks = []
         for chunk in manifest.chunks:
             fits = next((i for i, array in enumerate(free) if array.nbytes == chunk.nbytes), None)
@@ -38,12 +39,9 @@ class Recycled:
         self._lent.clear()
 
 
-def _unused() -> int:
-    array = np.empty(1, np.uint8)
-    lent = [array]
-    del array
-    return next(sys.getrefcount(array) for array in lent)
+def _references(arrays: list[Bytes]) -> list[int]:
+    """To each of them; a view of an array refers to it, and so does a tensor of torch over a view."""
+    return [sys.getrefcount(array) for array in arrays]
 
 
-_UNUSED = _unused()
-"""References to an array in a list, as the loop in ``take`` counts them."""
+_UNUSED = _references([np.empty(1, np.uint8)])[0]

@@ -86,7 +86,7 @@ class CudaSender(WeightSender):
     """Holds versions on the GPU that is current where it is made, and answers receivers with handles of them."""
 
     def __init__(self, host: Host) -> None:
-        self._device = torch.cuda.current_device()
+        self._device = _device()
         self._writing: list[CudaRoom] = []
         self._versions: dict[int, tuple[Manifest, list[CudaRoom]]] = {}
         self._sent: int | None = None
@@ -115,9 +115,7 @@ class CudaSender(WeightSender):
             return self._writing[-1]
 
     def send(self, manifest: Manifest) -> bytes:
-        torch.cuda.synchronize(
-            self._device
-        )  # rooms were written on the trainer's stream, handles are made on another
+        _settle(self._device)  # rooms were written on the trainer's stream, handles are made on another
         with self._lock:
             self._versions[manifest.version] = manifest, self._writing
             self._writing, self._sent = [], manifest.version
@@ -179,14 +177,14 @@ class CudaReceiver(WeightReceiver):
             self._client, self._where = client, where
         ask = Ask(manifest.version, manifest.root)
         handles = handles_of(self._client.call(msgspec.msgpack.encode(ask), timeout_s, what).body, manifest)
-        chunks = []
+        chunks, device = [], _device()
         try:
             for chunk in manifest.chunks:
-                own = torch.empty(chunk.nbytes, dtype=torch.uint8, device="cuda")
+                own = torch.empty(chunk.nbytes, dtype=torch.uint8, device=device)
                 if chunk.nbytes:
                     own.copy_(_opened(handles.pop(0))[: chunk.nbytes])
                 chunks.append(own)
-            torch.cuda.synchronize()
+            _settle(device)
         except torch.cuda.OutOfMemoryError as error:
             raise MemoryFull(f"{what}: {error}") from None
         except AsyncFlowError:
@@ -222,7 +220,7 @@ def handles_of(body: bytes, manifest: Manifest) -> list[Handle]:
     return handles
 
 
-def _share(whole: Any, device: int) -> Handle:
+def _share(whole: Any, device: Any) -> Handle:
     _, *shared = whole.untyped_storage()._share_cuda_()
     return Handle(str(torch.cuda.get_device_properties(device).uuid), *shared)
 
@@ -238,6 +236,15 @@ def _opened(handle: Handle) -> Any:
     storage = torch.UntypedStorage._new_shared_cuda(visible[handle.gpu], *msgspec.structs.astuple(handle)[1:])
     device = torch.device("cuda", visible[handle.gpu])
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _device() -> Any:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _settle(device: Any) -> None:
+    """All that was begun on a device is done."""
+    torch.cuda.synchronize(device)
 
 
 def _needs_cuda() -> None:

@@ -48,13 +48,13 @@ class DistTransport(WeightTransport):
 
     def sender(self, host: Host) -> DistSender:
         backend, plain, stall_s, gather_s = self._options
-        fits(backend, plain, host)
+        fits(backend, plain, host.address)
         return DistSender(host, backend, plain, stall_s=stall_s, gather_s=gather_s)
 
     def receiver(self, host: Host) -> DistReceiver:
         if why := missing("gloo"):
             raise ConfigError(f"dist: {why}; use the transport tcp")
-        return DistReceiver(host, lambda where: fits(where.backend, where.plain, host))
+        return DistReceiver(host, fits)
 
 
 class DistSender(WeightSender):
@@ -109,14 +109,21 @@ class DistSender(WeightSender):
         return manifest
 
 
-def fits(backend: str, plain: bool, host: Host) -> None:
-    """Raises ConfigError where this end cannot work."""
+def fits(backend: str, plain: bool, address: str) -> None:
+    """Raises ConfigError where this process cannot take part in rounds of a publisher at ``address``."""
     if backend not in BACKENDS:
         raise ConfigError(f"dist has no backend {backend!r}; it has {' and '.join(BACKENDS)}")
     if why := missing(backend):
         raise ConfigError(f"dist with {backend}: {why}; use backend='gloo', or the transport tcp")
-    if not plain and not ipaddress.ip_address(host.address).is_loopback:
+    if not plain and not _on_loopback(address):
         raise ConfigError(
-            f"dist at {host.address}: what torch.distributed sends is not encrypted and anybody may connect; say plain=True if"
+            f"dist at {address}: what torch.distributed sends is not encrypted and anybody may connect; say plain=True if"
             " that network is trusted, or use the transport tcp, which has keys"
         )
+
+
+def _on_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

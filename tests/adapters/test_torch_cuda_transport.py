@@ -1,4 +1,4 @@
-"""The transport ``cuda-ipc`` where there is no CUDA: what it says, and what it believes of handles."""
+"""The transport ``cuda-ipc`` where there is no CUDA: what it says, what it believes of handles, and all but CUDA itself."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import msgspec
 import pytest
 import torch
 
-from asyncflow_sdk.errors import ConfigError, ProtocolError
+from asyncflow_sdk.errors import ConfigError, ProtocolError, VersionGone
 from asyncflow_sdk.interfaces import Host
+from asyncflow_sdk.testing import check_transport
+from asyncflow_sdk.testing.transports import TRANSPORT_CHECKS
 from asyncflow_sdk.types import Chunk, Manifest
+from asyncflow_torch import transport_cuda
 from asyncflow_torch.transport_cuda import CudaTransport, Handle, handles_of
 
 HERE = Host(directory=None, name="here")
@@ -71,3 +74,48 @@ def test_another_number_of_handles_than_chunks_is_refused(count: int) -> None:
 def test_what_is_no_list_of_handles_is_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="version 4: its handles cannot be read"):
         handles_of(body, MANIFEST)
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Any]:
+    """Memory of the host stands for that of a GPU, and this dictionary for CUDA, which opens what was shared."""
+    shared: dict[bytes, Any] = {}
+
+    def share(whole: Any, device: Any) -> Handle:
+        name = str(len(shared)).encode()
+        shared[name] = whole
+        return Handle("GPU-0", name, len(whole), 0, b"/torch_1_2_3", 0, b"", False)
+
+    monkeypatch.setattr(transport_cuda, "_needs_cuda", lambda: None)
+    monkeypatch.setattr(transport_cuda, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(transport_cuda, "_settle", lambda device: None)
+    monkeypatch.setattr(transport_cuda, "_share", share)
+    monkeypatch.setattr(transport_cuda, "_opened", lambda handle: shared[handle.memory])
+    return shared
+
+
+@pytest.mark.parametrize("check", TRANSPORT_CHECKS)
+def test_but_for_cuda_itself_it_keeps_to_the_contract(check: str, no_device: dict[bytes, Any]) -> None:
+    check_transport(CudaTransport, CudaTransport, only=[check])
+
+
+def test_a_version_that_goes_while_it_is_copied_is_gone(
+    no_device: dict[bytes, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = CudaTransport().sender(HERE), CudaTransport().receiver(HERE)
+    try:
+        sender.room(1000).memory.zero_()
+        manifest = Manifest(1, (), (Chunk(1000),))  # without digests: nothing else would tell
+        where = sender.send(manifest)
+        assert not receiver.fetch(manifest, where, timeout_s=30.0).chunks[0].any()
+
+        def written_again(device: Any) -> None:
+            sender.keep([])
+            sender.room(1000).memory.fill_(1)
+
+        monkeypatch.setattr(transport_cuda, "_settle", written_again)
+        with pytest.raises(VersionGone, match="version 1 is no longer kept"):
+            receiver.fetch(manifest, where, timeout_s=30.0)
+    finally:
+        receiver.close()
+        sender.close()

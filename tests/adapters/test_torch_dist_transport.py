@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from children import Child
 from dist_children import content, counts, forget_peak, listening, peak_bytes, publish, receive, train, write
 from two_hosts import HERE as HERE_IP
@@ -21,9 +22,11 @@ from two_hosts import two_hosts
 
 from asyncflow_sdk.errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, VersionGone, WireError
 from asyncflow_sdk.interfaces import Host
-from asyncflow_sdk.types import Manifest
+from asyncflow_sdk.types import Chunk, Manifest
+from asyncflow_sdk.weights.service import Where as Reached
 from asyncflow_torch import dist_receiver, dist_rounds
 from asyncflow_torch.dist_words import Where
+from asyncflow_torch.recycled import Recycled
 from asyncflow_torch.transport_dist import DistSender, DistTransport
 
 HERE = Host(directory=None, name="trainer")
@@ -262,7 +265,10 @@ def test_a_publisher_that_dies_or_stops_in_the_middle_is_named(crew: Crew, how: 
 def test_another_host_that_is_trusted_and_a_cable_that_is_cut_in_the_middle() -> None:
     with two_hosts() as hosts, contextlib.ExitStack() as stack:
         publisher = stack.enter_context(Child(publish, 3, 24 * MB, 0, 0, HERE_IP, within=hosts.here))
-        receivers = [stack.enter_context(Receiver(n, THERE_IP, within=hosts.there)) for n in ("a", "b")]
+        receivers = [
+            stack.enter_context(Receiver(n, address, within=hosts.there))
+            for n, address in (("a", THERE_IP), ("b", "127.0.0.1"))
+        ]
         for each in receivers:
             each.wait_ready()
         sent = received_of(publisher)
@@ -271,15 +277,16 @@ def test_another_host_that_is_trusted_and_a_cable_that_is_cut_in_the_middle() ->
         for each in receivers:
             each.got(sent)
         # when
-        receivers[0].told(sent, at=20, number=signal.SIGUSR1)
-        receivers[1].told(sent)
-        assert receivers[0].child.hear() == "in the middle"
+        middle, waits = receivers
+        middle.told(sent, at=20, number=signal.SIGUSR1)
+        assert middle.child.hear() == "in the middle"
         hosts.link.say({"cut": True})
         hosts.link.hear()
-        receivers[0].child.say("go on")
+        waits.told(sent, timeout_s=2.0)
+        middle.child.say("go on")
         # then
-        for each in receivers:
-            assert each.failed("version 3", "publisher trainer died or stopped") == "ServerLost"
+        assert middle.failed("version 3: round", "publisher trainer died or stopped") == "ServerLost"
+        assert waits.failed("version 3 from trainer") == "ServerLost"
         # and once there is a network again, they are served
         hosts.link.say({"cut": False})
         hosts.link.hear()
@@ -293,9 +300,21 @@ def test_a_publisher_that_stopped_before_is_not_waited_for_past_the_deadline() -
     with Child(publish, 3, MB, 0, 0) as publisher:
         sent = received_of(publisher)
         receiver = DistTransport().receiver(Host(directory=None, name="r"))
+        assert isinstance(receiver, dist_receiver.DistReceiver)
         publisher.stop()
         with pytest.raises(ServerLost, match="version 3 from trainer"):
             receiver.fetch(sent.manifest, sent.where, timeout_s=0.5)
+        # nor past an interrupt
+        fetch = in_thread(lambda: receiver.fetch(sent.manifest, sent.where, timeout_s=60.0))
+        while receiver._asking is None:
+            threading.Event().wait(0.001)
+        receiver.interrupt()
+        error = fetch()
+        assert isinstance(error, WireError)
+        assert "interrupted" in str(error)
+        # and it is served once the publisher goes on
+        publisher.resume()
+        assert content(receiver.fetch(sent.manifest, sent.where, timeout_s=60.0).chunks) == sent.content
         receiver.close()
 
 
@@ -497,17 +516,19 @@ def test_the_fetching_end_believes_no_publisher() -> None:
         sent = sent_by(sender, 1)
         where = msgspec.msgpack.decode(sent.where, type=Where)
 
-        def fetch(host: Host = HERE, **changes: Any) -> Any:
-            receiver = DistTransport().receiver(host)
+        def fetch(**changes: Any) -> Any:
+            receiver = DistTransport().receiver(HERE)
             raw = msgspec.msgpack.encode(msgspec.structs.replace(where, **changes))
             try:
                 return receiver.fetch(sent.manifest, raw, timeout_s=30.0)
             finally:
                 receiver.close()
 
-        far = Host(directory=None, name="far", address="10.1.2.3")
-        with pytest.raises(ConfigError, match="not encrypted"):
-            fetch(far)
+        service = msgspec.msgpack.decode(where.service, type=Reached)
+        for address in ("tcp://10.1.2.3:5", "tcp://[2001:db8::1]:5", "tcp://somewhere:5"):
+            far = msgspec.structs.replace(service, address=address, trusted=True)
+            with pytest.raises(ConfigError, match="dist at .* not encrypted"):
+                fetch(service=msgspec.msgpack.encode(far))
         with pytest.raises(ConfigError, match="nccl: there is no CUDA device"):
             fetch(backend="nccl")
         with pytest.raises(ConfigError, match="no backend 'rm -rf'"):
@@ -547,3 +568,25 @@ def test_who_speaks_nonsense_harms_nobody() -> None:
             for _ in range(2):
                 assert content(receiver.fetch(sent.manifest, sent.where, timeout_s=30.0).chunks) == sent.content
         assert sender._rounds._groups == 1
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [lambda v: v[3:5].view("<u2"), torch.from_numpy, memoryview, lambda v: v],
+    ids=["view", "tensor", "buffer", "itself"],
+)
+def test_memory_is_used_again_only_when_nobody_refers_to_it(hold: Callable[[Any], Any]) -> None:
+    manifest = Manifest(1, (), (Chunk(1000), Chunk(2000), Chunk(1000)))
+    memory = Recycled()
+    first = memory.take(manifest)
+    places = {chunk.ctypes.data for chunk in first}
+    held = hold(first[1])
+    del first
+    # when
+    second = memory.take(manifest)
+    # then
+    again = places & {chunk.ctypes.data for chunk in second}
+    assert len(again) == 2
+    assert all(chunk.flags.writeable for chunk in second)
+    del held, second
+    assert len({chunk.ctypes.data for chunk in memory.take(manifest)}) == 3
