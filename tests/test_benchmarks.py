@@ -57,3 +57,4 @@ def test_the_updates_of_a_model_are_encoded_and_decoded() -> None:
     pytest.importorskip("transformers")
     found = run("benchmarks.weights.delta", json.dumps({"millions": 0.1, "steps": 2}))
     assert 0 < found["percent"] < 100
+    assert 0 < found["moved"] < 100

@@ -101,6 +101,7 @@ def _delta(results: list[dict[str, float]]) -> list[Row]:
     what = f"delta of one Adam step at lr 1e-6, {found['parameters'] / 1e6:.0f} M parameters in bf16"
     return [
         Row(f"{what}: size (limit: elements that changed)", "% of full", found["percent"], limit=found["changed"]),
+        Row("the same, moved by transport tcp", "% of full", found["moved"]),
         Row("the same, of the first step", "% of full", found["first_percent"]),
         Row("the same, encoding on one core", "GB/s", found["encode_gb_s"]),
         Row("the same, decoding on one core", "GB/s", found["decode_gb_s"]),

@@ -4,7 +4,7 @@ A Llama with new weights, fp32 masters, Adam at lr 1e-6, one policy-gradient ste
 each with an advantage of 1 or -1. After each step the bfloat16 weights are encoded against those of the step before, bucket by
 bucket, and decoded again. The last line printed is the result, as JSON: of the last half of the steps, when the running means
 of Adam have settled, the size in percent of full, percent of elements that changed, and the speed of one core in GB/s of full
-weights.
+weights; and what the last step moved through transport tcp, in percent of full.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import json
 import math
 import statistics as st
 import sys
+import tempfile
 import time
 from typing import Any
 
 import numpy as np
 import torch
 
+import asyncflow_sdk as af
+from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.manifest import BUCKET_BYTES
 from asyncflow_sdk.weights import delta
 
@@ -87,6 +90,34 @@ def coded(new: Bytes, base: Bytes) -> dict[str, float]:
     }  # fmt: skip
 
 
+def moved(before: Bytes, after: Bytes) -> float:
+    """Percent of full that transport tcp moves to a replica that has ``before``. Raises RuntimeError where it was no delta."""
+    said: list[ev.WeightState] = []
+
+    def listen(event: ev.Event) -> None:
+        if isinstance(event, ev.WeightState):
+            said.append(event)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        af.serve(folder, on_event=listen) as run,
+        run.weight_publisher("tcp") as publisher,
+        af.connect(folder) as there,
+    ):
+        updates = iter(there.weight_updates(timeout_s=60))
+        for version, weights in enumerate((before, after), 1):
+            publisher.publish(version, [("weights", torch.from_numpy(weights).view(torch.bfloat16))])
+            with next(updates) as update:
+                ((_, got),) = update
+            if not torch.equal(got.view(torch.uint8), torch.from_numpy(weights)):
+                raise RuntimeError("a version did not arrive as it was sent")
+            del got, update
+        last = next(event for event in reversed(said) if event.state == "staged")
+    if last.encoding != "delta":
+        raise RuntimeError(f"version {last.version} came by {last.encoding}")
+    return 100 * last.moved / len(after)
+
+
 def measure(millions: float, steps: int) -> dict[str, float]:
     torch.set_num_threads(1)
     policy = model(millions)
@@ -95,12 +126,11 @@ def measure(millions: float, steps: int) -> dict[str, float]:
     base, found = published(policy), []
     for _ in range(steps):
         train(policy, optimizer, random)
-        new = published(policy)
-        found.append(coded(new, base))
-        base = new
+        before, base = base, published(policy)
+        found.append(coded(base, before))
     settled = found[steps // 2 :]
     result = {name: st.median(each[name] for each in settled) for name in settled[0]}
-    return {**result, "first_percent": found[0]["percent"], "parameters": len(base) / 2}
+    return {**result, "first_percent": found[0]["percent"], "moved": moved(before, base), "parameters": len(base) / 2}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Ours: ``run.weight_publisher`` and ``run.weight_updates``, every guarantee on; ``bare``: without digests."""
+"""Ours: ``run.weight_publisher`` and ``run.weight_updates``, every guarantee on; ``bare``: without digests; ``tcp``: never by
+delta, so that all bytes travel."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class OurTrainer(Trainer):
         self._parameters = parameters
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm" if self._transport == "file" else None)
         self._run = af.serve(self._folder.name)
-        options = {"path": f"{self._folder.name}/versions"} if self._transport == "file" else {}
+        options = {"file": {"path": f"{self._folder.name}/versions"}, "tcp": {"delta_bytes": 0}}.get(
+            self._transport, {}
+        )
         self._publisher = self._run.weight_publisher(self._transport, digests=self._digests, **options)
         return self._folder.name
 
