@@ -273,7 +273,12 @@ class Server:
 
     def replay_drop(self, session_id: str, seq: int) -> None:
         """Word that came to an earlier server that a request is dropped. Before ``start``."""
-        self._drop(session_id, self._sessions.setdefault(session_id, _Session()), seq)
+        session = self._sessions.setdefault(session_id, _Session())
+        if seq in session.early:  # the request came since, changed nothing, and was taken back
+            session.come(seq)
+            self._handler.dropped(session_id, seq, 0, None)
+        else:
+            self._drop(session_id, session, seq)
 
     def replayed(self) -> None:
         """Nothing of what was replayed is sent before it is asked for again."""

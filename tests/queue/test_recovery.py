@@ -204,3 +204,21 @@ def test_a_server_killed_anywhere_is_what_its_twin_is(seed: int, rate: float, sm
             assert audit.balanced
         finally:
             bench.close()
+
+
+def test_a_look_that_was_taken_back_before_it_came_is_replayed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "journal")
+    try:
+        # given a request that changes nothing, and word over another socket that nobody waits for it, which comes first
+        client = bench.join("client")
+        seq = client.call(cmd.GetAudit())
+        client.numbering.drop(seq)
+        bench.send(client, 0)
+        bench.send(client, seq)
+        bench.settle()
+        # when
+        bench.kill()
+        # then it was carried out as it was: kill() compares
+        assert bench.kills == 1
+    finally:
+        bench.close()
