@@ -37,6 +37,7 @@ from ..memory import sync_directory
 from ..types import Manifest
 from ..types.manifest import Bucket
 from .directories import MANIFEST, VersionDirectories, version_of
+from .landing import Landing
 from .safetensor_files import INDEX, ChunkFile, chunk_files, index
 from .staging import Staging
 
@@ -196,11 +197,12 @@ class FileReceiver(WeightReceiver):
 
     def __init__(self) -> None:
         self._interrupted = False
+        self._landing = Landing()
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         self._interrupted = False
         reading = _Reading(self, manifest, _find(manifest, where), time.monotonic() + timeout_s, timeout_s)
-        return Fetched(manifest, reading.chunks(), moved=manifest.nbytes)
+        return Fetched(manifest, reading.chunks(self._landing), moved=manifest.nbytes)
 
     def interrupt(self) -> None:
         self._interrupted = True
@@ -211,6 +213,7 @@ class FileReceiver(WeightReceiver):
 
     def close(self) -> None:
         self._interrupted = True
+        self._landing.close()
 
 
 def _find(manifest: Manifest, where: bytes) -> Path:
@@ -242,7 +245,7 @@ class _Reading:
         self._deadline, self._timeout_s = deadline, timeout_s
         self._version = f"version {manifest.version}"
 
-    def chunks(self) -> list[Bytes]:
+    def chunks(self, landing: Landing) -> list[Bytes]:
         with self._opened(self._place, None, os.O_DIRECTORY) as directory:
             self._check_manifest(directory)
             files = chunk_files(self._manifest)
@@ -251,10 +254,14 @@ class _Reading:
             buckets: list[list[Bucket]] = [[] for _ in files]
             for bucket in self._manifest.buckets():
                 buckets[bucket.chunk].append(bucket)
-            return [
-                self._chunk(directory, chunk.nbytes, file, inside)
-                for chunk, file, inside in zip(self._manifest.chunks, files, buckets, strict=True)
-            ]
+            chunks = landing.take([chunk.nbytes for chunk in self._manifest.chunks])
+            try:
+                for chunk, file, inside in zip(chunks, files, buckets, strict=True):
+                    self._read_chunk(directory, chunk, file, inside)
+            except BaseException:
+                landing.give_back(chunks)  # though frames of the error's traceback refer to them
+                raise
+            return chunks
 
     def _check_manifest(self, directory: int) -> None:
         wanted = msgspec.msgpack.encode(self._manifest)
@@ -277,11 +284,7 @@ class _Reading:
                 f"{self._tensors(name)}"
             )
 
-    def _chunk(self, directory: int, nbytes: int, file: ChunkFile, buckets: Sequence[Bucket]) -> Bytes:
-        try:
-            chunk = np.empty(nbytes, np.uint8)
-        except (MemoryError, ValueError):
-            raise MemoryFull(f"{self._version}: no memory for the {nbytes} bytes of {file.name}") from None
+    def _read_chunk(self, directory: int, chunk: Bytes, file: ChunkFile, buckets: Sequence[Bucket]) -> None:
         with self._opened(file.name, directory) as fd:
             header = bytearray(len(file.header))
             self._read(fd, file.name, [header], 0)
@@ -300,7 +303,6 @@ class _Reading:
                     self._manifest.check(bucket, memoryview(chunk[bucket.start : bucket.stop]))  # type: ignore[arg-type]
                 except DigestMismatch as error:
                     raise DigestMismatch(f"{error}, in {self._place / file.name}") from None
-        return chunk
 
     def _read(self, fd: int, name: str, pieces: Sequence[bytearray | Bytes], at: int) -> None:
         views = [memoryview(piece) for piece in pieces]  # type: ignore[arg-type]
