@@ -23,7 +23,9 @@ from .landing import Landing
 from .service import ServiceClient
 from .tcp_messages import DELTA, RAW, Get, Got, TcpWhere, decode, encode, fits
 
-THREADS = 3
+THREADS = 2
+"""As many as the connections' own threads: with more, what they allocate for messages goes back to the system and comes again,
+page by page, which costs more than it brings."""
 SILENCE_S = 60.0
 """How long a request may take before its publisher counts as lost."""
 AT_ONCE = 16
