@@ -19,8 +19,7 @@ from asyncflow_sdk.weights.host import own_address
 from asyncflow_sdk.weights.service import ServiceClient
 
 from .dist_group import Exchange, Group, flat
-from .dist_rounds import stretches
-from .dist_words import BAD, CLOSING, GO_ON, Join, Leave, Look, Over, Put, Start, Where, encode, where_of
+from .dist_words import BAD, CLOSING, GO_ON, Join, Leave, Look, Over, Put, Start, Where, encode, stretches, where_of
 from .recycled import Recycled
 
 LAST_WORD_S = 2.0

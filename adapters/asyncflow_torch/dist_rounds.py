@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncflow_sdk.errors import AsyncFlowError, ProtocolError, ServerLost, WireError
 from asyncflow_sdk.interfaces.weights import Bytes
 from asyncflow_sdk.types import Manifest
-from asyncflow_sdk.types.manifest import Bucket
 from asyncflow_sdk.weights.service import Service
 
-from .dist_group import Exchange, Group, flat
-from .dist_words import CLOSING, GO_ON, STRETCH_BYTES, UNWANTED, Join, Leave, Look, Over, Put, Start, asked, encode
+from .dist_board import Board
+from .dist_group import Group, flat
+from .dist_words import CLOSING, GO_ON, UNWANTED, Join, Leave, Look, Over, Put, Start, asked, encode, stretches
 
 REMEMBERED = 8
 """Rounds whose end is told to members that were away."""
 _log = logging.getLogger(__name__)
-Found = Callable[[list[bytes] | None], Any]
 
 
 @dataclass(frozen=True)
@@ -66,59 +64,6 @@ class _Round:
             return f"{_names(self.members[p] for p in self.silent)} stopped answering"
         seen = [f"{self.members[peer]} saw: {error}" for peer, error in self.told.items() if error]
         return "; ".join(seen[:3]) or (f"the publisher saw: {own}" if own else "")
-
-
-class Board:
-    """What the members of a group tell each other before they are connected. Thread-safe."""
-
-    def __init__(self) -> None:
-        self.failed = ""
-        self._values: dict[str, bytes] = {}
-        self._looking: list[tuple[Sequence[str], Found]] = []
-        self._lock = threading.Lock()
-
-    def put(self, key: str, value: bytes) -> None:
-        with self._lock:
-            self._values[key] = value
-        self._tell()
-
-    def look(self, keys: Sequence[str], found: Found) -> None:
-        """``found`` is called once, with all values, or with None when the board has failed."""
-        with self._lock:
-            self._looking.append((keys, found))
-        self._tell()
-
-    def fail(self, why: str) -> None:
-        self.failed = self.failed or why
-        self._tell()
-
-    def store(self, stall_s: float) -> Exchange:
-        """For a member in this process."""
-
-        def look(keys: list[str]) -> list[bytes]:
-            found: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
-            self.look(keys, found.put)
-            try:
-                values = found.get(timeout=stall_s)
-            except queue.Empty:
-                raise TimeoutError(f"no word of {', '.join(keys)} in {stall_s:g} s") from None
-            if values is None:
-                raise ConnectionError(self.failed)
-            return values
-
-        return Exchange(self.put, look)
-
-    def _tell(self) -> None:
-        ready, still = [], []
-        with self._lock:
-            for keys, found in self._looking:
-                if self.failed or self._values.keys() >= set(keys):
-                    ready.append((found, [self._values.get(key, b"") for key in keys]))
-                else:
-                    still.append((keys, found))
-            self._looking = still
-        for found, values in ready:
-            found(None if self.failed else values)
 
 
 class Rounds:
@@ -243,13 +188,13 @@ class Rounds:
     def _run(self) -> None:
         while (chosen := self._gather()) is not None:
             try:
-                self._serve(chosen)
+                self._serve(*chosen)
             except Exception:  # whatever it was, the next ones are served
                 _log.exception("a round of weights failed")
         self._drop_group()
 
-    def _gather(self) -> list[_Asking] | None:
-        """Who is served next; None when closed."""
+    def _gather(self) -> tuple[_Round, list[_Asking]] | None:
+        """The next round, and who is served in it; None when closed."""
         with self._changed:
             while not self._closed:
                 if not self._asking:
@@ -269,31 +214,31 @@ class Rounds:
                         del self._expected[peer]
                 for asking in chosen:
                     del self._asking[asking.peer]
-                return sorted(chosen, key=lambda asking: asking.peer)
+                chosen.sort(key=lambda asking: asking.peer)
+                self._rounds += 1
+                names = {asking.peer: asking.join.name for asking in chosen}
+                asks = {asking.peer: asking.join.ask for asking in chosen}
+                self._round = _Round(self._rounds, version, names, asks)
+                return self._round, chosen
         return None
 
-    def _serve(self, chosen: list[_Asking]) -> None:
-        version, why = chosen[0].join.version, ""
+    def _serve(self, round_: _Round, chosen: list[_Asking]) -> None:
         try:
-            manifest, chunks = self._manifest(version), self._chunks(version)
+            manifest, chunks = self._manifest(round_.version), self._chunks(round_.version)
         except AsyncFlowError as error:
+            with self._changed:
+                self._round = None
             for asking in chosen:
                 self.service.fail(asking.ticket, error)
             return
-        group_of = tuple(asking.peer for asking in chosen)
+        why, group_of = "", tuple(round_.members)
         fresh = self._group is None or self._group_of != group_of
         if fresh:
             self._drop_group()
-        with self._changed:
-            self._rounds += 1
-            round_ = self._round = _Round(
-                self._rounds,
-                version,
-                {asking.peer: asking.join.name for asking in chosen},
-                {asking.peer: asking.join.ask for asking in chosen},
-            )
-            if fresh:
+            with self._changed:
                 self._groups, self._board = self._groups + 1, Board()
+                if round_.dead:
+                    self._board.fail(f"{_names(round_.members[peer] for peer in round_.dead)} died or left")
         names = (self._name, *round_.members.values())
         for rank, asking in enumerate(chosen, 1):
             self.service.answer(asking.ticket, encode(Start(round_.number, self._groups, rank, names)))
@@ -345,19 +290,6 @@ class Rounds:
         if group is not None:
             with contextlib.suppress(Exception):
                 group.close()
-
-
-def stretches(manifest: Manifest) -> Iterator[list[Bucket]]:
-    """All buckets of a manifest, in lists of about STRETCH_BYTES."""
-    many = max(1, STRETCH_BYTES // manifest.bucket_bytes)
-    stretch: list[Bucket] = []
-    for bucket in manifest.buckets():
-        stretch.append(bucket)
-        if len(stretch) == many:
-            yield stretch
-            stretch = []
-    if stretch:
-        yield stretch
 
 
 def _names(names: Any) -> str:

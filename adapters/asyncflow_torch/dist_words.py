@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from asyncflow_sdk.errors import ProtocolError
+from asyncflow_sdk.types import Manifest
+from asyncflow_sdk.types.manifest import Bucket
 
 
 class Where(msgspec.Struct, frozen=True, array_like=True):
@@ -82,3 +86,16 @@ def where_of(raw: bytes) -> Where:
     if not 0 < where.stall_s <= 3600:
         raise ProtocolError(f"a dist publisher that lets others wait {where.stall_s} s; up to an hour is expected")
     return where
+
+
+def stretches(manifest: Manifest) -> Iterator[list[Bucket]]:
+    """All buckets of a manifest, in lists of about STRETCH_BYTES."""
+    many = max(1, STRETCH_BYTES // manifest.bucket_bytes)
+    stretch: list[Bucket] = []
+    for bucket in manifest.buckets():
+        stretch.append(bucket)
+        if len(stretch) == many:
+            yield stretch
+            stretch = []
+    if stretch:
+        yield stretch

@@ -24,8 +24,7 @@ from asyncflow_sdk.errors import AsyncFlowError, ConfigError, ProtocolError, Ser
 from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.types import Chunk, Manifest
 from asyncflow_sdk.weights.service import Where as Reached
-from asyncflow_torch import dist_receiver, dist_rounds
-from asyncflow_torch.dist_words import Where
+from asyncflow_torch import dist_receiver, dist_words
 from asyncflow_torch.recycled import Recycled
 from asyncflow_torch.transport_dist import DistSender, DistTransport
 
@@ -422,7 +421,7 @@ def test_an_interrupt_ends_a_fetch_that_waits_for_its_round() -> None:
 
 def test_an_interrupt_ends_a_round_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     # given a round in the middle
-    monkeypatch.setattr(dist_rounds, "STRETCH_BYTES", 1 << 18)
+    monkeypatch.setattr(dist_words, "STRETCH_BYTES", 1 << 18)
     middle, go_on = threading.Event(), threading.Event()
     arrived = dist_receiver._Part._arrived
 
@@ -450,7 +449,7 @@ def test_an_interrupt_ends_a_round_that_nobody_wants_any_more(monkeypatch: pytes
 
 
 def test_a_publisher_that_closes_ends_the_round_and_who_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist_rounds, "STRETCH_BYTES", 1 << 18)
+    monkeypatch.setattr(dist_words, "STRETCH_BYTES", 1 << 18)
     middle, go_on = threading.Event(), threading.Event()
     arrived = dist_receiver._Part._arrived
 
@@ -514,7 +513,7 @@ def test_what_cannot_work_is_refused_with_what_to_use_instead() -> None:
 def test_the_fetching_end_believes_no_publisher() -> None:
     with a_sender(gather_s=0.0) as sender:
         sent = sent_by(sender, 1)
-        where = msgspec.msgpack.decode(sent.where, type=Where)
+        where = msgspec.msgpack.decode(sent.where, type=dist_words.Where)
 
         def fetch(**changes: Any) -> Any:
             receiver = DistTransport().receiver(HERE)

@@ -1,0 +1,65 @@
+"""Board: what the members of a process group tell each other before they are connected, kept by the publisher."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .dist_group import Exchange
+
+Found = Callable[[list[bytes] | None], Any]
+
+
+class Board:
+    """Values by key, and who waits for them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.failed = ""
+        self._values: dict[str, bytes] = {}
+        self._looking: list[tuple[Sequence[str], Found]] = []
+        self._lock = threading.Lock()
+
+    def put(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._values[key] = value
+        self._tell()
+
+    def look(self, keys: Sequence[str], found: Found) -> None:
+        """``found`` is called once, with all values, or with None when the board has failed."""
+        with self._lock:
+            self._looking.append((keys, found))
+        self._tell()
+
+    def fail(self, why: str) -> None:
+        self.failed = self.failed or why
+        self._tell()
+
+    def store(self, stall_s: float) -> Exchange:
+        """For a member in this process."""
+
+        def look(keys: list[str]) -> list[bytes]:
+            found: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
+            self.look(keys, found.put)
+            try:
+                values = found.get(timeout=stall_s)
+            except queue.Empty:
+                raise TimeoutError(f"no word of {', '.join(keys)} in {stall_s:g} s") from None
+            if values is None:
+                raise ConnectionError(self.failed)
+            return values
+
+        return Exchange(self.put, look)
+
+    def _tell(self) -> None:
+        ready, still = [], []
+        with self._lock:
+            for keys, found in self._looking:
+                if self.failed or self._values.keys() >= set(keys):
+                    ready.append((found, [self._values.get(key, b"") for key in keys]))
+                else:
+                    still.append((keys, found))
+            self._looking = still
+        for found, values in ready:
+            found(None if self.failed else values)
