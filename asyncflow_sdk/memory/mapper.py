@@ -148,10 +148,18 @@ class Mapper:
         return array[start : start + nbytes]
 
     def private(
-        self, segment: str, start: int, serial: int, nbytes: int, skip: int = 0, *, maps: PrivateMaps | None = None
+        self,
+        segment: str,
+        start: int,
+        serial: int,
+        nbytes: int,
+        skip: int = 0,
+        *,
+        maps: PrivateMaps | None = None,
+        look: bool = True,
     ) -> Bytes:
         """Bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping of their own: writable, harming nobody.
-        ``maps``: where it is left when nobody views it any more, and found again for the next block in that place."""
+        ``maps``: where it is left when nobody views it any more, and found again for the next block in that place, unless it was written into; with ``look`` False that is not looked at."""
         first, stop = start + skip, start + nbytes
         low = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with self._lock:
@@ -159,7 +167,7 @@ class Mapper:
             if maps is None:
                 own = mmap.mmap(mapped.fd, stop - low, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=low)
             else:
-                own = maps.take(mapped, low, stop)
+                own = maps.take(mapped, low, stop, look=look)
             array = np.frombuffer(own, np.uint8)
             if maps is not None:
                 weakref.finalize(array, maps.give, mapped, low, stop, own).atexit = False

@@ -29,10 +29,10 @@ class PrivateMaps:
         self._idle: dict[Key, tuple[Mapped, mmap.mmap]] = {}
         self._closed = False
 
-    def take(self, mapped: Mapped, low: int, stop: int) -> mmap.mmap:
-        """Bytes ``low`` to ``stop`` of a segment, its pages there."""
+    def take(self, mapped: Mapped, low: int, stop: int, *, look: bool = True) -> mmap.mmap:
+        """Bytes ``low`` to ``stop`` of a segment, its pages there. Without ``look`` it may be one that was written into."""
         before, own = self._idle.pop((mapped.name, low, stop), (None, None))
-        if own is not None and before is mapped and not _written(own):
+        if own is not None and before is mapped and not (look and _written(own)):
             return own
         for key in [k for k in self._idle if k[0] == mapped.name and k[1] < stop and low < k[2]]:
             self._idle.pop(key, None)  # blocks lie elsewhere now

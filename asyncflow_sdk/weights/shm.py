@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import msgspec
 
-from ..errors import ConfigError, LeaseLost, VersionGone
-from ..interfaces.weights import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
+from ..errors import ConfigError, DigestMismatch, LeaseLost, VersionGone
+from ..interfaces.weights import Bytes, Fetched, Host, WeightReceiver, WeightSender, WeightTransport
 from ..memory import Mapper, PrivateMaps
 from ..types import Manifest
 from .staging import HEAD_BYTES, Place, Staging, StagingRoom
@@ -105,17 +105,29 @@ class ShmReceiver(WeightReceiver):
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         places = _places(manifest, where)
         self._maps.tidy()
+        if manifest.digested:  # digests tell, too, what an engine wrote into; looking for it takes a tenth of a copy
+            chunks = self._mapped(manifest, places, look=False)
+            try:
+                return _verified(manifest, chunks)
+            except DigestMismatch:
+                del chunks  # none of them is used again without a look from here on
+        return _verified(manifest, self._mapped(manifest, places, look=True))
+
+    def _mapped(self, manifest: Manifest, places: Sequence[Place], *, look: bool) -> list[Bytes]:
         try:
-            chunks = [self._mapper.private(*place, skip=HEAD_BYTES, maps=self._maps) for place in places]
+            return [self._mapper.private(*place, skip=HEAD_BYTES, maps=self._maps, look=look) for place in places]
         except LeaseLost as error:
             raise VersionGone(f"version {manifest.version} is no longer kept ({error}); take the newest") from None
-        for bucket in manifest.buckets():
-            manifest.check(bucket, memoryview(chunks[bucket.chunk][bucket.start : bucket.stop]))  # type: ignore[arg-type]
-        return Fetched(manifest, chunks, encoding="mapped")
 
     def close(self) -> None:
         self._maps.close()
         self._mapper.close()
+
+
+def _verified(manifest: Manifest, chunks: Sequence[Bytes]) -> Fetched:
+    for bucket in manifest.buckets():
+        manifest.check(bucket, memoryview(chunks[bucket.chunk][bucket.start : bucket.stop]))  # type: ignore[arg-type]
+    return Fetched(manifest, chunks, encoding="mapped")
 
 
 def _places(manifest: Manifest, where: bytes) -> list[Place]:
