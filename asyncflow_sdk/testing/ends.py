@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import queue
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..interfaces import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
+from ..memory import SharedDirectory
 from ..types import Chunk, Manifest, TensorInfo, dtype_name, to_torch
 from ..types.dtypes import from_torch, is_torch
 from ..types.manifest import digest
@@ -106,23 +105,26 @@ class Ends:
 
     def __init__(self, sending: Callable[[], WeightTransport], fetching: Callable[[], WeightTransport]) -> None:
         self._fetching = fetching
-        self._folder = tempfile.TemporaryDirectory(prefix="asyncflow-check-", dir=_shared())
-        self._directory = Path(self._folder.name)
+        self._memory = SharedDirectory()  # of one that was killed, the next one removes it
         self._lines = {name: Line(name) for name in ("trainer", "delivery", "replica")}
         self._names = 0
         self.receivers: list[WeightReceiver] = []
-        self.transport = sending()
-        self.sender = self.another_sender()
+        try:
+            self.transport = sending()
+            self.sender = self.another_sender()
+        except BaseException:
+            self._memory.close()
+            raise
 
     def another_sender(self) -> WeightSender:
         self._names += 1
-        sender = self.transport.sender(Host(directory=self._directory, name=f"{self._names}-0"))
+        sender = self.transport.sender(Host(directory=self._memory.path, name=f"{self._names}-0"))
         assert isinstance(sender, WeightSender), f"{self.transport!r} made {sender!r}, no WeightSender"
         return sender
 
     def receiver(self) -> WeightReceiver:
         self._names += 1
-        made = self._fetching().receiver(Host(directory=self._directory, name=f"{self._names}-0"))
+        made = self._fetching().receiver(Host(directory=self._memory.path, name=f"{self._names}-0"))
         assert isinstance(made, WeightReceiver), f"{made!r} is no WeightReceiver"
         self.receivers.append(made)
         return made
@@ -193,7 +195,7 @@ class Ends:
         finally:
             for line in self._lines.values():
                 line.end()
-            self._folder.cleanup()
+            self._memory.close()
 
 
 def layout(tensors: Mapping[str, Array], chunk: int) -> tuple[list[TensorInfo], list[int]]:
@@ -228,7 +230,3 @@ def _digests(plain: Bytes, bucket: int) -> tuple[bytes, ...]:
 
 def _renamed(info: TensorInfo, name: str) -> TensorInfo:
     return TensorInfo(name, info.dtype, info.shape, info.chunk, info.offset, info.start, info.whole)
-
-
-def _shared() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
