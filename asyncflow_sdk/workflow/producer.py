@@ -87,6 +87,7 @@ class Producer:
         self._newest = 0  # version that the engine was given
         self._load_ended: asyncio.Event | None = None  # of the load that is under way
         self._asking: asyncio.Task[AsyncLeasedBatch] | None = None
+        self._asked_with: int | None = None  # what was loaded then
         self._running: dict[asyncio.Task[None], _Work] = {}
         self._rows = 0
         self._largest = 1  # rows of a group
@@ -138,6 +139,7 @@ class Producer:
                 await self._first_of(self._wake.wait())
                 return True
             self._asking = asyncio.create_task(self._aio.get(self._task, room, timeout_s=WAIT_S))
+            self._asked_with = self._loaded
         await self._first_of(self._asking, self._wake.wait())
         if self._asking.done():
             asked, self._asking = self._asking, None
@@ -146,7 +148,8 @@ class Producer:
             except Ended:
                 return False
             except VersionNeeded:  # this replica is given nothing before it has loaded a newer one
-                await self._first_of(self._wake.wait())
+                if self._asked_with == self._loaded:  # in flight it may have done so since it asked
+                    await self._first_of(self._wake.wait())
         return True
 
     def _raise_failure(self) -> None:
