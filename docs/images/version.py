@@ -90,7 +90,9 @@ def picture() -> str:
             352,
             "Whatever fails on the way: the replica is wholly on v11, the ledger knows why, and it is tried again.",
         ),
-        text(LEFT, 372, "Red is what training and generation are held for. When a replica swaps is a policy.", "soft"),
+        text(
+            LEFT, 372, "Red is what training and generation are held for. When a replica swaps is a policy.", "soft"
+        ),
         text(LEFT, 30, "time →", "soft"),
     ]
     head = (

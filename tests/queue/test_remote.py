@@ -63,7 +63,9 @@ def test_memory_is_shared_where_it_is_the_very_same(run: Run) -> None:
 def test_what_goes_through_shared_memory_alone_says_so(run: Run) -> None:
     from asyncflow_sdk.weights import WeightPublisher
 
-    with pytest.raises(ConfigError, match="transport 'shm' goes through the run's shared memory.*on the server's host"):
+    with pytest.raises(
+        ConfigError, match="transport 'shm' goes through the run's shared memory.*on the server's host"
+    ):
         WeightPublisher(run.queue())
 
 
