@@ -48,7 +48,7 @@ class Harness:
         outcome: Any = PARKED
         own = [n for n, (ticket, _) in enumerate(effects.answers) if ticket == self.tickets]
         in_team = isinstance(command, cmd.Lease) and command.world_size > 1
-        if own and (own[0] == 0 or (in_team and not self._waited(effects, own[0]))):
+        if own and (not self._waited(effects, own[0]) if in_team else own[0] == 0):
             outcome = effects.answers.pop(own[0])[1]
         self._note_dealt(outcome, effects)
         if isinstance(outcome, AsyncFlowError):
@@ -69,10 +69,11 @@ class Harness:
         return outcome
 
     def _waited(self, effects: Any, own: int) -> bool:
-        """Whether a request came to wait, if for a moment: what it took over was returned before it was answered."""
+        """Whether a request came to wait, if for a moment: what it took over was returned, or failed, before it was
+        answered."""
         reply = effects.answers[own][1]
         others = [a for _, a in effects.answers if isinstance(a, LeaseLost)]
-        returned = any(isinstance(event, ev.LeaseReturned) for event in effects.events)
+        returned = any(isinstance(event, ev.LeaseReturned | ev.RowsEnded) for event in effects.events)
         return isinstance(reply, cmd.Leased) and bool(others or returned)
 
     def _note_dealt(self, outcome: Any, effects: Any) -> None:
