@@ -1,6 +1,6 @@
 """Files: the segment files of a run's sessions, for the server: which are whose, and which may go.
 
-Session 7 writes rows into ``s7-*`` and weights into ``w7-*``. While it lives it uses its segments again; when it
+Session 7 writes rows into ``s7-*`` and, as rank 0 of a publisher, weights into ``w0.7-*``. While it lives it uses its segments again; when it
 has ended, each is removed as soon as no live row lies in it, and no version that is still kept; but only once
 ``carry_out`` is called, when what that rests on is kept.
 """

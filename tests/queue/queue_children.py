@@ -66,7 +66,7 @@ def publish(address: str, version: int) -> None:
     """Publish a version and wait to be killed."""
     connection = Connection(address, "trainer-child")
     publisher = WeightPublisher(open_queue(connection))
-    publisher.publish(version, [("w", np.full(1000, version, np.float32))])
+    publisher.publish(version, [("w", np.full(1000, version, np.float32))]).wait()
     say(connection.session)
     hear()
 

@@ -127,16 +127,16 @@ def test_weights_of_a_dead_trainer_stay_until_newer_ones_are_there(run: Run) -> 
         child.kill()
     until(lambda: not run.server.ledger.sessions, "their deaths")
     # then both versions are kept, as the newest two are
-    assert segments(run, f"w{first}-*")
-    assert segments(run, f"w{second}-*")
+    assert segments(run, f"w0.{first}-*")
+    assert segments(run, f"w0.{second}-*")
     # when a third publishes
     queue = run.queue()
     publisher = WeightPublisher(queue)
-    publisher.publish(3, [("w", np.zeros(1000))])
+    publisher.publish(3, [("w", np.zeros(1000))]).wait()
     # then the first's bytes go, and later the second's
-    assert not segments(run, f"w{first}-*")
-    publisher.publish(4, [("w", np.zeros(1000))])
-    assert not segments(run, f"w{second}-*")
+    assert not segments(run, f"w0.{first}-*")
+    publisher.publish(4, [("w", np.zeros(1000))]).wait()
+    assert not segments(run, f"w0.{second}-*")
     publisher.close()
 
 

@@ -374,7 +374,7 @@ def test_a_step_with_lost_rows_is_filled_again(tmp_path: Path) -> None:
 TRANSIENT = {
     "wire": {
         "_calls", "_deaths", "_handler", "_hold", "_listening", "_outbox", "_pidfds", "_poller", "_stopping",
-        "_thread", "_wake_in", "_wake_out", "addresses", "garbage", "max_bytes",
+        "_thread", "_wake_in", "_wake_out", "_waking", "addresses", "garbage", "max_bytes",
     },
     "server": {
         "_clock", "_files", "_gauges", "_keeping", "_mapper", "_measuring", "_next_status", "_on_event",
