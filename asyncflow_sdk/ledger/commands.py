@@ -210,7 +210,8 @@ class ClosePublisher(Command, frozen=True, tag="close_publisher"):
 class Announce(Command, frozen=True, tag="announce"):
     """This publisher begins to write a version. Refused unless its number is above every one that was current. Answered with
     ``Published``; of a version that several ranks write, not before the one this rank published last is there from all of
-    them. A number that was withdrawn may be announced again."""
+    them. What this rank has announced and not published is withdrawn by a higher number. A number that was withdrawn may be
+    announced again."""
 
     version: int
     timeout_s: float = 0.0
@@ -273,7 +274,7 @@ class Staged(Command, frozen=True, tag="staged"):
 class Swap(Command, frozen=True, tag="swap"):
     """May this replica load ``version``, which it has staged, now? Answered with ``Done`` when it may: at most ``max_swapping``
     replicas swap at once, and with a quorum none does before enough have staged it. ``VersionGone`` when a newer
-    version has taken its place meanwhile. The permission ends with ``Loaded``, ``NotLoaded`` or the session."""
+    version has taken its place meanwhile. The permission ends with ``Loaded``, ``NotLoaded``, ``Retire`` or the session."""
 
     version: int
     timeout_s: float = 0.0
@@ -290,6 +291,11 @@ class NotLoaded(Command, frozen=True, tag="not_loaded"):
 
     version: int
     reason: str
+
+
+class Retire(Command, frozen=True, tag="retire"):
+    """This session is no replica any more: what it has staged and loaded, its permission and its part in the quorum end. Its
+    leases stay. Its requests for versions that wait are refused; a later one makes it a replica again."""
 
 
 class Wanted(Command, frozen=True, tag="wanted"):
@@ -343,8 +349,8 @@ class GetStatus(Command, frozen=True, tag="get_status"):
 
 AnyCommand: TypeAlias = (
     Join | Configure | Declare | Put | Lease | Complete | GiveBack | Renew | OpenPublisher | ClosePublisher | Announce
-    | Publish | Withdraw | Rollback | AwaitVersion | Staged | Swap | Loaded | NotLoaded | Wanted | End | Cancel | Leave
-    | GetAudit | GetFailed | GetStatus
+    | Publish | Withdraw | Rollback | AwaitVersion | Staged | Swap | Loaded | NotLoaded | Retire | Wanted | End | Cancel
+    | Leave | GetAudit | GetFailed | GetStatus
 )  # fmt: skip
 
 

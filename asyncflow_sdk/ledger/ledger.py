@@ -51,6 +51,7 @@ class Ledger(Losing):
             cmd.Swap: self._swap,
             cmd.Loaded: self._loaded,
             cmd.NotLoaded: self._not_loaded,
+            cmd.Retire: self._retire,
             cmd.Wanted: self._wanted,
             cmd.End: self._end,
             cmd.Cancel: self._cancel,

@@ -53,14 +53,17 @@ class Publishing(Intake):
             if version == said.version:
                 raise ConfigError(f"rank {rank} has published its part of version {version} already")
             return None
-        if said is None:
-            said = self.announced = Announced(version, self._now)
-        elif version != said.version:
-            others = ", ".join(f"rank {r} ({self._name(self.publisher[r])})" for r in sorted(said.ranks))
+        if said is not None and version < said.version and said.ranks != {rank}:
+            others = ", ".join(f"rank {r} ({self._name(self.publisher[r])})" for r in sorted(said.ranks - {rank}))
             raise ConfigError(
                 f"rank {rank} cannot announce version {version}: {others} announced {said.version}, which is not there yet;"
-                " all ranks publish one version, under one number, or withdraw it"
+                f" all ranks publish one version, under one number, now {said.version} or a higher one"
             )
+        if said is not None and version != said.version:  # without this rank's part it would never be there
+            self._forget_announced(f"was withdrawn: rank {rank} ({session.name}) announced {version} in its place")
+            said = None
+        if said is None:
+            said = self.announced = Announced(version, self._now)
         said.ranks.add(rank)
         return self._what_to_keep()
 

@@ -65,6 +65,11 @@ class Swapping(Versioning):
         self._end_swap(session.id)
         return reply
 
+    def _retire(self, session: Session, command: cmd.Retire) -> cmd.Reply:
+        reply = super()._retire(session, command)
+        self._end_swap(session.id)
+        return reply
+
     def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:
         reply = super()._configure(session, command)
         if not self.quorum:

@@ -15,6 +15,8 @@ class Versioning(Publishing):
     """Hands versions to replicas, and hears what became of them."""
 
     def _await_version(self, session: Session, command: cmd.AwaitVersion) -> cmd.Reply | None:
+        if session.replica is None and any(self.parked[each].command is command for each in session.parked):
+            raise ConfigError(f"{session.name} takes no versions any more: it retired while this request waited")
         newest = self.versions.get(self.version)
         if newest is None or newest.version <= max(command.after, NONE):
             if self.ended and all(self._exhausted(t) for t in self.tasks.values() if t.spec.admits):
@@ -54,6 +56,14 @@ class Versioning(Publishing):
         replica = self._does(session, command.version, "failed", command.reason)
         if replica.staged == command.version:
             replica.staged = NONE
+        return cmd.Done()
+
+    def _retire(self, session: Session, command: cmd.Retire) -> cmd.Reply:
+        session.replica, session.loaded, session.claimed = None, None, False
+        self.replicas.pop(session.id, None)
+        self.failing.pop(session.id, None)
+        self._dirty.update(("version", "swap"))  # its own requests that wait there are refused
+        self._wake_replicas()
         return cmd.Done()
 
     def _does(

@@ -82,13 +82,18 @@ class NaiveVersions(NaiveLeases):
 
     def _announce(self, session: int, c: cmd.Announce, outcome: Any) -> None:
         rank, coming = self.rank_of(session), self.coming
-        odd = coming is not None and (rank in coming.parts) == (c.version == coming.version)
+        odd = coming is not None and (
+            (rank in coming.parts and c.version == coming.version)
+            or (rank not in coming.parts and c.version < coming.version and coming.said != {rank})
+        )
         if self._is_error(outcome, [ConfigError] if rank is None or c.version <= self.version or odd else []):
             return
         assert rank is not None
         if self.coming is not None and rank in self.coming.parts:
             self._is(outcome, PARKED)
             return
+        if self.coming is not None and self.coming.version != c.version:
+            self.withdrawn, self.coming = self.coming.version, None
         self.coming = self.coming or Coming(c.version)
         self.coming.said.add(rank)
         self._is(outcome, self.to_keep())
@@ -156,6 +161,14 @@ class NaiveVersions(NaiveLeases):
         if self.staged.get(session) == c.version:
             del self.staged[session]
         self.permits.discard(session)
+
+    def _retire(self, session: int, c: cmd.Retire, outcome: Any) -> None:
+        self._is(outcome, cmd.Done())
+        self.loaded[session] = None
+        self.replicas.discard(session)
+        self.staged.pop(session, None)
+        self.permits.discard(session)
+        self.claimed.discard(session)
 
     def _swap(self, session: int, c: cmd.Swap, outcome: Any) -> None:
         errors: list[type[Exception]] = []
@@ -234,6 +247,9 @@ class NaiveVersions(NaiveLeases):
             self.replicas.add(session)
 
     def _awaitversion(self, session: int, c: cmd.AwaitVersion, outcome: Any) -> None:
+        retired = session not in self.replicas and any(p.command is c for p in self.parked)
+        if self._is_error(outcome, [ConfigError] if retired else []):
+            return
         new = self.published[-1] if self.published and self.published[-1] in self.kept else None
         if new is not None and new.version > max(c.after, -1):
             self.replicas.add(session)

@@ -129,12 +129,14 @@ def test_a_number_that_was_withdrawn_may_be_announced_again() -> None:
     assert publish(queue, [trainer], 5) == (5,)
 
 
-def test_another_version_cannot_be_announced_beside_one() -> None:
+@pytest.mark.parametrize("number", [4, 5, 6])
+def test_what_a_rank_announces_takes_the_place_of_what_it_announced_and_did_not_publish(number: int) -> None:
     queue, [trainer] = publisher()
     queue.do(trainer, cmd.Announce(version=5))
-    assert queue.do(trainer, cmd.Announce(version=5)) == cmd.Published(keep=())
-    with pytest.raises(ConfigError, match=r"cannot announce version 6: rank 0 \(trainer-0\) announced 5"):
-        queue.do(trainer, cmd.Announce(version=6))
+    assert publish(queue, [trainer], number) == (number,)
+    if number != 5:
+        (note,) = [event for event in queue.events if isinstance(event, ev.Note)]
+        assert note.text == f"version 5 was withdrawn: rank 0 (trainer-0) announced {number} in its place"
 
 
 def test_the_newest_are_kept_and_the_publisher_is_told_which() -> None:
@@ -170,8 +172,8 @@ def test_a_version_is_current_when_every_rank_has_published_its_part() -> None:
 def test_all_ranks_publish_under_one_number() -> None:
     queue, ranks = publisher(2)
     queue.do(ranks[0], cmd.Announce(version=4))
-    with pytest.raises(ConfigError, match=r"rank 1 cannot announce version 5: rank 0 \(trainer-0\) announced 4"):
-        queue.do(ranks[1], cmd.Announce(version=5))
+    with pytest.raises(ConfigError, match=r"rank 1 cannot announce version 3: rank 0 \(trainer-0\) announced 4"):
+        queue.do(ranks[1], cmd.Announce(version=3))
 
 
 def test_a_rank_publishes_a_version_once() -> None:

@@ -60,6 +60,34 @@ def test_permissions_go_to_whoever_asked_first_as_others_end(end: str) -> None:
     assert [ticket in queue.answers for ticket in tickets] == [True, True, True, False]
 
 
+def test_a_session_that_retires_keeps_no_permission_and_counts_for_nothing() -> None:
+    queue, [first, second] = replicas(2, max_swapping=1, quorum=2)
+    stage(queue, first, 7)
+    stage(queue, second, 7)
+    assert queue.do(first, cmd.Swap(version=7)) == cmd.Done()
+    waiting = swap(queue, second, 7)
+    assert waiting not in queue.answers
+    assert queue.do(first, cmd.Retire()) == cmd.Done()
+    assert queue.answers[waiting] == cmd.Done()
+    queue.publish(8)
+    stage(queue, second, 8)
+    assert queue.ledger.committed == 7, "one replica is no quorum"
+    (said,) = [each for each in queue.ledger.status().sessions if each.id == first]
+    assert (said.replica, said.loaded, said.weights) == (False, None, "")
+
+
+def test_what_a_session_that_retires_waits_for_is_refused_and_it_may_begin_anew() -> None:
+    queue, [one] = replicas(1)
+    waiting = queue.ask(one, cmd.AwaitVersion(after=7, timeout_s=60))
+    queue.do(one, cmd.Retire())
+    assert "takes no versions any more" in str(queue.answers[waiting])
+    with pytest.raises(ConfigError, match="has not staged version 7"):
+        queue.do(one, cmd.Swap(version=7))
+    assert queue.do(one, cmd.AwaitVersion(after=-1)).version == 7
+    stage(queue, one, 7)
+    assert queue.do(one, cmd.Swap(version=7)) == cmd.Done()
+
+
 def test_a_replica_that_has_permission_may_ask_again() -> None:
     queue, [one, other] = replicas(2, max_swapping=1)
     assert queue.do(one, cmd.Swap(version=7)) == queue.do(one, cmd.Swap(version=7)) == cmd.Done()

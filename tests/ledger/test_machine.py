@@ -353,7 +353,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(
         who=small,
-        what=st.sampled_from(["fetch", "stage", "stage", "swap", "swap", "load", "fail", "whole"]),
+        what=st.sampled_from(["fetch", "stage", "stage", "swap", "swap", "load", "fail", "retire", "whole"]),
         by=st.sampled_from([0, 0, 0, 0, 1, 2, -1]),
         wait=waits,
     )
@@ -367,6 +367,7 @@ class LedgerMachine(RuleBasedStateMachine):
             ),
             "load": cmd.Loaded(version=version),
             "fail": cmd.NotLoaded(version=version, reason="it would not"),
+            "retire": cmd.Retire(),
         }
         for step in ("fetch", "stage", "swap", "load") if what == "whole" else (what,):
             if self.run.send(session, commands[step]) == PARKED:
