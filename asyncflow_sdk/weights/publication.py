@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -17,6 +18,8 @@ class Publication:
         self.doing = "being hashed"
         self._done: Future[Manifest] = Future()
         self._heard = False
+        self.told = False
+        self._lock = threading.RLock()
 
     @property
     def done(self) -> bool:
@@ -24,7 +27,7 @@ class Publication:
         return self._done.done()
 
     def failed(self, error: BaseException) -> None:
-        """It will not be current because of ``error``."""
+        """It will not be current because of ``error``. Once it has ended nothing changes that."""
         what = f"version {self.version} failed while it was {self.doing}"
         explained: BaseException
         if not isinstance(error, AsyncFlowError):
@@ -35,7 +38,22 @@ class Publication:
             explained = type(error)(f"{what}: {error}")
         if explained is not error:
             explained.__cause__ = error
-        self._done.set_exception(explained)
+        with self._lock:
+            if not self.done:
+                self._done.set_exception(explained)
+
+    def last_word(self) -> None:
+        """The server is told now, and what it answers counts. Raises WeightError where it was given up."""
+        with self._lock:
+            if self.done:
+                raise WeightError(f"version {self.version} was given up")
+            self.told = True
+
+    def give_up(self, error: BaseException) -> None:
+        """Wait for it no longer, unless the server is told already: that has a deadline of its own."""
+        with self._lock:
+            if not self.told:
+                self.failed(error)
 
     def wait(self, timeout_s: float = 600.0) -> Manifest:
         """Return once the version, or this rank's part of it, is published. Raises what went wrong: the version before is

@@ -22,7 +22,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, MemoryFull, ServerLost, WeightMismatch
+from ..errors import (
+    AsyncFlowError,
+    ConfigError,
+    DeadlineExceeded,
+    MemoryFull,
+    ServerLost,
+    WeightError,
+    WeightMismatch,
+)
 from ..interfaces.weights import WeightTransport
 from ..ledger import commands as cmd
 from ..plugins import registry
@@ -80,6 +88,7 @@ class WeightPublisher:
         self._sender = transport_named(transport, **options).sender(host)
         self._sizes: Sequence[int] = ()
         self._delivery: Publication | None = None
+        self._doubtful: int | None = None  # a version of which the server's last word was lost
         self._preparing: Future[None] | None = None
         self._needed = threading.Event()  # the sender, by somebody else than who prepares
         self._closed = False
@@ -120,12 +129,13 @@ class WeightPublisher:
         announced = True
         try:
             try:
-                self._sender.keep(
-                    drive(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s))).keep
-                )
+                keep = drive(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s))).keep
             except AsyncFlowError:
                 announced = False
                 raise
+            finally:
+                self._clear_doubt()
+            self._keep(keep)
             sizes = writer.write(weights)
             if not writer.tensors and self.world_size == 1:
                 raise WeightMismatch(f"version {version} has no tensors")
@@ -136,7 +146,8 @@ class WeightPublisher:
             if announced:
                 for future in itertools.chain.from_iterable(digests):
                     future.cancel()
-                self._sender.abandon()
+                with contextlib.suppress(Exception):
+                    self._sender.abandon()
                 self._withdraw(version, error)
             raise
         took = time.monotonic() - began
@@ -150,6 +161,7 @@ class WeightPublisher:
         people. Raises ConfigError that says which versions are kept."""
         self._settle(f"version {version} cannot be rolled back to yet", self.timeout_s)
         self.current = drive(self._port.send(cmd.Rollback(version=int(version), reason=reason))).version
+        self._doubtful = None
         return self.current
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -157,13 +169,16 @@ class WeightPublisher:
         self._settle("not everything is published", self.timeout_s if timeout_s is None else timeout_s)
 
     def close(self) -> None:
-        """Flush, and give the role up. What is current stays so. Idempotent."""
+        """Flush, and give the role up. What is current stays so. A version that is not through in time is given up.
+        Idempotent."""
         if self._closed:
             return
-        self._closed = True
+        self._closed, delivery = True, self._delivery
         try:
             self.flush()
         finally:
+            if delivery is not None:
+                delivery.give_up(WeightError("the publisher was closed"))
             self._stop_preparing()
             self._background.shutdown(wait=False, cancel_futures=True)
             with contextlib.suppress(AsyncFlowError):
@@ -207,20 +222,47 @@ class WeightPublisher:
                 nbytes=manifest.nbytes, outlives=self._sender.outlives,
             )  # fmt: skip
             command = cmd.Publish(version=version, part=part, probe=msgspec.msgpack.encode(probe) if probe else b"")
+            publication.last_word()
             keep = drive(self._port.send(command)).keep
-            self.current = version
-            self._sender.keep(keep)
         except BaseException as error:
-            if not isinstance(error, ServerLost):  # else nobody knows whether it is current
+            if publication.done:  # given up, and so was the role
+                return
+            if isinstance(error, ServerLost) and publication.told:
+                self._doubtful = version
+                error = ServerLost(f"{error}. Nobody knows whether it is current; the next publish finds out")
+            else:
                 with contextlib.suppress(Exception):
                     self._sender.abandon()
                 self._withdraw(version, error)
             publication.failed(error)
         else:
+            self.current = version
+            self._keep(keep)
             self._needed.clear()
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._preparing = self._background.submit(self._prepare)
             publication._done.set_result(manifest)
+
+    def _keep(self, versions: Sequence[int]) -> None:
+        """What is not freed now is freed with the next version: no reason to have none."""
+        try:
+            self._sender.keep(versions)
+        except Exception as error:
+            self._note(f"memory of versions that are kept no longer is not free yet: {type(error).__name__}: {error}")
+
+    def _clear_doubt(self) -> None:
+        """Find out what became of a version of which the last word was lost, once it cannot arrive any more."""
+        if self._doubtful is None:
+            return
+        with contextlib.suppress(AsyncFlowError):
+            self.current = drive(self._port.send(cmd.GetStatus())).version
+            if self.current == self._doubtful:
+                self._note(f"version {self.current} is current: only the server's answer was lost")
+            self._doubtful = None
+
+    def _note(self, text: str) -> None:
+        worker = self._connection.name
+        self._connection.report(ev.Note(time_s=time.monotonic(), worker=worker, text=text, level="warning"))
 
     def _prepare(self) -> None:
         """Get memory for the next version while nobody waits for it."""

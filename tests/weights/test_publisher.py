@@ -23,9 +23,11 @@ from asyncflow_sdk.errors import (
     WeightError,
     WeightMismatch,
 )
+from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import Probe, Shard
-from asyncflow_sdk.types.events import Published, Span
+from asyncflow_sdk.types.events import Note, Published, Span
 from asyncflow_sdk.weights import WeightPublisher, publisher
+from asyncflow_sdk.weights.shm import ShmSender
 
 
 @pytest.fixture
@@ -391,7 +393,6 @@ def test_what_was_withdrawn_elsewhere_is_said(served: Served, transport: Gated) 
     transport.sending.clear()
     publication = trainer.publish(3, full(3))
     assert transport.sending.wait(LIMIT_S)
-    from asyncflow_sdk.ledger import commands as cmd
     from asyncflow_sdk.queue._once import drive
 
     drive(served.client("admin")._port.send(cmd.Rollback(version=1)))
@@ -401,3 +402,109 @@ def test_what_was_withdrawn_elsewhere_is_said(served: Served, transport: Gated) 
     assert value_of(served.newest()) == 1.0
     trainer.publish(5, full(5)).wait(LIMIT_S)
     trainer.close()
+
+
+class Lost:
+    """The port of a publisher whose next Publish is answered by nobody; whether it arrives is to be said."""
+
+    def __init__(self, trainer: WeightPublisher, *, arrives: bool) -> None:
+        self._send, self._arrives = trainer._port.send, arrives
+        trainer._port.send = self.send  # type: ignore[method-assign]
+
+    async def send(self, command: Any) -> Any:
+        if not isinstance(command, cmd.Publish):
+            return await self._send(command)
+        if self._arrives:
+            await self._send(command)
+        raise ServerLost("the server does not answer")
+
+
+@pytest.mark.parametrize("number", [2])
+def test_the_trainer_goes_on_after_a_publish_that_never_arrived(served: Served, number: int) -> None:
+    # given
+    trainer = WeightPublisher(served.client())
+    trainer.publish(1, full(1)).wait(LIMIT_S)
+    send = trainer._port.send
+    Lost(trainer, arrives=False)
+    with pytest.raises(ServerLost, match=r"version 2 .*told to the server.*Nobody knows whether it is current"):
+        trainer.publish(2, full(2)).wait(LIMIT_S)
+    trainer._port.send = send  # type: ignore[method-assign]
+    # when / then
+    trainer.publish(number, full(number)).wait(LIMIT_S)
+    assert (trainer.current, value_of(served.newest())) == (number, number)
+    trainer.close()
+
+
+def test_a_version_whose_answer_was_lost_is_known_to_be_current(served: Served) -> None:
+    # given
+    trainer = WeightPublisher(served.client())
+    trainer.publish(1, full(1)).wait(LIMIT_S)
+    send = trainer._port.send
+    Lost(trainer, arrives=True)
+    with pytest.raises(ServerLost):
+        trainer.publish(2, full(2)).wait(LIMIT_S)
+    trainer._port.send = send  # type: ignore[method-assign]
+    # when it is published again
+    with pytest.raises(ConfigError, match="2 is already current"):
+        trainer.publish(2, full(2.5))
+    # then
+    assert (trainer.current, value_of(served.newest())) == (2, 2)
+    trainer.publish(3, full(3)).wait(LIMIT_S)
+    assert value_of(served.newest()) == 3.0
+    trainer.close()
+    (note,) = [event.text for event in served.events if isinstance(event, Note)]
+    assert note == "version 2 is current: only the server's answer was lost"
+
+
+def test_what_cannot_be_freed_is_no_reason_to_have_no_version(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a file system that takes nothing away
+    trainer = WeightPublisher(served.client())
+    trainer.publish(1, full(1)).wait(LIMIT_S)
+
+    def stale(sender: Any, versions: Any) -> None:
+        raise OSError(116, "Stale file handle")
+
+    # when
+    with monkeypatch.context() as patched:
+        patched.setattr(ShmSender, "keep", stale)
+        trainer.publish(2, full(2)).wait(LIMIT_S)
+    # then
+    assert (trainer.current, value_of(served.newest())) == (2, 2)
+    trainer.publish(3, full(3)).wait(LIMIT_S)
+    assert value_of(served.newest()) == 3.0
+    trainer.close()
+    notes = [(event.level, event.text) for event in served.events if isinstance(event, Note)]
+    assert len(notes) == 2  # before it is written, and after
+    for level, text in notes:
+        assert level == "warning"
+        assert re.match(r"memory of versions .*not free yet: OSError: .*Stale file handle", text)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_publisher_that_closes_gives_up_what_is_late(served: Served, transport: Gated, queued: bool) -> None:
+    # given a version whose delivery does not end, or does not even begin
+    queue, held = served.client(), threading.Event()
+    trainer = WeightPublisher(queue, timeout_s=0.05)
+    if queued:
+        trainer._background.submit(held.wait, LIMIT_S)
+    transport.gate.clear()
+    publication = trainer.publish(1, full(1))
+    assert queued or transport.sending.wait(LIMIT_S)
+    # when
+    with pytest.raises(DeadlineExceeded, match="version 1 is not published after 0.05 s"):
+        trainer.close()
+    # then
+    for _ in range(2):
+        with pytest.raises(WeightError, match="version 1 failed while it was .*: the publisher was closed"):
+            publication.wait(LIMIT_S)
+    # and what the thread still does harms nobody who publishes on the same connection
+    with WeightPublisher(queue) as second:
+        transport.gate.set()
+        held.set()
+        trainer._background.shutdown()
+        second.publish(1, full(1.5)).wait(LIMIT_S)
+        assert value_of(served.newest()) == 1.5
+    with pytest.raises(WeightError, match="the publisher was closed"):
+        publication.wait(LIMIT_S)
