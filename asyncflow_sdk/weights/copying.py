@@ -7,7 +7,9 @@ while the next span is; any other at once. Chunks are numpy arrays, or torch ten
 from __future__ import annotations
 
 import sys
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,13 +21,15 @@ SPAN_BYTES = 256 << 10  # of comparisons: what both sides have of it stays in ca
 
 
 class Source(ABC):
-    """A tensor to be copied. ``identity``: equal for tensors that are the same elements of the same memory."""
+    """A tensor to be copied. ``identity``: equal for tensors that are the same elements of the same memory, while ``held()``:
+    whether somebody still has that memory. A tensor that is made where one lay that is gone is another one."""
 
     dtype: str
     shape: tuple[int, ...]
     size: int
     contiguous: bool
     identity: tuple[Any, ...]
+    held: Callable[[], bool]
 
     @abstractmethod
     def copy(self, room: Any, dtype: str, first: int, last: int) -> None:
@@ -48,7 +52,8 @@ class NumpySource(Source):
         self.shape, self.size = array.shape, array.size
         self.contiguous = array.flags.c_contiguous
         self._array = array.reshape(-1) if self.contiguous else array
-        self.identity = ("numpy", array.ctypes.data, array.shape, array.strides, array.dtype.str, self.dtype)
+        where, self.held = _memory(array)
+        self.identity = (*where, array.ctypes.data, array.shape, array.strides, array.dtype.str, self.dtype)
 
     def copy(self, room: Any, dtype: str, first: int, last: int) -> None:
         if not isinstance(room, np.ndarray):
@@ -83,7 +88,9 @@ class TorchSource(Source):
         self.shape, self.size = tuple(plain.shape), plain.numel()
         self.contiguous = plain.is_contiguous()
         self._tensor = plain.reshape(-1) if self.contiguous else plain
-        self.identity = ("torch", str(plain.device), plain.data_ptr(), self.shape, plain.stride(), self.dtype)
+        where, self.held = _torch_memory(plain)
+        writes = -1 if tensor.is_inference() else tensor._version  # filled anew in between, it is another tensor
+        self.identity = (*where, writes, plain.data_ptr(), self.shape, plain.stride(), self.dtype)
 
     def copy(self, room: Any, dtype: str, first: int, last: int) -> None:
         torch = sys.modules["torch"]
@@ -106,6 +113,31 @@ class TorchSource(Source):
             if not torch.equal(span.view(torch.uint8), there[first * width : last * width]):
                 return False
         return True
+
+
+def _memory(array: Any) -> tuple[tuple[Any, ...], Callable[[], bool]]:
+    """Whose memory an array shows, and whether it still has it."""
+    owner = array
+    while True:
+        below = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
+        if is_torch(below):
+            return _torch_memory(below)
+        if below is None or not isinstance(owner, (np.ndarray, memoryview)):
+            break
+        try:
+            weakref.ref(below)
+        except TypeError:
+            break
+        owner = below
+    alive = weakref.ref(owner)
+    return ("numpy", id(owner)), lambda: alive() is not None
+
+
+def _torch_memory(tensor: Any) -> tuple[tuple[Any, ...], Callable[[], bool]]:
+    """As ``_memory``. Views of a tensor share a storage; no other gets its number while it is referred to here, weakly."""
+    storage = tensor.untyped_storage()
+    alive = sys.modules["torch"].multiprocessing.reductions.StorageWeakRef(storage)
+    return ("torch", str(tensor.device), storage._cdata), lambda: not alive.expired()
 
 
 def check_conversion(name: str, dtype: str, wanted: str) -> None:

@@ -60,7 +60,7 @@ class Writer:
         self._layout = Layout()
         self._tensors: list[TensorInfo] = []
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}  # published name and start → name given
-        self._seen: dict[tuple[Any, ...], TensorInfo] = {}
+        self._seen: dict[tuple[Any, ...], tuple[TensorInfo, Callable[[], bool]]] = {}
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
@@ -124,11 +124,10 @@ class Writer:
         return wanted
 
     def _tied(self, info: TensorInfo, given: Source) -> TensorInfo | None:
-        """The place of the same memory under another name, if what was written there is what it still holds: a buffer that
-        is filled anew for each tensor is the same memory too."""
-        key = (*given.identity, info.dtype)
-        there = self._seen.get(key)
-        if there is None:
+        """The place of the same memory under another name, if the tensor seen there is not gone, and what was written is what it
+        still holds: a buffer that is filled anew for each tensor is the same memory too."""
+        there, held = self._seen.get((*given.identity, info.dtype), (None, None))
+        if there is None or held is None or not held():
             return None
         room = self._rooms[there.chunk].memory[there.offset : there.offset + there.nbytes]
         if not given.equals(room, info.dtype):
@@ -154,7 +153,7 @@ class Writer:
         self._used += size
         memory[offset : self._used] = 0  # what lies between tensors is part of the digest
         self._tell(self._used)
-        self._seen[(*given.identity, info.dtype)] = info
+        self._seen[(*given.identity, info.dtype)] = info, given.held
         return info
 
     # ---- chunks

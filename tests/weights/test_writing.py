@@ -1,5 +1,6 @@
 """A version is written tensor by tensor: once, as it comes, where its layout says, in the dtype and under the name asked for."""
 
+import mmap
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,6 +90,52 @@ def test_tied_weights_are_sent_once(ends: Ends) -> None:
     # in another dtype too
     converted = send(ends[0], 2, [("a", tied), ("b", tied)], dtype="bfloat16").manifest
     assert converted.nbytes == -(-tied.numel() * 2 // 64) * 64
+
+
+def test_tensors_that_lie_one_after_another_in_the_same_place_are_not_tied(ends: Ends) -> None:
+    # given an engine that makes each tensor when it is asked for, where the one before lay, and all are equal
+    same_place: dict[str, set[int]] = {"torch": set(), "numpy": set()}
+
+    def gathered() -> Iterator[tuple[str, Any]]:
+        for number in range(5):
+            tensor = torch.zeros(4096)
+            same_place["torch"].add(tensor.data_ptr())
+            yield f"t{number}", tensor
+            del tensor
+        for number in range(5):
+            array = np.zeros(100_000)
+            same_place["numpy"].add(array.ctypes.data)
+            yield f"n{number}", array[:]
+            del array
+
+    # when
+    sent = send(ends[0], 1, gathered())
+    # then
+    assert min(map(len, same_place.values())) < 5, "nothing was tried"
+    assert len({(t.chunk, t.offset) for t in sent.manifest.tensors}) == 10
+    arrays = dict(sent.update(ends[1]).arrays())
+    arrays["n0"] += 1
+    assert not arrays["n1"].any()
+
+
+def test_a_buffer_that_is_filled_with_equal_values_for_each_tensor_is_not_a_tie(ends: Ends) -> None:
+    buffer = torch.empty(3000)
+    sent = send(ends[0], 1, ((f"w{n}", buffer.zero_()) for n in range(3)))
+    assert len({t.offset for t in sent.manifest.tensors}) == 3
+
+
+def test_ties_are_found_behind_views_that_are_made_as_they_are_asked_for(ends: Ends) -> None:
+    tied, array, mapped = torch.nn.Parameter(torch.ones(500)), np.ones(500), mmap.mmap(-1, 4000)
+    with torch.inference_mode():
+        inference = torch.ones(500)
+    made: dict[str, Callable[[], Any]] = {
+        "parameter": tied.detach, "inference": lambda: inference[:], "array": array.view, "numpy": lambda: tied.detach().numpy(),
+        "mapped": lambda: np.frombuffer(mapped, np.float64), "asarray": lambda: np.asarray(memoryview(array)),
+    }  # fmt: skip
+    sent = send(ends[0], 1, ((f"{name}{n}", make()) for n in range(2) for name, make in made.items()))
+    places = {t.name: (t.chunk, t.offset) for t in sent.manifest.tensors}
+    for name in made:
+        assert places[f"{name}0"] == places[f"{name}1"], name
 
 
 def test_what_a_block_held_before_is_not_part_of_a_version(ends: Ends) -> None:
