@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ..errors import ConfigError
+from .dtypes import check_floating
 from .probe import Probe
 
 SwapPolicy = Literal["drain", "boundary", "in_flight"]
@@ -100,6 +101,8 @@ class Weights:
             raise ConfigError(
                 f"max_swapping and quorum are 0 (off) or more, not {self.max_swapping} and {self.quorum}"
             )
+        if self.dtype is not None:
+            check_floating(self.dtype)
         check_policy(self.swap)
         check_proofs(self.verify)
         if "probe" in self.verify and self.probe is None:

@@ -7,13 +7,14 @@ Quantised tensors are refused: their values lie in a scale and a zero point besi
 
 from __future__ import annotations
 
+import difflib
 import sys
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from ..errors import SchemaError
+from ..errors import ConfigError, SchemaError
 
 _CARRIER: dict[str, np.dtype[Any]] = {
     name: np.dtype(name)
@@ -46,6 +47,30 @@ def carrier(name: str) -> np.dtype[Any]:
         return _CARRIER[name]
     except KeyError:
         raise SchemaError(f"dtype {name!r} is not supported; known: {', '.join(sorted(_CARRIER))}") from None
+
+
+FLOATS = ("float16", "bfloat16", "float32", "float64", *(name for name in _CARRIER if name.startswith("float8_")))
+"""What floating-point tensors may be converted to."""
+_ALSO = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "double": "float64",
+}
+
+
+def check_floating(dtype: Any) -> None:
+    """Raises ConfigError, with the name that may be meant, unless ``dtype`` names one of floating-point numbers."""
+    if isinstance(dtype, str) and dtype in FLOATS:
+        return
+    plain = str(dtype).removeprefix("torch.")
+    near = (
+        plain if plain in FLOATS else _ALSO.get(plain) or next(iter(difflib.get_close_matches(plain, FLOATS, 1)), "")
+    )
+    meant = f": say {near!r}" if near else ""
+    raise ConfigError(f"dtype is one of {', '.join(FLOATS)}, by its name, not {dtype!r}{meant}")
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:

@@ -39,6 +39,7 @@ from ..queue._once import drive
 from ..queue.connection import BlockingPort
 from ..types import Chunk, Manifest, Probe
 from ..types import events as ev
+from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES, digest
 from .host import host_of
 from .publication import Publication
@@ -63,7 +64,7 @@ class WeightPublisher:
     ``dtype``: in which floating-point tensors are published, or a function from name and dtype to dtype. ``rename``: from the
     engine's names to those of the checkpoint. ``digests`` False: nothing can be verified. ``timeout_s``: how long the delivery
     of a version may hold up the next. ``options``: of the transport. One live publisher a run: raises ConfigError for
-    another, and for what the transport cannot do.
+    another, for a dtype that is not one of floating-point numbers, and for what the transport cannot do.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class WeightPublisher:
         timeout_s: float = 600.0,
         **options: Any,
     ) -> None:
+        if dtype is not None and not callable(dtype):
+            check_floating(dtype)
         self._connection = queue._port.connection
         self._port = BlockingPort(self._connection)
         self.transport, self.rank, self.world_size, self.timeout_s = transport, rank, world_size, timeout_s

@@ -12,6 +12,7 @@ import torch
 from children import Child
 from publisher_runs import LIMIT_S, Gated, Served, crash_while_publishing, full, publish_a_half, until, value_of
 
+import asyncflow_sdk as af
 from asyncflow_sdk.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -65,6 +66,20 @@ def test_what_is_published_is_what_replicas_get(served: Served) -> None:
     (span,) = [event for event in served.events if isinstance(event, Span)]
     assert (span.kind, span.version, span.worker) == ("publish", 3, "trainer")
     assert [event.version for event in served.events if isinstance(event, Published)] == [3]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [("int8", "not 'int8'"), ("bf16", "say 'bfloat16'"), ("bfloat6", "say 'bfloat16'"), (torch.float16, "say 'float16'"), (7, "not 7")],
+)  # fmt: skip
+def test_a_dtype_that_weights_are_not_published_in_is_refused_before_anything_else(
+    served: Served, dtype: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        WeightPublisher(served.client(), dtype=dtype)
+    with pytest.raises(ConfigError, match=message):
+        af.Weights(dtype=dtype)
+    WeightPublisher(served.client("next"), dtype="float8_e4m3fn").close()  # nothing was taken
 
 
 def test_weights_may_change_as_soon_as_publish_returns(served: Served, transport: Gated) -> None:
