@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 import msgspec
@@ -49,10 +50,12 @@ class DistReceiver(WeightReceiver):
             _Part(link, start, manifest, chunks, until).take()
         except WireError as error:
             if link.given_up or isinstance(error, ServerLost):
-                self._links.pop(where).close()  # another one next time; and the publisher, if it lives, hears of it
+                self._drop(where)  # another one next time; and the publisher, if it lives, hears of it
             raise
         finally:
             self._asking = None
+            if link.closed:
+                link.drop_group()
         return Fetched(manifest, chunks, manifest.nbytes, "full")
 
     def interrupt(self) -> None:
@@ -63,9 +66,16 @@ class DistReceiver(WeightReceiver):
             link.leave(ask, lambda: self._asking == asking)
 
     def close(self) -> None:
-        while self._links:
-            self._links.popitem()[1].close()
+        asking = self._asking
+        for raw, link in list(self._links.items()):
+            self._drop(raw, under_way=asking is not None and asking[0] is link)
         self._memory.close()
+
+    def _drop(self, raw: bytes, *, under_way: bool = False) -> None:
+        """A close and the fetch that it ends both do this."""
+        link = self._links.pop(raw, None)
+        if link is not None:
+            link.close(under_way)
 
     def _link(self, raw: bytes) -> _Link:
         link = self._links.pop(raw, None)
@@ -77,7 +87,7 @@ class DistReceiver(WeightReceiver):
                 link.close()
                 raise
             while len(self._links) >= MAX_LINKS:
-                self._links.pop(next(iter(self._links))).close()
+                self._drop(next(iter(self._links)))
         self._links[raw] = link  # the last of them is the one used last
         return link
 
@@ -87,7 +97,7 @@ class _Link:
 
     def __init__(self, where: Where) -> None:
         self.where = where
-        self.given_up = False
+        self.given_up = self.closed = False
         self._client = ServiceClient(where.service)
         self.publisher = self._client.address.partition("://")[2].rpartition(":")[0].strip("[]")
         self._address = own_address(self._client.address)  # where others of its rounds reach this end
@@ -152,8 +162,11 @@ class _Link:
     def over(self, over: Over, timeout_s: float, what: str) -> str:
         return bytes(self._client.call(encode(over), timeout_s, what).body).decode(errors="replace")
 
-    def close(self) -> None:
-        self.drop_group()
+    def close(self, under_way: bool = False) -> None:
+        """``under_way``: another thread is in a round, and lets go of the group itself once nothing of it is on its way."""
+        self.closed = True
+        if not under_way:
+            self.drop_group()
         self._client.close()
 
 
@@ -170,6 +183,7 @@ class _Part:
         try:
             word = self._receive(self._link.group(self._start))
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold works, and those the connections
             self._link.drop_group()  # first of all, so that the others see it
             raise self._verdict(error) from None
         left = max(self._until - time.monotonic(), LAST_WORD_S)
@@ -191,6 +205,8 @@ class _Part:
         return GO_ON
 
     def _arrived(self, bucket: Bucket) -> None:
+        if self._link.closed:
+            raise WireError("the receiver was closed")
         if time.monotonic() > self._until:
             raise DeadlineExceeded(f"the deadline passed at bucket {bucket.index} of chunk {bucket.chunk}")
         if self._damage is None:
@@ -203,6 +219,8 @@ class _Part:
     def _verdict(self, error: Exception) -> AsyncFlowError:
         """Who broke the round: known when all were asked, or were silent for long."""
         where, saw = self._link.where, f"{type(error).__name__}: {error}"[:1000]
+        if self._link.closed:
+            return WireError(f"{self._what}: this receiver was closed before it had it")
         try:
             why = self._link.over(Over(self._start.round, saw), 3 * where.stall_s, self._what) or saw
         except ServerLost as lost:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -251,6 +252,7 @@ class Rounds:
             self._send(self._group, round_, manifest, [flat(chunk) for chunk in chunks])
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
+            traceback.clear_frames(error.__traceback__)  # they hold works, and those the connections
             self._drop_group()  # first of all, so that the others see it
         self._end(round_, why)
 

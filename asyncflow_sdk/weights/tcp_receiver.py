@@ -65,13 +65,13 @@ class TcpReceiver(WeightReceiver):
         fetch = _Fetch(client, place.version, manifest, chunks, base, time.monotonic() + timeout_s)
         with self._lock:
             self._fetch = fetch
-        self._crew = self._crew or _Crew(THREADS)
+            crew = self._crew = self._crew or _Crew(THREADS)
+            crew.begin(fetch.work)  # before a close can end them
         try:
-            self._crew.run(fetch.work)
+            crew.wait()
         except BaseException:
             fetch.interrupt()
-            self._crew.end()
-            self._crew = None
+            self._end_crew()
             raise
         finally:
             with self._lock:
@@ -91,9 +91,7 @@ class TcpReceiver(WeightReceiver):
 
     def close(self) -> None:
         self.interrupt()
-        if self._crew is not None:
-            self._crew.end()
-            self._crew = None
+        self._end_crew()
         for service in list(self._clients):
             self._drop(service)
         self._landing.close()
@@ -108,8 +106,16 @@ class TcpReceiver(WeightReceiver):
         return known[0]
 
     def _drop(self, service: bytes) -> None:
-        """The next fetch connects anew."""
-        self._clients.pop(service)[0].close()
+        """The next fetch connects anew. A close and the fetch that it ends both do this."""
+        known = self._clients.pop(service, None)
+        if known is not None:
+            known[0].close()
+
+    def _end_crew(self) -> None:
+        with self._lock:
+            crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.end()
 
 
 class _Crew:
@@ -122,14 +128,18 @@ class _Crew:
         for number in range(count):
             threading.Thread(target=self._run, name=f"asyncflow-fetch-{number}", daemon=True).start()
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Let each of them do it, and wait for all."""
+    def begin(self, work: Callable[[], None]) -> None:
+        """Let each of them do it."""
         for _ in range(self._count):
             self._work.put(work)
+
+    def wait(self) -> None:
+        """Until all have done it."""
         for _ in range(self._count):
             self._done.get()
 
     def end(self) -> None:
+        """Once they have done what was begun."""
         for _ in range(self._count):
             self._work.put(None)
 

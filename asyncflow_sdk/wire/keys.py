@@ -35,6 +35,10 @@ class ServerKeys(
     secret: Key
     clients: tuple[Key, ...]
 
+    def __repr__(self) -> str:
+        """Of what is no secret: messages and logs show it."""
+        return f"ServerKeys(public={self.public!r}, clients={self.clients!r})"
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ServerKeys:
         """Raises ConfigError: no such file, not readable, readable by others, or no server key."""
@@ -47,6 +51,10 @@ class RunKey(msgspec.Struct, frozen=True, tag="asyncflow run key", tag_field="ki
     server: Key
     public: Key
     secret: Key
+
+    def __repr__(self) -> str:
+        """Of what is no secret: messages and logs show it."""
+        return f"RunKey(server={self.server!r}, public={self.public!r})"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RunKey:

@@ -448,6 +448,39 @@ def test_an_interrupt_ends_a_round_that_nobody_wants_any_more(monkeypatch: pytes
         assert content(receiver.fetch(newer.manifest, newer.where, timeout_s=30.0).chunks) == newer.content
 
 
+def test_a_close_ends_a_fetch_that_waits_for_its_round_and_one_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_sender(gather_s=300.0) as sender, a_receiver() as receiver:
+        sent = sent_by(sender, 1)
+        fetch = in_thread(lambda: receiver.fetch(sent.manifest, sent.where, timeout_s=60.0))
+        until(sender, lambda: sender._rounds._asking)
+        receiver.close()
+        error = fetch()
+        assert isinstance(error, WireError)
+        assert "version 1 from trainer" in str(error)
+        until(sender, lambda: not sender._rounds._asking)
+    middle, go_on = threading.Event(), threading.Event()
+    arrived = dist_receiver._Part._arrived
+
+    def held(part: Any, bucket: Any) -> None:
+        middle.set()
+        assert go_on.wait(30)
+        arrived(part, bucket)
+
+    monkeypatch.setattr(dist_receiver._Part, "_arrived", held)
+    with a_sender(gather_s=0.1, stall_s=30.0) as sender, a_receiver() as receiver:
+        sent = sent_by(sender, 1, 32 * MB)
+        fetch = in_thread(lambda: receiver.fetch(sent.manifest, sent.where, timeout_s=60.0))
+        assert middle.wait(30)
+        receiver.close()
+        go_on.set()
+        error = fetch()
+        assert isinstance(error, WireError)
+        assert "this receiver was closed" in str(error)
+        # and another one is served
+        with a_receiver("other") as other:
+            assert content(other.fetch(sent.manifest, sent.where, timeout_s=30.0).chunks) == sent.content
+
+
 def test_a_publisher_that_closes_ends_the_round_and_who_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist_words, "STRETCH_BYTES", 1 << 18)
     middle, go_on = threading.Event(), threading.Event()

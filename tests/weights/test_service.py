@@ -163,6 +163,7 @@ def test_beyond_loopback_a_key_is_needed_unless_plain_is_asked_for() -> None:
     with a_shelf(host, listen="tcp://0.0.0.0:0") as shelf:
         found = msgspec.msgpack.decode(shelf.service.where, type=Where)
         assert found.key is not None
+        assert found.key.secret not in repr(found)
         with a_client(shelf.service.where) as client:
             assert client.call(b"ping", 30.0).body == b"ping"
         # when somebody comes without it, or with another

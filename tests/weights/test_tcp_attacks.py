@@ -196,6 +196,19 @@ def test_a_fetch_is_interrupted_and_the_next_one_goes_on() -> None:
         sent.check(ends.fetch(receiver, sent))
 
 
+def test_a_close_ends_a_fetch_under_way_in_another_thread() -> None:
+    with a_version() as (ends, sent), a_liar(lambda get: None) as (liar, where):
+        receiver = ends.receiver()
+        late = in_thread(receiver.fetch, sent.manifest, where, timeout_s=3600.0)
+        while not liar.asked:
+            time.sleep(0.001)
+        # when
+        receiver.close()
+        # then
+        with pytest.raises(WireError, match="the fetch of version 3 .* was interrupted"):
+            late()
+
+
 def test_a_publisher_that_goes_on_at_another_place_is_found_there() -> None:
     with a_version() as (ends, sent):
         receiver = ends.receiver()

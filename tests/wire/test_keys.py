@@ -10,7 +10,7 @@ import zmq
 from wire_handlers import Parrot, serving, until
 
 from asyncflow_sdk.errors import AccessDenied, ConfigError
-from asyncflow_sdk.wire import Client, RunKey, Server, ServerKeys, server_keys
+from asyncflow_sdk.wire import Client, RunKey, Server, ServerKeys, fresh_keys, server_keys
 
 
 @pytest.fixture
@@ -65,6 +65,14 @@ def test_keys_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="no key can be written to"):
         server_keys(tmp_path / "file" / "server.key", tmp_path / "run.key")
+
+
+def test_what_is_shown_of_keys_is_no_secret() -> None:
+    server, run = fresh_keys()
+    for shown in (repr(server), str(run), repr({"where": [server, run]}), f"{run}"):
+        assert server.secret not in shown
+        assert run.secret not in shown
+        assert server.public in shown
 
 
 def test_a_key_lets_in_over_tcp_and_the_local_socket_needs_none(files: tuple[Path, Path], tmp_path: Path) -> None:
