@@ -11,13 +11,13 @@ What goes is renamed first, so that nobody finds half of it.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
+import weakref
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..memory.locks import try_lock
 
 MANIFEST = "manifest.msgpack"
 GONE = "removed-"
@@ -52,17 +52,13 @@ class VersionDirectories:
                 f"weights transport 'file' cannot write into {path}: {error.strerror}. Name a directory that the trainer"
                 f' can write and every replica can read, for example path="/mnt/shared/my-run/weights"'
             ) from None
-        try:
-            fcntl.lockf(
-                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # not flock: children after a fork would hold it too
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                os.close(self._lock)
+        _here.add(self)
+        with contextlib.suppress(OSError):  # without locks there: the ledger lets one publish, too, in one run
+            if not try_lock(self._lock, 0, 1, exclusive=True):
+                self.close()
                 raise ConfigError(
                     f"another publisher writes versions into {path}: it is alive. Give each run a path of its own"
-                ) from None
-            # a file system without locks: the ledger lets one publish too, in one run
+                )
 
     def place(self, version: int) -> Path:
         return self.path / directory_name(version, self._rank, self._world_size)
@@ -124,3 +120,13 @@ def _delete(directory: Path) -> None:
                 os.unlink(each.path)
     with contextlib.suppress(OSError):
         directory.rmdir()
+
+
+def _after_fork() -> None:
+    """The lock is the parent's: a child that held it too would hold it when the parent is dead."""
+    for each in list(_here):
+        each.close()
+
+
+_here: weakref.WeakSet[VersionDirectories] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_after_fork)

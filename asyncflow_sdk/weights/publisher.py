@@ -88,19 +88,27 @@ class WeightPublisher:
         self._dtype, self._rename, self._digests = dtype, rename, digests
         name = f"{self._connection.session}-{next(_publishers)}"
         host = host_of(self._connection, name, rank=rank, world_size=world_size)
-        self._sender = transport_named(transport, **options).sender(host)
+        made = transport_named(transport, **options)
         self._sizes: Sequence[int] = ()
         self._delivery: Publication | None = None
         self._doubtful: int | None = None  # a version of which the server's last word was lost
         self._preparing: Future[None] | None = None
         self._needed = threading.Event()  # the sender, by somebody else than who prepares
         self._closed = False
-        try:
-            role = drive(self._port.send(cmd.OpenPublisher(rank=rank, world_size=world_size)))
-            kept = [part for _, part in role.kept if part.transport == transport]
-            self._sender.adopt([(manifest, p.where) for p in kept if (manifest := _readable(p.manifest)) is not None])
+        role = drive(self._port.send(cmd.OpenPublisher(rank=rank, world_size=world_size)))
+        try:  # with the role: what a live publisher has is touched by no other
+            self._sender = made.sender(host)
+            try:
+                kept = [part for _, part in role.kept if part.transport == transport]
+                self._sender.adopt(
+                    [(manifest, p.where) for p in kept if (manifest := _readable(p.manifest)) is not None]
+                )
+            except BaseException:
+                self._sender.close()
+                raise
         except BaseException:
-            self._sender.close()
+            with contextlib.suppress(AsyncFlowError):
+                drive(self._port.send(cmd.ClosePublisher()))
             raise
         self.current: int = role.version
         self._background = ThreadPoolExecutor(1, thread_name_prefix="asyncflow-publish")

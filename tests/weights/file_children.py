@@ -3,6 +3,7 @@
 import ctypes
 import os
 import resource
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,21 @@ def publish_and_stay(path: str) -> None:
     with Ends(lambda: FileTransport(path), FileTransport) as ends:
         ends.publish(1, {"w": np.zeros(1000, np.uint8)})
         say("there")
+        hear()
+
+
+def publish_and_fork(path: str) -> None:
+    """Publish, and leave a child that does nothing; say its process, and stay alive."""
+    with Ends(lambda: FileTransport(path), FileTransport) as ends:
+        ends.publish(1, {"w": np.zeros(1000, np.uint8)})
+        ready, done = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(done, b"x")
+            while True:
+                signal.pause()
+        os.read(ready, 1)
+        say(child)
         hear()
 
 

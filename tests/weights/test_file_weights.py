@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from children import Child
-from file_children import attempt, fill, publish_and_stay
+from file_children import attempt, fill, publish_and_fork, publish_and_stay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file
 
+import asyncflow_sdk as af
 from asyncflow_sdk.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -389,6 +391,53 @@ def test_one_publisher_at_a_time_writes_into_a_path(path: Path) -> None:
         one.kill()
         with Child(attempt, str(path)) as three:
             assert three.hear() == ""
+
+
+def test_a_path_is_held_against_other_publishers_of_the_same_process(path: Path) -> None:
+    # given
+    with Ends(lambda: FileTransport(path), FileTransport) as ends:
+        ends.publish(1, tensors())
+        # when
+        with pytest.raises(ConfigError, match="another publisher writes versions into"):
+            ends.another_sender()
+        # then the refused one has let nothing go
+        with Child(attempt, str(path)) as other:
+            assert "another publisher writes versions into" in other.hear()
+        assert names(path) == ["version-00000001"]
+    FileTransport(path).sender(Host(directory=None, name="1-0")).close()
+
+
+def test_a_second_publisher_of_a_run_is_refused_before_it_touches_the_path(path: Path, tmp_path: Path) -> None:
+    weights = {"w": np.ones(4, np.float32)}
+    with af.serve(tmp_path / "run") as run, run.weight_publisher("file", path=path) as publisher:
+        publisher.publish(1, weights.items()).wait()
+        for elsewhere in (path, tmp_path / "elsewhere"):
+            with pytest.raises(ConfigError, match="publisher already"):
+                run.weight_publisher("file", path=elsewhere)
+        assert not (tmp_path / "elsewhere").exists()
+        with Child(attempt, str(path)) as other:
+            assert "another publisher writes versions into" in other.hear()
+        with next(iter(run.weight_updates(timeout_s=60))) as update:
+            assert dict(update.arrays())["w"].tolist() == [1.0] * 4
+
+
+def test_who_cannot_open_its_path_has_not_the_role(path: Path, tmp_path: Path) -> None:
+    with af.serve(tmp_path / "run") as run:
+        with pytest.raises(ConfigError, match="needs a path"):
+            run.weight_publisher("file")
+        with run.weight_publisher("file", path=path) as publisher:
+            publisher.publish(1, {"w": np.ones(4)}.items()).wait()
+
+
+def test_a_child_after_a_fork_does_not_hold_the_path(path: Path) -> None:
+    with Child(publish_and_fork, str(path)) as one:
+        left = int(one.hear())
+        one.kill()
+        try:
+            with Child(attempt, str(path)) as other:
+                assert other.hear() == ""
+        finally:
+            os.kill(left, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("how", ["tmpfs", "limit"])
