@@ -6,6 +6,7 @@ holds), ["at", "sending"] (it has stopped there and goes on when it hears anythi
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -158,6 +159,16 @@ def _stop_after(command: type[Any], moment: str, at: int) -> None:
 # ---- everybody in one process, with a little /dev/shm of its own
 
 
+def take_what_is_free() -> None:
+    """All of /dev/shm but a megabyte; the publisher may be getting memory for its next version meanwhile."""
+    with open("/dev/shm/else", "wb") as file:
+        while True:
+            free = os.statvfs("/dev/shm")
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - (1 << 20))
+                return
+
+
 def fill_up_weights() -> None:
     """Publish a version, one for which there is no room, and the next when there is."""
     if not mount("/dev/shm", 300):
@@ -167,9 +178,7 @@ def fill_up_weights() -> None:
         updates = iter(run.weight_updates())
         for version in (1, 2, 3):
             if version == 2:
-                free = os.statvfs("/dev/shm")
-                with open("/dev/shm/else", "wb") as file:
-                    os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - (1 << 20))
+                take_what_is_free()
             elif version == 3:
                 os.unlink("/dev/shm/else")
             try:
