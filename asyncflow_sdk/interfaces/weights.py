@@ -59,7 +59,8 @@ class Host:
     """What a transport may know of the end it works for.
 
     ``directory``: the run's shared memory; None where it is not in sight (another host, or container). ``name``:
-    of this end, nobody else's in the run, fit for a file name. ``address``: an IP address by which other members of the
+    of this end, nobody else's in the run, fit for a file name. ``run``: of the run, no other's; one that comes back has the same;
+    "" where nobody says. ``address``: an IP address by which other members of the
     run reach this host; a loopback one when they all are on it. Of a publishing end, ``rank`` of ``world_size``: which part of
     each version is its; a publisher that takes its place has the same.
     """
@@ -69,6 +70,7 @@ class Host:
     address: str = "127.0.0.1"
     rank: int = 0
     world_size: int = 1
+    run: str = ""
 
 
 class WeightTransport(abc.ABC):

@@ -99,13 +99,17 @@ class Sent:
 
 
 class Ends:
-    """A publisher and replicas of it on one host; each of them with a thread of its own. A context manager."""
+    """A publisher and replicas of it on one host; each of them with a thread of its own. A context manager. ``run``: that
+    they are of; one of their own without it."""
 
     random: np.random.Generator
 
-    def __init__(self, sending: Callable[[], WeightTransport], fetching: Callable[[], WeightTransport]) -> None:
+    def __init__(
+        self, sending: Callable[[], WeightTransport], fetching: Callable[[], WeightTransport], *, run: str = ""
+    ) -> None:
         self._fetching = fetching
         self._memory = SharedDirectory()  # of one that was killed, the next one removes it
+        self._run = run or self._memory.path.name
         self._lines = {name: Line(name) for name in ("trainer", "delivery", "replica")}
         self._names = 0
         self.receivers: list[WeightReceiver] = []
@@ -118,16 +122,19 @@ class Ends:
 
     def another_sender(self) -> WeightSender:
         self._names += 1
-        sender = self.transport.sender(Host(directory=self._memory.path, name=f"{self._names}-0"))
+        sender = self.transport.sender(self._host())
         assert isinstance(sender, WeightSender), f"{self.transport!r} made {sender!r}, no WeightSender"
         return sender
 
     def receiver(self) -> WeightReceiver:
         self._names += 1
-        made = self._fetching().receiver(Host(directory=self._memory.path, name=f"{self._names}-0"))
+        made = self._fetching().receiver(self._host())
         assert isinstance(made, WeightReceiver), f"{made!r} is no WeightReceiver"
         self.receivers.append(made)
         return made
+
+    def _host(self) -> Host:
+        return Host(directory=self._memory.path, name=f"{self._names}-0", run=self._run)
 
     def trainer(self, what: str, work: Callable[[], T]) -> T:
         return self._lines["trainer"].do(what, work)

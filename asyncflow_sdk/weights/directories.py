@@ -4,6 +4,7 @@
                           model.safetensors.index.json
                           manifest.msgpack                         written last: without it the directory does not count
     path/version-00000012-rank-1-of-4/...                           of one of several ranks
+    path/.publisher-1                                               locked by that rank's publisher; says whose run it is
 
 What goes is renamed first, so that nobody finds half of it.
 """
@@ -33,10 +34,14 @@ def directory_name(version: int, rank: int, world_size: int) -> str:
 
 def version_of(name: str) -> int:
     """Raises ValueError for what is no name of a version directory: it may come from anywhere."""
+    return _version_and_rank(name)[0]
+
+
+def _version_and_rank(name: str) -> tuple[int, int]:
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(f"{name!r} is no version directory")
-    return int(found[1])
+    return int(found[1]), int(found[2] or 0)
 
 
 class VersionDirectories:
@@ -59,6 +64,26 @@ class VersionDirectories:
                 raise ConfigError(
                     f"another publisher writes versions into {path}: it is alive. Give each run a path of its own"
                 )
+
+    def take(self, run: str, *, overwrite: bool) -> None:
+        """From here on they are those of ``run``. Raises ConfigError where another run has left whole versions of this rank,
+        unless ``overwrite``; nobody may remove them unasked."""
+        mark = f"{run}\n".encode()
+        try:
+            if run and os.pread(self._lock, len(mark) + 1, 0) == mark:
+                return
+            left = sorted(each.name for each in os.scandir(self.path) if self._is_whole(each))
+            if left and not overwrite:
+                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+                raise ConfigError(
+                    f"{self.path} holds versions of another run: {left[-1]}{more}. Give another path, or overwrite=True, which"
+                    " removes them"
+                )
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, mark, 0)
+            os.fsync(self._lock)
+        except OSError as error:
+            raise ConfigError(f"weights transport 'file' cannot work in {self.path}: {error.strerror}") from None
 
     def place(self, version: int) -> Path:
         return self.path / directory_name(version, self._rank, self._world_size)
@@ -92,6 +117,12 @@ class VersionDirectories:
     def _is_mine(self, name: str) -> bool:
         try:
             return name == directory_name(version_of(name), self._rank, self._world_size)
+        except ValueError:
+            return False
+
+    def _is_whole(self, each: os.DirEntry[str]) -> bool:
+        try:
+            return _version_and_rank(each.name)[1] == self._rank and os.path.isfile(f"{each.path}/{MANIFEST}")
         except ValueError:
             return False
 

@@ -57,10 +57,11 @@ class _Where(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileTransport(WeightTransport):
-    """Both ends, by the name ``file``. ``path``: a directory of this run alone; made if it is not there."""
+    """Both ends, by the name ``file``. ``path``: a directory of this run alone; made if it is not there. ``overwrite``: versions
+    of another run in it are removed; otherwise they raise ConfigError."""
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._path = path
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> None:
+        self._path, self._overwrite = path, overwrite
 
     def sender(self, host: Host) -> FileSender:
         if not self._path:
@@ -68,7 +69,7 @@ class FileTransport(WeightTransport):
                 "weights transport 'file' needs a path that trainer and replicas see, for example"
                 ' weight_publisher("file", path="/mnt/shared/my-run/weights")'
             )
-        return FileSender(Path(self._path).absolute(), host)
+        return FileSender(Path(self._path).absolute(), host, overwrite=self._overwrite)
 
     def receiver(self, host: Host) -> FileReceiver:
         return FileReceiver()
@@ -79,13 +80,17 @@ class FileSender(WeightSender):
 
     outlives = True
 
-    def __init__(self, path: Path, host: Host) -> None:
-        self._rank, self._world_size = host.rank, host.world_size
+    def __init__(self, path: Path, host: Host, *, overwrite: bool = False) -> None:
         self._directories = VersionDirectories(path, host.rank, host.world_size)
-        if host.directory is None:
-            self._staging = Staging.private(f"f{host.name}-")
-        else:
-            self._staging = Staging(host.directory, f"f{host.name}-")
+        try:
+            self._directories.take(host.run, overwrite=overwrite)
+            if host.directory is None:
+                self._staging = Staging.private(f"f{host.name}-")
+            else:
+                self._staging = Staging(host.directory, f"f{host.name}-")
+        except BaseException:
+            self._directories.close()
+            raise
         self._there: set[int] = set()
         self._unannounced: int | None = None
 

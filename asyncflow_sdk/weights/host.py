@@ -21,6 +21,7 @@ def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int
         address=own_address(connection.wire.address, connection.served),
         rank=rank,
         world_size=world_size,
+        run=connection.directory.name,
     )
 
 

@@ -20,7 +20,7 @@ _NEW_MOUNTS = 0x00020000
 
 def publish_and_stay(path: str) -> None:
     """Publish version 1, say so, and stay alive; say what a second attempt says."""
-    with Ends(lambda: FileTransport(path), FileTransport) as ends:
+    with Ends(lambda: FileTransport(path), FileTransport, run="run") as ends:
         ends.publish(1, {"w": np.zeros(1000, np.uint8)})
         say("there")
         hear()
@@ -28,7 +28,7 @@ def publish_and_stay(path: str) -> None:
 
 def publish_and_fork(path: str) -> None:
     """Publish, and leave a child that does nothing; say its process, and stay alive."""
-    with Ends(lambda: FileTransport(path), FileTransport) as ends:
+    with Ends(lambda: FileTransport(path), FileTransport, run="run") as ends:
         ends.publish(1, {"w": np.zeros(1000, np.uint8)})
         ready, done = os.pipe()
         child = os.fork()
@@ -41,10 +41,25 @@ def publish_and_fork(path: str) -> None:
         hear()
 
 
-def attempt(path: str) -> None:
+def publish_in_a_run(directory: str, path: str) -> None:
+    """Publish version 1 in a durable run, say so, and stay alive; or say why that cannot be."""
+    import asyncflow_sdk as af
+
+    with af.serve(directory, durability="process") as run:
+        try:
+            publisher = run.weight_publisher("file", path=path)
+        except ConfigError as error:
+            say(str(error))
+            return
+        publisher.publish(1, {"w": np.ones(4)}.items()).wait()
+        say("there")
+        hear()
+
+
+def attempt(path: str, run: str = "") -> None:
     """Say why nobody else can publish there; "" when one can."""
     try:
-        with Ends(lambda: FileTransport(path), FileTransport):
+        with Ends(lambda: FileTransport(path), FileTransport, run=run):
             say("")
     except ConfigError as error:
         say(str(error))

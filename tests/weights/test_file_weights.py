@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from children import Child
-from file_children import attempt, fill, publish_and_fork, publish_and_stay
+from file_children import attempt, fill, publish_and_fork, publish_and_stay, publish_in_a_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file as load_numpy
@@ -361,7 +361,7 @@ def test_a_directory_that_is_mounted_elsewhere_is_found_by_the_environment(
 
 def test_what_a_killed_publisher_left_half_written_goes(path: Path) -> None:
     # given versions of a publisher that is gone: a whole one that is kept, one that is not, and halves of others
-    with Ends(lambda: FileTransport(path), FileTransport) as ends:
+    with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
         sent = [ends.publish(version, tensors(version)) for version in (1, 2)]
     (path / "version-00000003").mkdir()
     (path / "version-00000003" / FIRST).write_bytes(b"half")
@@ -369,7 +369,7 @@ def test_what_a_killed_publisher_left_half_written_goes(path: Path) -> None:
     (path / "removed-version-00000000").mkdir()
     (path / "removed-version-00000000" / FIRST).write_bytes(b"half")
     (path / "version-of-mine").mkdir()
-    with Ends(lambda: FileTransport(path), FileTransport) as ends:
+    with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
         # when
         ends.sender.adopt([(each.manifest, each.where) for each in sent[1:]])
         # then
@@ -381,6 +381,70 @@ def test_what_a_killed_publisher_left_half_written_goes(path: Path) -> None:
         new.check(ends.fetch(ends.receiver(), new))
 
 
+def test_versions_of_another_run_are_removed_only_when_that_is_asked_for(path: Path, tmp_path: Path) -> None:
+    # given what a run left that is over
+    weights = {"w": np.ones(4, np.float32)}
+    for name in ("one", "two"):
+        with af.serve(tmp_path / name) as run:
+            if name == "two":
+                # when another one is to publish there
+                for _ in range(2):
+                    with pytest.raises(
+                        ConfigError, match=r"holds versions of another run: version-00000002 and 1 more"
+                    ):
+                        run.weight_publisher("file", path=path)
+                # then nothing of it has gone
+                assert names(path) == ["version-00000001", "version-00000002"]
+                assert set(load_numpy(path / "version-00000002" / "model-00001-of-00001.safetensors")) == {"w"}
+            with run.weight_publisher(
+                "file", path=path, **({"overwrite": True} if name == "two" else {})
+            ) as publisher:
+                # and it goes when the run may overwrite it
+                assert names(path) == []
+                for version in (1, 2):
+                    publisher.publish(version, weights.items()).wait()
+            # and what is the run's own it has back
+            with run.weight_publisher("file", path=path) as publisher:
+                assert names(path) == ["version-00000001", "version-00000002"]
+                assert publisher.current == 2
+
+
+def test_a_run_that_comes_back_goes_on_in_its_path(path: Path, tmp_path: Path) -> None:
+    with Child(publish_in_a_run, str(tmp_path / "run"), str(path)) as child:
+        assert child.hear() == "there"
+        (path / "version-00000007").mkdir()  # it had not come to tell of this one
+        (path / "version-00000007" / "manifest.msgpack").write_bytes(b"")
+        child.kill()
+    with Child(publish_in_a_run, str(tmp_path / "other"), str(path)) as other:
+        assert "holds versions of another run" in other.hear()
+    with (
+        af.serve(tmp_path / "run", durability="process") as run,
+        run.weight_publisher("file", path=path) as publisher,
+    ):
+        assert names(path) == ["version-00000001"]
+        assert publisher.current == 1
+
+
+def test_what_other_ranks_or_people_have_in_a_path_is_no_other_run(path: Path) -> None:
+    with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
+        ends.publish(1, tensors())
+    (path / "version-00000001").rename(path / "version-00000001-rank-1-of-2")
+    (path / "version-00000003").mkdir()  # not whole: it does not count
+    (path / "version-3").mkdir()
+    with Ends(lambda: FileTransport(path), FileTransport, run="two") as ends:
+        ends.sender.adopt([])
+        assert names(path) == ["version-00000001-rank-1-of-2", "version-3"]
+    (path / "version-00000001-rank-1-of-2").rename(path / "version-00000001-rank-0-of-2")
+    with Ends(lambda: FileTransport(path), FileTransport, run="two"):
+        pass
+    with (
+        pytest.raises(ConfigError, match="of another run: version-00000001-rank-0-of-2. Give"),
+        Ends(lambda: FileTransport(path), FileTransport, run="three"),
+    ):
+        pass
+    assert names(path) == ["version-00000001-rank-0-of-2", "version-3"]
+
+
 def test_one_publisher_at_a_time_writes_into_a_path(path: Path) -> None:
     with Child(publish_and_stay, str(path)) as one:
         assert one.hear() == "there"
@@ -389,13 +453,13 @@ def test_one_publisher_at_a_time_writes_into_a_path(path: Path) -> None:
         assert names(path) == ["version-00000001"]
         # and when it is killed, the next one may
         one.kill()
-        with Child(attempt, str(path)) as three:
+        with Child(attempt, str(path), "run") as three:
             assert three.hear() == ""
 
 
 def test_a_path_is_held_against_other_publishers_of_the_same_process(path: Path) -> None:
     # given
-    with Ends(lambda: FileTransport(path), FileTransport) as ends:
+    with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
         ends.publish(1, tensors())
         # when
         with pytest.raises(ConfigError, match="another publisher writes versions into"):
@@ -404,7 +468,7 @@ def test_a_path_is_held_against_other_publishers_of_the_same_process(path: Path)
         with Child(attempt, str(path)) as other:
             assert "another publisher writes versions into" in other.hear()
         assert names(path) == ["version-00000001"]
-    FileTransport(path).sender(Host(directory=None, name="1-0")).close()
+    FileTransport(path).sender(Host(directory=None, name="1-0", run="one")).close()
 
 
 def test_a_second_publisher_of_a_run_is_refused_before_it_touches_the_path(path: Path, tmp_path: Path) -> None:
@@ -434,7 +498,7 @@ def test_a_child_after_a_fork_does_not_hold_the_path(path: Path) -> None:
         left = int(one.hear())
         one.kill()
         try:
-            with Child(attempt, str(path)) as other:
+            with Child(attempt, str(path), "run") as other:
                 assert other.hear() == ""
         finally:
             os.kill(left, signal.SIGKILL)
