@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from ..errors import ConfigError
 from .dtypes import check_floating
-from .probe import Probe
+from .probe import Probe, plain_probe
 
 SwapPolicy = Literal["drain", "boundary", "in_flight"]
 Proof = Literal["probe", "held"]
@@ -108,7 +108,7 @@ class Weights:
         if "probe" in self.verify and self.probe is None:
             raise ConfigError('verify asks for a probe, and there is none: give probe=, or leave "probe" out')
         if self.probe is not None:
-            check_probe_sequences(self.probe)
+            object.__setattr__(self, "probe", plain_probe(self.probe, scored=False))
 
 
 def check_policy(swap: str) -> None:
@@ -124,17 +124,3 @@ def check_proofs(verify: Sequence[str]) -> None:
             raise ConfigError(
                 f"verify is a list of {' and '.join(map(repr, get_args(Proof)))}, not {verify!r}; names are always compared"
             )
-
-
-def check_probe_sequences(probe: Probe) -> None:
-    """Raises ConfigError for a probe that cannot be scored."""
-    if not probe.prompt_ids or len(probe.prompt_ids) != len(probe.response_ids):
-        raise ConfigError(
-            f"a probe has as many prompts as responses, and one at least, not {len(probe.prompt_ids)} and"
-            f" {len(probe.response_ids)}"
-        )
-    empty = [
-        n for n, pair in enumerate(zip(probe.prompt_ids, probe.response_ids, strict=True)) if not all(map(len, pair))
-    ]
-    if empty:
-        raise ConfigError(f"sequence {empty[0]} of the probe has no prompt or no response")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+from ..errors import ConfigError
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True):
@@ -14,3 +18,38 @@ class Probe(msgspec.Struct, frozen=True, array_like=True):
     response_ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[float, ...], ...] = ()
     tolerance: float = 1e-3
+
+
+def plain_probe(probe: Any, *, scored: bool) -> Probe:
+    """The same in plain numbers, also where arrays were given. Raises ConfigError for one that no engine can be compared with;
+    ``scored``: the log-probs must be there."""
+    if not isinstance(probe, Probe):
+        raise ConfigError(f"a probe is an af.Probe(prompt_ids, response_ids, logprobs), not {type(probe).__name__}")
+    try:
+        plain = msgspec.convert(msgspec.to_builtins(probe, enc_hook=_listed), Probe)
+    except (TypeError, ValueError, RecursionError) as error:
+        text = str(error).replace("$[0]", "prompt_ids").replace("$[1]", "response_ids").replace("$[2]", "logprobs")
+        raise ConfigError(f"the probe is no lists of token ids and log-probs: {text}") from None
+    prompts, responses = plain.prompt_ids, plain.response_ids
+    if not prompts or len(prompts) != len(responses):
+        raise ConfigError(
+            f"a probe has as many prompts as responses, and one at least, not {len(prompts)} and {len(responses)}"
+        )
+    for number, pair in enumerate(zip(prompts, responses, strict=True)):
+        if not all(pair):
+            raise ConfigError(f"sequence {number} of the probe has no prompt or no response")
+    given, wanted = [len(row) for row in plain.logprobs], [len(row) for row in responses]
+    if given != wanted and (given or scored):
+        raise ConfigError(
+            f"the probe has responses of {wanted} tokens and log-probs of {given}: one a token is expected"
+        )
+    if not plain.tolerance >= 0:
+        raise ConfigError(f"the probe's tolerance is 0 or more, not {plain.tolerance}")
+    return plain
+
+
+def _listed(value: Any) -> Any:
+    """numpy's and torch's numbers and arrays."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no number")

@@ -21,6 +21,7 @@ from ..interfaces import Fetched, WeightReceiver
 from ..ledger import commands as cmd
 from ..queue import Connection, LoopPort
 from ..types import Manifest, Probe
+from ..types.probe import plain_probe
 from .host import host_of
 from .publisher import transport_named
 from .update import Update
@@ -45,7 +46,7 @@ class Staged(Update):
         super().__init__(told.version, parts, rename)
         self.told = told
         self.parts: dict[int, Fetched] = dict(enumerate(parts))
-        self.probe = msgspec.msgpack.decode(told.probe, type=Probe) if told.probe else None
+        self.probe = _probe(told)
 
 
 class Prefetch:
@@ -249,7 +250,7 @@ class Prefetch:
         self._base_in_use = bool(base)
         try:
             for rank, part in enumerate(told.parts):
-                manifest = _manifest(told, rank, part.manifest)
+                manifest = _manifest(told, rank, part)
                 receiver = self._receiver(part.transport)
                 usable = receiver.keeps_base and self._without_base != told.version
                 self._stoppable = receiver if stoppable else None
@@ -292,16 +293,29 @@ class Prefetch:
         return self._receivers[transport]
 
 
-def _manifest(told: cmd.Version, rank: int, body: bytes) -> Manifest:
-    """What rank ``rank`` said of its part. Raises ProtocolError for what no publisher says."""
+def _probe(told: cmd.Version) -> Probe | None:
+    """What the version can be probed with. Raises ProtocolError for what no publisher says."""
     try:
-        manifest = msgspec.msgpack.decode(body, type=Manifest)
+        return plain_probe(msgspec.msgpack.decode(told.probe, type=Probe), scored=True) if told.probe else None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"version {told.version}: its probe cannot be read: {error}") from None
+
+
+def _manifest(told: cmd.Version, rank: int, part: cmd.Part) -> Manifest:
+    """What rank ``rank`` said of its part. Raises ProtocolError for what no publisher says, and DigestMismatch for what this one
+    did not say."""
+    try:
+        manifest = msgspec.msgpack.decode(part.manifest, type=Manifest)
         if manifest.bucket_bytes < 1 or any(chunk.nbytes < 0 for chunk in manifest.chunks):
             raise ValueError("its chunks or buckets have no size")
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(
             f"version {told.version}: the manifest of rank {rank}'s part cannot be read: {error}"
         ) from None
+    if manifest.root != part.root:
+        raise DigestMismatch(
+            f"version {told.version}: the manifest of rank {rank}'s part differs from what was published"
+        )
     return manifest
 
 

@@ -41,6 +41,7 @@ from ..types import Chunk, Manifest, Probe
 from ..types import events as ev
 from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES, digest
+from ..types.probe import plain_probe
 from .host import host_of
 from .publication import Publication
 from .writing import DtypePolicy, Rename, Writer
@@ -127,6 +128,8 @@ class WeightPublisher:
         and DeadlineExceeded when it is still under way.
         """
         version = int(version)
+        if probe is not None:
+            probe = plain_probe(probe, scored=True)
         self._settle(f"version {version} cannot be published yet", self.timeout_s)
         if self._closed:
             raise ConfigError(f"version {version}: this publisher is closed")

@@ -25,10 +25,13 @@ from asyncflow_sdk.errors import (
     WeightMismatch,
 )
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.queue._once import drive
 from asyncflow_sdk.types import Probe, Shard
 from asyncflow_sdk.types.events import Note, Published, Span
-from asyncflow_sdk.weights import WeightPublisher, publisher
+from asyncflow_sdk.weights import Staged, WeightPublisher, publisher
 from asyncflow_sdk.weights.shm import ShmSender
+
+PROBE = Probe(((1,),), ((2,),), ((-0.5,),))
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def test_what_is_published_is_what_replicas_get(served: Served) -> None:
     trainer = WeightPublisher(served.client(), dtype="bfloat16", rename=lambda name: f"model.{name}")
     weights = {"w": torch.randn(300, 200), "steps": torch.arange(5)}
     # when
-    publication = trainer.publish(np.int64(3), weights.items(), probe=Probe(((1,),), ((2,),)))  # type: ignore[arg-type]
+    publication = trainer.publish(np.int64(3), weights.items(), probe=PROBE)  # type: ignore[arg-type]
     manifest = publication.wait(LIMIT_S)
     # then
     update = served.newest()
@@ -80,6 +83,32 @@ def test_a_dtype_that_weights_are_not_published_in_is_refused_before_anything_el
     with pytest.raises(ConfigError, match=message):
         af.Weights(dtype=dtype)
     WeightPublisher(served.client("next"), dtype="float8_e4m3fn").close()  # nothing was taken
+
+
+@pytest.mark.parametrize(
+    ("probe", "message"),
+    [
+        ({"prompt_ids": [[0]]}, "a probe is an af.Probe.*not dict"),
+        (Probe(((0,),), ((1, 2),)), r"responses of \[2\] tokens and log-probs of \[\]"),
+        (Probe(((0,), (1,)), ((1, 2), (1,)), ((0.1, 0.2), (0.1, 0.1))), r"responses of \[2, 1\] tokens and log-probs of \[2, 2\]"),
+        (Probe(((0,), (1,)), ((1, 2),), ((0.1, 0.2),)), "as many prompts as responses"),
+        (Probe((("a",),), ((1,),), ((0.1,),)), "`int`, got `str` - at `prompt_ids"),  # type: ignore[arg-type]
+        (Probe(((0,),), ((1,),), ((0.1,),), float("nan")), "tolerance is 0 or more, not nan"),
+    ],
+)  # fmt: skip
+def test_a_probe_that_no_engine_can_be_compared_with_is_refused(served: Served, probe: Any, message: str) -> None:
+    with WeightPublisher(served.client()) as trainer:
+        with pytest.raises(ConfigError, match=message):
+            trainer.publish(1, [("w", np.ones(3))], probe=probe)
+        trainer.publish(1, [("w", np.ones(3))], probe=PROBE).wait(LIMIT_S)  # the number is still to be had
+
+
+def test_a_probe_may_be_given_in_arrays(served: Served) -> None:
+    probe: Any = Probe([np.arange(2)], torch.ones(1, 2, dtype=torch.int64), [np.array([-1.0, -2.0], np.float32)], 1)  # type: ignore[arg-type]
+    with WeightPublisher(served.client()) as trainer:
+        trainer.publish(1, [("w", np.ones(3))], probe=probe).wait(LIMIT_S)
+        told = drive(served.client("replica")._port.send(cmd.AwaitVersion(after=-1)))
+        assert Staged(told, [], None).probe == Probe(((0, 1),), ((1, 1),), ((-1.0, -2.0),), 1.0)
 
 
 def test_weights_may_change_as_soon_as_publish_returns(served: Served, transport: Gated) -> None:

@@ -2,7 +2,10 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from children import Child
@@ -11,8 +14,9 @@ from scripted_transport import ScriptedReceiver, and_then, fails, scripted, unti
 from weight_children import publish_until_killed
 
 from asyncflow_sdk.errors import ConfigError, DigestMismatch, MemoryFull, VersionGone, WeightMismatch, WireError
-from asyncflow_sdk.types import Manifest, TensorInfo
-from asyncflow_sdk.weights import prefetch
+from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.types import Manifest, Probe, TensorInfo
+from asyncflow_sdk.weights import prefetch, publisher
 
 
 def test_a_replica_takes_up_each_newest_version_and_counts_what_it_passed_over() -> None:
@@ -121,6 +125,71 @@ def test_what_fails_is_told_and_tried_again(error: Exception, monkeypatch: pytes
         failed = run.states("failed")
         assert [e.version for e in failed] == [1, 1]
         assert failed[0].detail == f"{type(error).__name__}: {error}"
+
+
+def _another_name(part: dict[str, Any]) -> None:
+    manifest = msgspec.msgpack.decode(part["manifest"])
+    manifest[1][0][0] = "v"
+    part["manifest"] = msgspec.msgpack.encode(manifest)
+
+
+def _as_ints(part: dict[str, Any]) -> None:
+    manifest = msgspec.msgpack.decode(part["manifest"])
+    manifest[1][0][1] = "int32"
+    part["manifest"] = msgspec.msgpack.encode(manifest)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_another_name, "DigestMismatch: version 1: the manifest of rank 0's part differs from what was published"),
+        (_as_ints, "DigestMismatch: version 1: the manifest of rank 0's part differs"),
+        (
+            lambda part: part.update(manifest=b"\x91" * 100_000),
+            "ProtocolError: version 1: the manifest of rank 0's part",
+        ),
+    ],
+)
+def test_a_damaged_manifest_is_noticed_and_the_next_version_taken(
+    damage: Callable[[dict[str, Any]], None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a version of which something other than its bytes is damaged on its way
+    def part(**fields: Any) -> cmd.Part:
+        damage(fields)
+        return made(**fields)
+
+    async def scenario() -> None:
+        async with replica(run.client("replica")) as one:
+            while not run.states("failed"):
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(cmd, "Part", made)
+            run.publish(2)
+            await one.load(2)
+
+    made = cmd.Part
+    monkeypatch.setattr(cmd, "Part", part)
+    with served() as run:
+        run.publish(1)
+        asyncio.run(scenario())
+        assert run.states("failed")[0].detail.startswith(message)
+
+
+@pytest.mark.parametrize("probe", [{"prompt_ids": [[0]]}, ((), (), ()), (((0,),), ((1, 2),), ((-1.0,),))])
+def test_a_probe_that_cannot_be_read_costs_its_version_and_no_replica(
+    probe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with replica(run.client("replica")) as one:
+            while not run.states("failed"):
+                await asyncio.sleep(0.01)
+            run.publish(2, probe=Probe(((0,),), ((1,),), ((-1.0,),)))
+            assert (await one.load(2)).probe is not None
+
+    monkeypatch.setattr(publisher, "plain_probe", lambda probe, scored: probe)
+    with served() as run:
+        run.publish(1, probe=probe)
+        asyncio.run(scenario())
+        assert run.states("failed")[0].detail.startswith("ProtocolError: version 1: its probe cannot be read")
 
 
 def test_a_newer_version_is_fetched_at_once_while_an_older_one_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> None:
