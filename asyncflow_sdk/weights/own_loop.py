@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Set
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Set
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from ..ledger import commands as cmd
 from ..queue import LoopPort, TransferQueue
 from ..types import Probe
 from .prefetch import CLOSE_S, FETCH_S, Staged, said
+from .proof import names_taken
 from .updates import WeightUpdates
 
 T = TypeVar("T")
@@ -56,9 +57,9 @@ class OwnUpdate(WeightUpdate):
             self._handed.add(name)
             yield name, tensor
 
-    def took(self, names: Set[str]) -> None:
+    def took(self, names: Iterable[str]) -> None:
         """Which tensors the engine took."""
-        self._took = set(names)
+        self._took = names_taken(self.version, names, "took() was given", "give it")
 
     @property
     def taken(self) -> Set[str]:

@@ -16,11 +16,20 @@ from ..types.manifest import digest
 _SHOWN = 10
 
 
-def check_names(update: WeightUpdate, names: Set[str]) -> None:
+def check_names(update: WeightUpdate, names: Iterable[str]) -> None:
     """Raise WeightMismatch, naming tensors, unless the names an engine took are exactly the update's."""
-    published = set(update.tensors)
-    _none(update, published - names, "were not taken by the engine")
-    _none(update, set(names) - published, "were never published")
+    published, taken = set(update.tensors), names_taken(update.version, names)
+    _none(update, published - taken, "were not taken by the engine")
+    _none(update, taken - published, "were never published")
+
+
+def names_taken(version: int, names: Any, said: str = "load_weights returned", do: str = "return") -> Set[str]:
+    """The names an engine says it took, in whatever they come. Raises WeightMismatch for what are no names."""
+    if isinstance(names, Iterable) and not isinstance(names, (str, bytes)):
+        names = list(names)
+        if all(isinstance(name, str) for name in names):
+            return set(names)
+    raise WeightMismatch(f"version {version}: {said} {repr(names)[:80]}; {do} the set of names it took")
 
 
 def check_probe(update: WeightUpdate, probe: Probe, logprobs: Sequence[Sequence[float]]) -> None:

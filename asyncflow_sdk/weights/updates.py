@@ -9,7 +9,7 @@ await updates.commit(update, await engine.load_weights(update))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable
 
 from ..errors import ConfigError, DeadlineExceeded, VersionGone
 from ..ledger import commands as cmd
@@ -95,7 +95,7 @@ class WeightUpdates:
         """The staged version, to be committed or given up."""
         return self._prefetch.take()
 
-    async def commit(self, update: Staged, names: Set[str] | None = None) -> None:
+    async def commit(self, update: Staged, names: Iterable[str] | None = None) -> None:
         """The engine generates with ``update`` from now on; it took ``names`` of it, or what it took is proven already. Raises
         WeightMismatch unless they are the update's; then nothing is committed."""
         if names is not None:

@@ -1,5 +1,6 @@
 """Proof of what an engine holds: what differs is named."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,22 @@ def test_names_that_are_not_the_versions_are_listed() -> None:
     ):
         with pytest.raises(WeightMismatch, match=reason):
             check_names(update, names)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, frozenset, dict.fromkeys, iter])
+def test_names_may_come_in_whatever_holds_them(kind: Any) -> None:
+    check_names(Plain(weights()), kind(list(weights())))
+    with pytest.raises(WeightMismatch, match="1 of 4 tensors were not taken by the engine: w$"):
+        check_names(Plain(weights()), kind([name for name in weights() if name != "w"]))
+
+
+@pytest.mark.parametrize("names", [None, "w", b"w", 4, True, [1, 2], [("w", 1)], [["w"]]])
+def test_what_an_engine_returns_that_are_no_names_is_shown(names: Any) -> None:
+    shown = re.escape(repr(names))
+    with pytest.raises(
+        WeightMismatch, match=f"^version 3: load_weights returned {shown}; return the set of names it took$"
+    ):
+        check_names(Plain(weights()), names)
 
 
 def test_log_probs_within_the_tolerance_pass() -> None:
