@@ -62,13 +62,14 @@ class Exchange(dist.Store):  # type: ignore[misc]
 
 
 class Group:
-    """Broadcasts from rank 0. Making one waits for all members, at most ``stall_s`` for each; so does each bucket."""
+    """Broadcasts from rank 0. Making one waits for all members, at most ``stall_s`` for each; a bucket as long as ``limit_s``
+    says when it is begun, ``stall_s`` unless set."""
 
     def __init__(self, backend: str, store: Exchange, rank: int, size: int, address: str, stall_s: float) -> None:
         self.rank = rank
         self._options = dist.BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0
-        self._options.timeout = timedelta(seconds=stall_s)
+        self.limit_s: Callable[[], float] = lambda: stall_s
         self._options.asyncOp = True
         self._device: torch.device | None = None
         self._bucket: Any = None
@@ -118,6 +119,7 @@ class Group:
 
     def _start(self, memory: Any) -> Callable[[], None]:
         """Begin to broadcast ``memory``; what is returned waits for the end of it."""
+        self._options.timeout = timedelta(seconds=self.limit_s())
         if self._device is None:
             work = self._group.broadcast([memory], self._options)
             return lambda: _wait(work, memory)

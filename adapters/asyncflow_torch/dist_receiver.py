@@ -25,6 +25,8 @@ from .recycled import Recycled
 
 LAST_WORD_S = 2.0
 """For a call that tells a publisher that nobody waits for its answer."""
+LEAST_S = 0.001
+"""A wait of no time is one without end for some of torch's."""
 MAX_LINKS = 64
 """Publishers a receiver stays connected to: one for each rank that publishes a part."""
 
@@ -48,12 +50,13 @@ class DistReceiver(WeightReceiver):
         try:
             start = link.join(join, until)
             _Part(link, start, manifest, chunks, until).take()
-        except WireError as error:
-            if link.given_up or isinstance(error, ServerLost):
-                self._drop(where)  # another one next time; and the publisher, if it lives, hears of it
+        except (ServerLost, DeadlineExceeded):
+            link.given_up = True
             raise
         finally:
             self._asking = None
+            if link.given_up:
+                self._drop(where)  # another one next time; and the publisher, if it lives, hears of it
             if link.closed:
                 link.drop_group()
         return Fetched(manifest, chunks, manifest.nbytes, "full")
@@ -108,12 +111,16 @@ class _Link:
         """Returns when a round of that version begins, with this receiver in it."""
         what = f"version {join.version} from {self.where.name}"
         try:
-            body = self._client.call(encode(join), until - time.monotonic(), what).body
+            body = self._client.call(encode(join), _left(until), what).body
             start = msgspec.msgpack.decode(body, type=Start)
             if not 0 < start.rank < len(start.names):
                 raise ProtocolError(f"{what}: rank {start.rank} of {len(start.names)}")
         except BAD as error:
             raise ProtocolError(f"{what}: its answer cannot be read: {error}") from None
+        except ServerLost as error:
+            if not self.closed and time.monotonic() >= until:
+                raise DeadlineExceeded(f"{error}; no round of it began") from None
+            raise
         return start
 
     def leave(self, ask: int, still_asks: Callable[[], bool]) -> None:
@@ -134,23 +141,25 @@ class _Link:
 
         threading.Thread(target=tell, name="weights dist leave", daemon=True).start()
 
-    def group(self, start: Start) -> Group:
-        """That of a round; the last one if it is the same."""
-        if self._group is not None and self._number == start.group:
-            return self._group
-        self.drop_group()
-        limit_s = self.where.stall_s
+    def group(self, start: Start, until: float) -> Group:
+        """That of a round; the last one if it is the same. It waits for nothing past ``until``."""
+
+        def limit_s() -> float:
+            return max(min(self.where.stall_s, until - time.monotonic()), LEAST_S)
 
         def put(key: str, value: bytes) -> None:
-            self._client.call(encode(Put(start.group, key, value)), limit_s, "making a group")
+            self._client.call(encode(Put(start.group, key, value)), limit_s(), "making a group")
 
         def look(keys: list[str]) -> list[bytes]:
-            body = self._client.call(encode(Look(start.group, tuple(keys))), limit_s, "making a group").body
+            body = self._client.call(encode(Look(start.group, tuple(keys))), limit_s(), "making a group").body
             return msgspec.msgpack.decode(body, type=list[bytes])
 
-        store, size = Exchange(put, look), len(start.names)
-        self._group = Group(self.where.backend, store, start.rank, size, self._address, limit_s)
-        self._number = start.group
+        if self._group is None or self._number != start.group:
+            self.drop_group()
+            store, size = Exchange(put, look), len(start.names)
+            self._group = Group(self.where.backend, store, start.rank, size, self._address, limit_s())
+            self._number = start.group
+        self._group.limit_s = limit_s
         return self._group
 
     def drop_group(self) -> None:
@@ -181,13 +190,15 @@ class _Part:
     def take(self) -> None:
         """Raises what ``fetch`` does."""
         try:
-            word = self._receive(self._link.group(self._start))
+            word = self._receive(self._link.group(self._start, self._until))
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold works, and those the connections
             self._link.drop_group()  # first of all, so that the others see it
             raise self._verdict(error) from None
-        left = max(self._until - time.monotonic(), LAST_WORD_S)
-        self._link.over(Over(self._start.round), left, self._what)
+        try:
+            self._link.over(Over(self._start.round), min(_left(self._until), LAST_WORD_S), self._what)
+        except WireError:  # what came is here; only the publisher does not know it
+            self._link.given_up = True
         if self._damage is not None:
             raise self._damage
         if word == CLOSING:
@@ -217,15 +228,24 @@ class _Part:
                 self._damage = error
 
     def _verdict(self, error: Exception) -> AsyncFlowError:
-        """Who broke the round: known when all were asked, or were silent for long."""
+        """Who broke the round: known when all were asked, or were silent for long; or at the deadline, what was seen here."""
         where, saw = self._link.where, f"{type(error).__name__}: {error}"[:1000]
         if self._link.closed:
             return WireError(f"{self._what}: this receiver was closed before it had it")
         try:
-            why = self._link.over(Over(self._start.round, saw), 3 * where.stall_s, self._what) or saw
+            left = 0.0 if self._link.given_up else min(3 * where.stall_s, _left(self._until))
+            why = self._link.over(Over(self._start.round, saw), left, self._what) or saw
         except ServerLost as lost:
-            return ServerLost(f"{self._what}: its publisher {where.name} died or stopped ({lost})")
+            if self._link.given_up:
+                return WireError(f"{self._what}: interrupted")
+            if time.monotonic() < self._until:
+                return ServerLost(f"{self._what}: its publisher {where.name} died or stopped ({lost})")
+            why = f"not here at the deadline ({saw})"
         except AsyncFlowError as other:
             why = f"{saw} ({other})"
-        kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else WireError
+        kind = DeadlineExceeded if time.monotonic() >= self._until else WireError
         return kind(f"{self._what}: {why}; ask again")
+
+
+def _left(until: float) -> float:
+    return max(until - time.monotonic(), 0.0)

@@ -125,14 +125,23 @@ def write(sender: Any, version: int, nbytes: int, bucket: int = 1 << 16) -> tupl
     return Manifest(version, tuple(infos), chunks, bucket), [room.memory for room in rooms]
 
 
-def publish(version: int, nbytes: int, starts: int, number: int, address: str = "127.0.0.1") -> None:
-    """Publish one version; be stopped by a signal at the so-manieth bucket of its broadcast."""
-    from asyncflow_torch import dist_group
+def publish(
+    version: int,
+    nbytes: int,
+    starts: int,
+    number: int,
+    address: str = "127.0.0.1",
+    stall_s: float = 2.0,
+    looks: int = 0,
+) -> None:
+    """Publish one version; be stopped by a signal at the so-manieth bucket of its broadcast, or look at the board."""
+    from asyncflow_torch import dist_board, dist_group
     from asyncflow_torch.transport_dist import DistTransport
 
     stop_at(dist_group.Group, "_start", starts, number)
+    stop_at(dist_board.Board, "look", looks, number)
     host = Host(directory=None, name="trainer", address=address)
-    sender = DistTransport(stall_s=2.0, plain=address != "127.0.0.1").sender(host)
+    sender = DistTransport(stall_s=stall_s, plain=address != "127.0.0.1").sender(host)
     manifest, memory = write(sender, version, nbytes)
     say([msgspec.json.encode(manifest).decode(), sender.send(manifest).hex(), content(memory)])
     hear()

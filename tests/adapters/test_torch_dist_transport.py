@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
 import socket
 import threading
@@ -20,7 +21,15 @@ from two_hosts import HERE as HERE_IP
 from two_hosts import THERE as THERE_IP
 from two_hosts import two_hosts
 
-from asyncflow_sdk.errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, VersionGone, WireError
+from asyncflow_sdk.errors import (
+    AsyncFlowError,
+    ConfigError,
+    DeadlineExceeded,
+    ProtocolError,
+    ServerLost,
+    VersionGone,
+    WireError,
+)
 from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.types import Chunk, Manifest
 from asyncflow_sdk.weights.service import Where as Reached
@@ -285,7 +294,7 @@ def test_another_host_that_is_trusted_and_a_cable_that_is_cut_in_the_middle() ->
         middle.child.say("go on")
         # then
         assert middle.failed("version 3: round", "publisher trainer died or stopped") == "ServerLost"
-        assert waits.failed("version 3 from trainer") == "ServerLost"
+        assert waits.failed("version 3 from trainer") == "DeadlineExceeded"
         # and once there is a network again, they are served
         hosts.link.say({"cut": False})
         hosts.link.hear()
@@ -301,7 +310,7 @@ def test_a_publisher_that_stopped_before_is_not_waited_for_past_the_deadline() -
         receiver = DistTransport().receiver(Host(directory=None, name="r"))
         assert isinstance(receiver, dist_receiver.DistReceiver)
         publisher.stop()
-        with pytest.raises(ServerLost, match="version 3 from trainer"):
+        with pytest.raises(DeadlineExceeded, match="version 3 from trainer"):
             receiver.fetch(sent.manifest, sent.where, timeout_s=0.5)
         # nor past an interrupt
         fetch = in_thread(lambda: receiver.fetch(sent.manifest, sent.where, timeout_s=60.0))
@@ -315,6 +324,28 @@ def test_a_publisher_that_stopped_before_is_not_waited_for_past_the_deadline() -
         publisher.resume()
         assert content(receiver.fetch(sent.manifest, sent.where, timeout_s=60.0).chunks) == sent.content
         receiver.close()
+
+
+@pytest.mark.parametrize(("starts", "looks"), [(40, 0), (0, 1)], ids=["in its broadcast", "while the group is made"])
+def test_a_publisher_that_stops_in_a_round_is_not_waited_for_past_the_deadline(starts: int, looks: int) -> None:
+    # given one that may hold up others for longer than this one has time
+    stall_s = 6.0
+    with (
+        Child(publish, 3, 8 * MB, starts, signal.SIGSTOP, "127.0.0.1", stall_s, looks) as publisher,
+        a_receiver() as receiver,
+    ):
+        sent = received_of(publisher)
+        # when
+        error = in_thread(lambda: receiver.fetch(sent.manifest, sent.where, timeout_s=3.0))()
+        # then
+        assert isinstance(error, DeadlineExceeded), error
+        assert "version 3" in str(error)
+        assert "trainer" in str(error)
+        # and it is served once the publisher goes on
+        os.waitpid(publisher.pid, os.WUNTRACED)
+        publisher.resume()
+        again = in_thread(lambda: receiver.fetch(sent.manifest, sent.where, timeout_s=60.0))()
+        assert content(again.chunks) == sent.content
 
 
 def test_a_flipped_bit_is_found_by_each_and_breaks_no_group(crew: Crew) -> None:
