@@ -7,8 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from asyncflow_sdk.errors import ProtocolError
+
 from .dist_group import Exchange
 
+MAX_KEYS, MAX_BYTES = 1024, 16 << 10
+"""Of a board, and of a key with its value: gloo has a key of 200 bytes for each member, NCCL one of 128 in all."""
 Found = Callable[[list[bytes] | None], Any]
 
 
@@ -22,13 +26,24 @@ class Board:
         self._lock = threading.Lock()
 
     def put(self, key: str, value: bytes) -> None:
+        """Raises ProtocolError for more than members have to say."""
+        if len(key) + len(value) > MAX_BYTES:
+            raise ProtocolError(
+                f"a word of {len(key) + len(value)} bytes; a group is made with less than {MAX_BYTES}"
+            )
         with self._lock:
+            if key not in self._values and len(self._values) >= MAX_KEYS:
+                raise ProtocolError(f"more than {MAX_KEYS} words; a group is made with less")
             self._values[key] = value
         self._tell()
 
     def look(self, keys: Sequence[str], found: Found) -> None:
-        """``found`` is called once, with all values, or with None when the board has failed."""
+        """``found`` is called once, with all values, or with None when the board has failed. Raises ProtocolError."""
+        if len(keys) > MAX_KEYS:
+            raise ProtocolError(f"{len(keys)} words are looked for; a board has {MAX_KEYS}")
         with self._lock:
+            if len(self._looking) >= MAX_KEYS:
+                raise ProtocolError(f"{MAX_KEYS} wait for words already")
             self._looking.append((keys, found))
         self._tell()
 

@@ -113,10 +113,10 @@ class Rounds:
     def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
         said = asked.decode(body)
         if isinstance(said, Put):
-            self._board_of(said.group).put(said.key, said.value)
+            self._board_of(said.group, peer).put(said.key, said.value)
             self.service.answer(ticket, b"")
         elif isinstance(said, Look):
-            board = self._board_of(said.group)
+            board = self._board_of(said.group, peer)
             board.look(
                 said.keys,
                 lambda values: (
@@ -176,10 +176,14 @@ class Rounds:
             self._expected[peer] = self._round.version
             self.service.answer(ticket, b"")
 
-    def _board_of(self, group: int) -> Board:
-        if group != self._groups:
-            raise WireError("that round is over")
-        return self._board
+    def _board_of(self, group: int, peer: str) -> Board:
+        """That of the round under way, for its members alone: whoever reaches the port may ask."""
+        with self._changed:
+            if self._round is None or group != self._groups:
+                raise WireError("that round is over")
+            if peer not in self._round.members:
+                raise ProtocolError(f"who is no member of round {self._round.number} has no word in its group")
+            return self._board
 
     def _closing(self, version: int) -> str:
         return f"{f'version {version}: ' if version else ''}its publisher {self._name} has closed"

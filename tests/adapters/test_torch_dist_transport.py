@@ -33,7 +33,7 @@ from asyncflow_sdk.errors import (
 from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.types import Chunk, Manifest
 from asyncflow_sdk.weights.service import Where as Reached
-from asyncflow_torch import dist_receiver, dist_words
+from asyncflow_torch import dist_board, dist_receiver, dist_words
 from asyncflow_torch.recycled import Recycled
 from asyncflow_torch.transport_dist import DistSender, DistTransport
 
@@ -631,6 +631,48 @@ def test_who_speaks_nonsense_harms_nobody() -> None:
             for _ in range(2):
                 assert content(receiver.fetch(sent.manifest, sent.where, timeout_s=30.0).chunks) == sent.content
         assert sender._rounds._groups == 1
+
+
+def test_only_members_of_a_round_write_and_read_on_its_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    middle, go_on = threading.Event(), threading.Event()
+    made = dist_receiver.Group
+
+    def held(*arguments: Any) -> Any:
+        middle.set()
+        assert go_on.wait(30)
+        return made(*arguments)
+
+    with a_sender(gather_s=0.0, stall_s=30.0) as sender, a_receiver() as receiver, a_receiver("stranger") as other:
+        sent = sent_by(sender, 1)
+        monkeypatch.setattr(dist_receiver, "Group", held)
+        fetch = in_thread(lambda: receiver.fetch(sent.manifest, sent.where, timeout_s=30.0))
+        assert middle.wait(30)
+        # given a group that is being made
+        group, stranger, member = sender._rounds._groups, other._link(sent.where), receiver._link(sent.where)
+        for word in (dist_words.Put(group, "0/1", bytes(64)), dist_words.Look(group, ("0/0",))):
+            with pytest.raises(ProtocolError, match="no member of round 1"):
+                stranger._client.call(dist_words.encode(word), 30.0)
+        # nor do members write without end
+        with pytest.raises(ProtocolError, match="a group is made with less"):
+            member._client.call(dist_words.encode(dist_words.Put(group, "x", bytes(1 << 15))), 30.0)
+        with pytest.raises(ProtocolError, match="a board has"):
+            member._client.call(dist_words.encode(dist_words.Look(group, ("x",) * 5000)), 30.0)
+        # then it is made, and when its round is over, nobody has a word in it
+        go_on.set()
+        assert content(fetch().chunks) == sent.content
+        until(sender, lambda: sender._rounds._round is None)
+        for link in (stranger, member):
+            with pytest.raises(WireError, match="that round is over"):
+                link._client.call(dist_words.encode(dist_words.Put(group, "0/1", bytes(64))), 30.0)
+
+
+def test_a_board_has_room_for_so_many_words() -> None:
+    board = dist_board.Board()
+    for number in range(dist_board.MAX_KEYS):
+        board.put(str(number), b"x")
+    board.put("0", b"y")
+    with pytest.raises(ProtocolError, match="more than"):
+        board.put("one more", b"x")
 
 
 @pytest.mark.parametrize(
