@@ -352,7 +352,8 @@ def raised(kind: type[Exception], work: Callable[[], object]) -> Exception | Non
 
 
 def _strange(ends: Ends, where: bytes) -> list[bytes]:
-    """Nothing, noise, parts of a good one, flipped bits, and a good one with one value put in the place of another."""
+    """Nothing, noise, parts of a good one, flipped bits, one nested deeper than it can be read, and a good one with one value
+    put in the place of another, or with one more."""
     made = [b"", b"\x00", b"\xc1" * 9, b"\xff" * 4096, b"\x90", b"\x80", b"[]", where + b"\x00", where * 2]
     made += [where[:stop] for stop in range(1, len(where), max(len(where) // 12, 1))]
     made += [ends.random.bytes(int(ends.random.integers(1, 200))) for _ in range(20)]
@@ -364,9 +365,13 @@ def _strange(ends: Ends, where: bytes) -> list[bytes]:
         value = msgspec.msgpack.decode(where)
     except msgspec.MsgspecError:
         return made
+    deep = b"\x91" * 100_000 + b"\xc0"
+    made.append(deep)
+    if 0x90 <= where[0] < 0x9F:  # an array: with one more, at its end
+        made += [bytes([where[0] + 1]) + where[1:] + more for more in (b"\xc0", deep)]
     odd: list[Any] = [
         None, -1, 0, 1 << 62, (1 << 64) - 1, 1e300, True, "", "x" * 5000, "../../../etc", "/etc/passwd", "a\0b",
-        b"", b"\xff" * 64, [], [[]] * 100, {},
+        b"", b"\xff" * 64, [], [[]] * 100, {}, "/" + "x" * 5000, "/x" * 5000,
     ]  # fmt: skip
     made += [msgspec.msgpack.encode(_with(value, path, each)) for path in _paths(value) for each in odd]
     return made

@@ -59,12 +59,20 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank published of a version."""
+    """What one rank published of a version. One whose buckets or chunks have no size cannot be made: ValueError, and
+    ValidationError where it is decoded."""
 
     version: int
     tensors: tuple[TensorInfo, ...]
     chunks: tuple[Chunk, ...]
     bucket_bytes: int = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"buckets of {self.bucket_bytes} bytes have no size")
+        for number, chunk in enumerate(self.chunks):
+            if chunk.nbytes < 0:
+                raise ValueError(f"chunk {number} has {chunk.nbytes} bytes")
 
     @property
     def nbytes(self) -> int:

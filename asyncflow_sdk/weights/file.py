@@ -47,6 +47,7 @@ MOST_VIEWS = 1024  # IOV_MAX
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _GONE = (errno.ENOENT, errno.ESTALE)
 _LINK = (errno.ELOOP, errno.ENOTDIR)
+_BAD = (msgspec.MsgspecError, ValueError, RecursionError)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -69,7 +70,11 @@ class FileTransport(WeightTransport):
                 "weights transport 'file' needs a path that trainer and replicas see, for example"
                 ' weight_publisher("file", path="/mnt/shared/my-run/weights")'
             )
-        return FileSender(Path(self._path).absolute(), host, overwrite=self._overwrite)
+        try:
+            path = Path(self._path).expanduser().absolute()
+        except RuntimeError as error:
+            raise ConfigError(f"weights transport 'file' cannot write into {self._path}: {error}") from None
+        return FileSender(path, host, overwrite=self._overwrite)
 
     def receiver(self, host: Host) -> FileReceiver:
         return FileReceiver()
@@ -227,12 +232,12 @@ def _find(manifest: Manifest, where: bytes) -> Path:
         place = msgspec.msgpack.decode(where, type=_Where)
         if version_of(place.directory) != manifest.version or not os.path.isabs(place.path) or "\0" in place.path:
             raise ValueError(f"it names {place.directory!r} in {place.path!r}")
-    except (msgspec.MsgspecError, ValueError, UnicodeError) as error:
+    except _BAD as error:
         raise ProtocolError(
             f"version {manifest.version}: what its publisher says of its place cannot be read: {error}"
         ) from None
-    path = Path(os.environ.get(PATH) or place.path)
-    if not path.is_dir():
+    path = Path(os.path.expanduser(os.environ.get(PATH, "")) or place.path)
+    if not os.path.isdir(path):  # of no name does it raise, however long
         raise WeightError(
             f"version {manifest.version}: {path}, where its publisher wrote it, is not on this host; mount it, or set {PATH}"
             " to where it is mounted here"
@@ -341,7 +346,7 @@ class _Reading:
             os.close(fd)
 
     def _failed(self, path: Path, error: OSError) -> Exception:
-        if error.errno in _GONE and not (self._place / MANIFEST).exists():
+        if error.errno in _GONE and not os.path.exists(self._place / MANIFEST):
             return VersionGone(f"{self._version} is no longer kept in {self._place}; take the newest")
         if error.errno in _GONE:
             return DigestMismatch(f"{self._version}: {path} is missing{self._tensors(path.name)}")

@@ -20,6 +20,7 @@ from ..errors import WeightMismatch
 from ..types import Manifest, TensorInfo, carrier
 
 INDEX = "model.safetensors.index.json"
+METADATA = "__metadata__"
 ALIGN = 64  # of a file's first tensor
 _NAMES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
@@ -105,7 +106,7 @@ def index(manifest: Manifest, files: list[ChunkFile]) -> bytes:
 
 
 def _chunk_file(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFile:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     starts: list[int] = []
     stops: list[int] = []
     places: list[int] = []
@@ -119,13 +120,18 @@ def _chunk_file(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFile
             continue
         if tensor.offset < end and tensor.nbytes:
             raise WeightMismatch(f"version {version}: tensors {tensor.name!r} and {last and last.name!r} overlap")
+        if name == METADATA:
+            raise WeightMismatch(
+                f"version {version}: tensor {tensor.name!r} cannot go into a file: safetensors has that name for what is no"
+                " tensor; publish it by another name (rename=)"
+            )
         if name in header:
             raise WeightMismatch(f"version {version}: tensor {name!r} is there twice")
         header[name] = _entry(tensor, size)
         if tensor.dtype not in _NAMES:
-            header["__metadata__"][f"dtype of {name}"] = tensor.dtype
+            header[METADATA][f"dtype of {name}"] = tensor.dtype
         if tensor.whole:
-            header["__metadata__"][f"whole of {name}"] = json.dumps(tensor.whole)
+            header[METADATA][f"whole of {name}"] = json.dumps(tensor.whole)
         if not tensor.nbytes:
             continue
         if stops and tensor.offset == end:
@@ -137,11 +143,11 @@ def _chunk_file(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFile
         last, end = tensor, tensor.offset + tensor.nbytes
         size += tensor.nbytes
     if tied:
-        header["__metadata__"]["tied"] = json.dumps(tied)
+        header[METADATA]["tied"] = json.dumps(tied)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGN)
     front = struct.pack("<Q", len(text)) + text
-    held = tuple(name for name in header if name != "__metadata__")
+    held = tuple(name for name in header if name != METADATA)
     return ChunkFile(file, front, tuple(starts), tuple(stops), tuple(len(front) + p for p in places), held, tied)
 
 

@@ -55,8 +55,6 @@ class TcpReceiver(WeightReceiver):
         return self._landing.nbytes
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
-        if manifest.bucket_bytes < 1 or any(chunk.nbytes < 0 for chunk in manifest.chunks):
-            raise ProtocolError(f"version {manifest.version}: its manifest has buckets or chunks of no size")
         place = decode(where, TcpWhere)
         client = self._client(place.service, manifest.bucket_bytes)
         chunks = self._landing.take([chunk.nbytes for chunk in manifest.chunks])

@@ -69,7 +69,7 @@ class MemoryReceiver(WeightReceiver):
     def find(self, manifest: Manifest, where: bytes) -> list[Any]:
         try:
             number, version = msgspec.msgpack.decode(where, type=tuple[int, int])
-        except (msgspec.MsgspecError, UnicodeError) as error:
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise ProtocolError(f"version {manifest.version}: {error}") from None
         if version != manifest.version or (number, version) not in SENT:
             raise VersionGone(f"version {manifest.version} is no longer kept")
@@ -235,6 +235,12 @@ class BelievesSizes(MemoryReceiver):
         return super().find(manifest, where)
 
 
+class ReadsTooDeep(MemoryReceiver):
+    def find(self, manifest: Manifest, where: bytes) -> list[Any]:
+        msgspec.msgpack.decode(where) if where[:99] == b"\x91" * 99 else None
+        return super().find(manifest, where)
+
+
 class TakesOneAtATime(MemoryReceiver):
     turn = threading.Lock()
 
@@ -282,5 +288,5 @@ WRONG: dict[str, list[type[MemorySender] | type[MemoryReceiver]]] = {
     "interrupted": [StaysInterrupted],
     "closed": [TakesBackOnClose, Forgets],
     "adopted": [Forgets],
-    "strange_places": [FallsOver, BelievesSizes],
+    "strange_places": [FallsOver, BelievesSizes, ReadsTooDeep],
 }

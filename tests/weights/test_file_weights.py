@@ -356,6 +356,34 @@ def test_a_directory_that_is_mounted_elsewhere_is_found_by_the_environment(
     (tmp_path / "elsewhere").rename(path)
 
 
+def test_a_place_that_no_host_can_have_is_an_error_of_the_sdk(ends: Ends, path: Path) -> None:
+    sent = ends.publish(1, tensors())
+    receiver = ends.receiver()
+    good = msgspec.msgpack.encode((str(path), "version-00000001"))
+    for where, error in (
+        (msgspec.msgpack.encode(("/" + "x" * 5000, "version-00000001")), WeightError),
+        (msgspec.msgpack.encode(("/x" * 5000, "version-00000001")), WeightError),
+        (b"\x93" + good[1:] + b"\x91" * 100_000 + b"\xc0", ProtocolError),
+        (b"\x91" * 100_000 + b"\xc0", ProtocolError),
+    ):
+        with pytest.raises(error, match="^version 1: "):
+            ends.fetch(receiver, sent, where=where)
+    sent.check(ends.fetch(receiver, sent))
+
+
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with Ends(lambda: FileTransport("~/weights"), FileTransport) as ends:
+        sent = ends.publish(1, tensors())
+        assert names(tmp_path / "home" / "weights") == ["version-00000001"]
+        monkeypatch.setenv(file.PATH, "~/weights")
+        sent.check(ends.fetch(ends.receiver(), sent))
+    with pytest.raises(ConfigError, match="cannot write into ~nobody-of-this-name/weights: .*home"):
+        FileTransport("~nobody-of-this-name/weights").sender(Host(directory=None, name="1-0"))
+    assert names(tmp_path) == ["home"]
+
+
 # ---- publishers
 
 
@@ -547,6 +575,10 @@ def test_tensors_that_do_not_fit_into_files_are_refused_by_name() -> None:
         (TensorInfo("b", "float32", (4,), 0, -16), "tensor 'b' does not lie"),
         (TensorInfo("b", "float32", (4,), 0, 8), "tensors 'b' and 'a' overlap"),
         (TensorInfo("a", "float32", (4,), 0, 64), "tensor 'a' is there twice"),
+        (
+            TensorInfo("__metadata__", "float32", (4,), 0, 64),
+            "tensor '__metadata__' cannot go into a file: .*rename=",
+        ),
     ):
         with pytest.raises(WeightMismatch, match=reason):
             chunk_files(Manifest(1, (good, other), (Chunk(128),)))
