@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any
@@ -42,6 +42,7 @@ from ..types import events as ev
 from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES, digest
 from ..types.probe import plain_probe
+from .arguments import pairs, version_number
 from .host import host_of
 from .publication import Publication
 from .writing import DtypePolicy, Rename, Writer
@@ -119,15 +120,17 @@ class WeightPublisher:
         """Host memory held for weights."""
         return self._sender.nbytes
 
-    def publish(self, version: int, weights: Iterable[tuple[str, Any]], *, probe: Probe | None = None) -> Publication:
+    def publish(
+        self, version: int, weights: Mapping[str, Any] | Iterable[tuple[str, Any]], *, probe: Probe | None = None
+    ) -> Publication:
         """Make ``weights`` the current version. Returns when training may change them again: they are copied, and the rest goes
-        on behind. ``weights`` may give ``Shard`` for a tensor. ``probe``: how an engine that has loaded it is checked.
+        on behind. ``weights``: a mapping, or pairs of name and tensor; a ``Shard`` may stand for a tensor. ``probe``: how an engine that has loaded it is checked.
 
         Each tensor is let go before the next is asked for. ``version`` must be above every one before. Raises ConfigError,
         WeightMismatch, SchemaError, MemoryFull: the version before stays current. Raises what became of the one before too,
         and DeadlineExceeded when it is still under way.
         """
-        version = int(version)
+        version, weights = version_number(version), pairs(version, weights)
         if probe is not None:
             probe = plain_probe(probe, scored=True)
         self._settle(f"version {version} cannot be published yet", self.timeout_s)
@@ -173,8 +176,9 @@ class WeightPublisher:
     def rollback(self, version: int, reason: str = "") -> int:
         """Make the bytes of a version that is kept current again, under a new number, which is returned. ``reason``: for
         people. Raises ConfigError that says which versions are kept."""
+        version = version_number(version)
         self._settle(f"version {version} cannot be rolled back to yet", self.timeout_s)
-        self.current = drive(self._port.send(cmd.Rollback(version=int(version), reason=reason))).version
+        self.current = drive(self._port.send(cmd.Rollback(version=version, reason=reason))).version
         self._doubtful = None
         return self.current
 
