@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from ..errors import ConfigError, DeadlineExceeded, VersionGone, WeightError, WeightMismatch
 from ..interfaces import Capabilities, RolloutEngine
@@ -11,6 +12,8 @@ from ..types.config import check_policy, check_proofs
 from .prefetch import Staged, in_thread, said
 from .proof import check_held, check_names, check_probe
 from .updates import WeightUpdates
+
+T = TypeVar("T")
 
 LOAD_S = 3600.0
 GIVE_UP_AFTER = 5
@@ -66,22 +69,31 @@ class Loading:
     async def _take(self, update: Staged) -> None:
         """Load and prove."""
         name = type(self._engine).__name__
-        try:
-            names = await asyncio.wait_for(self._engine.load_weights(update), self._timeout_s)
-        except asyncio.TimeoutError:
-            text = f"{name} has not loaded version {update.version} in {self._timeout_s:g} s"
-            raise DeadlineExceeded(text) from None
+        names = await self._in_time(
+            self._engine.load_weights(update), f"{name} has not loaded version {update.version}"
+        )
         check_names(update, names)
         if update.probe is not None and (self._probed or self._must_probe):
             probe = update.probe
             work = self._engine.logprobs(probe.prompt_ids, probe.response_ids)
-            try:
-                check_probe(update, probe, await asyncio.wait_for(work, self._timeout_s))
-            except asyncio.TimeoutError:
-                text = f"{name} has not scored the probe of version {update.version} in {self._timeout_s:g} s"
-                raise DeadlineExceeded(text) from None
+            scored = await self._in_time(work, f"{name} has not scored the probe of version {update.version}")
+            check_probe(update, probe, scored)
         if self._held:
             await in_thread("held", lambda: check_held(update, self._engine.held_weights()))
+
+    async def _in_time(self, work: Awaitable[T], late: str) -> T:
+        """What ``work`` comes to, which may be a TimeoutError of its own. Raises DeadlineExceeded when it takes too long."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task], timeout=self._timeout_s)
+            if task.done():
+                return task.result()
+        finally:
+            if task.cancel():
+                await asyncio.wait([task])  # an engine that is still at it must not be given anything else
+                if not task.cancelled():
+                    task.exception()  # it came too late to be told
+        raise DeadlineExceeded(f"{late} in {self._timeout_s:g} s")
 
     async def _back(self, update: Staged, error: Exception) -> bool:
         """The version before, once more; where that is kept no longer, this one. True when the engine is on this one."""
