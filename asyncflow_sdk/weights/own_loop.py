@@ -10,6 +10,7 @@ for update in run.weight_updates():           # fetched, verified, and this repl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Set
@@ -21,7 +22,6 @@ import numpy as np
 
 from ..errors import AsyncFlowError, DeadlineExceeded, Ended
 from ..interfaces import WeightUpdate
-from ..ledger import commands as cmd
 from ..queue import LoopPort, TransferQueue
 from ..types import Probe
 from .prefetch import CLOSE_S, FETCH_S, Staged, said
@@ -46,6 +46,7 @@ class OwnUpdate(WeightUpdate):
         self._staged, self._leave = staged, leave
         self._handed: set[str] = set()
         self._took: Set[str] | None = None
+        self.heard = False  # whoever waited for it has it
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         for name, array in self._staged.arrays():
@@ -82,7 +83,14 @@ class OwnUpdate(WeightUpdate):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.wrap_future(self._leave(self, error))
+        leaving = asyncio.wrap_future(self._leave(self, error))
+        try:
+            await asyncio.shield(leaving)
+        except asyncio.CancelledError:
+            await asyncio.wait([leaving])  # whoever cancels this finds the version either committed or not
+            if not leaving.cancelled():
+                leaving.exception()  # it was told to the ledger; here the cancellation counts
+            raise
 
 
 class OwnUpdates:
@@ -91,7 +99,8 @@ class OwnUpdates:
     A thread fetches and verifies while the loop is elsewhere. A version that is not entered by ``with`` is passed over. One that
     failed comes again after a while, unless a newer one does. ``loaded``: the version that the engine has already.
     ``timeout_s``: the longest it waits for a version before DeadlineExceeded says for whom. One thread, or one task, iterates.
-    ``close`` may be called from any.
+    ``close`` may be called from any, and is to be where a loop is left early, best by ``with``: until then this session is a
+    replica, for which others may have to wait.
     """
 
     def __init__(
@@ -131,8 +140,11 @@ class OwnUpdates:
                 if self._closed:
                     return
                 raise
-            finally:
-                coming.cancel()  # of a wait that was interrupted
+            except BaseException:
+                coming.cancel()  # a wait that was interrupted
+                self._take_back()
+                raise
+            update.heard = True
             yield update
 
     async def __aiter__(self) -> AsyncIterator[OwnUpdate]:
@@ -144,16 +156,18 @@ class OwnUpdates:
             except asyncio.CancelledError:
                 if self._closed:
                     return
+                self._take_back()
                 raise
+            update.heard = True
             yield update
 
     def close(self) -> None:
-        """Stop fetching. Idempotent; a version that was handed out and not left can be committed no more."""
+        """Stop fetching; this session is no replica any more. Idempotent; a version that was handed out and not left can be committed no more."""
         if self._closed:
             return
         self._closed = True
         try:
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(2 * CLOSE_S)
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(3 * CLOSE_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -185,20 +199,28 @@ class OwnUpdates:
         self._port = LoopPort(queue._port.connection)
         self._changed = asyncio.Event()
         self._updates = WeightUpdates(queue, loaded, self._changed.set, **options)
-        if loaded is not None:
-            await self._port.send(cmd.Loaded(version=loaded))
-        self._updates.start()
+        await self._updates.join()
 
     async def _next(self) -> OwnUpdate:
         if self._current is not None:
             passed, self._current = self._current, None
-            await self._updates.give_up(passed._staged, "the loop went on without loading it", again=False)
+            await self._updates.give_up(passed._staged, "the loop went on without loading it", again=not passed.heard)
         until = time.monotonic() + self._timeout_s
         while (staged := await self._staged(until)) is not None:
             if await self._permission(staged.version, until) and self._updates.staged is staged:
                 self._current = OwnUpdate(self._updates.take(), self._leave)
                 return self._current
         raise Ended("no further version will come")
+
+    def _take_back(self) -> None:
+        """A version that comes when nobody waits for it any more must not keep others from loading theirs."""
+        self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._unheard(), loop=self._loop))
+
+    async def _unheard(self) -> None:
+        if (update := self._current) is not None and not update.heard:
+            self._current = None
+            with contextlib.suppress(AsyncFlowError):  # it is told again by whatever comes next
+                await self._updates.give_up(update._staged, "nobody waits for it any more")
 
     async def _staged(self, until: float) -> Staged | None:
         """The version that is staged, once there is one; None at the end of the run."""
@@ -243,6 +265,7 @@ class OwnUpdates:
         await self._updates.give_up(update._staged, said(error))
 
     async def _stop(self) -> None:
+        self._current = None
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if hasattr(self, "_updates"):
             await self._updates.close()

@@ -103,6 +103,12 @@ class Prefetch:
         self._nothing_taken.clear()
         return taken
 
+    def drop(self, version: int) -> None:
+        """A version that is staged may not be loaded any more: nothing is staged until a newer one is."""
+        if self.staged is not None and self.staged.version == version:
+            gone, self.staged = self.staged, None
+            gone.release()
+
     def done(self) -> None:
         """What was taken is loaded, or will not be."""
         self._nothing_taken.set()
@@ -228,7 +234,9 @@ class Prefetch:
             except (DeadlineExceeded, Ended):  # what had its bytes is gone, and nothing newer is there
                 newest = told
             if newest.version > told.version:
-                return  # _watch hears of it, too
+                if self._newest is None or newest.version > self._newest.version:
+                    self._newest = newest  # _watch hears of it, too, but maybe not before the next try
+                return
         self._without_base = told.version  # it may be the base that is wrong
         self._wait_longer(told.version)
         await self._say(told, error)

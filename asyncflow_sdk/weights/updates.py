@@ -9,13 +9,21 @@ await updates.commit(update, await engine.load_weights(update))
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterable
 
-from ..errors import ConfigError, DeadlineExceeded, VersionGone
+from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, VersionGone
 from ..ledger import commands as cmd
-from ..queue import LoopPort, TransferQueue
-from .prefetch import ASK_AGAIN_S, FETCH_S, Prefetch, Staged
+from ..queue import Connection, LoopPort, TransferQueue
+from .prefetch import ASK_AGAIN_S, CLOSE_S, FETCH_S, Prefetch, Staged
 from .proof import check_names
+
+_replicas: weakref.WeakKeyDictionary[Connection, object] = weakref.WeakKeyDictionary()
+"""The place of each connection's replica: the ledger knows one a session."""
+_lock = threading.Lock()
 
 
 class WeightUpdates:
@@ -23,7 +31,7 @@ class WeightUpdates:
 
     ``loaded``: the version that the engine has; None for none. ``changed`` is called when there is something to look at: a
     version is ``staged``, there is a ``failure``, or the run has ``ended``. ``rename``: from published names to the engine's.
-    Nothing here is thread-safe.
+    From ``claim``, ``join`` or ``start`` to ``close`` it is the connection's only one. Nothing here is thread-safe.
     """
 
     def __init__(
@@ -40,12 +48,32 @@ class WeightUpdates:
         self._prefetch = Prefetch(
             connection, -1 if loaded is None else loaded, changed, rename=rename, fetch_timeout_s=fetch_timeout_s
         )
+        self._place = object()
         self._told: cmd.Version | None = None  # of the version that is loaded
         self.loaded = loaded
         self._unpermitted = ""  # why a permission to swap has not come yet, in the ledger's words
 
+    def claim(self) -> None:
+        """Take the connection's place of a replica, until ``close``; ``join`` and ``start`` do it, too."""
+        connection = self._port.connection
+        with _lock:
+            if _replicas.setdefault(connection, self._place) is not self._place:
+                raise ConfigError(
+                    f"{connection.name} takes weight updates for another engine already, and a connection is one replica:"
+                    " close those first, or connect again for this one"
+                )
+
+    async def join(self) -> None:
+        """Say what the engine has loaded, and begin to fetch. Raises ConfigError as ``start`` does."""
+        self.claim()
+        if self.loaded is not None:
+            await self._port.send(cmd.Loaded(version=self.loaded))
+        self.start()
+
     def start(self) -> None:
-        """Begin to fetch. From now on the ledger counts this session as a replica."""
+        """Begin to fetch. From now on the ledger counts this session as a replica. Raises ConfigError when it is one already,
+        for another engine."""
+        self.claim()
         self._prefetch.start()
 
     @property
@@ -69,15 +97,17 @@ class WeightUpdates:
         return self._prefetch.ended
 
     async def permission(self, version: int, *, timeout_s: float | None = None) -> bool:
-        """Wait until this replica may load a version it has staged. False when a newer one has taken its place. Waits as long
-        as it takes, but for a ``timeout_s``: then DeadlineExceeded says for whom."""
+        """Wait until this replica may load a version it has staged. False when a newer one has taken its place, which
+        may still have to be fetched: nothing is staged then. Waits as long as it takes, but for a ``timeout_s``: then
+        DeadlineExceeded says for whom."""
         while True:
             try:
                 await self._port.send(
                     cmd.Swap(version=version, timeout_s=ASK_AGAIN_S if timeout_s is None else timeout_s)
                 )
-            except VersionGone:
+            except VersionGone:  # it may never be loaded any more: not to be asked for again
                 self._unpermitted = ""
+                self._prefetch.drop(version)
                 return False
             except ConfigError:
                 if self.staged is not None and self.staged.version == version:
@@ -100,9 +130,11 @@ class WeightUpdates:
         WeightMismatch unless they are the update's; then nothing is committed."""
         if names is not None:
             check_names(update, names)
-        await self._port.send(cmd.Loaded(version=update.version))
+        try:
+            await self._port.send(cmd.Loaded(version=update.version))
+        finally:
+            self._prefetch.done()
         self.loaded, self._told = update.version, update.told
-        self._prefetch.done()
         self._prefetch.succeeded()
         self._prefetch.keep_base(update)
 
@@ -110,8 +142,10 @@ class WeightUpdates:
         """``update`` was not loaded: the engine is on what it had. Unless not ``again``, it comes again after a while, or a
         newer one does."""
         update.release()
-        await self._port.send(cmd.NotLoaded(version=update.version, reason=reason))
-        self._prefetch.done()
+        try:
+            await self._port.send(cmd.NotLoaded(version=update.version, reason=reason))
+        finally:
+            self._prefetch.done()
         if again:
             self._prefetch.again(update.version)
 
@@ -131,5 +165,20 @@ class WeightUpdates:
         self._prefetch.keep_base(update)
 
     async def close(self) -> None:
-        """Stop, and free what is held. Idempotent."""
-        await self._prefetch.close()
+        """Stop, and free what is held: this session is no replica any more. Idempotent."""
+        try:
+            await self._prefetch.close()
+        finally:
+            await self._retire()
+
+    async def _retire(self) -> None:
+        """Give the place up, and with it what others may wait for: a permission, a part in the quorum."""
+        connection = self._port.connection
+        if _replicas.get(connection) is not self._place:
+            return
+        try:
+            with contextlib.suppress(AsyncFlowError, asyncio.TimeoutError):  # a server that is gone knows no replica
+                await asyncio.wait_for(self._port.send(cmd.Retire()), CLOSE_S)
+        finally:
+            with _lock:
+                _replicas.pop(connection, None)

@@ -100,26 +100,34 @@ class Producer:
         self._idle_since: float | None = time.monotonic()
 
     async def run(self) -> None:
-        """Generate until the stream ends. Raises what the engine raised, and DeadlineExceeded with the reason."""
+        """Generate until the stream ends. Raises what the engine raised, DeadlineExceeded with the reason, and
+        ConfigError when this connection is another engine's replica."""
         self._aio = self._queue.aio
+        self._updates.claim()
         background = [asyncio.create_task(self._flush())]
         try:
-            if self._loaded is not None:
-                await self._aio.loaded(self._loaded)
-            self._updates.start()
+            await self._updates.join()
             while await self._turn():
                 pass
             await self._drain()
         finally:
             tasks = [*background, *self._running, *([self._asking] if self._asking is not None else [])]
+            await self._end(tasks)
+
+    async def _end(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        """Whatever fails on the way, and when it is cancelled: this session is no replica any more."""
+        try:
+            self._swapping.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._swapping.close()
             with contextlib.suppress(asyncio.TimeoutError):  # an engine that hangs must not hide why
                 await asyncio.wait_for(self._engine.close(), CLOSE_S)
-            await self._updates.close()
-            await self._connection.wire.aclose_loop()
+        finally:
+            try:
+                await self._updates.close()
+            finally:
+                await self._connection.wire.aclose_loop()
 
     async def _turn(self) -> bool:
         """Swap what is due, else begin what is allowed. False when the stream has ended."""

@@ -12,11 +12,13 @@ from scripted_transport import fails, scripted
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, VersionGone, WeightError, WeightMismatch, WireError
+from asyncflow_sdk.ledger import Ledger
+from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.testing import EchoRollout
 from asyncflow_sdk.testing.echo import weights
 from asyncflow_sdk.types import Probe
 from asyncflow_sdk.types.events import WeightState
-from asyncflow_sdk.weights import Loading, loading, prefetch
+from asyncflow_sdk.weights import Loading, OwnUpdates, loading, prefetch
 
 SEQUENCES = ((1, 2), (3,)), ((4, 5), (6,))
 
@@ -246,6 +248,30 @@ def test_an_engine_that_never_comes_back_from_a_load_is_named() -> None:
         asyncio.run(scenario())
 
 
+class Late(EchoRollout):
+    """Says itself, at once, that something took too long."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [TimeoutError("rank 3 did not answer"), DeadlineExceeded("rank 3 did not answer")])
+def test_a_timeout_of_the_engines_own_is_told_as_it_is(error: Exception) -> None:
+    async def scenario() -> None:
+        async with replica(run.client("replica")) as one:
+            loaded = Loaded(one, Late(error))
+            publish(run, 1)
+            assert not await loaded.load(1)
+
+    with served() as run:
+        asyncio.run(scenario())
+        assert [e.detail for e in run.states("failed")] == [f"{type(error).__name__}: rank 3 did not answer"]
+
+
 class Old(EchoRollout):
     """Names tensors in its own way, and can do nothing else."""
 
@@ -404,6 +430,130 @@ def test_the_same_on_an_event_loop() -> None:
     with af.serve() as run, run.weight_publisher() as publisher, af.connect(run.address, name="mine") as mine:
         publisher.publish(0, model(0).items())
         assert asyncio.run(scenario(mine)) == [0, 1, 2]
+
+
+def asked_by(monkeypatch: pytest.MonkeyPatch, worker: str) -> list[int]:
+    """The versions that a replica asks to load, request by request; of runs that are served from now on."""
+    asked: list[int] = []
+    swap = Ledger._swap
+
+    def counted(ledger: Any, session: Any, command: Any) -> Any:
+        if session.name == worker:
+            asked.append(command.version)
+        return swap(ledger, session, command)
+
+    monkeypatch.setattr(Ledger, "_swap", counted)
+    return asked
+
+
+def test_a_version_that_was_replaced_before_it_was_taken_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, asked = scripted(monkeypatch), asked_by(monkeypatch, "mine")
+    with served() as run:
+        updates = OwnUpdates(run.client("mine"), timeout_s=LIMIT_S)
+        run.publish(1)
+        until(lambda: run.states("staged", "mine"))
+        comes = threading.Event()
+        receiver.script = [lambda r, m: (comes.wait(LIMIT_S), None)[1]]
+        run.publish(2)
+        # when it wants one while the newest is still being fetched
+        threading.Timer(0.3, comes.set).start()
+        assert next(iter(updates)).version == 2
+        # then
+        assert asked == [1, 2]
+        updates.close()
+
+
+def test_a_closed_loop_keeps_nobody_waiting() -> None:
+    with served(max_swapping=1) as run:
+        one, two = (OwnUpdates(run.client(name), timeout_s=LIMIT_S) for name in ("one", "two"))
+        run.publish(1)
+        for _ in one:
+            break
+        one.close()
+        with next(iter(two)) as update:
+            assert values(update) == {1.0}
+        two.close()
+
+
+def test_a_connection_is_one_replica() -> None:
+    with served() as run:
+        queue = run.client("mine")
+        run.publish(1)
+        with OwnUpdates(queue, timeout_s=LIMIT_S) as updates:
+            with pytest.raises(ConfigError, match="mine takes weight updates for another engine already"):
+                OwnUpdates(queue, loaded=0)
+            with pytest.raises(ConfigError, match="mine takes weight updates for another engine already"):
+                asyncio.run(af.Producer(queue, EchoRollout()).run())
+            with next(iter(updates)) as update:  # which did not notice
+                list(update.arrays())
+        with OwnUpdates(queue, timeout_s=LIMIT_S) as updates, next(iter(updates)) as update:
+            list(update.arrays())
+
+
+def test_a_commit_that_is_cancelled_is_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that is cancelled while it leaves a version goes on as if it had been cancelled after."""
+    receiver = scripted(monkeypatch)
+    with served() as run:
+        updates = OwnUpdates(run.client("mine"), timeout_s=LIMIT_S)
+        run.publish(1)
+        committing = threading.Event()
+        send = updates._updates._port.send
+
+        async def slow(command: Any) -> Any:
+            reply = await send(command)
+            if isinstance(command, cmd.Loaded):
+                committing.set()
+                await asyncio.sleep(0.2)
+            return reply
+
+        updates._updates._port.send = slow  # type: ignore[method-assign]
+
+        async def load() -> None:
+            async for update in updates:
+                async with update:
+                    list(update.arrays())
+
+        async def cancelled() -> None:
+            task = asyncio.create_task(load())
+            await asyncio.to_thread(committing.wait, LIMIT_S)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert updates.loaded == 1
+
+        asyncio.run(cancelled())
+        # and what fails afterwards is told, and tried again
+        receiver.script = [fails(WireError("nobody listens"))]
+        run.publish(2)
+        with next(iter(updates)) as update:
+            assert values(update) == {2.0}
+        assert [e.version for e in run.states("failed", "mine")] == [2]
+        updates.close()
+
+
+def test_a_version_that_came_for_a_cancelled_loop_is_given_back() -> None:
+    async def cancelled(updates: OwnUpdates) -> None:
+        async def load() -> None:
+            async for _ in updates:
+                raise AssertionError("it heard of it")
+
+        task = asyncio.create_task(load())
+        await asyncio.sleep(0)
+        run.publish(1)
+        until(lambda: run.states("swapping", "one"))
+        task.cancel()  # in the turn in which it would have heard of it
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with served(max_swapping=1) as run:
+        one, two = (OwnUpdates(run.client(name), timeout_s=LIMIT_S) for name in ("one", "two"))
+        asyncio.run(cancelled(one))
+        with next(iter(two)) as update:
+            list(update.arrays())
+        with next(iter(one)) as update:  # it comes again
+            assert values(update) == {1.0}
+        one.close()
+        two.close()
 
 
 def test_closing_the_run_ends_a_wait_for_versions() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from children import Child
-from replica_runs import LIMIT_S, model, replica, served, values
+from replica_runs import LIMIT_S, Replica, model, replica, served, values
 from scripted_transport import ScriptedReceiver, and_then, fails, scripted, until_interrupted
 from weight_children import publish_until_killed
 
@@ -396,6 +396,69 @@ def test_one_slow_replica_asks_until_it_may(monkeypatch: pytest.MonkeyPatch) -> 
             assert not two.updates.waits_for
 
     with served(max_swapping=1) as run:
+        asyncio.run(scenario())
+
+
+def test_a_staged_version_that_was_replaced_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = scripted(monkeypatch)
+
+    async def scenario() -> None:
+        async with replica(run.client("replica")) as one:
+            run.publish(1)
+            old = await one.staged(1)
+            # given the next version, which is not here yet
+            comes = threading.Event()
+            receiver.script = [lambda r, m: (comes.wait(LIMIT_S), None)[1]]
+            run.publish(2)
+            # when
+            assert not await one.updates.permission(1)
+            # then
+            assert one.updates.staged is None
+            with pytest.raises(VersionGone, match="version 1 was released"):
+                list(old)
+            comes.set()
+            await one.load(2)
+
+    with served() as run:
+        asyncio.run(scenario())
+
+
+def test_a_closed_replica_leaves_no_permission_and_no_part_in_the_quorum_behind() -> None:
+    async def scenario() -> None:
+        async with replica(run.client("two")) as two:
+            async with replica(run.client("one")) as one:
+                run.publish(1)
+                await asyncio.gather(one.staged(1), two.staged(1))
+                assert await one.updates.permission(1)
+            # when one is closed, while its connection lives
+            await two.load(1)
+            # then
+            session = next(each for each in run.trainer.status().sessions if each.name == "one")
+            assert session.loaded is None
+            assert not session.weights
+
+    with served(max_swapping=1) as run:
+        asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+
+
+def test_a_connection_is_one_replica() -> None:
+    async def scenario() -> None:
+        queue = run.client("replica")
+        run.publish(1)
+        async with replica(queue, 0) as one:
+            other = Replica(queue)
+            # when
+            with pytest.raises(ConfigError, match="replica takes weight updates for another engine already"):
+                other.updates.start()
+            await other.updates.close()  # of one that never had the place
+            # then
+            await one.load(1)
+        # and a closed one frees the place
+        async with replica(queue, 1) as later:
+            run.publish(2)
+            await later.load(2)
+
+    with served() as run:
         asyncio.run(scenario())
 
 
