@@ -10,8 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor import distribute_tensor
 from written import same, send, write
 
 from asyncflow_sdk.errors import SchemaError, WeightMismatch
@@ -116,6 +120,27 @@ def test_tensors_that_lie_one_after_another_in_the_same_place_are_not_tied(ends:
     arrays = dict(sent.update(ends[1]).arrays())
     arrays["n0"] += 1
     assert not arrays["n1"].any()
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_distributed_tensor_is_refused_with_what_to_give_instead(ends: Ends, mesh: Any) -> None:
+    whole = torch.arange(6.0).reshape(3, 2)
+    tensor = distribute_tensor(whole, mesh, [Split(0)])
+    for odd in (tensor, Shard(tensor, (0, 0), (3, 2))):
+        with pytest.raises(
+            SchemaError, match=r"version 1: tensor 'w': it is a DTensor: yield Shard.*to_local.*full_tensor\(\)"
+        ):
+            send(ends[0], 1, [("w", odd)])
+        ends[0].abandon()
+    pieces = {"local": Shard(tensor.to_local(), (0, 0), (3, 2)), "gathered": tensor.full_tensor()}
+    for _, value in send(ends[0], 1, pieces.items()).update(ends[1]):
+        assert torch.equal(value, whole)
 
 
 def test_a_buffer_that_is_filled_with_equal_values_for_each_tensor_is_not_a_tie(ends: Ends) -> None:
