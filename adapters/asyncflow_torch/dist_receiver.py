@@ -39,6 +39,7 @@ class DistReceiver(WeightReceiver):
         self._memory = Recycled()
         self._asks = itertools.count(1)
         self._links: dict[bytes, _Link] = {}
+        self._places: dict[int, bytes] = {}  # the last that gave a version, by rank
         self._asking: tuple[_Link, int] | None = None  # by the fetch under way
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
@@ -50,6 +51,7 @@ class DistReceiver(WeightReceiver):
         try:
             start = link.join(join, until)
             _Part(link, start, manifest, chunks, until).take()
+            self._gave(link.where.rank, where)
         except (ServerLost, DeadlineExceeded):
             link.given_up = True
             raise
@@ -73,6 +75,12 @@ class DistReceiver(WeightReceiver):
         for raw, link in list(self._links.items()):
             self._drop(raw, under_way=asking is not None and asking[0] is link)
         self._memory.close()
+
+    def _gave(self, rank: int, raw: bytes) -> None:
+        """Links to publishers whose place another has taken are not kept: a replica may outlive many trainers."""
+        self._places[rank] = raw
+        for former in set(self._links) - set(self._places.values()):
+            self._drop(former)
 
     def _drop(self, raw: bytes, *, under_way: bool = False) -> None:
         """A close and the fetch that it ends both do this."""

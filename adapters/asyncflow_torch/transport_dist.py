@@ -72,7 +72,7 @@ class DistSender(WeightSender):
             self._staging.close()
             raise
         self._rounds.start(self._service)
-        self._where = encode(Where(self._service.where, backend, plain, stall_s, host.name))
+        self._where = encode(Where(self._service.where, backend, plain, stall_s, host.name, host.rank))
 
     @property
     def nbytes(self) -> int:

@@ -17,10 +17,11 @@ MOST_BUCKETS = 256
 
 
 class TcpWhere(msgspec.Struct, frozen=True, array_like=True):
-    """Where a version is: at a service, by the number it was published under."""
+    """Where a version is: at a service, by the number it was published under. ``rank``: of the publisher."""
 
     service: bytes
     version: int
+    rank: int = 0
 
 
 class Get(msgspec.Struct, frozen=True, array_like=True):

@@ -45,6 +45,7 @@ class TcpReceiver(WeightReceiver):
         self._landing = Landing()
         self._crew: _Crew | None = None
         self._clients: dict[bytes, tuple[ServiceClient, int]] = {}
+        self._services: dict[int, bytes] = {}  # the last that gave a version, by rank
         self._fetch: _Fetch | None = None
         self._lock = threading.Lock()
         self.again = 0
@@ -76,6 +77,7 @@ class TcpReceiver(WeightReceiver):
                 self._fetch = None
         self.again += fetch.again
         if fetch.error is None:
+            self._gave(place)
             return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full")
         self._landing.give_back(chunks)  # though frames of the error's traceback refer to them
         if isinstance(fetch.error, (WireError, DeadlineExceeded)):
@@ -102,6 +104,12 @@ class TcpReceiver(WeightReceiver):
         if known is None:
             known = self._clients[service] = ServiceClient(service, bucket_bytes + _SLACK_BYTES), bucket_bytes
         return known[0]
+
+    def _gave(self, place: TcpWhere) -> None:
+        """Connections to publishers whose place another has taken are not kept: a replica may outlive many trainers."""
+        self._services[place.rank] = place.service
+        for service in set(self._clients) - set(self._services.values()):
+            self._drop(service)
 
     def _drop(self, service: bytes) -> None:
         """The next fetch connects anew. A close and the fetch that it ends both do this."""

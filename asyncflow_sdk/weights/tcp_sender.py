@@ -49,7 +49,7 @@ class TcpSender(WeightSender):
     made."""
 
     def __init__(self, host: Host, *, listen: str | None, plain: bool, delta_bytes: int) -> None:
-        self._delta = delta_bytes > 0
+        self._rank, self._delta = host.rank, delta_bytes > 0
         self._codes = Codes(delta_bytes)
         self._versions: dict[int, _Version] = {}
         self._fresh: int | None = None  # sent, and not kept yet
@@ -75,7 +75,7 @@ class TcpSender(WeightSender):
         with self._lock:
             self._versions[manifest.version] = version
         self._fresh = manifest.version
-        return encode(TcpWhere(self._service.where, manifest.version))
+        return encode(TcpWhere(self._service.where, manifest.version, self._rank))
 
     def abandon(self) -> None:
         self._forget([version for version in self._staging.versions if version != self._fresh])

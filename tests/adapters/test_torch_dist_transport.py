@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -560,6 +561,25 @@ def test_training_goes_on_while_a_receiver_holds_up_a_round(monkeypatch: pytest.
         assert content(fetch().chunks) == sent.content
         with pytest.raises(VersionGone, match="version 1 is no longer kept"):
             receiver.fetch(sent.manifest, sent.where, timeout_s=30.0)
+
+
+def test_a_receiver_that_outlives_its_trainers_keeps_no_link_to_them() -> None:
+    files: list[int] = []
+    with a_receiver() as receiver:
+        for version in range(1, 5):
+            with a_sender(gather_s=0.0) as sender:
+                sent = sent_by(sender, version)
+                receiver.fetch(sent.manifest, sent.where, timeout_s=30.0)
+                assert list(receiver._links) == [sent.where]
+                link = receiver._links[sent.where]
+                receiver.fetch(sent.manifest, sent.where, timeout_s=30.0)
+                assert receiver._links[sent.where] is link
+                files.append(counts()[0])
+        # then they come to be closed: ZeroMQ does it behind
+        end = time.monotonic() + 30
+        while counts()[0] > files[0]:
+            assert time.monotonic() < end, f"{counts()[0]} of {files} are never closed"
+            threading.Event().wait(0.01)
 
 
 def test_what_cannot_work_is_refused_with_what_to_use_instead() -> None:

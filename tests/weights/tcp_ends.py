@@ -39,7 +39,7 @@ def through(where: bytes, address: str, **changes: Any) -> bytes:
     """The same version, reached at another address."""
     place = msgspec.msgpack.decode(where, type=TcpWhere)
     service = msgspec.structs.replace(service_of(where), address=address, **changes)
-    return msgspec.msgpack.encode(TcpWhere(msgspec.msgpack.encode(service), place.version))
+    return msgspec.msgpack.encode(TcpWhere(msgspec.msgpack.encode(service), place.version, place.rank))
 
 
 def numbers(seed: int, nbytes: int) -> np.ndarray[Any, Any]:

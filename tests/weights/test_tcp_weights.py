@@ -1,6 +1,8 @@
 """Weights over tcp: whole or as deltas, whichever is smaller; in bounded memory that is used again."""
 
+import os
 import threading
+import time
 from typing import Any
 
 import ml_dtypes
@@ -9,9 +11,10 @@ import pytest
 from tcp_ends import tcp
 
 from asyncflow_sdk.errors import MemoryFull, VersionGone
-from asyncflow_sdk.interfaces.weights import Fetched
+from asyncflow_sdk.interfaces.weights import Fetched, Host
 from asyncflow_sdk.testing.ends import BUCKET, Ends
 from asyncflow_sdk.weights import delta, landing, tcp_messages, tcp_receiver, tcp_sender
+from asyncflow_sdk.weights.tcp import TcpTransport
 
 COUNT = 4 * BUCKET  # of bf16 numbers: 8 buckets
 
@@ -191,6 +194,44 @@ def test_a_replica_holds_the_version_it_has_and_the_one_it_fetches() -> None:
         receiver.close()
         assert receiver.nbytes == small.manifest.nbytes
         small.check(kept)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_replica_that_outlives_its_trainers_keeps_no_connection_to_them() -> None:
+    receiver = TcpTransport().receiver(Host(directory=None, name="replica"))
+    files: list[int] = []
+    with tcp() as ends:
+        ends.sender.close()
+        for version in range(1, 7):
+            # when each rank has another trainer
+            ranks = [
+                TcpTransport().sender(Host(directory=None, name=f"{version}-{n}", rank=n, world_size=2))
+                for n in (0, 1)
+            ]
+            places = []
+            for ends.sender in ranks:
+                places.append(ends.publish(version, {"w": np.arange(BUCKET, dtype=np.uint8)}))
+            for _ in range(2):
+                for sent in places:
+                    sent.check(receiver.fetch(sent.manifest, sent.where, timeout_s=30.0))
+                clients = list(receiver._clients.values())  # type: ignore[attr-defined]
+                assert len(clients) == 2
+            # then those it has are kept from fetch to fetch
+            for sent in places:
+                receiver.fetch(sent.manifest, sent.where, timeout_s=30.0)
+            assert clients == list(receiver._clients.values())  # type: ignore[attr-defined]
+            for sender in ranks:
+                sender.close()
+            files.append(descriptors())
+        # then they come to be closed: ZeroMQ does it behind
+        end = time.monotonic() + 30
+        while descriptors() > files[0]:
+            assert time.monotonic() < end, f"{descriptors()} of {files} are never closed"
+            time.sleep(0.01)
+    receiver.close()
 
 
 def test_a_fetch_that_failed_leaves_its_memory_to_the_next() -> None:
