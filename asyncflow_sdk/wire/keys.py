@@ -79,7 +79,8 @@ def server_keys(server: Path, run: Path) -> ServerKeys:
 
 
 def fresh_keys() -> tuple[ServerKeys, RunKey]:
-    """Keys of a server that is known to nobody yet, and the one that it lets in. They are in no file."""
+    """Keys of a server that is known to nobody yet, and the one that it lets in. No file of keys is made for them; but a run
+    keeps in its journal, which is its owner's alone, what a weight service says of itself, and so the key to it."""
     (server, secret), (client, own) = _pair(), _pair()
     return ServerKeys(server, secret, (client,)), RunKey(server, client, own)
 

@@ -20,6 +20,7 @@ from .keys import RunKey
 GIVE_UP_MS = 10_000
 """A tcp connection on which nothing sent was acknowledged for so long is given up, and made anew by its client."""
 BULK_THREADS = 2
+MOST_PORT = 65535
 IDLE_S, PROBE_S, PROBES = 5, 2, 3
 """A tcp connection on which nothing moved for IDLE_S is probed every PROBE_S; after PROBES without word it is over."""
 
@@ -44,8 +45,13 @@ def transport_of(address: str) -> str:
     transport, _, rest = address.partition("://")
     if transport not in ("inproc", "ipc", "tcp") or not rest:
         raise ConfigError(f"{address!r} is no address; known transports are inproc, ipc and tcp")
-    if transport == "tcp" and not (rest.rpartition(":")[0] and rest.rpartition(":")[2].isdecimal()):
-        raise ConfigError(f"{address!r} is no address; tcp://HOST:PORT is expected")
+    if transport == "tcp":
+        host, _, port = rest.rpartition(":")
+        if not (host and port.isdecimal()):
+            raise ConfigError(f"{address!r} is no address; tcp://HOST:PORT is expected")
+        port = port.lstrip("0")
+        if len(port) > 5 or int(port or 0) > MOST_PORT:  # of more, ZeroMQ would take the lowest bits
+            raise ConfigError(f"{address!r} is no address: a port is at most {MOST_PORT}")
     return transport
 
 

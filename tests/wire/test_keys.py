@@ -159,6 +159,10 @@ def test_a_key_where_none_is_needed_or_none_where_it_is(files: tuple[Path, Path]
     for address in ("tcp://127.0.0.1:notaport", "tcp://127.0.0.1", "tcp://:1"):
         with pytest.raises(ConfigError, match="tcp://HOST:PORT is expected"):
             Client(address)
+    for port in ("65536", "99999", "0099999", "1" * 5000):
+        for ask in (Client, lambda address: Server([address], Parrot())):
+            with pytest.raises(ConfigError, match="a port is at most 65535"):
+                ask(f"tcp://127.0.0.1:{port}")
 
 
 def test_connections_that_come_and_go_leave_no_sockets_behind(files: tuple[Path, Path]) -> None:
