@@ -56,8 +56,9 @@ class Publication:
                 self.failed(error)
 
     def wait(self, timeout_s: float = 600.0) -> Manifest:
-        """Return once the version, or this rank's part of it, is published. Raises what went wrong: the version before is
-        current then; DeadlineExceeded, and it is still under way."""
+        """Return once the version, or this rank's part of it, is published: a version of several ranks is current once all parts
+        are, and if another rank withdraws it, the run is told so and the next publish goes on. Raises what went wrong: the
+        version before is current then; DeadlineExceeded, and it is still under way."""
         try:
             manifest = self._done.result(timeout_s)
         except FutureTimeout:

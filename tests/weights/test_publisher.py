@@ -517,7 +517,7 @@ class Lost:
         raise ServerLost("the server does not answer")
 
 
-@pytest.mark.parametrize("number", [2])
+@pytest.mark.parametrize("number", [2, 3])
 def test_the_trainer_goes_on_after_a_publish_that_never_arrived(served: Served, number: int) -> None:
     # given
     trainer = WeightPublisher(served.client())
@@ -606,3 +606,28 @@ def test_a_publisher_that_closes_gives_up_what_is_late(served: Served, transport
         assert value_of(served.newest()) == 1.5
     with pytest.raises(WeightError, match="the publisher was closed"):
         publication.wait(LIMIT_S)
+
+
+def test_ranks_go_on_after_one_of_them_failed_alone(served: Served) -> None:
+    # given rank 0 that fails before rank 1 begins, and rank 1 that publishes its part nevertheless
+    ranks = [
+        WeightPublisher(served.client(f"rank{rank}"), rank=rank, world_size=2, timeout_s=LIMIT_S) for rank in (0, 1)
+    ]
+    with pytest.raises(RuntimeError, match="the engine broke"):
+        ranks[0].publish(1, broken())
+    ranks[1].publish(1, [("x", np.full(3, 1.0))]).wait(LIMIT_S)
+    # when
+    parts = [
+        rank.publish(2, [(name, np.full(3, 2.0))]) for rank, name in zip(ranks, "wx", strict=True)
+    ]  # one after the other: neither waits for version 1
+    # then version 2 is there from both, and the run was told why version 1 is not
+    for part in parts:
+        part.wait(LIMIT_S)
+    assert value_of(served.newest()) == 2.0
+    for each in ranks:
+        each.close()
+    notes = [event.text for event in served.events if isinstance(event, Note)]
+    assert notes == [
+        "version 1 was withdrawn by rank0: RuntimeError: the engine broke",
+        "version 1 was withdrawn: rank 0 (rank0) announced 2 in its place",
+    ]
