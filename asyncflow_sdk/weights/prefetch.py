@@ -314,8 +314,6 @@ def _manifest(told: cmd.Version, rank: int, part: cmd.Part) -> Manifest:
     did not say."""
     try:
         manifest = msgspec.msgpack.decode(part.manifest, type=Manifest)
-        if manifest.bucket_bytes < 1 or any(chunk.nbytes < 0 for chunk in manifest.chunks):
-            raise ValueError("its chunks or buckets have no size")
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(
             f"version {told.version}: the manifest of rank {rank}'s part cannot be read: {error}"
