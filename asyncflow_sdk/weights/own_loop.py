@@ -35,7 +35,8 @@ class OwnUpdate(WeightUpdate):
     """A version that may be loaded now. What is done to the engine belongs into its ``with`` block.
 
     Left without an exception, the version is committed: the engine generates with it from then on. It must have taken every
-    tensor: those it says it ``took``, else those that iterating handed out; WeightMismatch names others. Left with an
+    tensor: those it says it ``took``, else those that iterating handed out; WeightMismatch names others. Call ``took`` with the
+    names the engine itself says it has taken: that a tensor was handed out does not prove that it was. Left with an
     exception, the engine must be on the version it had, whole, or not generate any more. ``probe``: sequences
     whose log-probs by this version are known, where the trainer gave some.
     """
@@ -59,7 +60,7 @@ class OwnUpdate(WeightUpdate):
             yield name, tensor
 
     def took(self, names: Iterable[str]) -> None:
-        """Which tensors the engine took."""
+        """Which tensors the engine took, by its own word."""
         self._took = names_taken(self.version, names, "took() was given", "give it")
 
     @property

@@ -187,8 +187,9 @@ class WeightPublisher:
         self._settle("not everything is published", self.timeout_s if timeout_s is None else timeout_s)
 
     def close(self) -> None:
-        """Flush, and give the role up. What is current stays so. A version that is not through in time is given up.
-        Idempotent."""
+        """Flush, and give the role up. A version that is not through in time is given up. What is current stays so; replicas
+        that have not fetched it by now still can where the transport outlives its publisher (shm, file), else they wait for
+        the next version. Idempotent."""
         if self._closed:
             return
         self._closed, delivery = True, self._delivery
