@@ -82,15 +82,17 @@ class Adapter:
 
     def load(self) -> Callable[..., Any]:
         """Import the factory. Raises PluginError with the pip line when its engine is not installed."""
-        what = f"{self.spec.kind} engine {self.spec.name!r} (from {self.source})"
+        kind = f"{self.spec.kind} engine" if self.spec.kind in ("rollout", "train") else self.spec.kind
+        what = f"{kind} {self.spec.name!r} (from {self.source})"
         if self.missing:
             raise PluginError(f"{what} needs {'; '.join(self.missing)}. Install with: {self.cure}")
         module, _, attribute = self.spec.factory.partition(":")
         try:
             factory = getattr(importlib.import_module(module), attribute)
         except Exception as error:
+            again = f". It needs {', '.join(self.spec.requires)}: {self.cure}" if self.spec.requires else ""
             raise PluginError(
-                f"{what}: importing {self.spec.factory!r} failed: {type(error).__name__}: {error}"
+                f"{what}: importing {self.spec.factory!r} failed: {type(error).__name__}: {error}{again}"
             ) from error
         return factory  # type: ignore[no-any-return]
 

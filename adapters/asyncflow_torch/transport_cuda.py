@@ -73,6 +73,9 @@ class CudaRoom(Room):
 class CudaTransport(WeightTransport):
     """Both ends, by the name ``cuda-ipc``."""
 
+    def check(self) -> None:
+        _needs_cuda()
+
     def sender(self, host: Host) -> CudaSender:
         _needs_cuda()
         return CudaSender(host)

@@ -46,6 +46,9 @@ class DistTransport(WeightTransport):
             raise ConfigError(f"stall_s={stall_s}, gather_s={gather_s}: seconds are expected, up to an hour")
         self._options = backend, plain, float(stall_s), float(gather_s)
 
+    def check(self) -> None:
+        works(self._options[0])
+
     def sender(self, host: Host) -> DistSender:
         backend, plain, stall_s, gather_s = self._options
         fits(backend, plain, host.address)
@@ -109,12 +112,17 @@ class DistSender(WeightSender):
         return manifest
 
 
-def fits(backend: str, plain: bool, address: str) -> None:
-    """Raises ConfigError where this process cannot take part in rounds of a publisher at ``address``."""
+def works(backend: str) -> None:
+    """Raises ConfigError where this torch and this machine cannot work with a backend."""
     if backend not in BACKENDS:
         raise ConfigError(f"dist has no backend {backend!r}; it has {' and '.join(BACKENDS)}")
     if why := missing(backend):
         raise ConfigError(f"dist with {backend}: {why}; use backend='gloo', or the transport tcp")
+
+
+def fits(backend: str, plain: bool, address: str) -> None:
+    """Raises ConfigError where this process cannot take part in rounds of a publisher at ``address``."""
+    works(backend)
     if not plain and not _on_loopback(address):
         raise ConfigError(
             f"dist at {address}: what torch.distributed sends is not encrypted and anybody may connect; say plain=True if"

@@ -86,6 +86,10 @@ class WeightTransport(abc.ABC):
     def receiver(self, host: Host) -> WeightReceiver:
         """The fetching end. Raises ConfigError with the reason and what to use instead."""
 
+    def check(self) -> None:
+        """Raises ConfigError that ``sender`` would raise in a process like this one, as far as it is known before there is a
+        run. Optional."""
+
 
 class Room(abc.ABC):
     """Memory for a chunk. ``memory``: uint8 (nbytes,), written by the publisher; a numpy array, or a torch tensor on a device."""

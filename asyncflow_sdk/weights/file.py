@@ -64,12 +64,17 @@ class FileTransport(WeightTransport):
     def __init__(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> None:
         self._path, self._overwrite = path, overwrite
 
-    def sender(self, host: Host) -> FileSender:
+    def check(self) -> None:
         if not self._path:
             raise ConfigError(
                 "weights transport 'file' needs a path that trainer and replicas see, for example"
-                ' weight_publisher("file", path="/mnt/shared/my-run/weights")'
+                ' weight_publisher("file", path="/mnt/shared/my-run/weights"), or in a workflow'
+                ' Weights(transport="file", options={"path": "/mnt/shared/my-run/weights"})'
             )
+
+    def sender(self, host: Host) -> FileSender:
+        self.check()
+        assert self._path is not None
         try:
             path = Path(self._path).expanduser().absolute()
         except RuntimeError as error:

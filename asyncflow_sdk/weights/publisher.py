@@ -11,6 +11,7 @@ tells the ledger. One version at a time is under way.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import threading
 import time
@@ -27,6 +28,7 @@ from ..errors import (
     ConfigError,
     DeadlineExceeded,
     MemoryFull,
+    PluginError,
     ServerLost,
     WeightError,
     WeightMismatch,
@@ -51,13 +53,34 @@ _publishers = itertools.count()  # a session may publish from more than one, one
 
 
 def transport_named(name: str, **options: Any) -> WeightTransport:
-    """A transport found through the hook. Raises PluginError that lists the known ones, ConfigError."""
-    factory = registry().get("transport", name).load()
+    """A transport found through the hook. Raises PluginError that lists the known ones, ConfigError that lists its options."""
+    adapter = registry().get("transport", name)
+    try:
+        factory = adapter.load()
+    except PluginError as error:
+        plain = [a.spec.name for a in registry().adapters if a.spec.kind == "transport" and not a.spec.requires]
+        raise PluginError(f"{error}. Transports that need nothing more: {', '.join(plain)}") from error
+    known = inspect.signature(factory).parameters
+    odd = options.keys() - known.keys()
+    if odd and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        has = f"its options: {', '.join(known)}" if known else "it has none"
+        raise ConfigError(f"transport {name!r} has no option {', '.join(map(repr, sorted(odd)))}; {has}")
     try:
         made: WeightTransport = factory(**options)
     except TypeError as error:
         raise ConfigError(f"transport {name!r} cannot be made with options {options}: {error}") from error
     return made
+
+
+def check_publishing(transport: str, options: Mapping[str, Any]) -> None:
+    """Raises before there is a run what ``WeightPublisher(queue, transport, **options)`` would raise in a process like this one."""
+    own = inspect.signature(WeightPublisher).parameters
+    elsewhere = sorted(options.keys() & {"queue", "transport", "dtype"})
+    if elsewhere:
+        raise ConfigError(
+            f"{', '.join(map(repr, elsewhere))} is no option of a transport; give it beside the options"
+        )
+    transport_named(transport, **{name: value for name, value in options.items() if name not in own}).check()
 
 
 class WeightPublisher:

@@ -28,6 +28,7 @@ from ..interfaces import TRAIN_COLUMNS
 from ..ledger import Audit
 from ..plugins import registry
 from ..types import Staleness, Weights
+from ..weights.publisher import check_publishing
 from .data import Feeder, Prompts, load_prompts
 from .launch import LocalProcess
 from .recorder import Recorder, Sink
@@ -116,7 +117,10 @@ class Workflow:
                 f"quorum={self.weights.quorum} replicas must have a version staged before any loads it, and there are"
                 f" {self.rollout.replicas}"
             )
-        registry().get("transport", self.weights.transport)
+        if self.train.place.python is None and not self.train.place.env:  # as it will be in the trainer's process
+            check_publishing(self.weights.transport, self.weights.options)
+        else:
+            registry().get("transport", self.weights.transport)
         temperature = self.train.options.get("temperature", 1.0)
         if self.weights.probe is not None and temperature != 1.0:
             raise ConfigError(

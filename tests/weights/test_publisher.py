@@ -380,7 +380,7 @@ def test_a_server_that_is_gone_is_said(served: Served) -> None:
 def test_transports_and_options_that_are_not_there_are_refused(served: Served) -> None:
     with pytest.raises(PluginError, match="no transport adapter is named 'nonsense'"):
         WeightPublisher(served.client(), "nonsense")
-    with pytest.raises(ConfigError, match=r"transport 'shm' .*options {'port': 7}"):
+    with pytest.raises(ConfigError, match="transport 'shm' has no option 'port'; it has none"):
         WeightPublisher(served.client(), port=7)
     with pytest.raises(ConfigError, match="not in sight of this process"):
         WeightPublisher(served.client(shared_memory=False))

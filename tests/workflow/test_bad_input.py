@@ -1,6 +1,7 @@
 """What users get wrong: a clear error before anything starts, or at once when it happens, with the data kept."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,57 @@ from asyncflow_sdk.errors import ConfigError, PluginError, WorkerFailed
 def test_refused_before_anything_starts(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         echo_workflow(**changes).run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"transport": "sharedmem"}, "no transport adapter is named 'sharedmem'; installed: .*shm"),
+        ({"transport": "tcp", "options": {"lisen": 1}}, "'tcp' has no option 'lisen'; its options: listen, plain, delta_bytes"),
+        ({"options": {"path": 1, "keep": 2}}, "'shm' has no option 'keep', 'path'; it has none"),
+        ({"options": {"dtype": "bfloat16"}}, "'dtype' is no option of a transport; give it beside the options"),
+        ({"transport": "tcp", "options": {"delta_bytes": "1GB"}}, "'tcp' cannot be made with options .*1GB"),
+        ({"transport": "file"}, r"transport 'file' needs a path.*Weights\(transport=.file., options="),
+        ({"dtype": "bf16"}, "not 'bf16': say 'bfloat16'"),
+        ({"probe": {"a": 1}}, "a probe is an af.Probe.*not dict"),
+        ({"probe": af.Probe(((1,),), ((),))}, "sequence 0 of the probe has no prompt or no response"),
+    ],
+)  # fmt: skip
+def test_weights_that_could_not_be_published_are_refused_before_anything_starts(
+    weights: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigError, PluginError), match=message):
+        echo_workflow(weights=af.Weights(**weights))
+
+
+def test_options_of_the_publisher_itself_pass() -> None:
+    assert (
+        echo_workflow(
+            weights=af.Weights(transport="tcp", options={"digests": False, "plain": True})
+        ).weights.transport
+        == "tcp"
+    )
+
+
+def test_a_device_that_is_not_there_is_missed_before_anything_starts() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    for weights in (af.Weights(transport="cuda-ipc"), af.Weights(transport="dist", options={"backend": "nccl"})):
+        with pytest.raises(ConfigError, match="CUDA device.*use .*tcp"):
+            echo_workflow(weights=weights)
+
+
+def test_a_transport_whose_engine_is_not_there_says_what_brings_it_and_which_need_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("asyncflow_torch.transport")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(
+        PluginError, match=r"transport 'cuda-ipc'.*pip install 'asyncflow-sdk\[torch\]'.*nothing more: .*shm"
+    ):
+        echo_workflow(weights=af.Weights(transport="cuda-ipc"))
 
 
 def test_an_unknown_engine_lists_the_known_ones() -> None:
