@@ -136,6 +136,7 @@ class WeightPublisher:
                 drive(self._port.send(cmd.ClosePublisher()))
             raise
         self.current: int = role.version
+        """The newest version that is known here: current, or, of several ranks, one that this rank's part of is there."""
         self._background = ThreadPoolExecutor(1, thread_name_prefix="asyncflow-publish")
 
     @property
@@ -206,7 +207,8 @@ class WeightPublisher:
         return self.current
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Return once everything published so far is current. Raises what went wrong with it, and DeadlineExceeded."""
+        """Return once everything published so far is current; of several ranks, once this one's parts are there, as
+        ``Publication.wait`` does. Raises what went wrong with it, and DeadlineExceeded."""
         self._settle("not everything is published", self.timeout_s if timeout_s is None else timeout_s)
 
     def close(self) -> None:
