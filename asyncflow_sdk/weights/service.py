@@ -90,7 +90,8 @@ _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Service:
-    """Answers calls in a thread of its own, from now until ``close``. ``where``: for those who call.
+    """Answers calls in a thread of its own, from now until ``close``. ``where``: for those who call. ``keyed``: only to those with
+    keys.
 
     ``listen``: an address instead of any port of ``host.address``. ``plain``: no keys beyond loopback either, for a
     network on which nobody listens or calls who should not. Raises ConfigError.
@@ -111,7 +112,7 @@ class Service:
         if _everywhere(bound):
             bound = f"tcp://{own}:{bound.rpartition(':')[2]}"
         pid = os.getpid()
-        self.address = bound
+        self.address, self.keyed = bound, keys is not None
         self.where = _encode(Where(bound, key, plain, pid, process_key(pid)))
         self._server.start()
 

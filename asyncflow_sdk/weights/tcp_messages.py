@@ -8,6 +8,7 @@ import msgspec
 
 from ..errors import ProtocolError
 from ..types import Manifest
+from .bulk import BulkWhere
 
 RAW, DELTA = 0, 1
 ANSWER_BYTES = 8 << 20
@@ -17,11 +18,13 @@ MOST_BUCKETS = 256
 
 
 class TcpWhere(msgspec.Struct, frozen=True, array_like=True):
-    """Where a version is: at a service, by the number it was published under. ``rank``: of the publisher."""
+    """Where a version is: at a service, by the number it was published under. ``rank``: of the publisher. ``bulk``: where whole
+    buckets are sent without messages, too; None where there are keys."""
 
     service: bytes
     version: int
     rank: int = 0
+    bulk: BulkWhere | None = None
 
 
 class Get(msgspec.Struct, frozen=True, array_like=True):

@@ -19,9 +19,10 @@ from ..interfaces.weights import Bytes, Fetched, WeightReceiver
 from ..types import Manifest
 from ..types.manifest import Bucket
 from . import delta
+from .bulk import Channel
 from .landing import Landing
 from .service import ServiceClient
-from .tcp_messages import DELTA, RAW, Get, Got, TcpWhere, decode, encode, fits
+from .tcp_messages import DELTA, MOST_BUCKETS, RAW, Get, Got, TcpWhere, decode, encode, fits
 
 THREADS = 2
 """As many as the connections' own threads: with more, what they allocate for messages goes back to the system and comes again,
@@ -31,6 +32,8 @@ SILENCE_S = 60.0
 AT_ONCE = 16
 """Buckets asked for at a time while what comes for them takes not more than FEW_BYTES."""
 FEW_BYTES = 4 << 20
+MANY_BYTES = 16 << 20
+"""Of whole buckets asked for at a time where they come without messages."""
 _PIECE = 512 << 10  # copied and hashed while it is in the cache
 _SLACK_BYTES = 64 << 10
 _log = logging.getLogger(__name__)
@@ -61,7 +64,7 @@ class TcpReceiver(WeightReceiver):
         chunks = self._landing.take([chunk.nbytes for chunk in manifest.chunks])
         if base is not None and not (fits(manifest, base.manifest) and len(base.chunks) == len(chunks)):
             base = None
-        fetch = _Fetch(client, place.version, manifest, chunks, base, time.monotonic() + timeout_s)
+        fetch = _Fetch(client, place, manifest, chunks, base, time.monotonic() + timeout_s)
         with self._lock:
             self._fetch = fetch
             crew = self._crew = self._crew or _Crew(THREADS)
@@ -170,19 +173,21 @@ class _Fetch:
     def __init__(
         self,
         client: ServiceClient,
-        version: int,
+        place: TcpWhere,
         manifest: Manifest,
         chunks: Sequence[Bytes],
         base: Fetched | None,
         until: float,
     ) -> None:
         self._client, self._since = client, client.interrupts
-        self._version, self._manifest, self._root = version, manifest, manifest.root
+        self._version, self._bulk, self._manifest, self._root = place.version, place.bulk, manifest, manifest.root
+        self._channels: list[Channel] = []
         self._chunks, self._base, self._until = chunks, base, until
         self._began = time.monotonic()
         self._buckets = list(manifest.buckets())
         self._todo = deque([_Span(0, len(self._buckets), base is None)] if self._buckets else [])
         self._stride = max(1, min(AT_ONCE, FEW_BYTES // manifest.bucket_bytes))
+        self._many = max(1, min(MOST_BUCKETS, MANY_BYTES // manifest.bucket_bytes))
         self._lock = threading.Lock()
         self._interrupted = False
         self.error: Exception | None = None
@@ -191,19 +196,35 @@ class _Fetch:
     def interrupt(self) -> None:
         """Every thread ends soon."""
         self._interrupted = True
-        self._client.interrupt()
+        self._stop()
 
     def work(self) -> None:
+        channel = None if self._bulk is None else Channel(self._bulk)
         try:
+            if channel is not None:
+                with self._lock:
+                    self._channels.append(channel)
             while (span := self._next()) is not None:
-                self._get(span)
+                if not self._read(channel, span):
+                    self._get(span)
         except Exception as error:
             with self._lock:
                 first = self.error is None
                 if first:
                     self.error = self._named(error)
             if first:
-                self._client.interrupt()
+                self._stop()
+        finally:
+            if channel is not None:
+                channel.close()
+
+    def _stop(self) -> None:
+        """Whatever is under way ends."""
+        self._client.interrupt()
+        with self._lock:
+            channels = list(self._channels)
+        for channel in channels:
+            channel.interrupt()
 
     def _next(self) -> _Span | None:
         """What to ask for next; buckets that are those of the base are copied on the way."""
@@ -212,11 +233,13 @@ class _Fetch:
                 if self.error is not None or not self._todo:
                     return None
                 span = self._todo.popleft()
-                stop = min(span.stop, span.first + self._stride)
+                stop = min(
+                    span.stop, span.first + (self._many if self._bulk and self._goes_whole(span) else self._stride)
+                )
                 if stop < span.stop:
                     self._todo.appendleft(span._replace(first=stop))
                 span = span._replace(stop=stop)
-            if span.whole or self._base is None:
+            if self._goes_whole(span):
                 return span
             first, stop = span.first, span.stop
             while first < stop and self._same(first):
@@ -227,6 +250,40 @@ class _Fetch:
             if rest < stop:
                 self._put_back(_Span(rest, stop, False))
             return _Span(first, rest, False)
+
+    def _goes_whole(self, span: _Span) -> bool:
+        return span.whole or self._base is None
+
+    def _read(self, channel: Channel | None, span: _Span) -> bool:
+        """Get whole buckets without messages. False where that cannot be."""
+        if channel is None or self._bulk is None or not self._goes_whole(span):
+            return False
+        if self._interrupted:
+            raise WireError("it was interrupted")
+        buckets = self._buckets[span.first : span.stop]
+        views = [memoryview(self._chunks[each.chunk][each.start : each.stop]) for each in buckets]  # type: ignore[arg-type]
+        state, hashed = xxhash.xxh3_128(), 0
+
+        def landed(number: int, got: int) -> None:
+            nonlocal state, hashed
+            bucket, view = buckets[number], views[number]
+            digests = self._manifest.chunks[bucket.chunk].digests
+            while digests and (got - hashed >= _PIECE or hashed < got == len(view)):
+                stop = min(hashed + _PIECE, got)
+                state.update(view[hashed:stop])
+                hashed = stop
+            if got < len(view):
+                return
+            if digests and (bucket.index >= len(digests) or state.digest() != digests[bucket.index]):
+                self._manifest.check(bucket, view)
+                raise DigestMismatch(f"bucket {span.first + number} was changed while it was looked at")
+            state, hashed = xxhash.xxh3_128(), 0
+            self._count(1, len(view))
+
+        if channel.read(self._version, self._root, span.first, views, self._until, landed):
+            return True
+        self._bulk = None  # its service says why, or serves it all the same
+        return False
 
     def _put_back(self, span: _Span) -> None:
         with self._lock:

@@ -17,6 +17,7 @@ from ..interfaces.weights import Bytes, Host, WeightSender
 from ..types import Manifest, carrier
 from ..types.manifest import Bucket
 from . import delta
+from .bulk import BulkServer
 from .codes import Codes, Pair
 from .service import Service
 from .staging import Staging, StagingRoom
@@ -33,6 +34,14 @@ class _Version:
         self.buckets = list(manifest.buckets())
         self.chunks = chunks
         self._widths: dict[tuple[int, int], int] = {}
+
+    def span(self, first: int, count: int) -> Sequence[Bucket]:
+        """Raises ProtocolError."""
+        if not (0 <= first < first + count <= len(self.buckets) and count <= MOST_BUCKETS):
+            raise ProtocolError(
+                f"{count} buckets from {first} of version {self.manifest.version}, which has {len(self.buckets)}"
+            )
+        return self.buckets[first : first + count]
 
     def bytes_of(self, bucket: Bucket) -> Bytes:
         return self.chunks[bucket.chunk][bucket.start : bucket.stop]
@@ -56,10 +65,14 @@ class TcpSender(WeightSender):
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(DELTA_THREADS, "asyncflow-delta")
         self._service = Service(host, self, listen=listen, plain=plain)
+        self._bulk: BulkServer | None = None
         try:
+            if not self._service.keyed:
+                here = self._service.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+                self._bulk = BulkServer(here, self._whole)
             self._staging = Staging.private(host.name)
         except BaseException:
-            self._service.close()
+            self._stop()
             raise
 
     def room(self, nbytes: int) -> StagingRoom:
@@ -75,7 +88,8 @@ class TcpSender(WeightSender):
         with self._lock:
             self._versions[manifest.version] = version
         self._fresh = manifest.version
-        return encode(TcpWhere(self._service.where, manifest.version, self._rank))
+        bulk = self._bulk.where if self._bulk is not None else None
+        return encode(TcpWhere(self._service.where, manifest.version, self._rank, bulk))
 
     def abandon(self) -> None:
         self._forget([version for version in self._staging.versions if version != self._fresh])
@@ -92,7 +106,7 @@ class TcpSender(WeightSender):
         return self._staging.nbytes + self._codes.nbytes
 
     def close(self) -> None:
-        self._service.close()
+        self._stop()
         self._threads.shutdown(cancel_futures=True)
         self._forget(())
         self._staging.close()
@@ -103,6 +117,16 @@ class TcpSender(WeightSender):
             roots = {version.root for version in self._versions.values()}
         self._codes.keep(roots)
 
+    def _stop(self) -> None:
+        self._service.close()
+        if self._bulk is not None:
+            self._bulk.close()
+
+    def _whole(self, number: int, root: str, first: int, count: int) -> Sequence[Bytes]:
+        """Buckets as they are. Raises VersionGone, ProtocolError."""
+        version = self._version(number, root)
+        return [version.bytes_of(bucket) for bucket in version.span(first, count)]
+
     # ---- called by the service
 
     def request(self, peer: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
@@ -110,11 +134,7 @@ class TcpSender(WeightSender):
         version = self._version(get.version, get.root)
         with self._lock:
             base = self._versions.get(get.base)
-        if not (0 <= get.first < get.first + get.count <= len(version.buckets) and get.count <= MOST_BUCKETS):
-            raise ProtocolError(
-                f"{get.count} buckets from {get.first} of version {get.version}, which has {len(version.buckets)}"
-            )
-        buckets: Sequence[Bucket] = version.buckets[get.first : get.first + get.count]
+        buckets = version.span(get.first, get.count)
         if base is None or not self._delta or base.root != get.base_root or not fits(version.manifest, base.manifest):
             buckets = _within(buckets)
             self._send(ticket, get, buckets, [None] * len(buckets))
