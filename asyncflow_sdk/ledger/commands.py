@@ -272,7 +272,7 @@ class Staged(Command, frozen=True, tag="staged"):
 
 
 class Swap(Command, frozen=True, tag="swap"):
-    """May this replica load ``version``, which it has staged, now? Answered with ``Done`` when it may: at most ``max_swapping``
+    """May this replica load ``version``, which it has staged, now? Answered with ``Permitted`` when it may: at most ``max_swapping``
     replicas swap at once, and with a quorum none does before enough have staged it. ``VersionGone`` when a newer
     version has taken its place meanwhile. The permission ends with ``Loaded``, ``NotLoaded``, ``Retire`` or the session."""
 
@@ -447,9 +447,11 @@ class Publisher(Reply, frozen=True, tag="publisher"):
 
 
 class Published(Reply, frozen=True, tag="published"):
-    """``keep``: the versions whose bytes must stay, by the number they were published under; others are free."""
+    """``keep``: the versions whose bytes must stay, by the number they were published under; others are free. ``lost``: why the
+    version that this rank published its part of last never became current; "" if it did. Told once, to an ``Announce``."""
 
     keep: tuple[int, ...]
+    lost: str = ""
 
 
 class RolledBack(Reply, frozen=True, tag="rolled_back"):
@@ -457,6 +459,12 @@ class RolledBack(Reply, frozen=True, tag="rolled_back"):
 
     version: int
     expired: int
+
+
+class Permitted(Reply, frozen=True, tag="permitted"):
+    """``version`` may be loaded."""
+
+    version: int
 
 
 class Version(Reply, frozen=True, tag="version"):
@@ -607,5 +615,5 @@ class StatusReport(Reply, frozen=True, tag="status"):
 TERMINAL = ("consumed", "filtered", "expired", "failed", "cancelled")
 AnyReply: TypeAlias = (
     Done | Joined | PutDone | Leased | LoadFirst | Completed | Cancelled | Failed | Publisher | Published | RolledBack
-    | Version | RowsWanted | Audit | StatusReport
+    | Permitted | Version | RowsWanted | Audit | StatusReport
 )  # fmt: skip

@@ -19,6 +19,11 @@ def explain(ledger: State, waiter: Waiter, now: float) -> str:
     if isinstance(command, cmd.Put):
         return f"{waited}{_why_no_room(ledger, command, now)}"
     if isinstance(command, cmd.AwaitVersion):
+        if ledger.committed <= command.after < ledger.version in ledger.versions:
+            return (
+                f"{waited}version {ledger.version} is current and not decided: {ledger.committed}, which is, has to be loaded"
+                f" first; {_why_no_version(ledger, now)}"
+            )
         return f"{waited}no version newer than {command.after}; {_why_no_version(ledger, now)}"
     if isinstance(command, cmd.Announce):
         return f"{waited}version {command.version} comes after another one; {why_not_there(ledger, now)}"

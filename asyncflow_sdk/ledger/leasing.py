@@ -166,10 +166,15 @@ class Leasing(Choosing):
 
     def _acknowledged(self, lease: Held) -> None:
         """Of a step that was leased before a rollback: what it was trained to went with the versions given up, so the version
-        that took their place is trained no earlier than at what comes next, unless something was published after it."""
-        lineage = self.lineage
-        if lease.stretch < len(lineage.stretches) and self.version == lineage.last.first:
-            lineage.last.shift = min(lineage.last.shift, self.version - self._next_to_train())
+        that took their place is trained no earlier than at what comes next, unless something was published after it.
+        Likewise of a step that was leased again."""
+        lineage, last = self.lineage, self.lineage.last
+        if last.resumed == NONE:
+            past = lease.stretch < len(lineage.stretches) and self.version == last.first
+        else:  # it was in the current version, or later steps were acknowledged before it
+            past = lease.step == last.resumed and self.version <= last.first
+        if past:
+            last.shift = min(last.shift, self.version - self._next_to_train())
 
     def _grant(
         self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None,
@@ -186,6 +191,10 @@ class Leasing(Choosing):
         task.move(len(ids), READY if task.spec.batch_rows is None else SELECTED, LEASED)
         rows.task(name, "token")[spot] = token
         until = self._now + task.spec.lease_s
+        if step != NONE and self.version > self.lineage.version(
+            step
+        ):  # what it was trained to is current, but for its word
+            self.lineage.resume(self.version, step)
         if version is None:
             version = NONE if step == NONE else self.lineage.version(step)
         else:

@@ -124,6 +124,13 @@ class Ledger(Losing):
             self._unpark(self.parked[ticket])
             self._settle()
 
+    def unheard(self, session: int, version: int, now: float) -> None:
+        """The permission to load a version never arrived."""
+        self._now = now
+        if session in self.sessions:
+            self._take_back(session, version)
+            self._settle()
+
     def lose(self, ids: Ids, now: float, reason: str) -> None:
         """The payload of rows is gone: they fail with their groups, each counted."""
         self._now = now

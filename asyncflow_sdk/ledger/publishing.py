@@ -60,12 +60,17 @@ class Publishing(Intake):
                 f" all ranks publish one version, under one number, now {said.version} or a higher one"
             )
         if said is not None and version != said.version:  # without this rank's part it would never be there
-            self._forget_announced(f"was withdrawn: rank {rank} ({session.name}) announced {version} in its place")
+            number, why = self.not_coming
+            before = f"; {why}" if number == said.version else ""
+            self._forget_announced(
+                f"was withdrawn: rank {rank} ({session.name}) announced {version} in its place{before}"
+            )
             said = None
         if said is None:
+            self._check_step(version)
             said = self.announced = Announced(version, self._now)
         said.ranks.add(rank)
-        return self._what_to_keep()
+        return self._what_to_keep(self.lost.pop(rank, ""))
 
     def _publish(self, session: Session, command: cmd.Publish) -> cmd.Reply:
         rank, version, said = self._rank(session), command.version, self.announced
@@ -83,6 +88,7 @@ class Publishing(Intake):
             self.announced = None
             parts = tuple(said.parts[each] for each in range(self.publisher_size))
             sessions = tuple(self.publisher[each] for each in range(self.publisher_size))
+            self._place(version)
             self._make_current(Kept(version, version, parts, sessions, said.probe, self._now), session.name)
         return self._what_to_keep()
 
@@ -120,11 +126,11 @@ class Publishing(Intake):
         """What the staleness rule says to them may have changed."""
         self._dirty.update(f"task {name}" for name, task in self.tasks.items() if task.spec.admits)
 
-    def _what_to_keep(self) -> cmd.Published:
+    def _what_to_keep(self, lost: str = "") -> cmd.Published:
         sources = {each.source for each in self.versions.values()}
         if self.announced is not None and self.announced.parts:
             sources.add(self.announced.version)
-        return cmd.Published(keep=tuple(sorted(sources)))
+        return cmd.Published(keep=tuple(sorted(sources)), lost=lost)
 
     def _check_number(self, version: int) -> None:
         if version <= self.version:
@@ -134,6 +140,36 @@ class Publishing(Intake):
             )
         if version > MAX_NUMBER:
             raise ConfigError(f"version {version} is past the largest number, {MAX_NUMBER}")
+
+    def _check_step(self, version: int) -> None:
+        """A version is one step ahead of the one before: numbers left out would let rows be older than the staleness rule says."""
+        if self.steps is None or self.version == NONE:
+            return
+        step = self._in_training()
+        most = max(self.lineage.version(step), self.version) + 1
+        if version > most:
+            raise ConfigError(
+                f"version {version} cannot be published: {self.version} is current and step {step} is not trained yet, so the"
+                f" next number is {most}; a step is published as step.version + 1"
+            )
+
+    def _in_training(self) -> int:
+        """The first step whose update is not published."""
+        assert self.steps is not None
+        step, waiting = self._next_to_train(), {step for step, _ in self.steps.closed}
+        last = self.steps.window.step
+        while self.version > self.lineage.version(step) and step + 1 < last and step + 1 not in waiting:
+            step += 1  # published, and not acknowledged yet, while the next one is trained
+        return step
+
+    def _place(self, version: int) -> None:
+        """Of a version that becomes current: it is trained by the step after the one in training, or by an earlier one. The
+        first version is trained by the first step, whatever its number."""
+        if self.steps is None:
+            return
+        step = self._in_training()
+        most = step if self.version == NONE else min(self.lineage.step(version), step + 1)
+        self.lineage.place(version, most)
 
     def _why_taken(self, version: int) -> str:
         """What a trainer may not have known that publishes what it trained to since."""
@@ -159,6 +195,7 @@ class Publishing(Intake):
         said = self.announced
         if said is not None:
             self.not_coming = (said.version, f"version {said.version} {what}")
+            self.lost.update(dict.fromkeys(said.parts, self.not_coming[1]))
             self.announced = None
             self._effects.events.append(ev.Note(time_s=self._now, text=self.not_coming[1], level="warning"))
             self._dirty.add("announce")
@@ -173,6 +210,7 @@ class Publishing(Intake):
             which = "which" if first == session.name else f"and rank {session.rank} ({session.name})"
             self._forget_announced(f"was announced by {first}, {which} {reason}")
         del self.publisher[session.rank]
+        self.lost.pop(session.rank, None)
         session.rank = NONE
         for each in list(self.versions.values()):
             holds = zip(each.sessions, each.parts, strict=True)

@@ -28,7 +28,7 @@ class RollingBack(Swapping):
             self._forget_announced(f"was withdrawn: {session.name} rolled back to {command.version}")
         step = self.lineage.step(given_up)
         if self.steps is not None:
-            step = max(step, self._next_to_train())
+            step = self._next_to_train()
         self.lineage.roll_back(number, command.version, step)
         because = f": {command.reason}" if command.reason else ""
         reason = f"version {given_up} was rolled back to {command.version}{because}"

@@ -213,6 +213,9 @@ class State:
         self.publisher_size = 0
         self.announced: Announced | None = None
         self.not_coming = (NONE, "")  # the last version that was announced and will not come, and why
+        self.lost: dict[
+            int, str
+        ] = {}  # by rank that has not heard it yet, why what it published a part of will not come
         self.not_there = ""  # why the current version cannot be fetched
         self.replicas: dict[int, None] = {}  # sessions that take versions
         self.failing: dict[int, None] = {}  # those of them that could not fetch or load the last version they tried

@@ -35,7 +35,7 @@ class Swapping(Versioning):
             return None
         self.swapping.setdefault(session.id, self._now)
         self._does(session, version, "swapping")
-        return cmd.Done()
+        return cmd.Permitted(version=version)
 
     def _park(self, waiter: Waiter) -> None:
         super()._park(waiter)
@@ -51,6 +51,7 @@ class Swapping(Versioning):
 
     def _staged(self, session: Session, command: cmd.Staged) -> cmd.Reply:
         reply = super()._staged(session, command)
+        self._ask_again(session)
         self._decide()
         return reply
 
@@ -62,6 +63,7 @@ class Swapping(Versioning):
 
     def _not_loaded(self, session: Session, command: cmd.NotLoaded) -> cmd.Reply:
         reply = super()._not_loaded(session, command)
+        self._ask_again(session)
         self._end_swap(session.id)
         return reply
 
@@ -91,6 +93,18 @@ class Swapping(Versioning):
             self._effects.events.append(ev.Committed(time_s=self._now, version=self.version, staged=ready))
             self._dirty.add("swap")
             self._wake_replicas()
+
+    def _ask_again(self, session: Session) -> None:
+        """It may wait for permission to load what it has staged no longer."""
+        if any(isinstance(self.parked[ticket].command, cmd.Swap) for ticket in session.parked):
+            self._dirty.add("swap")
+
+    def _take_back(self, session: int, version: int) -> None:
+        """Nobody heard that this version may be loaded: it is staged, as before."""
+        replica = self.sessions[session].replica
+        if session in self.swapping and replica is not None and replica.version == version:
+            replica.doing, replica.since = "staged", self._now
+            self._end_swap(session)
 
     def _end_swap(self, session: int) -> None:
         if self.swapping.pop(session, None) is not None:

@@ -6,9 +6,9 @@ from ..errors import ConfigError, Ended
 from ..types import events as ev
 from . import commands as cmd
 from .publishing import Publishing
-from .rows import NONE
-from .state import Session, Waiter
-from .versions import Replica
+from .rows import LIVE, NONE
+from .state import EXPIRED, Session, Waiter
+from .versions import Kept, Replica
 
 
 class Versioning(Publishing):
@@ -17,13 +17,24 @@ class Versioning(Publishing):
     def _await_version(self, session: Session, command: cmd.AwaitVersion) -> cmd.Reply | None:
         if session.replica is None and any(self.parked[each].command is command for each in session.parked):
             raise ConfigError(f"{session.name} takes no versions any more: it retired while this request waited")
-        newest = self.versions.get(self.version)
+        newest = self._to_fetch(session, command.after)
         if newest is None or newest.version <= max(command.after, NONE):
             if self.ended and all(self._exhausted(t) for t in self.tasks.values() if t.spec.admits):
                 raise Ended("no rollout will need another version")
             return None
         self._does(session, newest.version, "fetching")
         return cmd.Version(version=newest.version, parts=newest.parts, source=newest.source, probe=newest.probe)
+
+    def _to_fetch(self, session: Session, after: int) -> Kept | None:
+        """The newest version; but while it is undecided, a replica that is below what is decided has that first, since it may
+        load nothing else. What it could not load, it need not have."""
+        decided, replica = self.versions.get(self.committed), session.replica
+        newest = self.versions.get(self.version)
+        if decided is None or decided is newest or (session.loaded is not None and session.loaded >= self.committed):
+            return newest
+        if replica is not None and replica.doing == "failed" and replica.version == self.committed:
+            return newest
+        return decided
 
     def _staged(self, session: Session, command: cmd.Staged) -> cmd.Reply:
         if not 0 <= command.version <= self.version:
@@ -43,6 +54,10 @@ class Versioning(Publishing):
             self.failing.pop(session.id, None)
         for lease in session.leases.values():
             lease.newest = max(lease.newest, command.version)
+        if self.lineage.given_up(command.version):
+            self._expire_held(session, command.version)
+        if self.committed != self.version:
+            self._dirty.add("version")  # what is not decided yet may be fetched now
         self._wake_replicas()
         lag = max(self.version - command.version, 0)
         self._effects.events.append(
@@ -50,12 +65,22 @@ class Versioning(Publishing):
         )
         return cmd.Done()
 
+    def _expire_held(self, session: Session, version: int) -> None:
+        """What a replica generates with a version that was given up, while it was loading it, ends."""
+        for lease in [lease for lease in session.leases.values() if self.tasks[lease.task].spec.admits]:
+            ids = self._outstanding(lease)
+            ids = ids[self.rows.state[self.rows.at(ids)] == LIVE]
+            if len(ids):
+                self._end_groups(ids, EXPIRED, f"version {version} was rolled back")
+
     def _not_loaded(self, session: Session, command: cmd.NotLoaded) -> cmd.Reply:
         if not 0 <= command.version <= self.version:
             raise ConfigError(f"version {command.version} was never published; {self.version} is the newest")
         replica = self._does(session, command.version, "failed", command.reason)
         if replica.staged == command.version:
             replica.staged = NONE
+        if self.committed != self.version:
+            self._dirty.add("version")
         return cmd.Done()
 
     def _retire(self, session: Session, command: cmd.Retire) -> cmd.Reply:

@@ -161,6 +161,8 @@ class QueueServer(Carrying):
                 rank = unread.reply.rank
                 back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled", rank=rank)
                 self.ledger.apply(lease.session_of(rank), back, now, 0)
+            elif isinstance(unread.reply, cmd.Permitted):
+                self.ledger.unheard(self._sessions[session], unread.reply.version, now)
         elif ticket:
             pending = self._pending.pop(ticket, None)
             if pending is not None and pending.block is not None:

@@ -67,8 +67,8 @@ def train(
 
 
 class _Versions:
-    """What a trainer publishes. A rollback may take the number of a step that was leased before it, and withdraw the version
-    that is on its way: then the next one takes the next number."""
+    """What a trainer publishes: ``step.version + 1`` for each step. A rollback takes the number of a step that was leased before
+    it, and withdraws the version that is on its way: then nothing is published for that step."""
 
     def __init__(self, queue: TransferQueue, engine: TrainEngine, how: Weights) -> None:
         self._queue, self._engine, self._probe = queue, engine, how.probe
@@ -86,17 +86,13 @@ class _Versions:
     def publish(self, version: int) -> None:
         probe = _scored(self._probe, self._engine) if self._probe is not None else None
         self._settle()
-        while True:
-            try:
-                self._last = self._publisher.publish(version, self._engine.named_weights(), probe=probe).version
-            except ConfigError:
-                current = self._queue.status().version
-                if current < version:
-                    raise
-                self._warn(f"version {current} was made current by a rollback")
-                version = current + 1
-            else:
-                return
+        try:
+            self._last = self._publisher.publish(version, self._engine.named_weights(), probe=probe).version
+        except ConfigError:
+            current = self._queue.status().version
+            if current < version:
+                raise
+            self._warn(f"version {current} was made current by a rollback, and version {version} is not published")
 
     def close(self) -> None:
         try:

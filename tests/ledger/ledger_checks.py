@@ -166,6 +166,7 @@ def check_same_versions(ledger: Ledger, naive: Naive) -> None:
     assert {number for number, session in ledger.sessions.items() if session.claimed} == naive.claimed
     assert ledger.committed == naive.committed
     assert ledger.lineage.step(ledger.version) == naive.trains[naive.version]
+    assert ledger.lineage.version(0) == naive.shift()
     for version in range(ledger.version + 2):
         assert ledger.lineage.given_up(version) == naive.given_up(version), version
 

@@ -179,6 +179,7 @@ class NaiveLeases(NaiveRows):
             self._is(outcome, PARKED)
             return
         rows = {i for i, r in self.live().items() if r.step == min(full) and r.state[task.name] == "open"}
+        self.resume(min(full))
         ids = self._leased(session, task, outcome)
         assert set(ids) == rows, "a step is leased whole, the oldest first"
         assert outcome.step == min(full)

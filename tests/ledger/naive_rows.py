@@ -88,6 +88,7 @@ class NaiveRows:
         self.published: list[Any] = []  # versions, as they became current
         self.trains = {-1: -1}  # version → step that trains it
         self.parents: dict[int, int] = {}
+        self.resumed: tuple[int, int, int] | None = None  # step leased again, the next version, by which it is ahead
         self.rollbacks: list[int] = []  # versions that rollbacks made
         self.ended_partitions: set[str] = set()
         self.last_group_size: dict[str, int] = {}  # by partition
@@ -226,7 +227,24 @@ class NaiveRows:
 
     def shift(self) -> int:
         """By which versions are ahead of the steps that train them."""
+        if self.resumed is not None and self.version < self.resumed[1]:
+            return self.resumed[2]
         return self.version - self.trains[self.version]
+
+    def resume(self, step: int) -> None:
+        """A step is leased: if it was published already, it takes the next number."""
+        if self.version > step + self.shift():
+            self.resumed = step, self.version + 1, self.version - step
+
+    def in_training(self) -> int:
+        """The first step that was not published, as far as one can tell."""
+        train = self.train()
+        assert train is not None
+        waiting = {r.step for r in self.live().values() if r.state[train.name] == "open"} - {None, self.step}
+        step = self.next_to_train()
+        while self.version > step + self.shift() and step + 1 < self.step and step + 1 not in waiting:
+            step += 1
+        return step
 
     def given_up(self, version: int) -> bool:
         """Whether the current version does not descend from it."""
@@ -245,6 +263,14 @@ class NaiveRows:
 
     def acknowledged(self, lease: Lease) -> None:
         """A step was: if it was leased before the last rollback, what it was trained to is nowhere in the current version."""
+        if self.resumed is not None:
+            step, first, ahead = self.resumed
+            if self.rows[lease.ids[0]].step == step and self.version <= first:
+                ahead = min(ahead, self.version - self.next_to_train())
+                self.resumed = step, first, ahead
+                if self.version == first:
+                    self.trains[first] = max(self.trains[first], first - ahead)
+            return
         if lease.rollbacks < len(self.rollbacks) and self.version == self.rollbacks[-1]:
             self.trains[self.version] = max(self.trains[self.version], self.next_to_train())
 

@@ -41,11 +41,20 @@ class NaiveVersions(NaiveLeases):
         self.replicas: set[int] = set()
         self.staged: dict[int, int] = {}  # by session
         self.permits: set[int] = set()  # of sessions that may load
+        self.failed: dict[
+            int, int
+        ] = {}  # by session, the version that it could not have and has done nothing about since
+        self.unheard: set[int] = set()  # ranks that do not know yet that what they published will not come
         self.claimed: set[int] = set()  # sessions on a version 0 they brought, before their first prompts
         self.committed = -1
 
     def rank_of(self, session: int) -> int | None:
         return next((rank for rank, holder in self.ranks.items() if holder == session), None)
+
+    def end_coming(self) -> None:
+        assert self.coming is not None
+        self.unheard |= set(self.coming.parts)
+        self.withdrawn, self.coming = self.coming.version, None
 
     def to_keep(self) -> cmd.Published:
         sources = {v.source for v in self.kept}
@@ -77,8 +86,9 @@ class NaiveVersions(NaiveLeases):
             if any(who == session and not part.outlives for who, part in zip(v.by, v.parts, strict=True)):
                 self.kept.remove(v)
         if self.coming is not None:
-            self.withdrawn, self.coming = self.coming.version, None
+            self.end_coming()
         del self.ranks[rank]
+        self.unheard.discard(rank)
 
     def _announce(self, session: int, c: cmd.Announce, outcome: Any) -> None:
         rank, coming = self.rank_of(session), self.coming
@@ -86,17 +96,24 @@ class NaiveVersions(NaiveLeases):
             (rank in coming.parts and c.version == coming.version)
             or (rank not in coming.parts and c.version < coming.version and coming.said != {rank})
         )
-        if self._is_error(outcome, [ConfigError] if rank is None or c.version <= self.version or odd else []):
+        errors = [ConfigError] if rank is None or c.version <= self.version or odd else []
+        fresh = coming is None or (rank not in coming.parts and c.version != coming.version)
+        if fresh and self.train() is not None and self.version >= 0:
+            errors += [ConfigError] * (c.version > max(self.in_training() + self.shift(), self.version) + 1)
+        if self._is_error(outcome, errors):
             return
         assert rank is not None
         if self.coming is not None and rank in self.coming.parts:
             self._is(outcome, PARKED)
             return
         if self.coming is not None and self.coming.version != c.version:
-            self.withdrawn, self.coming = self.coming.version, None
+            self.end_coming()
         self.coming = self.coming or Coming(c.version)
         self.coming.said.add(rank)
-        self._is(outcome, self.to_keep())
+        assert isinstance(outcome, cmd.Published), outcome
+        self._is(outcome.keep, self.to_keep().keep)
+        self._is(bool(outcome.lost), rank in self.unheard)
+        self.unheard.discard(rank)
 
     def _publish(self, session: int, c: cmd.Publish, outcome: Any) -> None:
         rank, errors = self.rank_of(session), []
@@ -116,6 +133,10 @@ class NaiveVersions(NaiveLeases):
             by = tuple(self.ranks[r] for r in ranks)
             for number in range(self.version + 1, c.version + 1):
                 self.parents[number], self.trains[number] = number - 1, number - self.shift()
+            if self.train() is not None:
+                trained = self.in_training() + (self.version >= 0)
+                if self.version < 0 or self.trains[c.version] > trained:
+                    self.trains[c.version], self.resumed = trained, None
             self.make_current(Published(c.version, c.version, parts, by, self.coming.probe))
             self.coming = None
         self._is(outcome, self.to_keep())
@@ -129,7 +150,7 @@ class NaiveVersions(NaiveLeases):
         if self._is_error(outcome, [ConfigError] if wrong else []):
             return
         self._is(outcome, cmd.Done())
-        self.withdrawn, self.coming = c.version, None
+        self.end_coming()
 
     def _loaded(self, session: int, c: cmd.Loaded, outcome: Any) -> None:
         if self._is_error(outcome, [ConfigError] if not 0 <= c.version <= max(self.version, 0) else []):
@@ -137,11 +158,18 @@ class NaiveVersions(NaiveLeases):
         self._is(outcome, cmd.Done())
         self.loaded[session] = c.version
         self.claimed.discard(session)
+        if session in self.failed and c.version >= self.failed[session]:
+            del self.failed[session]
         if c.version == 0 and self.version != 0:
             self.claimed.add(session)
         for lease in self.leases.values():
             if lease.crew is None and lease.session == session:
                 lease.newest = max(lease.newest, c.version)
+        if self.given_up(c.version):
+            for token, lease in list(self.leases.items()):
+                if lease.crew is None and lease.session == session and self.tasks[lease.task].admits:
+                    for i in self.held(token):
+                        self._end_group(i, "expired")
         self.permits.discard(session)
         self.decide()
 
@@ -150,6 +178,7 @@ class NaiveVersions(NaiveLeases):
             return
         self._is(outcome, cmd.Done())
         self.replicas.add(session)
+        self.failed.pop(session, None)
         self.staged[session] = c.version
         self.decide()
 
@@ -158,6 +187,7 @@ class NaiveVersions(NaiveLeases):
             return
         self._is(outcome, cmd.Done())
         self.replicas.add(session)
+        self.failed[session] = c.version
         if self.staged.get(session) == c.version:
             del self.staged[session]
         self.permits.discard(session)
@@ -165,6 +195,7 @@ class NaiveVersions(NaiveLeases):
     def _retire(self, session: int, c: cmd.Retire, outcome: Any) -> None:
         self._is(outcome, cmd.Done())
         self.loaded[session] = None
+        self.failed.pop(session, None)
         self.replicas.discard(session)
         self.staged.pop(session, None)
         self.permits.discard(session)
@@ -184,7 +215,8 @@ class NaiveVersions(NaiveLeases):
         if (self.quorum and c.version > self.committed) or busy:
             self._is(outcome, PARKED)
             return
-        self._is(outcome, cmd.Done())
+        self._is(outcome, cmd.Permitted(version=c.version))
+        self.failed.pop(session, None)
         waiting = [p for p in self.parked if isinstance(p.command, cmd.Swap)]
         first = next((p for p in waiting if p.command.version == c.version), None)
         assert first is None or first.session == session or session in self.permits, "somebody asked before"
@@ -201,12 +233,14 @@ class NaiveVersions(NaiveLeases):
         assert isinstance(outcome, cmd.RolledBack), outcome
         number, step = max(self.version, self.coming.version if self.coming else -1) + 1, self.trains[self.version]
         if self.train() is not None:
-            step = max(step, self.next_to_train())
+            step = self.next_to_train()
         for skipped in range(self.version + 1, number):
             self.parents[skipped], self.trains[skipped] = skipped - 1, skipped - self.shift()
         self.parents[number], self.trains[number] = c.version, step
-        self.coming = None
+        if self.coming is not None:
+            self.end_coming()
         self.rollbacks.append(number)
+        self.resumed = None
         self.make_current(Published(number, found.source, found.parts, found.by, found.probe))
         self.committed = number if self.quorum else self.committed
         before = len(self.live())
@@ -245,14 +279,20 @@ class NaiveVersions(NaiveLeases):
         super().take_over(session, command)
         if isinstance(command, cmd.AwaitVersion | cmd.Swap):
             self.replicas.add(session)
+        if isinstance(command, cmd.Swap):
+            self.failed.pop(session, None)
 
     def _awaitversion(self, session: int, c: cmd.AwaitVersion, outcome: Any) -> None:
         retired = session not in self.replicas and any(p.command is c for p in self.parked)
         if self._is_error(outcome, [ConfigError] if retired else []):
             return
         new = self.published[-1] if self.published and self.published[-1] in self.kept else None
+        loaded, decided = self.loaded[session], [v for v in self.kept if v.version == self.committed]
+        if decided and (loaded is None or loaded < self.committed) and self.failed.get(session) != self.committed:
+            new = decided[0]  # it may load nothing else
         if new is not None and new.version > max(c.after, -1):
             self.replicas.add(session)
+            self.failed.pop(session, None)
             self._is(outcome, cmd.Version(version=new.version, parts=new.parts, source=new.source, probe=new.probe))
         elif not self._is_error(outcome, [Ended] if self.ended and all(map(self.exhausted, self.rollouts())) else []):
             self._is(outcome, PARKED)

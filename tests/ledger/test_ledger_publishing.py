@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ledger_queue import PLAIN, Queue, part
+from ledger_queue import PLAIN, REWARD, ROLLOUT, TRAIN, Queue, ids, part, produce, running
 
 from asyncflow_sdk.errors import AsyncFlowError, ConfigError, DeadlineExceeded, VersionGone
 from asyncflow_sdk.ledger import commands as cmd
@@ -238,7 +238,35 @@ def test_a_version_that_one_rank_withdraws_is_withdrawn_for_all() -> None:
     queue.do(ranks[1], cmd.Withdraw(version=5, reason="out of memory"))
     assert queue.do(ranks[0], cmd.Withdraw(version=5)) == cmd.Done()  # it need not be the first to say so
     assert queue.ledger.status().announced == -1
-    assert queue.do(ranks[0], cmd.Announce(version=5)) == cmd.Published(keep=())  # what it sent may go
+    again = queue.do(ranks[0], cmd.Announce(version=5))
+    assert again == cmd.Published(keep=(), lost="version 5 was withdrawn by trainer-1: out of memory")  # it may go
+    assert queue.do(ranks[0], cmd.Announce(version=5)) == cmd.Published(keep=()), "it is told once"
+
+
+def test_ranks_go_on_with_the_next_number_when_one_failed_before_the_others_began() -> None:
+    queue, ranks = publisher(2)
+    queue.do(ranks[0], cmd.Announce(version=1))
+    queue.do(ranks[0], cmd.Withdraw(version=1, reason="all-gather failed"))
+    queue.do(ranks[1], cmd.Announce(version=1))  # it knows of nothing
+    queue.do(ranks[1], cmd.Publish(version=1, part=part(1, 1)))
+    waiting = queue.ask(ranks[1], cmd.Announce(version=2, timeout_s=60))
+    assert waiting not in queue.answers
+    assert queue.do(ranks[0], cmd.Announce(version=2)) == cmd.Published(keep=())
+    told = queue.answers[waiting]
+    assert told.keep == ()
+    assert told.lost.startswith("version 1 was withdrawn: rank 0 (trainer-0) announced 2 in its place")
+    for rank, session in enumerate(ranks):
+        queue.do(session, cmd.Publish(version=2, part=part(2, rank)))
+    assert newest(queue).version == 2
+
+
+def test_a_rank_that_is_overtaken_while_it_writes_hears_by_whom() -> None:
+    queue, ranks = publisher(2)
+    queue.do(ranks[1], cmd.Announce(version=1))
+    queue.do(ranks[0], cmd.Announce(version=2))
+    with pytest.raises(VersionGone, match=r"version 1 was withdrawn: rank 0 \(trainer-0\) announced 2 in its place"):
+        queue.do(ranks[1], cmd.Publish(version=1, part=part(1, 1)))
+    assert publish(queue, ranks, 2) == (2,)
 
 
 # ---- publishers that die
@@ -307,3 +335,108 @@ def test_one_part_that_is_gone_makes_a_version_unfetchable() -> None:
     with pytest.raises(AsyncFlowError, match="it cannot be fetched any more"):
         newest(queue)
     assert [v.version for v in queue.ledger.status().versions] == [0]
+
+
+# ---- steps
+
+
+def test_numbers_go_with_the_steps_that_are_trained() -> None:
+    queue, *_ = running(max_staleness=0)
+    queue.put(64)
+    with pytest.raises(
+        ConfigError, match=r"0 is current and step 0 is not trained yet, so the next number is 1; .*step.version"
+    ):
+        queue.publish(10)
+    queue.publish(1)
+
+
+def test_a_number_published_without_a_step_lets_no_more_rows_in() -> None:
+    queue, replica, *_ = running(max_staleness=0)
+    queue.put(64)
+    for version in (1, 2, 3):  # nothing is leased, let alone trained
+        queue.publish(version)
+    queue.load(replica, 3)
+    assert len(ids(queue.lease(replica, "rollout", 100))) <= 2 * 4
+
+
+def test_the_first_version_of_a_run_may_have_any_number() -> None:
+    queue = Queue(ROLLOUT, REWARD, TRAIN, max_staleness=0)
+    replica = queue.join("gen")
+    queue.publish(100)
+    queue.load(replica, 100)
+    queue.put(12)
+    assert len(ids(queue.lease(replica, "rollout", 100))) == 4
+
+
+def test_a_trainer_that_acknowledges_first_publishes_what_it_trained() -> None:
+    queue, replica, judge, trainer = running(max_staleness=0)
+    queue.put(8)
+    produce(queue, replica, judge, 4)
+    lease = queue.lease(trainer, "train")
+    queue.complete(trainer, lease)
+    queue.publish(lease.version + 1)
+    with pytest.raises(ConfigError, match="step 1 is not trained yet, so the next number is 2"):
+        queue.publish(3)
+
+
+def test_a_trainer_that_acknowledges_late_goes_on_publishing() -> None:
+    queue, replica, judge, trainer = running(max_staleness=4)
+    queue.put(12)
+    produce(queue, replica, judge, 12)
+    for step in range(3):
+        lease = queue.lease(trainer, "train")
+        assert (lease.step, lease.version) == (step, step)
+        queue.publish(lease.version + 1)
+
+
+# ---- a step that is leased again
+
+
+def test_a_step_whose_trainer_died_after_publishing_it_takes_the_next_number() -> None:
+    queue, replica, judge, trainer = running(max_staleness=0)
+    queue.put(24)
+    produce(queue, replica, judge, 4)
+    lease = queue.lease(trainer, "train")
+    queue.publish(lease.version + 1)
+    queue.die(trainer)
+    trainer = queue.join("train-1")
+    for step in range(4):
+        lease = queue.lease(trainer, "train")
+        assert (lease.step, lease.version) == (step, step + 1)
+        queue.publish(lease.version + 1)
+        queue.complete(trainer, lease)
+        queue.load(replica, lease.version + 1)
+        rows = queue.lease(replica, "rollout", 100)
+        assert len(ids(rows)) == 4, "those of the next step, with max_staleness 0"
+        queue.complete(replica, rows)
+        queue.complete(judge, queue.lease(judge, "reward", 100))
+
+
+def test_a_step_that_was_published_and_is_only_acknowledged_again_takes_no_number() -> None:
+    queue, replica, judge, trainer = running(max_staleness=0)
+    queue.put(8)
+    produce(queue, replica, judge, 4)
+    queue.lease(trainer, "train")
+    queue.publish(1)
+    queue.die(trainer)
+    trainer = queue.join("train-1")
+    queue.complete(trainer, queue.lease(trainer, "train"))  # it has what is current, which was trained with this step
+    queue.load(replica, 1)
+    produce(queue, replica, judge, 4)
+    lease = queue.lease(trainer, "train")
+    assert (lease.step, lease.version) == (1, 1)
+
+
+def test_a_trainer_may_die_there_again_and_again() -> None:
+    queue, replica, judge, trainer = running(max_staleness=1)
+    queue.put(16)
+    produce(queue, replica, judge, 8)
+    for death in range(3):
+        lease = queue.lease(trainer, "train")
+        assert (lease.step, lease.version) == (0, death)
+        queue.publish(death + 1)
+        queue.die(trainer)
+        trainer = queue.join("train again")
+    queue.complete(trainer, queue.lease(trainer, "train"))
+    queue.load(replica, 3)
+    assert len(ids(queue.lease(replica, "rollout", 100))) == 4, "of step 2; those of step 1 are there"

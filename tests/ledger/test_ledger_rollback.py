@@ -156,6 +156,44 @@ def test_rows_of_versions_given_up_expire_with_their_groups() -> None:
             queue.complete(replica, lease)
 
 
+@pytest.mark.parametrize("done", [0, 1])
+def test_what_a_replica_generates_with_a_version_given_up_while_it_loaded_that_expires(done: int) -> None:
+    queue, replica, *_ = versions(1)
+    queue.put(4)
+    lease = queue.lease(replica, "rollout", 4)
+    queue.publish(1)
+    queue.do(replica, cmd.AwaitVersion(after=0))
+    queue.do(replica, cmd.Staged(version=1))
+    assert isinstance(queue.do(replica, cmd.Swap(version=1)), cmd.Permitted)
+    if done:
+        queue.complete(replica, lease, 0)  # wholly of version 0
+    assert roll_back(queue, 0).expired == 0
+    queue.load(replica, 1)  # its tokens are of version 1 from here on
+    assert queue.audit().expired == 4 - done
+    queue.put(4)
+    assert queue.lease(replica, "rollout", 4) == cmd.LoadFirst(version=2)
+    with pytest.raises(LeaseLost):
+        queue.complete(replica, lease)
+
+
+def test_a_rollback_while_a_published_step_is_held_counts_it_once() -> None:
+    queue, replica, judge, trainer = versions(1, max_staleness=0)
+    held = step(queue, replica, judge, trainer, ack=False)
+    queue.publish(1)
+    new = roll_back(queue, 0).version
+    queue.do(trainer, cmd.GiveBack(token=held.token))
+    queue.load(replica, new)
+    queue.put(8)
+    with pytest.raises(DeadlineExceeded):  # what this version makes now would be too old for step 1
+        queue.lease(replica, "rollout", 100)
+    again = queue.lease(trainer, "train")
+    assert (again.step, again.version) == (0, new)
+    queue.publish(new + 1)
+    queue.complete(trainer, again)
+    queue.load(replica, new + 1)
+    assert len(ids(queue.lease(replica, "rollout", 100))) == 4
+
+
 def test_rows_of_versions_that_stay_stay() -> None:
     queue, replica, judge, _ = versions(1)
     queue.put(3)
@@ -299,7 +337,7 @@ def test_a_rollback_is_decided_at_once() -> None:
     assert [e.version for e in queue.events if isinstance(e, ev.Committed)] == [0, 2]
     assert queue.lease(replica, "rollout", 1) == cmd.LoadFirst(version=2)
     queue.do(replica, cmd.Staged(version=2))
-    assert queue.do(replica, cmd.Swap(version=2)) == cmd.Done()
+    assert queue.do(replica, cmd.Swap(version=2)) == cmd.Permitted(version=2)
     queue.load(replica, 2)
     assert ids(queue.lease(replica, "rollout", 1)) == [0]
 

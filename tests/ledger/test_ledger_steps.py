@@ -6,6 +6,7 @@ import pytest
 from ledger_queue import (
     LAST,
     PLAIN,
+    REWARD,
     ROLLOUT,
     TEXT,
     TOKENS,
@@ -227,8 +228,9 @@ def test_loading_wakes_a_parked_lease() -> None:
 
 
 def test_versions_far_ahead_of_the_steps_cost_nothing() -> None:
-    queue, replica, judge, trainer = running(max_staleness=1)
-    queue.publish(10**15)
+    queue = Queue(ROLLOUT, REWARD, TRAIN, max_staleness=1)
+    replica, judge, trainer = (queue.join(name) for name in ("gen", "judge", "train"))
+    queue.publish(10**15)  # the first one here may have any number
     queue.load(replica, 10**15)
     queue.put(8)
     produce(queue, replica, judge, 8)

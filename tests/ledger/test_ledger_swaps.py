@@ -44,7 +44,7 @@ def why(queue: Queue, session: int, command: Any) -> str:
 def test_without_a_limit_all_load_at_once() -> None:
     queue, sessions = replicas(3)
     for session in sessions:
-        assert queue.do(session, cmd.Swap(version=7)) == cmd.Done()
+        assert queue.do(session, cmd.Swap(version=7)) == cmd.Permitted(version=7)
 
 
 @pytest.mark.parametrize("end", ["loaded", "failed", "dies", "leaves"])
@@ -64,11 +64,12 @@ def test_a_session_that_retires_keeps_no_permission_and_counts_for_nothing() -> 
     queue, [first, second] = replicas(2, max_swapping=1, quorum=2)
     stage(queue, first, 7)
     stage(queue, second, 7)
-    assert queue.do(first, cmd.Swap(version=7)) == cmd.Done()
+    assert queue.do(first, cmd.Swap(version=7)) == cmd.Permitted(version=7)
     waiting = swap(queue, second, 7)
     assert waiting not in queue.answers
     assert queue.do(first, cmd.Retire()) == cmd.Done()
-    assert queue.answers[waiting] == cmd.Done()
+    assert isinstance(queue.answers[waiting], cmd.Permitted)
+    queue.load(second, 7)
     queue.publish(8)
     stage(queue, second, 8)
     assert queue.ledger.committed == 7, "one replica is no quorum"
@@ -85,15 +86,27 @@ def test_what_a_session_that_retires_waits_for_is_refused_and_it_may_begin_anew(
         queue.do(one, cmd.Swap(version=7))
     assert queue.do(one, cmd.AwaitVersion(after=-1)).version == 7
     stage(queue, one, 7)
-    assert queue.do(one, cmd.Swap(version=7)) == cmd.Done()
+    assert queue.do(one, cmd.Swap(version=7)) == cmd.Permitted(version=7)
+
+
+def test_a_permission_that_nobody_heard_of_goes_to_the_next() -> None:
+    queue, [one, other] = replicas(2, max_swapping=1)
+    assert queue.do(one, cmd.Swap(version=7)) == cmd.Permitted(version=7)
+    waiting = swap(queue, other, 7)
+    queue.ledger.unheard(one, 7, queue.now)
+    queue._take()
+    assert queue.answers[waiting] == cmd.Permitted(version=7)
+    (said,) = [each for each in queue.ledger.status().sessions if each.id == one]
+    assert said.weights == "staged 7"
+    assert not any(isinstance(event, ev.WeightState) and event.state == "failed" for event in queue.events)
 
 
 def test_a_replica_that_has_permission_may_ask_again() -> None:
     queue, [one, other] = replicas(2, max_swapping=1)
-    assert queue.do(one, cmd.Swap(version=7)) == queue.do(one, cmd.Swap(version=7)) == cmd.Done()
+    assert queue.do(one, cmd.Swap(version=7)) == queue.do(one, cmd.Swap(version=7)) == cmd.Permitted(version=7)
     waiting = swap(queue, other, 7)
     queue.do(one, cmd.Loaded(version=7))
-    assert queue.answers[waiting] == cmd.Done()
+    assert isinstance(queue.answers[waiting], cmd.Permitted)
 
 
 def test_a_request_that_waits_names_who_loads_since_when() -> None:
@@ -136,7 +149,7 @@ def test_more_permissions_wake_those_that_wait() -> None:
     waiting = swap(queue, sessions[1], 7)
     assert waiting not in queue.answers
     queue.do(queue.admin, cmd.Configure(max_swapping=0))
-    assert queue.answers[waiting] == cmd.Done()
+    assert isinstance(queue.answers[waiting], cmd.Permitted)
 
 
 def test_what_failed_has_to_be_staged_again() -> None:
@@ -146,7 +159,7 @@ def test_what_failed_has_to_be_staged_again() -> None:
     with pytest.raises(ConfigError, match="has not staged version 7"):
         queue.do(one, cmd.Swap(version=7))
     queue.do(one, cmd.Staged(version=7))
-    assert queue.do(one, cmd.Swap(version=7)) == cmd.Done()
+    assert queue.do(one, cmd.Swap(version=7)) == cmd.Permitted(version=7)
 
 
 # ---- quorum
@@ -160,7 +173,7 @@ def test_nobody_loads_before_enough_have_it_staged() -> None:
     assert waiting not in queue.answers
     assert queue.ledger.status().committed == -1
     queue.do(other, cmd.Staged(version=7))
-    assert queue.answers[waiting] == cmd.Done()
+    assert isinstance(queue.answers[waiting], cmd.Permitted)
     assert queue.ledger.status().committed == 7
     (said,) = [event for event in queue.events if isinstance(event, ev.Committed)]
     assert (said.version, said.staged) == (7, 2)
@@ -172,7 +185,7 @@ def test_a_replica_that_brought_the_version_counts() -> None:
     other = queue.join("gen-1")
     queue.ask(other, cmd.AwaitVersion(after=0, timeout_s=60))
     queue.do(other, cmd.Loaded(version=0))
-    assert queue.answers[waiting] == cmd.Done()
+    assert isinstance(queue.answers[waiting], cmd.Permitted)
 
 
 def test_a_replica_that_died_does_not_count() -> None:
@@ -183,7 +196,7 @@ def test_a_replica_that_died_does_not_count() -> None:
     waiting = swap(queue, one, 7)
     assert waiting not in queue.answers
     stage(queue, queue.join("later"), 7)
-    assert queue.answers[waiting] == cmd.Done()
+    assert isinstance(queue.answers[waiting], cmd.Permitted)
 
 
 def test_after_the_decision_those_below_it_are_granted_nothing_until_they_follow() -> None:
@@ -195,7 +208,7 @@ def test_after_the_decision_those_below_it_are_granted_nothing_until_they_follow
     stage(queue, queue.join("gen-1"), 1)
     assert queue.lease(replica, "rollout", 1) == cmd.LoadFirst(version=1)
     stage(queue, replica, 1)
-    assert queue.do(replica, cmd.Swap(version=1)) == cmd.Done()  # late ones may load at once
+    assert queue.do(replica, cmd.Swap(version=1)) == cmd.Permitted(version=1)  # late ones may load at once
     queue.load(replica, 1)
     assert ids(queue.lease(replica, "rollout", 1)) == [2]
 
@@ -216,13 +229,49 @@ def test_a_decision_wakes_leases_that_wait() -> None:
 def test_what_is_decided_may_be_loaded_while_a_newer_version_is_not() -> None:
     queue, [one, other] = replicas(2, quorum=2)
     queue.publish(8)
-    assert queue.do(one, cmd.Swap(version=7)) == cmd.Done()
+    assert queue.do(one, cmd.Swap(version=7)) == cmd.Permitted(version=7)
+    queue.load(one, 7)
+    queue.load(other, 7)
     stage(queue, one, 8)
     waiting = swap(queue, one, 8)
     assert waiting not in queue.answers
     stage(queue, other, 8)
-    assert queue.answers[waiting] == cmd.Done()
+    assert isinstance(queue.answers[waiting], cmd.Permitted)
     assert queue.ledger.status().committed == 8
+
+
+def test_a_late_joiner_is_given_what_is_decided_and_then_what_is_newer() -> None:
+    queue, [one, other] = replicas(2, quorum=2, max_staleness=4, keep_versions=4)
+    queue.load(one, 7)
+    queue.die(other)
+    queue.publish(8)
+    late = queue.join("late")
+    assert queue.do(late, cmd.AwaitVersion(after=-1)).version == 7, "it may load nothing else"
+    queue.do(late, cmd.Staged(version=7))
+    waiting = queue.ask(late, cmd.AwaitVersion(after=7, timeout_s=60))
+    with pytest.raises(
+        DeadlineExceeded, match="version 8 is current and not decided: 7, which is, has to be loaded first"
+    ):
+        queue.do(late, cmd.AwaitVersion(after=7))
+    assert waiting not in queue.answers, "8 would take the place of what it has staged"
+    assert queue.do(late, cmd.Swap(version=7)) == cmd.Permitted(version=7)
+    queue.load(late, 7)
+    assert queue.answers[waiting].version == 8
+    queue.put(4)
+    assert ids(queue.lease(late, "rollout", 1)) == [0]
+    for session in (late, one):
+        stage(queue, session, 8)
+    assert queue.ledger.committed == 8
+
+
+def test_a_replica_that_cannot_load_what_is_decided_is_given_what_is_newer() -> None:
+    queue, [one, other] = replicas(2, quorum=2, keep_versions=4)
+    queue.load(one, 7)
+    queue.publish(8)
+    waiting = queue.ask(other, cmd.AwaitVersion(after=7, timeout_s=60))
+    assert waiting not in queue.answers
+    queue.do(other, cmd.NotLoaded(version=7, reason="it would not"))
+    assert queue.answers[waiting].version == 8
 
 
 def test_what_was_never_decided_is_gone_when_it_is_replaced() -> None:
@@ -259,7 +308,7 @@ def test_a_smaller_quorum_decides() -> None:
     queue, [one] = replicas(1, quorum=4)
     waiting = swap(queue, one, 7)
     queue.do(queue.admin, cmd.Configure(quorum=1))
-    assert queue.answers[waiting] == cmd.Done()
+    assert isinstance(queue.answers[waiting], cmd.Permitted)
 
 
 # ---- late joiners

@@ -25,7 +25,8 @@ class Trainer(Worker):
         self.weights: tuple[int, ...] = ()
         self.full_before: set[int] = set()  # steps that were full at a rollback
         self.trained: list[int] = []
-        self.rollbacks = self.expired = 0
+        self.rollbacks = self.expired = self.seen = 0
+        self.own: tuple[int, ...] | None = None  # weights that it has kept
         super().__init__(world, "train", "trainer", mortality)
 
     def start(self) -> None:
@@ -34,7 +35,11 @@ class Trainer(Worker):
         self.say(cmd.OpenPublisher())
         if self.world.ledger.version < 0:
             self.publish(0)
-        self.weights = self.made[self.world.ledger.version]  # it begins with what is current
+        current = self.made[self.world.ledger.version]
+        self.weights = (
+            current if self.own is None else self.own
+        )  # it begins with what is current, or what it has kept
+        self.own = None
         self.ask()
 
     def say(self, command: Any) -> Any:
@@ -69,24 +74,28 @@ class Trainer(Worker):
             self.expired += reply.expired
 
     def work(self, lease: Any) -> None:
+        self.seen = self.rollbacks
         if lease.step not in self.weights:  # else it is in what was published before its trainer died
             self.judge(lease)
         self.perhaps_roll_back()  # the step is dropped then, or trained anew
-        if self.rolled_since(lease) and self.world.random.random() < 0.5:
+        if self.rolled_since() and self.world.random.random() < 0.5:
             self.call(cmd.GiveBack(token=lease.token), lambda reply: self.ask())
             return
         self.later(self.world.soon(), lambda: self.train(lease))
 
-    def rolled_since(self, lease: Any) -> bool:
-        return bool(lease.version < self.world.ledger.lineage.last.first)
+    def rolled_since(self) -> bool:
+        return self.rollbacks > self.seen
 
     def train(self, lease: Any) -> None:
-        if not self.rolled_since(lease) and lease.step not in self.weights:  # else there is nothing to be trained
+        before = self.weights
+        if not self.rolled_since() and lease.step not in self.weights:  # else there is nothing to be trained
             self.weights = (*self.weights, lease.step)
             self.publish(lease.version + 1)
         self.perhaps_roll_back()
         if self.world.random.random() < self.mortality:
             self.life += 1
+            if not self.rolled_since() and self.world.random.random() < 0.5:
+                self.own = before  # of before it published this step
             self.world.die(self.session)
             self.world.later(1.0, self.start)
             return

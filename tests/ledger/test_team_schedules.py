@@ -34,7 +34,8 @@ class Job:
     def got(self, reply: cmd.Leased, world: World) -> None:
         ids = cmd.unpack_ids(reply.ids)
         rows = world.ledger.rows
-        assert (reply.version - rows.version[rows.at(ids)] <= self.limit).all(), "staleness"
+        made = [world.ledger.lineage.step(version) for version in rows.version[rows.at(ids)].tolist()]
+        assert reply.step - min(made) <= self.limit, "staleness"
         assert reply.rank not in self.dealt[reply.token], "a rank gets a lease once"
         self.dealt[reply.token][reply.rank] = ids.tolist()
         assert self.step_of.setdefault(reply.token, reply.step) == reply.step
@@ -105,7 +106,7 @@ class Rank(Worker):
                     if life == self.life:
                         self.acknowledge(said, reply, drop)
 
-                publish(self.world, reply.step + 1, published)
+                publish(self.world, reply.version + 1, published)
             else:
                 self.acknowledge(cmd.Done(), reply, drop)
 

@@ -246,7 +246,7 @@ def test_what_is_staged_decided_and_rolled_back_outlives_the_server(tmp_path: Pa
         with pytest.raises(DeadlineExceeded, match="2 of the 3 replicas"):
             say(replicas[0], cmd.Swap(version=6))
         say(replicas[2], cmd.Staged(version=6))
-        assert say(replicas[0], cmd.Swap(version=6)) == cmd.Done()
+        assert say(replicas[0], cmd.Swap(version=6)) == cmd.Permitted(version=6)
         server.kill()
     # and killed after the decision, with one permission given
     with Child(serve_and_die, str(path), 10**9, "never") as server:
@@ -254,7 +254,7 @@ def test_what_is_staged_decided_and_rolled_back_outlives_the_server(tmp_path: Pa
         with pytest.raises(DeadlineExceeded, match=r"at most 1 at a time \(max_swapping\), now gen-0"):
             say(replicas[1], cmd.Swap(version=6))
         say(replicas[0], cmd.Loaded(version=6))
-        assert say(replicas[1], cmd.Swap(version=6)) == cmd.Done()
+        assert say(replicas[1], cmd.Swap(version=6)) == cmd.Permitted(version=6)
         say(replicas[1], cmd.Loaded(version=6))
         trainer.put({"x": np.arange(4.0)})
         lease = say(replicas[0], cmd.Lease(task="rollout", count=2))
