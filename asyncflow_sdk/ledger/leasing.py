@@ -171,8 +171,8 @@ class Leasing(Choosing):
         lineage, last = self.lineage, self.lineage.last
         if last.resumed == NONE:
             past = lease.stretch < len(lineage.stretches) and self.version == last.first
-        else:  # it was in the current version, or later steps were acknowledged before it
-            past = lease.step == last.resumed and self.version <= last.first
+        else:  # later steps may have been acknowledged before it
+            past = lease.step == last.resumed and self.version == last.first
         if past:
             last.shift = min(last.shift, self.version - self._next_to_train())
 

@@ -265,11 +265,9 @@ class NaiveRows:
         """A step was: if it was leased before the last rollback, what it was trained to is nowhere in the current version."""
         if self.resumed is not None:
             step, first, ahead = self.resumed
-            if self.rows[lease.ids[0]].step == step and self.version <= first:
+            if self.rows[lease.ids[0]].step == step and self.version == first:
                 ahead = min(ahead, self.version - self.next_to_train())
-                self.resumed = step, first, ahead
-                if self.version == first:
-                    self.trains[first] = max(self.trains[first], first - ahead)
+                self.trains[first] = max(self.trains[first], first - ahead)
             return
         if lease.rollbacks < len(self.rollbacks) and self.version == self.rollbacks[-1]:
             self.trains[self.version] = max(self.trains[self.version], self.next_to_train())

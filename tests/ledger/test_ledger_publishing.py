@@ -412,7 +412,8 @@ def test_a_step_whose_trainer_died_after_publishing_it_takes_the_next_number() -
         queue.complete(judge, queue.lease(judge, "reward", 100))
 
 
-def test_a_step_that_was_published_and_is_only_acknowledged_again_takes_no_number() -> None:
+@pytest.mark.parametrize("late", [True, False])
+def test_a_step_leased_again_may_be_acknowledged_before_its_version_is_there_or_without_one(late: bool) -> None:
     queue, replica, judge, trainer = running(max_staleness=0)
     queue.put(8)
     produce(queue, replica, judge, 4)
@@ -420,11 +421,18 @@ def test_a_step_that_was_published_and_is_only_acknowledged_again_takes_no_numbe
     queue.publish(1)
     queue.die(trainer)
     trainer = queue.join("train-1")
-    queue.complete(trainer, queue.lease(trainer, "train"))  # it has what is current, which was trained with this step
-    queue.load(replica, 1)
-    produce(queue, replica, judge, 4)
+    queue.complete(trainer, queue.lease(trainer, "train"))
+    if late:
+        queue.publish(2)
+    queue.load(replica, 1 + late)
+    queue.put(8)
+    rows = queue.lease(replica, "rollout", 100)
+    assert len(ids(rows)) == 4, "those of step 1, with max_staleness 0"
+    queue.complete(replica, rows)
+    queue.complete(judge, queue.lease(judge, "reward", 4))
     lease = queue.lease(trainer, "train")
-    assert (lease.step, lease.version) == (1, 1)
+    assert (lease.step, lease.version) == (1, 2)
+    queue.publish(3)
 
 
 def test_a_trainer_may_die_there_again_and_again() -> None:
