@@ -22,7 +22,7 @@ class Stepping(Ending):
     def _make_ready_alike(self, tasks: Iterable[Task], ids: Ids, have: int, before: int) -> None:
         """Rows that all have the columns ``have`` and had ``before`` are handed to those of ``tasks`` that were not
         ready to take them then. The tasks take their partition."""
-        for task in tasks:
+        for task in self._step_last(tasks):
             need = int(task.need)
             if have & need == need and (before & need != need if need else not before):
                 self._ready(task, ids)
@@ -31,7 +31,7 @@ class Stepping(Ending):
         """Columns were written: hand rows to the tasks whose needs they now meet."""
         at = self.rows.at(ids)
         have = self.rows.columns[at]
-        for task in [only] if only is not None else list(self.tasks.values()):
+        for task in [only] if only is not None else self._step_last(self.tasks.values()):
             need = task.need
             fresh = (have & need) == need
             if len(self.partitions) > 1 or not task.spec.takes(""):
@@ -42,6 +42,10 @@ class Stepping(Ending):
                 fresh &= before == 0
             if fresh.any():
                 self._ready(task, ids[fresh])
+
+    def _step_last(self, tasks: Iterable[Task]) -> list[Task]:
+        """What fills the last step ends the rows that are too many: no other task must hear of them after that."""
+        return sorted(tasks, key=lambda task: self.steps is not None and task is self.steps.task)
 
     def _ready(self, task: Task, ids: Ids) -> None:
         name = task.spec.name

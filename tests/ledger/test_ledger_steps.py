@@ -432,3 +432,16 @@ def test_without_an_end_a_stream_of_plain_tasks_is_consumed() -> None:
     for task in ("plain", "last"):
         with pytest.raises(Ended):
             queue.lease(worker, task, wait=9)
+
+
+def test_rows_that_are_put_beyond_the_last_step_end_before_another_task_hears_of_them() -> None:
+    # given rows that a step can take as they are put, and one more than the last step lacks
+    queue = Queue(
+        TaskSpec(name="train", needs=("prompt",), batch_rows=2), TaskSpec(name="side", needs=("prompt",)), steps=1
+    )
+    # when
+    queue.put(3)
+    # then
+    rows = queue.ledger.status().rows
+    assert queue.ledger.audit().cancelled == 1
+    assert rows["side"] == {"waiting": 0, "ready": 2, "selected": 0, "leased": 0, "done": 0}
