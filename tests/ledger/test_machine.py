@@ -498,6 +498,6 @@ LedgerMachine.TestCase.settings = settings(
 TestLedger = pytest.mark.timeout(3600 if LONG else 300)(LedgerMachine.TestCase)
 TestLedger = pytest.mark.xfail(
     strict=False,
-    reason="the naive ledger and the ledger disagree on what a trainer is leased again (its assertion 'whole, or what is"
-    " left of it'): which of them is wrong is to be found out; HYPOTHESIS_PROFILE=long shrinks it",
+    reason="in one run of two the naive ledger and the ledger disagreed on a lease of the whole_groups sampler ('whole, or what"
+    " is left of it'): which of them is wrong is to be found out; HYPOTHESIS_PROFILE=long shrinks it",
 )(TestLedger)
