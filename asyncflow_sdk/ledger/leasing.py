@@ -334,9 +334,18 @@ class Leasing(Choosing):
             if task.spec.admits:
                 self._return_admitted(task, ids)
             else:
-                for partition, part in self._by_partition(ids):
-                    self._queue(task, partition).push_front(part)
+                self._come_back(task, ids)
         self._dirty.add(f"task {name}")
+
+    def _come_back(self, task: Task, ids: Ids) -> None:
+        """Rows are the next ones of their task again. Where groups stay whole, with those of their groups that came back
+        before: what was pushed of these then is passed over."""
+        for partition, part in self._by_partition(ids):
+            ready = self._queue(task, partition)
+            if task.spec.grouped or task.sampling.whole_groups:
+                part = self.rows.members(part)
+                part = part[ready.is_ready(part)]
+            ready.push_front(part)
 
     def _bury(self, ids: Ids, task: str) -> None:
         """Keep what is known of groups that now fail for good. What is in a full step does not."""
@@ -358,8 +367,7 @@ class Leasing(Choosing):
         rows, name, step = self.rows, task.spec.name, self.steps.task.spec.name
         trained = self._trained(rows.at(ids))
         rows.version[rows.at(ids[~trained])] = NONE
-        for partition, part in self._by_partition(ids[~trained]):
-            self._queue(task, partition).push_front(part)
+        self._come_back(task, ids[~trained])
         ids = ids[trained]
         for first in np.unique(rows.first[rows.at(ids)])[::-1]:
             back = ids[rows.first[rows.at(ids)] == first]

@@ -83,7 +83,11 @@ class ReadyQueue:
                 queue.appendleft(chunk[cut:])
             parts.append(chunk[:cut])
             taken += cut
-        return np.concatenate(parts) if parts else NOBODY
+        if len(parts) < 2:
+            return parts[0] if parts else NOBODY
+        ids = np.concatenate(parts)
+        _, where = np.unique(ids, return_index=True)  # a group that came back in pieces was pushed with each of them
+        return ids if len(where) == len(ids) else ids[np.sort(where)]
 
     def peek_group(self) -> Ids:
         """The rows of the first group; empty when nothing is ready."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from ledger_checks import freeze
-from ledger_queue import LAST, PLAIN, TEXT, TOKENS, Queue, ids, running
+from ledger_queue import LAST, PLAIN, TEXT, TOKENS, Queue, ids, packed, running
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, PluginError, SchemaError
 from asyncflow_sdk.interfaces import Candidates, Sampler
@@ -448,3 +448,17 @@ def test_a_sampler_that_says_that_rows_may_starve_may_starve_them() -> None:
         may_starve = True
 
     check_sampler(Honest)
+
+
+def test_a_group_that_comes_back_in_pieces_is_whole_again() -> None:
+    # given two groups leased together, of which one row comes back first
+    queue = Queue(TaskSpec(name="judge", needs=("prompt",), sampler=SamplerSpec("whole_groups"), lease_s=50))
+    queue.put(2, 3)
+    first = queue.join("first")
+    lease = queue.do(first, cmd.Lease(task="judge", count=6))
+    for at in ((1,), (0, 2, 3, 4, 5)):
+        queue.do(first, cmd.GiveBack(token=lease.token, index=packed(*at)))
+    # when
+    again = [queue.do(first, cmd.Lease(task="judge", count=4)) for _ in range(2)]
+    # then each lease is a whole group, and no row is in two
+    assert [ids(each) for each in again] == [[0, 1, 2], [3, 4, 5]]
