@@ -175,6 +175,11 @@ class Leasing(Choosing):
             past = lease.step == last.resumed and self.version == last.first
         if past:
             last.shift = min(last.shift, self.version - self._next_to_train())
+            self._wake_replicas()
+
+    def _wake_replicas(self) -> None:
+        """What the staleness rule says to them may have changed."""
+        self._dirty.update(f"task {name}" for name, task in self.tasks.items() if task.spec.admits)
 
     def _grant(
         self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None,

@@ -122,10 +122,6 @@ class Publishing(Intake):
         self._dirty.update(("version", "swap", "announce"))
         self._wake_replicas()
 
-    def _wake_replicas(self) -> None:
-        """What the staleness rule says to them may have changed."""
-        self._dirty.update(f"task {name}" for name, task in self.tasks.items() if task.spec.admits)
-
     def _what_to_keep(self, lost: str = "") -> cmd.Published:
         sources = {each.source for each in self.versions.values()}
         if self.announced is not None and self.announced.parts:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from ledger_checks import check_counters
 from ledger_queue import part
@@ -134,6 +134,9 @@ class Trainer(Worker):
     doubts=st.sampled_from([0.05, 0.2, 0.4]),
     keep=st.sampled_from([1, 2, 4]),
 )
+@example(  # its replica waits already when the acknowledgement of a step from before a rollback lets it begin
+    seed=0, staleness=0, size=4, groups=2, steps=3, replicas=1, mortality=0.05, doubts=0.4, keep=2
+)  # fmt: skip
 def test_a_run_that_is_rolled_back_at_any_time_trains_no_row_that_is_too_old_or_given_up(
     seed: int, staleness: int, size: int, groups: int, steps: int, replicas: int, mortality: float, doubts: float,
     keep: int,
