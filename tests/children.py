@@ -49,13 +49,17 @@ class Child:
         assert self._process.stdout is not None
         assert self._process.stdin is not None
         self._out, self._in = self._process.stdout, self._process.stdin
+        self._said = b""  # and not heard yet: a stream's own buffer would hide it from select
         self.pid = self._process.pid
 
     def hear(self) -> Any:
         """The next thing it says."""
-        ready, _, _ = select.select([self._out], [], [], LIMIT_S)
-        line = self._out.readline() if ready else ""
-        assert line, f"the child said nothing; it ended with {self._process.poll()}:\n{self.errors()}"
+        while b"\n" not in self._said:
+            ready, _, _ = select.select([self._out], [], [], LIMIT_S)
+            more = os.read(self._out.fileno(), 1 << 16) if ready else b""
+            assert more, f"the child said nothing; it ended with {self._process.poll()}:\n{self.errors()}"
+            self._said += more
+        line, _, self._said = self._said.partition(b"\n")
         return json.loads(line)
 
     def say(self, value: Any) -> None:
