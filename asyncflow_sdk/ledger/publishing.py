@@ -59,15 +59,14 @@ class Publishing(Intake):
                 f"rank {rank} cannot announce version {version}: {others} announced {said.version}, which is not there yet;"
                 f" all ranks publish one version, under one number, now {said.version} or a higher one"
             )
-        if said is not None and version != said.version:  # without this rank's part it would never be there
-            number, why = self.not_coming
-            before = f"; {why}" if number == said.version else ""
-            self._forget_announced(
-                f"was withdrawn: rank {rank} ({session.name}) announced {version} in its place{before}"
-            )
-            said = None
-        if said is None:
+        if said is None or version != said.version:
             self._check_step(version)
+            if said is not None:  # without this rank's part it would never be there
+                number, why = self.not_coming
+                before = f"; {why}" if number == said.version else ""
+                self._forget_announced(
+                    f"was withdrawn: rank {rank} ({session.name}) announced {version} in its place{before}"
+                )
             said = self.announced = Announced(version, self._now)
         said.ranks.add(rank)
         return self._what_to_keep(self.lost.pop(rank, ""))
