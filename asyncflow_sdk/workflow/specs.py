@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -15,17 +15,36 @@ from ..ledger import TaskSpec
 from ..types import GRPO, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 
+OnFailure = Literal["stop", "continue"]
 RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a worker runs: its interpreter (of an environment that has the SDK and the engine), and variables
-    added to its environment. ``max_restarts``: how often it is started again after dying."""
+    added to its environment. ``max_restarts``: how often it is started again after dying.
+
+    ``launcher``: what starts it, found through the hook. ``cpus``, ``gpus``: those of its host that it may use; () leaves
+    them. ``on_failure``: whether the run stops or goes on when it has failed for good; None: as the workflow says.
+    """
 
     python: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 3
+    launcher: str = "process"
+    cpus: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
+    on_failure: OnFailure | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise ConfigError(f"max_restarts must be 0 or more, not {self.max_restarts}")
+        if self.on_failure not in (None, *get_args(OnFailure)):
+            raise ConfigError(f"on_failure is one of {', '.join(get_args(OnFailure))}, not {self.on_failure!r}")
+        for name in ("cpus", "gpus"):
+            numbers = getattr(self, name)
+            if any(type(n) is not int or n < 0 for n in numbers) or len(set(numbers)) < len(numbers):
+                raise ConfigError(f"{name} are different numbers from 0, as [0, 1], not {list(numbers)}")
 
 
 class Rollout:
@@ -52,6 +71,10 @@ class Rollout:
         python: str | None = None,
         env: Mapping[str, str] | None = None,
         max_restarts: int = 3,
+        launcher: str = "process",
+        cpus: Sequence[int] = (),
+        gpus: Sequence[int] = (),
+        on_failure: OnFailure | None = None,
         lease_s: float = 3600.0,
         swap: SwapPolicy | None = None,
         verify: Sequence[Proof] | None = None,
@@ -66,7 +89,10 @@ class Rollout:
         self.sampling = sampling or Sampling()
         self.lease_s = lease_s
         self.prompt, self.options = prompt, _plain(engine, options)
-        self.place = Place(python=python, env=dict(env or {}), max_restarts=max_restarts)
+        self.place = Place(
+            python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
+            gpus=tuple(gpus), on_failure=on_failure,
+        )  # fmt: skip
         file = Path(tokenizer if tokenizer is not None else model or "-")
         file = file / "tokenizer.json" if file.suffix != ".json" else file
         self.tokenizer = str(file) if file.is_file() else ""
@@ -107,6 +133,10 @@ class Stage:
         python: str | None = None,
         env: Mapping[str, str] | None = None,
         max_restarts: int = 3,
+        launcher: str = "process",
+        cpus: Sequence[int] = (),
+        gpus: Sequence[int] = (),
+        on_failure: OnFailure | None = None,
         lease_s: float = 3600.0,
     ) -> None:
         if not callable(function):
@@ -117,7 +147,10 @@ class Stage:
         self.needs = tuple(needs) if needs is not None else _parameters(function)
         self.gives = tuple(gives) if gives is not None else (self.task,)
         self.batch, self.lease_s = batch, lease_s
-        self.place = Place(python=python, env=dict(env or {}), max_restarts=max_restarts)
+        self.place = Place(
+            python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
+            gpus=tuple(gpus), on_failure=on_failure,
+        )  # fmt: skip
         if not self.needs:
             raise ConfigError(
                 f"stage {self.task!r} needs no column; name its parameters after columns, or say needs="
@@ -141,13 +174,21 @@ class Train:
         algorithm: Any = None,
         python: str | None = None,
         env: Mapping[str, str] | None = None,
+        max_restarts: int = 0,
+        launcher: str = "process",
+        cpus: Sequence[int] = (),
+        gpus: Sequence[int] = (),
+        on_failure: OnFailure | None = None,
         weights: Weights | None = None,
         **options: Any,
     ) -> None:
         self.engine, self.model, self.options = engine, str(model), _plain(engine, options)
         self.weights = weights
         self.algorithm = algorithm if algorithm is not None else GRPO()
-        self.place = Place(python=python, env=dict(env or {}), max_restarts=0)
+        self.place = Place(
+            python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
+            gpus=tuple(gpus), on_failure=on_failure,
+        )  # fmt: skip
 
     def declare(self, batch_rows: int) -> TaskSpec:
         return TaskSpec(name=self.task, needs=TRAIN_COLUMNS, batch_rows=batch_rows, lease_s=86400.0)
