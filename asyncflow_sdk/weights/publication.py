@@ -18,6 +18,7 @@ class Publication:
         self.doing = "being hashed"
         self._done: Future[Manifest] = Future()
         self._heard = False
+        self._lost = ""
         self.told = False
         self._lock = threading.RLock()
 
@@ -42,6 +43,10 @@ class Publication:
             if not self.done:
                 self._done.set_exception(explained)
 
+    def lose(self, reason: str) -> None:
+        """This rank's part is there, and the version will not be: ``reason`` says which rank withdrew it and why."""
+        self._lost = reason
+
     def last_word(self) -> None:
         """The server is told now, and what it answers counts. Raises WeightError where it was given up."""
         with self._lock:
@@ -57,8 +62,9 @@ class Publication:
 
     def wait(self, timeout_s: float = 600.0) -> Manifest:
         """Return once the version, or this rank's part of it, is published: a version of several ranks is current once all parts
-        are, and if another rank withdraws it, the run is told so and the next publish goes on. Raises what went wrong: the
-        version before is current then; DeadlineExceeded, and it is still under way."""
+        are, and if another rank withdraws it, the run is told so and the next publish goes on; since that one this raises
+        WeightError, which says who withdrew it and why. Raises what went wrong: the version before is current then;
+        DeadlineExceeded, and it is still under way."""
         try:
             manifest = self._done.result(timeout_s)
         except FutureTimeout:
@@ -71,4 +77,6 @@ class Publication:
         except BaseException:
             self._heard = self._done.done()
             raise
+        if self._lost:
+            raise WeightError(self._lost)
         return manifest

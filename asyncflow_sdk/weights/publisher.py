@@ -116,6 +116,7 @@ class WeightPublisher:
         made = transport_named(transport, **options)
         self._sizes: Sequence[int] = ()
         self._delivery: Publication | None = None
+        self._newest: Publication | None = None
         self._doubtful: int | None = None  # a version of which the server's last word was lost
         self._preparing: Future[None] | None = None
         self._needed = threading.Event()  # the sender, by somebody else than who prepares
@@ -170,17 +171,20 @@ class WeightPublisher:
         announced = True
         try:
             try:
-                keep = drive(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s))).keep
+                told = drive(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s)))
             except AsyncFlowError:
                 announced = False
                 raise
             finally:
                 self._clear_doubt()
-            self._keep(keep)
+            if told.lost and self._newest is not None:
+                self._newest.lose(told.lost)
+            self._keep(told.keep)
             sizes = writer.write(weights)
             if not writer.tensors and self.world_size == 1:
                 raise WeightMismatch(f"version {version} has no tensors")
             self._sizes, self._delivery = writer.sizes, Publication(version)
+            self._newest = self._delivery
             self._background.submit(self._deliver, self._delivery, writer.tensors, sizes, digests, probe)
         except BaseException as error:
             self._delivery = None
@@ -340,7 +344,7 @@ class WeightPublisher:
 
 def _readable(manifest: bytes) -> Manifest | None:
     """Of a publisher before this one; what it spoilt must not keep this one from going on."""
-    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.msgpack.decode(manifest, type=Manifest)
     return None
 

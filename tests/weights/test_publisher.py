@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,7 +28,7 @@ from asyncflow_sdk.errors import (
 )
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue._once import drive
-from asyncflow_sdk.types import Probe, Shard
+from asyncflow_sdk.types import Manifest, Probe, Shard
 from asyncflow_sdk.types.events import Note, Published, Span
 from asyncflow_sdk.weights import Staged, WeightPublisher, publisher
 from asyncflow_sdk.weights.shm import ShmSender
@@ -502,6 +503,41 @@ def test_what_was_withdrawn_elsewhere_is_said(served: Served, transport: Gated) 
     trainer.close()
 
 
+def test_a_part_of_a_version_that_another_rank_withdrew_is_said_to_be_lost(served: Served) -> None:
+    # given rank 1, whose part is there, and rank 0 that fails in the middle of its own
+    ranks = [
+        WeightPublisher(served.client(f"rank{rank}"), rank=rank, world_size=2, timeout_s=LIMIT_S) for rank in (0, 1)
+    ]
+    before = [rank.publish(1, [(name, np.ones(3))]) for rank, name in zip(ranks, "wx", strict=True)]
+    for each in before:
+        each.wait(LIMIT_S)
+    lost = ranks[1].publish(2, [("x", np.full(3, 2.0))])
+    lost.wait(LIMIT_S)
+    with pytest.raises(RuntimeError, match="the engine broke"):
+        ranks[0].publish(2, broken())
+    # when it hears of it: with the next version, which comes under the same number
+    again = [rank.publish(2, [(name, np.full(3, 2.5))]) for rank, name in zip(reversed(ranks), "xw", strict=True)]
+    # then
+    for _ in range(2):
+        with pytest.raises(WeightError, match="^version 2 was withdrawn by rank0: RuntimeError: the engine broke$"):
+            lost.wait(LIMIT_S)
+    for each in (*before, *again):
+        each.wait(LIMIT_S)
+    assert value_of(served.newest()) == 2.5
+    ranks[0].publish(3, [("w", np.ones(3))]).wait(LIMIT_S)  # and whose version came to be hears nothing
+    again[1].wait(LIMIT_S)
+    for rank in ranks:
+        rank.close()
+
+
+def test_what_a_publisher_before_spoilt_is_passed_over() -> None:
+    plain = msgspec.msgpack.encode(Manifest(1, (), ()))
+    endless = bytes([plain[0] + 1]) + plain[1:] + b"\x91" * 100_000  # in a field that nobody knows
+    for spoilt in (b"", b"\xc1", b"\x91\xa1\xff", plain[:-1], endless):
+        assert publisher._readable(spoilt) is None
+    assert publisher._readable(plain) == Manifest(1, (), ())
+
+
 class Lost:
     """The port of a publisher whose next Publish is answered by nobody; whether it arrives is to be said."""
 
@@ -615,14 +651,18 @@ def test_ranks_go_on_after_one_of_them_failed_alone(served: Served) -> None:
     ]
     with pytest.raises(RuntimeError, match="the engine broke"):
         ranks[0].publish(1, broken())
-    ranks[1].publish(1, [("x", np.full(3, 1.0))]).wait(LIMIT_S)
+    alone = ranks[1].publish(1, [("x", np.full(3, 1.0))])
+    alone.wait(LIMIT_S)
     # when
     parts = [
         rank.publish(2, [(name, np.full(3, 2.0))]) for rank, name in zip(ranks, "wx", strict=True)
     ]  # one after the other: neither waits for version 1
-    # then version 2 is there from both, and the run was told why version 1 is not
+    # then version 2 is there from both, and rank 1 and the run were told why version 1 is not
     for part in parts:
         part.wait(LIMIT_S)
+    for _ in range(2):
+        with pytest.raises(WeightError, match=r"^version 1 was withdrawn: rank 0 \(rank0\) announced 2 .*broke"):
+            alone.wait(LIMIT_S)
     assert value_of(served.newest()) == 2.0
     for each in ranks:
         each.close()
