@@ -329,6 +329,13 @@ class Cancel(Command, frozen=True, tag="cancel"):
     reason: str = "cancelled by request"
 
 
+class Dismiss(Command, frozen=True, tag="dismiss"):
+    """Session ``session`` (0: this one) is given nothing more: its requests for rows and versions are answered as at the
+    end of the stream, now and from now on. What it holds it may finish. One that is gone is no error."""
+
+    session: int = 0
+
+
 class Leave(Command, frozen=True, tag="leave"):
     """Close the session; its leases go back."""
 
@@ -350,7 +357,7 @@ class GetStatus(Command, frozen=True, tag="get_status"):
 AnyCommand: TypeAlias = (
     Join | Configure | Declare | Put | Lease | Complete | GiveBack | Renew | OpenPublisher | ClosePublisher | Announce
     | Publish | Withdraw | Rollback | AwaitVersion | Staged | Swap | Loaded | NotLoaded | Retire | Wanted | End | Cancel
-    | Leave | GetAudit | GetFailed | GetStatus
+    | Dismiss | Leave | GetAudit | GetFailed | GetStatus
 )  # fmt: skip
 
 

@@ -32,6 +32,13 @@ class Intake(Teaming):
         self._drop_session(session.id, f"{session.name} left", blame=False)
         return cmd.Done()
 
+    def _dismiss(self, session: Session, command: cmd.Dismiss) -> cmd.Reply:
+        member = self.sessions.get(command.session or session.id)
+        if member is not None and not member.dismissed:
+            member.dismissed = True
+            self._wake_all()  # what it waits for
+        return cmd.Done()
+
     def _drop_session(self, session: int, reason: str, blame: bool) -> None:
         member = self.sessions.get(session)
         if member is None:

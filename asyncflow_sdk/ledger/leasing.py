@@ -30,6 +30,8 @@ class Leasing(Choosing):
     def _lease(self, session: Session, command: cmd.Lease) -> cmd.Reply | None:
         task = self._task(command.task)
         self._check_lease(session, task, command)
+        if session.dismissed:
+            raise Ended(f"{session.name} was told to leave, and is given no more rows")
         if self._exhausted(task, command.partition):
             where = "" if command.partition is None else f" of partition {command.partition!r}"
             raise Ended(f"task {command.task!r} has had every row{where} it will get")

@@ -55,6 +55,7 @@ class Ledger(Losing):
             cmd.Wanted: self._wanted,
             cmd.End: self._end,
             cmd.Cancel: self._cancel,
+            cmd.Dismiss: self._dismiss,
             cmd.Leave: self._leave,
             cmd.GetAudit: self._get_audit,
             cmd.GetFailed: self._get_failed,

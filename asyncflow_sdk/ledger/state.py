@@ -32,7 +32,7 @@ MAX_NUMBER = 1 << 61  # of a version or a limit: sums of two fit int64
 class Session:
     """One client. ``loaded``: the version its replica generates with; None before it has one. ``claimed``: that is a
     version 0 it brought itself, with which it has taken no prompts yet. ``leases``, ``parked``: tokens and tickets of what
-    it has, in order. ``rank``: of the publisher; NONE if it is none. ``replica``: of one that takes versions."""
+    it has, in order. ``rank``: of the publisher; NONE if it is none. ``dismissed``: it is given nothing more. ``replica``: of one that takes versions."""
 
     id: int
     name: str
@@ -41,6 +41,7 @@ class Session:
     rank: int = NONE
     replica: Replica | None = None
     since: float = 0.0
+    dismissed: bool = False
     leases: dict[int, Held] = field(default_factory=dict)
     parked: dict[int, None] = field(default_factory=dict)
 

@@ -17,6 +17,8 @@ class Versioning(Publishing):
     def _await_version(self, session: Session, command: cmd.AwaitVersion) -> cmd.Reply | None:
         if session.replica is None and any(self.parked[each].command is command for each in session.parked):
             raise ConfigError(f"{session.name} takes no versions any more: it retired while this request waited")
+        if session.dismissed:
+            raise Ended(f"{session.name} was told to leave, and needs no other version")
         newest = self._to_fetch(session, command.after)
         if newest is None or newest.version <= max(command.after, NONE):
             if self.ended and all(self._exhausted(t) for t in self.tasks.values() if t.spec.admits):

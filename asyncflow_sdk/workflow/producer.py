@@ -143,6 +143,8 @@ class Producer:
         room = self._engine.capabilities.max_rows - self._rows
         if self._asking is None:
             least = self._largest if self._rows else 1  # a lease is a whole group at least
+            if self._loaded is None and self._updates.ended:
+                return False  # it was to generate nothing before it had a version, and none will come
             if self._loaded is None or room < least:
                 await self._first_of(self._wake.wait())
                 return True

@@ -170,6 +170,10 @@ class Naive(NaiveVersions):
             self._end_group(i, "cancelled")
         self._is(outcome, cmd.Cancelled(count=before - len(self.live())))
 
+    def _dismiss(self, session: int, c: cmd.Dismiss, outcome: Any) -> None:
+        self._is(outcome, cmd.Done())
+        self.dismissed.add(c.session or session)
+
     def _leave(self, session: int, c: cmd.Leave, outcome: Any) -> None:
         self._is(outcome, cmd.Done())
         self.drop(session, blame=False)

@@ -52,7 +52,7 @@ class NaiveLeases(NaiveRows):
             return
         if c.world_size > 1 and self._lease_of_team_is_wrong(session, task, c, outcome):
             return
-        if self._is_error(outcome, [Ended] if self.exhausted(task, c.partition) else []):
+        if self._is_error(outcome, [Ended] if session in self.dismissed or self.exhausted(task, c.partition) else []):
             return
         if c.world_size > 1 and not self._all_ask(session, c, outcome):
             return

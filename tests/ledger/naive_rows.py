@@ -73,6 +73,7 @@ class NaiveRows:
         self.rows: dict[int, Row] = {}
         self.tasks: dict[str, TaskSpec] = {}
         self.loaded: dict[int, int | None] = {}  # by session
+        self.dismissed: set[int] = set()  # sessions that are given nothing more
         self.leases: dict[int, Lease] = {}
         self.dealt: dict[int, dict[int, cmd.Leased]] = {}  # token -> rank -> what a team was told
         self.parked: list[Parked] = []

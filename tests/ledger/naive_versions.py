@@ -286,6 +286,8 @@ class NaiveVersions(NaiveLeases):
         retired = session not in self.replicas and any(p.command is c for p in self.parked)
         if self._is_error(outcome, [ConfigError] if retired else []):
             return
+        if self._is_error(outcome, [Ended] if session in self.dismissed else []):
+            return
         new = self.published[-1] if self.published and self.published[-1] in self.kept else None
         loaded, decided = self.loaded[session], [v for v in self.kept if v.version == self.committed]
         if decided and (loaded is None or loaded < self.committed) and self.failed.get(session) != self.committed:

@@ -408,7 +408,9 @@ class LedgerMachine(RuleBasedStateMachine):
     # ---- what is rarer
 
     @rule(
-        what=st.sampled_from(["leave", "die", "declare", "configure", "forget", "wanted", "end", "cancel", "look"]),
+        what=st.sampled_from(
+            ["leave", "die", "declare", "configure", "forget", "wanted", "end", "cancel", "look", "dismiss"]
+        ),
         at=small,
         wait=waits,
         data=st.data(),
@@ -430,6 +432,11 @@ class LedgerMachine(RuleBasedStateMachine):
             self.run.send(self.session(0), cmd.End(cancel=bool(at % 2), partition=data.draw(wheres)))
         elif what == "cancel":
             self._cancel(at, data.draw(st.sampled_from(["rows", "rows", "key", "partition", "nothing"])))
+        elif what == "dismiss" and data.draw(one_in(2)):
+            self.run.send(self.session(0), cmd.Dismiss(session=self.session(at)))
+            self.sessions[at % len(self.sessions)] = self.run.join(
+                f"worker {at}"
+            )  # the other may finish what it holds
         elif what == "look":
             self.run.send(self.session(at), cmd.GetAudit())
             self.run.send(self.session(at), cmd.GetStatus())

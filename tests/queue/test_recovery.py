@@ -140,8 +140,9 @@ class Chance:
             commands = [
                 cmd.AwaitVersion(after=self.version, timeout_s=20), cmd.Wanted(), cmd.Loaded(version=0),
                 cmd.Cancel(key="a"), cmd.Cancel(partition="eval"), cmd.End(partition="eval"), cmd.Leave(),
+                cmd.Dismiss(),
             ]  # fmt: skip
-            command = draw.choices(commands, [3, 3, 3, 1, 1, 0.3, 0.3])[0]
+            command = draw.choices(commands, [3, 3, 3, 1, 1, 0.3, 0.3, 0.3])[0]
             bench.send(client, client.call(command))
             if isinstance(command, cmd.Leave):
                 bench.settle()
