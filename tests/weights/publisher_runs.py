@@ -15,13 +15,14 @@ from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, open_queue
 from asyncflow_sdk.queue._once import drive
-from asyncflow_sdk.types import Manifest, Shard
+from asyncflow_sdk.types import Manifest, Probe, Shard
 from asyncflow_sdk.types.events import Event
 from asyncflow_sdk.weights import Update, WeightPublisher
 from asyncflow_sdk.weights.shm import ShmReceiver, ShmSender, ShmTransport
 
 LIMIT_S = 30.0
 """Only ends a test that would hang."""
+PROBE = Probe(((1,),), ((2,),), ((-0.5,),))
 
 
 class Served:
@@ -96,6 +97,12 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 def full(value: float, count: int = 1000) -> list[tuple[str, Any]]:
     return [("w", np.full(count, value, np.float32)), ("b", np.full((3, 5), value, np.float16))]
+
+
+def broken() -> Iterator[tuple[str, Any]]:
+    """Weights of an engine that fails while they are asked for."""
+    yield "w", np.zeros(10)
+    raise RuntimeError("the engine broke")
 
 
 def value_of(update: Update) -> float:

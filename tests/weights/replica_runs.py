@@ -11,11 +11,13 @@ import ml_dtypes
 import numpy as np
 
 from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, open_queue
+from asyncflow_sdk.types import Probe
 from asyncflow_sdk.types.events import Event, WeightState
 from asyncflow_sdk.weights import Staged, WeightPublisher, WeightUpdates
 
 LIMIT_S = 30.0
 """Only ends a test that would hang."""
+SEQUENCES = ((1, 2), (3,)), ((4, 5), (6,))
 
 
 def model(version: int) -> dict[str, Any]:
@@ -24,6 +26,11 @@ def model(version: int) -> dict[str, Any]:
         "b": np.full((3, 5), version, ml_dtypes.bfloat16),
         "s": np.array(version, np.int64),
     }
+
+
+def probe_of(steps: float) -> Probe:
+    """What the engine ``echo`` passes after so many steps."""
+    return Probe(*SEQUENCES, ((-steps, -steps), (-steps,)))
 
 
 def values(update: Any) -> set[float]:

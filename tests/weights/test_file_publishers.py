@@ -1,0 +1,195 @@
+"""Who may write into a path of version directories: one publisher, of one run; nothing half-written counts or stays."""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from children import Child
+from file_children import attempt, fill, publish_and_fork, publish_and_stay, publish_in_a_run
+from file_ends import FIRST, names, tensors
+from safetensors.numpy import load_file as load_numpy
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError, WeightError
+from asyncflow_sdk.interfaces import Host
+from asyncflow_sdk.testing.ends import Ends
+from asyncflow_sdk.weights.file import FileTransport
+
+
+def test_what_a_killed_publisher_left_half_written_goes(path: Path) -> None:
+    # given versions of a publisher that is gone: a whole one that is kept, one that is not, and halves of others
+    with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
+        sent = [ends.publish(version, tensors(version)) for version in (1, 2)]
+    (path / "version-00000003").mkdir()
+    (path / "version-00000003" / FIRST).write_bytes(b"half")
+    (path / "version-00000003" / "manifest.msgpack.tmp").write_bytes(b"half")
+    (path / "removed-version-00000000").mkdir()
+    (path / "removed-version-00000000" / FIRST).write_bytes(b"half")
+    (path / "version-of-mine").mkdir()
+    with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
+        # when
+        ends.sender.adopt([(each.manifest, each.where) for each in sent[1:]])
+        # then
+        assert names(path) == ["version-00000002", "version-of-mine"]
+        sent[1].check(ends.fetch(ends.receiver(), sent[1]))
+        new = ends.publish(3, tensors(3))
+        ends.keep(3)
+        assert names(path) == ["version-00000003", "version-of-mine"]
+        new.check(ends.fetch(ends.receiver(), new))
+
+
+def test_versions_of_another_run_are_removed_only_when_that_is_asked_for(path: Path, tmp_path: Path) -> None:
+    # given what a run left that is over
+    weights = {"w": np.ones(4, np.float32)}
+    for name in ("one", "two"):
+        with af.serve(tmp_path / name) as run:
+            if name == "two":
+                # when another one is to publish there
+                for _ in range(2):
+                    with pytest.raises(
+                        ConfigError, match=r"holds versions of another run: version-00000002 and 1 more"
+                    ):
+                        run.weight_publisher("file", path=path)
+                # then nothing of it has gone
+                assert names(path) == ["version-00000001", "version-00000002"]
+                assert set(load_numpy(path / "version-00000002" / "model-00001-of-00001.safetensors")) == {"w"}
+            with run.weight_publisher(
+                "file", path=path, **({"overwrite": True} if name == "two" else {})
+            ) as publisher:
+                # and it goes when the run may overwrite it
+                assert names(path) == []
+                for version in (1, 2):
+                    publisher.publish(version, weights.items()).wait()
+            # and what is the run's own it has back
+            with run.weight_publisher("file", path=path) as publisher:
+                assert names(path) == ["version-00000001", "version-00000002"]
+                assert publisher.current == 2
+
+
+def test_a_run_that_comes_back_goes_on_in_its_path(path: Path, tmp_path: Path) -> None:
+    with Child(publish_in_a_run, str(tmp_path / "run"), str(path)) as child:
+        assert child.hear() == "there"
+        (path / "version-00000007").mkdir()  # it had not come to tell of this one
+        (path / "version-00000007" / "manifest.msgpack").write_bytes(b"")
+        child.kill()
+    with Child(publish_in_a_run, str(tmp_path / "other"), str(path)) as other:
+        assert "holds versions of another run" in other.hear()
+    with (
+        af.serve(tmp_path / "run", durability="process") as run,
+        run.weight_publisher("file", path=path) as publisher,
+    ):
+        assert names(path) == ["version-00000001"]
+        assert publisher.current == 1
+
+
+def test_what_other_ranks_or_people_have_in_a_path_is_no_other_run(path: Path) -> None:
+    with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
+        ends.publish(1, tensors())
+    (path / "version-00000001").rename(path / "version-00000001-rank-1-of-2")
+    (path / "version-00000003").mkdir()  # not whole: it does not count
+    (path / "version-3").mkdir()
+    with Ends(lambda: FileTransport(path), FileTransport, run="two") as ends:
+        ends.sender.adopt([])
+        assert names(path) == ["version-00000001-rank-1-of-2", "version-3"]
+    (path / "version-00000001-rank-1-of-2").rename(path / "version-00000001-rank-0-of-2")
+    with Ends(lambda: FileTransport(path), FileTransport, run="two"):
+        pass
+    with (
+        pytest.raises(ConfigError, match="of another run: version-00000001-rank-0-of-2. Give"),
+        Ends(lambda: FileTransport(path), FileTransport, run="three"),
+    ):
+        pass
+    assert names(path) == ["version-00000001-rank-0-of-2", "version-3"]
+
+
+def test_one_publisher_at_a_time_writes_into_a_path(path: Path) -> None:
+    with Child(publish_and_stay, str(path)) as one:
+        assert one.hear() == "there"
+        with Child(attempt, str(path)) as two:
+            assert "another publisher writes versions into" in two.hear()
+        assert names(path) == ["version-00000001"]
+        # and when it is killed, the next one may
+        one.kill()
+        with Child(attempt, str(path), "run") as three:
+            assert three.hear() == ""
+
+
+def test_a_path_is_held_against_other_publishers_of_the_same_process(path: Path) -> None:
+    # given
+    with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
+        ends.publish(1, tensors())
+        # when
+        with pytest.raises(ConfigError, match="another publisher writes versions into"):
+            ends.another_sender()
+        # then the refused one has let nothing go
+        with Child(attempt, str(path)) as other:
+            assert "another publisher writes versions into" in other.hear()
+        assert names(path) == ["version-00000001"]
+    FileTransport(path).sender(Host(directory=None, name="1-0", run="one")).close()
+
+
+def test_a_second_publisher_of_a_run_is_refused_before_it_touches_the_path(path: Path, tmp_path: Path) -> None:
+    weights = {"w": np.ones(4, np.float32)}
+    with af.serve(tmp_path / "run") as run, run.weight_publisher("file", path=path) as publisher:
+        publisher.publish(1, weights.items()).wait()
+        for elsewhere in (path, tmp_path / "elsewhere"):
+            with pytest.raises(ConfigError, match="publisher already"):
+                run.weight_publisher("file", path=elsewhere)
+        assert not (tmp_path / "elsewhere").exists()
+        with Child(attempt, str(path)) as other:
+            assert "another publisher writes versions into" in other.hear()
+        with next(iter(run.weight_updates(timeout_s=60))) as update:
+            assert dict(update.arrays())["w"].tolist() == [1.0] * 4
+
+
+def test_who_cannot_open_its_path_has_not_the_role(path: Path, tmp_path: Path) -> None:
+    with af.serve(tmp_path / "run") as run:
+        with pytest.raises(ConfigError, match="needs a path"):
+            run.weight_publisher("file")
+        with run.weight_publisher("file", path=path) as publisher:
+            publisher.publish(1, {"w": np.ones(4)}.items()).wait()
+
+
+def test_a_child_after_a_fork_does_not_hold_the_path(path: Path) -> None:
+    with Child(publish_and_fork, str(path)) as one:
+        left = int(one.hear())
+        one.kill()
+        try:
+            with Child(attempt, str(path), "run") as other:
+                assert other.hear() == ""
+        finally:
+            os.kill(left, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["tmpfs", "limit"])
+def test_a_disk_that_fills_up_fails_one_version_and_leaves_nothing(how: str, tmp_path: Path) -> None:
+    with Child(fill, str(tmp_path), how) as child:
+        outcome = child.hear()
+    if isinstance(outcome, str) and outcome.startswith("cannot"):
+        pytest.skip(f"mounting a small file system needs root: {outcome}")
+    reason = {"tmpfs": "No space left on device", "limit": "File too large"}[how]
+    assert outcome["error"].startswith("version 3: no room for its 6291456 bytes in ")
+    assert f"version-00000003: {reason}" in outcome["error"]
+    kept = ["version-00000001", "version-00000002"] if how == "tmpfs" else ["version-00000001"]
+    assert outcome["left"] == [".publisher-0", *kept]
+    assert outcome["after"] == 4
+
+
+def test_an_error_while_writing_leaves_nothing(files: Ends, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    files.publish(1, tensors())
+    files.keep(1)
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="version 2: Input/output error: '.*version-00000002'"):
+        files.publish(2, tensors())
+    monkeypatch.undo()
+    assert names(path) == ["version-00000001"]
+    manifest, memories = files.write(3, tensors())
+    memories[0][30_001] = 1  # between tensors
+    with pytest.raises(WeightError, match="version 3: bytes between tensors of model-00001.* are not zero"):
+        files.send(manifest)
+    assert names(path) == ["version-00000001"]
