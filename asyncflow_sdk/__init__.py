@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from .types import VersionSpan as VersionSpan
     from .types import Weights as Weights
     from .workflow import Consumer as Consumer
+    from .workflow import Generate as Generate
+    from .workflow import Logprobs as Logprobs
     from .workflow import Producer as Producer
     from .workflow import Result as Result
     from .workflow import Rollout as Rollout
@@ -91,6 +93,8 @@ _WHERE = {
     "hookimpl": "plugins",
     "write_report": "cli.report",
     "Consumer": "workflow",
+    "Generate": "workflow",
+    "Logprobs": "workflow",
     "Producer": "workflow",
     "Result": "workflow",
     "Rollout": "workflow",

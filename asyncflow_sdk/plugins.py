@@ -105,7 +105,10 @@ class Registry:
     problems: tuple[str, ...]
 
     def get(self, kind: Kind, name: str) -> Adapter:
-        """The adapter of a kind by name. Raises PluginError that lists the known ones and the problems."""
+        """The adapter of a kind by name, or by "module:attribute" for one that no plugin registers. Raises PluginError
+        that lists the known ones and the problems."""
+        if ":" in name:
+            return Adapter(AdapterSpec(kind=kind, name=name, factory=name), "its path")
         for adapter in self.adapters:
             if (adapter.spec.kind, adapter.spec.name) == (kind, name):
                 return adapter

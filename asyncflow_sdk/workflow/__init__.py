@@ -6,10 +6,13 @@ from .producer import Producer
 from .recorder import read_steps, staleness_of
 from .run import Run, connect, serve
 from .specs import Rollout, Stage, Train
+from .work import Generate, Logprobs
 from .workflow import Result, Workflow
 
 __all__ = [
     "Consumer",
+    "Generate",
+    "Logprobs",
     "Producer",
     "Result",
     "Rollout",

@@ -53,7 +53,7 @@ class Producer:
     """Runs one engine on the running event loop until the stream ends. ``run`` is called once.
 
     ``needs_first``: generate nothing before a published version is loaded; else the engine's own weights
-    count as version 0. ``swap``: when new versions are loaded: "drain", "boundary" or "in_flight". ``verify``: what a load must
+    count as version 0. ``prefix``: what the names of the columns it gives begin with. ``swap``: when new versions are loaded: "drain", "boundary" or "in_flight". ``verify``: what a load must
     prove beyond the names of its tensors: "probe", "held". Raises ConfigError, with the reason, for what the engine
     cannot do.
     """
@@ -64,6 +64,7 @@ class Producer:
         engine: RolloutEngine,
         *,
         task: str = "rollout",
+        prefix: str = "",
         sampling: Sampling | None = None,
         prompt: str = "prompt_ids",
         text: Text | None = None,
@@ -74,7 +75,7 @@ class Producer:
         if prompt != "prompt_ids" and text is None:
             raise ConfigError(f"column {prompt!r} is text; a producer needs a tokenizer to encode it")
         check_swap(type(engine).__name__, engine.capabilities, swap)
-        self._queue, self._engine, self._task = queue, engine, task
+        self._queue, self._engine, self._task, self._prefix = queue, engine, task, prefix
         self._connection = queue._port.connection
         self._sampling = sampling or Sampling()
         self._prompt, self._text = prompt, text
@@ -317,7 +318,7 @@ class Producer:
         if self._prompt != "prompt_ids":
             columns["prompt_ids"] = Ragged.of([work.prompt_ids[i] for i in index])
         try:
-            await work.batch.complete(columns, index=index)
+            await work.batch.complete({self._prefix + name: v for name, v in columns.items()}, index=index)
         except LeaseLost as error:
             self._note(f"{len(index)} responses came too late: {error}", "warning")
 

@@ -1,21 +1,18 @@
-"""What the workers do once they are connected: train, or run a stage. (Rollout is ``producer``.)"""
+"""What a training worker does once it is connected. (Rollout is ``producer``, a stage ``stages``.)"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..errors import ConfigError, LeaseLost, SchemaError, VersionGone
+from ..errors import ConfigError, VersionGone
 from ..interfaces import TrainEngine
-from ..queue import LeasedBatch, TransferQueue
+from ..queue import TransferQueue
 from ..types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version, token_staleness
 from ..types import events as ev
-from ..types.columns import pack
 from ..weights import WeightPublisher
 from .consumer import Consumer
 
@@ -126,74 +123,3 @@ def _scored(probe: Probe, engine: TrainEngine) -> Probe:
     }  # fmt: skip
     scores = engine.logprobs(Batch.of(columns))
     return msgspec.structs.replace(probe, logprobs=tuple(tuple(map(float, row)) for row in scores))
-
-
-class StageFailed(ConfigError):
-    """Raised when a user's function raised, or returned what is no column. Carries the rows it was given."""
-
-
-def stage(
-    queue: TransferQueue, function: Callable[..., Any], *, task: str, gives: tuple[str, ...], batch: int = 256
-) -> None:
-    """Apply ``function`` to the rows of a task until the stream ends."""
-    connection = queue._port.connection
-    kind = gives[0] if gives else task
-    for rows in Consumer(queue, task, count=batch):
-        began, cpu = time.monotonic(), time.process_time()
-        columns = _apply(function, rows, gives)
-        try:
-            rows.complete(columns)
-        except LeaseLost as error:  # the rows ended, or took too long: they are others' now
-            text = f"{rows.rows} results of task {task!r} came too late: {error}"
-            connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
-        connection.report(
-            ev.Span(
-                time_s=began,
-                worker=connection.name,
-                kind=kind,
-                seconds=time.monotonic() - began,
-                rows=rows.rows,
-                cpu_s=time.process_time() - cpu,
-            )
-        )
-    queue.flush()
-
-
-def _apply(function: Callable[..., Any], rows: LeasedBatch, gives: tuple[str, ...]) -> dict[str, Any]:
-    """Call a user's function and check what it returns. Raises StageFailed that names function and row."""
-    name = getattr(function, "__qualname__", repr(function))
-    try:
-        out = function(**dict(rows))
-    except Exception as error:
-        ids = f"rows {rows.ids[0]} to {rows.ids[-1]}" if rows.rows > 1 else f"row {rows.ids[0]}"
-        raise StageFailed(
-            f"{name}() raised {type(error).__name__}: {error} (called with {', '.join(rows)} of {ids})"
-        ) from error
-    columns = dict(out) if isinstance(out, Mapping) else {gives[0]: out}
-    if set(columns) != set(gives):
-        raise StageFailed(f"{name}() returned columns {sorted(columns)}; the stage gives {sorted(gives)}")
-    for column, values in columns.items():
-        columns[column] = _checked(name, column, values, rows)
-    return columns
-
-
-def _checked(name: str, column: str, values: Any, rows: LeasedBatch) -> Any:
-    try:
-        packed = pack(column, values)
-    except SchemaError as error:
-        raise StageFailed(f"{name}() returned no column: {error}") from None
-    if len(packed) != rows.rows:
-        raise StageFailed(f"{name}() returned {len(packed)} values for {rows.rows} rows")
-    array = packed.values
-    if column == "reward":
-        # One dtype for ever: a function that returns ints for one batch and floats for the next is fine.
-        if packed.spec.kind != "fixed" or packed.spec.shape:
-            raise StageFailed(f"{name}() returned a reward that is {packed.spec}; it must be one number a row")
-        array = array.astype(np.float32)
-        odd = np.flatnonzero(~np.isfinite(array))
-        if len(odd):
-            first = int(odd[0])
-            seen = {key: rows[key][first] for key in rows}
-            raise StageFailed(f"{name}() returned {array[first]} for row {rows.ids[first]}, given {seen!r}")
-        return array
-    return values

@@ -25,14 +25,12 @@ from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, Ended, Worke
 from ..interfaces import TRAIN_COLUMNS, Sampler
 from ..ledger import Audit
 from ..ledger import commands as cmd
-from ..plugins import import_path
 from ..queue import Connection, LeasedBatch, QueueServer, Recovered, TransferQueue, open_queue
 from ..queue._once import drive
 from ..types import Batch, Event, Weights
 from ..weights import OwnUpdates, WeightPublisher
 from ..weights.arguments import version_number
 from ..wire import MAX_BYTES, ServerKeys, on_loopback, server_keys
-from . import roles
 from .address import find_address, remove_addresses, write_addresses
 from .consumer import Consumer
 from .data import Feeder, Prompts, load_prompts
@@ -93,11 +91,12 @@ class Run:
         declared = spec.declare()
         self.queue.declare(**task_arguments(declared))
         if isinstance(spec, Rollout):
-            return [self._launch(spec, "rollout", self._rollout_job(spec, **job)) for _ in range(spec.replicas)]
-        path = import_path(spec.function)
-        if path is None:
-            return [self._thread(spec, declared.gives)]
-        return [self._launch(spec, spec.task, StageJob(path, spec.task, declared.gives, spec.batch))]
+            return [self._launch(spec, spec.task, self._rollout_job(spec, **job)) for _ in range(spec.replicas)]
+        work = spec.job()
+        if work is None:
+            return [self._thread(spec)]
+        todo = StageJob(work, spec.task, spec.needs, spec.gives, spec.batch, spec.concurrency, spec.whole_groups)
+        return [self._launch(spec, spec.task, todo)]
 
     def consumer(
         self,
@@ -245,7 +244,7 @@ class Run:
     def _rollout_job(self, spec: Rollout, needs_first: bool = False, weights: Weights = _DEFAULT) -> RolloutJob:
         return RolloutJob(
             spec.engine, spec.model, spec.options, spec.sampling, spec.prompt, spec.tokenizer, needs_first,
-            spec.swap or weights.swap, tuple(weights.verify if spec.verify is None else spec.verify),
+            spec.swap or weights.swap, tuple(weights.verify if spec.verify is None else spec.verify), spec.task, spec.prefix,
         )  # fmt: skip
 
     def _train_job(self, spec: Train, export: str = "", weights: Weights | None = None) -> TrainJob:
@@ -260,9 +259,9 @@ class Run:
         self._workers.append(LocalProcess(config, spec.place, log, self._report, self.fail, self._changed.set))
         return self._workers[-1]
 
-    def _thread(self, spec: Stage, gives: tuple[str, ...]) -> Worker:
+    def _thread(self, spec: Stage) -> Worker:
         connection = Connection(self._near, self._name(spec.task), key=self._connection.wire.key)
-        self._workers.append(_Thread(spec, gives, connection, self.fail, self._changed.set))
+        self._workers.append(_Thread(spec, connection, self.fail, self._changed.set))
         return self._workers[-1]
 
     def _name(self, role: str) -> str:
@@ -337,7 +336,6 @@ class _Thread:
     def __init__(
         self,
         spec: Stage,
-        gives: tuple[str, ...],
         connection: Connection,
         on_failure: Callable[[BaseException], None],
         on_end: Callable[[], None],
@@ -345,7 +343,7 @@ class _Thread:
         self.name = connection.name
         self.ended = threading.Event()
         self._stopping, self._on_end = False, on_end
-        self._spec, self._gives, self._connection, self._on_failure = spec, gives, connection, on_failure
+        self._spec, self._connection, self._on_failure = spec, connection, on_failure
         threading.Thread(target=self._work, name=self.name, daemon=True).start()
 
     def stop(self) -> None:
@@ -357,10 +355,7 @@ class _Thread:
 
     def _work(self) -> None:
         try:
-            roles.stage(
-                open_queue(self._connection), self._spec.function, task=self._spec.task, gives=self._gives,
-                batch=self._spec.batch,
-            )  # fmt: skip
+            self._spec.run(open_queue(self._connection))
             self._connection.close()
         except Exception as error:
             if not self._stopping:

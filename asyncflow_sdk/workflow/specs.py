@@ -7,16 +7,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import msgspec
-
 from ..errors import ConfigError
 from ..interfaces import TRAIN_COLUMNS
 from ..ledger import TaskSpec
+from ..ledger.commands import SamplerSpec
+from ..plugins import import_path
+from ..queue import TransferQueue
 from ..types import GRPO, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
+from .work import (
+    FunctionWork,
+    Generate,
+    Logprobs,
+    Work,
+    engine_name,
+    is_coroutine,
+    parameters_of,
+    plain_options,
+    tokenizer_file,
+)
 
 OnFailure = Literal["stop", "continue"]
 RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS)
+
+WHOLE_GROUPS = SamplerSpec("whole_groups")
+_BATCH = 256
+_SMALL_BATCH = 32
+"""Rows of a call where several run at a time, and of a lease of an engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +71,23 @@ class Rollout:
     any other holds text. ``tokenizer``: a folder or tokenizer.json; by default the model's. ``lease_s``: how long
     prompts may take before others try them. ``swap``, ``verify``: when new weights are loaded, and what a load must prove; see
     ``Weights``, whose they are in a workflow unless given here. ``options`` are the engine's own.
-    """
 
-    task = "rollout"
+    Rollouts of different engines may share the task "rollout": who is free takes the next prompts. Another ``task``
+    answers every prompt once more, and gives the columns under its own name ("second_response_ids" of task "second";
+    ``prefix`` says another beginning); the staleness rule is for the columns without one.
+    """
 
     def __init__(
         self,
-        engine: str,
+        engine: str | type,
         *,
         model: str | Path = "",
         group_size: int = 8,
         sampling: Sampling | None = None,
         replicas: int = 1,
         prompt: str = "prompt",
+        task: str = "rollout",
+        prefix: str | None = None,
         tokenizer: str | Path | None = None,
         python: str | None = None,
         env: Mapping[str, str] | None = None,
@@ -85,19 +106,17 @@ class Rollout:
         self.swap, self.verify = swap, verify
         if group_size < 1 or replicas < 1:
             raise ConfigError(f"group_size and replicas must be 1 or more, not {group_size} and {replicas}")
-        self.engine, self.model, self.group_size, self.replicas = engine, str(model), group_size, replicas
+        self.engine, self.model = engine_name(engine), str(model)
+        self.task, self.group_size, self.replicas = task, group_size, replicas
+        self.prefix = ("" if task == "rollout" else f"{task}_") if prefix is None else prefix
         self.sampling = sampling or Sampling()
         self.lease_s = lease_s
-        self.prompt, self.options = prompt, _plain(engine, options)
+        self.prompt, self.options = prompt, plain_options(self.engine, options)
         self.place = Place(
             python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
             gpus=tuple(gpus), on_failure=on_failure,
         )  # fmt: skip
-        file = Path(tokenizer if tokenizer is not None else model or "-")
-        file = file / "tokenizer.json" if file.suffix != ".json" else file
-        self.tokenizer = str(file) if file.is_file() else ""
-        if tokenizer is not None and not self.tokenizer:
-            raise ConfigError(f"there is no tokenizer at {file}")
+        self.tokenizer = tokenizer_file(tokenizer, model)
 
     def declare(self) -> TaskSpec:
         """The task: text prompts are encoded, and responses decoded, where there is a tokenizer."""
@@ -111,25 +130,33 @@ class Rollout:
             gives = ("prompt_ids", *gives)
         if self.tokenizer:
             gives = (*gives, "response")
-        return TaskSpec(name=self.task, needs=(self.prompt,), gives=gives, admits=True, lease_s=self.lease_s)
+        return TaskSpec(
+            name=self.task, needs=(self.prompt,), gives=tuple(self.prefix + name for name in gives),
+            admits=not self.prefix, lease_s=self.lease_s, sampler=WHOLE_GROUPS if self.prefix else None,
+        )  # fmt: skip
 
 
 class Stage:
-    """A step between rollout and training: ``function`` is called with the columns it needs, by name, a batch
-    at a time, and returns one value a row (or a dict of columns, for several ``gives``).
+    """A step between rollout and training, on the rows that have the columns it needs; it writes those it gives.
+
+    ``work``: a function, which is called with columns by name, a batch of rows at a time, and returns one value a row (or a
+    dict of columns, for several ``gives``); a coroutine function, of which so many calls as ``concurrency`` run at a
+    time; or an engine: ``Logprobs``, ``Generate``. A parameter named ``groups`` (int64, equal for rows of one prompt) makes
+    it work on whole groups. A dict may hold "filtered" beside the columns: bool, True for rows to drop, with their groups.
 
     A function that another process can import runs in a process of its own; any other (a lambda, one from
-    ``__main__`` or a notebook) runs in a thread of the driver.
+    ``__main__`` or a notebook) runs in a thread of the driver. ``batch``: most rows of a call; for engines, of a lease.
     """
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        work: Callable[..., Any] | Logprobs | Generate,
         *,
         task: str | None = None,
         needs: Sequence[str] | None = None,
         gives: Sequence[str] | None = None,
-        batch: int = 256,
+        batch: int | None = None,
+        concurrency: int = 8,
         python: str | None = None,
         env: Mapping[str, str] | None = None,
         max_restarts: int = 3,
@@ -139,39 +166,90 @@ class Stage:
         on_failure: OnFailure | None = None,
         lease_s: float = 3600.0,
     ) -> None:
-        if not callable(function):
-            raise ConfigError(f"a stage needs a function, not {function!r}")
-        self.function = function
-        name = getattr(function, "__name__", "stage").strip("<>")
-        self.task = task or name
-        self.needs = tuple(needs) if needs is not None else _parameters(function)
+        if not callable(work) and not isinstance(work, (Logprobs, Generate)):
+            raise ConfigError(f"a stage needs a function, a Logprobs or a Generate, not {work!r}")
+        self.work = work
+        name = task or (gives[0] if gives and not callable(work) else None)
+        self.task = name or getattr(work, "__name__", type(work).__name__.lower()).strip("<>")
+        asked = parameters_of(work) if callable(work) else getattr(work, "needs", ())
+        self.whole_groups = "groups" in asked and "groups" not in (needs or ())
+        self.needs = tuple(needs) if needs is not None else tuple(c for c in asked if c != "groups")
         self.gives = tuple(gives) if gives is not None else (self.task,)
-        self.batch, self.lease_s = batch, lease_s
+        self.batch = batch or (_BATCH if callable(work) and not is_coroutine(work) else _SMALL_BATCH)
+        self.concurrency, self.lease_s = concurrency, lease_s
         self.place = Place(
             python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
             gpus=tuple(gpus), on_failure=on_failure,
         )  # fmt: skip
+        self._check()
+
+    def _check(self) -> None:
+        if self.batch < 1 or self.concurrency < 1:
+            raise ConfigError(
+                f"stage {self.task!r}: batch and concurrency are 1 or more, not {self.batch} and {self.concurrency}"
+            )
+        if isinstance(self.work, Generate) and (len(self.needs), len(self.gives)) != (1, 1):
+            raise ConfigError(
+                f"stage {self.task!r}: Generate needs one column of prompts and gives one of responses; say needs= and gives="
+            )
+        if isinstance(self.work, Logprobs) and (len(self.needs), len(self.gives)) != (2, 1):
+            raise ConfigError(
+                f"stage {self.task!r}: Logprobs needs two columns, the token ids of prompt and of response, and gives one"
+            )
         if not self.needs:
             raise ConfigError(
                 f"stage {self.task!r} needs no column; name its parameters after columns, or say needs="
             )
 
+    @property
+    def path(self) -> str | None:
+        """By which another process can import the function; None where none can, and for engines."""
+        return import_path(self.work) if callable(self.work) else None
+
+    @property
+    def here(self) -> bool:
+        """Whether it runs in the driver's process, since no other can import its function."""
+        return callable(self.work) and self.path is None
+
+    def job(self) -> Work | None:
+        """What its worker is told; None where no other process can have it."""
+        if not callable(self.work):
+            return self.work.job()
+        return None if self.path is None else FunctionWork(self.path)
+
+    def run(self, queue: TransferQueue) -> None:
+        """Do the work here, in this thread, until the stream ends; the task is declared first. ``queue`` is of a
+        connection of its own. Raises ConfigError for a task that cannot be declared, and what the work raises."""
+        from .stages import stage
+
+        spec = self.declare()
+        queue.declare(**{name: getattr(spec, name) for name in spec.__struct_fields__})
+        work = self.work if callable(self.work) else self.work.job()
+        stage(
+            queue, work, task=self.task, needs=self.needs, gives=self.gives, batch=self.batch,
+            concurrency=self.concurrency, groups=self.whole_groups,
+        )  # fmt: skip
+
     def declare(self) -> TaskSpec:
-        return TaskSpec(name=self.task, needs=self.needs, gives=self.gives, lease_s=self.lease_s)
+        return TaskSpec(
+            name=self.task, needs=self.needs, gives=self.gives, lease_s=self.lease_s,
+            sampler=WHOLE_GROUPS if self.whole_groups else None,
+        )  # fmt: skip
 
 
 class Train:
     """Trains with the train engine ``engine``, found through the hook. ``weights``: how each version is published; in a workflow
-    that is the workflow's. ``options`` are the engine's own."""
+    that is the workflow's. ``needs``: columns beside TRAIN_COLUMNS that its batches have. ``options`` are the engine's own."""
 
     task = "train"
 
     def __init__(
         self,
-        engine: str,
+        engine: str | type,
         *,
         model: str | Path = "",
         algorithm: Any = None,
+        needs: Sequence[str] = (),
         python: str | None = None,
         env: Mapping[str, str] | None = None,
         max_restarts: int = 0,
@@ -182,7 +260,9 @@ class Train:
         weights: Weights | None = None,
         **options: Any,
     ) -> None:
-        self.engine, self.model, self.options = engine, str(model), _plain(engine, options)
+        self.engine, self.model = engine_name(engine), str(model)
+        self.options = plain_options(self.engine, options)
+        self.needs = (*TRAIN_COLUMNS, *(name for name in needs if name not in TRAIN_COLUMNS))
         self.weights = weights
         self.algorithm = algorithm if algorithm is not None else GRPO()
         self.place = Place(
@@ -191,33 +271,4 @@ class Train:
         )  # fmt: skip
 
     def declare(self, batch_rows: int) -> TaskSpec:
-        return TaskSpec(name=self.task, needs=TRAIN_COLUMNS, batch_rows=batch_rows, lease_s=86400.0)
-
-
-def _plain(engine: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options travel to the worker as JSON: paths become text, and what does not fit is named."""
-    for name, value in options.items():
-        try:
-            options[name] = msgspec.json.decode(msgspec.json.encode(value, enc_hook=_path))
-        except TypeError as error:
-            raise ConfigError(f"engine {engine!r}, option {name!r}: options travel as JSON, and {error}") from None
-    return options
-
-
-def _path(value: Any) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"a {type(value).__name__} has no such form")
-
-
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The columns a function asks for by the names of its parameters."""
-    import inspect
-
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    return tuple(
-        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
-    )
+        return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=86400.0)

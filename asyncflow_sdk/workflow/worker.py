@@ -13,17 +13,18 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from ..errors import ConfigError, PluginError, SchemaError, WeightMismatch
 from ..memory import remove_if_ownerless
-from ..plugins import import_name, registry
+from ..plugins import registry
 from ..queue import Connection, TransferQueue, open_queue
 from ..types import GRPO, Sampling, Weights
 from ..types import events as ev
 from ..wire import RunKey
+from .work import Work
 
 FATAL = (ConfigError, PluginError, SchemaError, WeightMismatch, ModuleNotFoundError)
 EXIT_FATAL = 3
@@ -39,13 +40,18 @@ class RolloutJob(msgspec.Struct, frozen=True, tag="rollout"):
     needs_first: bool
     swap: str
     verify: tuple[str, ...]
+    task: str = "rollout"
+    prefix: str = ""
 
 
 class StageJob(msgspec.Struct, frozen=True, tag="stage"):
-    function: str
+    work: Work
     task: str
+    needs: tuple[str, ...]
     gives: tuple[str, ...]
     batch: int
+    concurrency: int
+    groups: bool
 
 
 class TrainJob(msgspec.Struct, frozen=True, tag="train"):
@@ -95,15 +101,17 @@ def main() -> int:
 
 def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob) -> None:
     from . import roles
+    from .stages import stage
 
     connection = queue._port.connection
     if isinstance(job, StageJob):
-        function = import_name(job.function)
         _state(connection, "ready")
-        roles.stage(queue, function, task=job.task, gives=job.gives, batch=job.batch)
+        stage(
+            queue, job.work, task=job.task, needs=job.needs, gives=job.gives, batch=job.batch,
+            concurrency=job.concurrency, groups=job.groups,
+        )  # fmt: skip
     elif isinstance(job, TrainJob):
-        factory = registry().get("train", job.engine).load()
-        engine = _make(job.engine, factory, model=job.model, algorithm=job.algorithm, **job.options)
+        engine = make_engine("train", job.engine, model=job.model, algorithm=job.algorithm, **job.options)
         _state(connection, "ready")
         roles.train(queue, engine, weights=job.weights, export=Path(job.export) if job.export else None)
     else:
@@ -114,21 +122,21 @@ async def _rollout(queue: TransferQueue, job: RolloutJob) -> None:
     from .producer import Producer
     from .text import Text
 
-    factory = registry().get("rollout", job.engine).load()
-    engine = _make(job.engine, factory, model=job.model, **job.options)
+    engine = make_engine("rollout", job.engine, model=job.model, **job.options)
     text = Text(job.tokenizer) if job.tokenizer else None
     producer = Producer(
-        queue, engine, sampling=job.sampling, prompt=job.prompt, text=text, needs_first=job.needs_first,
+        queue, engine, task=job.task, prefix=job.prefix, sampling=job.sampling, prompt=job.prompt, text=text, needs_first=job.needs_first,
         swap=job.swap, verify=job.verify,
     )  # fmt: skip
     _state(queue._port.connection, "ready")
     await producer.run()
 
 
-def _make(name: str, factory: Any, **options: Any) -> Any:
+def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) -> Any:
     """Make an engine. An option it does not have is the user's mistake, and named."""
     import inspect
 
+    factory = registry().get(kind, name).load()
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:

@@ -23,21 +23,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, WorkerFailed
-from ..interfaces import TRAIN_COLUMNS
+from ..errors import AsyncFlowError, ConfigError, Interrupted, WorkerFailed
 from ..ledger import Audit
-from ..plugins import registry
 from ..types import Staleness, Weights
-from ..weights.publisher import check_publishing
+from .checking import AHEAD_STEPS, check
 from .data import Feeder, Prompts, load_prompts
 from .launch import LocalProcess
 from .recorder import Recorder, Sink
 from .run import Run, serve, task_arguments
-from .specs import Rollout, Stage, Train
-from .text import Text
+from .showing import described, drawn, shown
+from .specs import OnFailure, Place, Rollout, Stage, Train
 
-AHEAD_STEPS = 3
-"""Rows that may be alive at once, in steps beyond max_staleness: one trains, one fills, one is being fed."""
 FINISH_S = 30.0
 """How long workers may take to end by themselves after the last step (seconds); exporting a model counts."""
 
@@ -56,150 +52,62 @@ class Result:
 
 
 class Workflow:
-    """Prompts → rollout → stages → train. ``stages`` run between rollout and training, each as soon as its own
-    columns are there; ``reward`` is the stage that gives ``reward``.
+    """Prompts → rollout → stages → train, or any other dataflow without cycles: every task works on the rows that have the
+    columns it needs, at the same time as the others. ``print`` shows it.
 
-    ``batch_size``: rows of a step, a multiple of the group size. ``weights``: how new versions reach the replicas. ``seed``: of
-    the order of the prompts.
-    Raises ConfigError when made, for everything that can be known before a process starts.
+    ``rollout``: one, or several of different engines. ``stages``: between rollout and training; ``reward`` is the one that
+    gives ``reward``, where no other does. ``batch_size``: rows of a step, a multiple of the group size. ``epochs``: the
+    run ends, at ``steps`` at the latest, when every prompt was put so often; None goes on as long as steps want rows.
+    ``weights``: how new versions reach the replicas. ``seed``: of the order of the prompts. ``on_failure``: whether the run
+    stops or goes on when a worker has failed for good. ``capacity_rows``: most rows alive at once; None: what the
+    batch and the staleness ask for.
+    Raises ConfigError when made, for everything that can be known before a process starts, all of it at once; PluginError
+    where an engine is missing and nothing else is wrong.
     """
 
     def __init__(
         self,
         *,
         prompts: Prompts,
-        rollout: Rollout,
-        reward: Callable[..., Any] | Stage,
+        rollout: Rollout | Sequence[Rollout],
         train: Train,
         batch_size: int,
         steps: int,
+        reward: Callable[..., Any] | Stage | None = None,
         stages: Sequence[Stage] = (),
         staleness: Staleness | None = None,
         weights: Weights | None = None,
+        epochs: int | None = None,
         seed: int = 0,
+        on_failure: OnFailure = "stop",
+        capacity_rows: int | None = None,
     ) -> None:
-        self.rollout, self.train = rollout, train
-        self.batch_size, self.steps, self.seed = batch_size, steps, seed
+        self.rollouts = (rollout,) if isinstance(rollout, Rollout) else tuple(rollout)
+        if not self.rollouts:
+            raise ConfigError("a workflow needs a rollout; this one has none")
+        self.rollout, self.train = self.rollouts[0], train
+        self.batch_size, self.steps, self.epochs, self.seed = batch_size, steps, epochs, seed
         self.staleness = staleness or Staleness()
         self.weights = weights or train.weights or Weights()
-        self.reward = reward if isinstance(reward, Stage) else Stage(reward, task="reward", gives=["reward"])
-        self.stages = (self.reward, *stages)
-        self.data = load_prompts(prompts, rollout.prompt)
-        self._check()
-
-    def _check(self) -> None:
-        size = self.rollout.group_size
-        if self.steps < 1:
-            raise ConfigError(f"steps must be 1 or more, not {self.steps}")
-        if self.batch_size < 1 or self.batch_size % size:
-            near = max(size, round(self.batch_size / size) * size)
-            raise ConfigError(
-                f"no number of groups of {size} fills a batch of {self.batch_size} rows; use batch_size={near}"
-            )
-        if size == 1 and getattr(self.train.algorithm, "drop_zero_advantage", False):
-            raise ConfigError(
-                "group_size is 1: an advantage relative to the group is then always 0 and nothing would be"
-                " learned; use groups of 2 or more"
-            )
-        for kind, spec in (("rollout", self.rollout), ("train", self.train)):
-            if spec.place.python is None:  # another interpreter has plugins of its own
-                registry().get(kind, spec.engine).load()  # type: ignore[arg-type]
-            if spec.model and not Path(spec.model, "config.json").is_file():
-                raise ConfigError(f"{kind} model {spec.model!r} is no model folder: it has no config.json")
-        self._check_columns()
-        self._check_lengths()
-        self._check_temperature()
-        self._check_weights()
-
-    def _check_weights(self) -> None:
-        if self.weights.quorum > self.rollout.replicas:
-            raise ConfigError(
-                f"quorum={self.weights.quorum} replicas must have a version staged before any loads it, and there are"
-                f" {self.rollout.replicas}"
-            )
-        if self.train.place.python is None and not self.train.place.env:  # as it will be in the trainer's process
-            check_publishing(self.weights.transport, self.weights.options)
-        else:
-            registry().get("transport", self.weights.transport)
-        temperature = self.train.options.get("temperature", 1.0)
-        if self.weights.probe is not None and temperature != 1.0:
-            raise ConfigError(
-                f"a probe is compared at temperature 1, and training computes log-probs at {temperature:g}: leave the"
-                " probe out"
-            )
-
-    def _check_temperature(self) -> None:
-        """Ratios of log-probs mean something only under the same distribution."""
-        drawn, trained = self.rollout.sampling.temperature, self.train.options.get("temperature", 1.0)
-        if drawn == 0:
-            raise ConfigError("sampling at temperature 0 draws the same response for a whole group; use one above 0")
-        if drawn != trained:
-            raise ConfigError(
-                f"responses are sampled at temperature {drawn:g}, but their log-probs are recomputed at {trained:g};"
-                f" say Train(..., temperature={drawn:g})"
-            )
-
-    def _check_columns(self) -> None:
-        there = set(self.data) | set(self.rollout.declare().gives)
-        pending = list(self.stages)
-        if len({s.task for s in pending} | {self.rollout.task, self.train.task}) < len(pending) + 2:
-            raise ConfigError("two tasks have the same name")
-        while pending:
-            able = [stage for stage in pending if set(stage.needs) <= there]
-            if not able:
-                lacks = {s.task: sorted(set(s.needs) - there) for s in pending}
-                text = "; ".join(f"{task!r} needs {', '.join(map(repr, names))}" for task, names in lacks.items())
-                raise ConfigError(f"columns nobody gives: {text}. There are: {', '.join(sorted(there))}")
-            for stage in able:
-                twice = set(stage.gives) & there
-                if twice:
-                    raise ConfigError(f"stage {stage.task!r} gives {sorted(twice)}, which others give already")
-                there |= set(stage.gives)
-                pending.remove(stage)
-        lacking = set(TRAIN_COLUMNS) - there
-        if lacking:
-            raise ConfigError(f"training needs {sorted(lacking)}, which no stage gives")
-
-    def _check_lengths(self) -> None:
-        """Prompts that leave no room for a response, where tokenizer and context are known here."""
-        context = _context(self.rollout.model)
-        if context is None:
-            return
-        if self.rollout.prompt == "prompt_ids":
-            lengths = self.data.ragged("prompt_ids").lengths
-        else:
-            try:
-                encoded = Text(self.rollout.tokenizer).encode(self.data.texts(self.rollout.prompt))
-            except PluginError:  # no tokenizers in this environment: the worker has them, and checks
-                return
-            lengths = np.array([len(ids) for ids in encoded])
-        most = context - self.rollout.sampling.max_tokens
-        odd = np.flatnonzero((lengths > most) | (lengths == 0))
-        if len(odd):
-            first = int(odd[0])
-            raise ConfigError(
-                f"prompt {first} has {lengths[first]} tokens, and {len(odd)} of {len(lengths)} prompts do not fit: with"
-                f" max_tokens={self.rollout.sampling.max_tokens} a prompt may have 1 to {most} tokens, since the"
-                f" model's context is {context}"
-            )
+        if reward is not None and not isinstance(reward, Stage):
+            reward = Stage(reward, task="reward", gives=["reward"])
+        self.stages = (*([reward] if reward is not None else []), *stages)
+        self.on_failure = Place(on_failure=on_failure).on_failure or "stop"
+        self.data = load_prompts(prompts, self.rollout.prompt)
+        ahead = batch_size * (self.staleness.max_staleness + AHEAD_STEPS)
+        self.capacity_rows = ahead if capacity_rows is None else capacity_rows
+        check(self)
 
     def describe(self) -> dict[str, Any]:
-        """What will run, as plain data."""
-        return {
-            "prompts": {"rows": self.data.rows, "columns": {n: str(c.spec) for n, c in self.data.columns.items()}},
-            "rollout": {
-                "engine": self.rollout.engine, "model": self.rollout.model, "options": self.rollout.options,
-                "group_size": self.rollout.group_size, "replicas": self.rollout.replicas,
-                "sampling": msgspec.to_builtins(self.rollout.sampling),
-            },
-            "stages": [{"task": s.task, "needs": s.needs, "gives": s.gives} for s in self.stages],
-            "train": {
-                "engine": self.train.engine, "model": self.train.model, "options": self.train.options,
-                "algorithm": {type(self.train.algorithm).__name__: msgspec.to_builtins(self.train.algorithm)},
-            },
-            "batch_size": self.batch_size, "steps": self.steps, "seed": self.seed,
-            "staleness": msgspec.to_builtins(self.staleness), "weights": msgspec.to_builtins(self.weights),
-        }  # fmt: skip
+        """What will run, as plain data: ``edges`` are the columns from task to task, ``choices`` what was chosen and why."""
+        return described(self)
+
+    def mermaid(self) -> str:
+        """The tasks and the columns between them as a Mermaid flowchart."""
+        return drawn(self)
+
+    def __str__(self) -> str:
+        return shown(self)
 
     def run(self, directory: str | Path, *, on_event: Sink | None = None) -> Result:
         """Run to the last step. ``on_event`` hears every event, in a thread of its own.
@@ -232,10 +140,9 @@ class Workflow:
         return Result(directory, summary)
 
     def _run(self, directory: Path, recorder: Recorder, outcome: _Outcome, unstoppable: Callable[[], None]) -> None:
-        rows = self.batch_size * (self.staleness.max_staleness + AHEAD_STEPS)
         run = serve(
             directory, on_event=recorder.event, on_step=recorder.step, steps=self.steps,
-            max_staleness=self.staleness.max_staleness, capacity_rows=rows, keep_versions=self.weights.keep,
+            max_staleness=self.staleness.max_staleness, capacity_rows=self.capacity_rows, keep_versions=self.weights.keep,
             max_swapping=self.weights.max_swapping, quorum=self.weights.quorum,
         )  # fmt: skip
         try:
@@ -255,11 +162,12 @@ class Workflow:
         run.queue.declare(**task_arguments(spec))
         for stage in self.stages:
             run.start(stage)
-        run.start(self.rollout, needs_first=True, weights=self.weights)
+        for rollout in self.rollouts:
+            run.start(rollout, needs_first=True, weights=self.weights)
         (trainer,) = run.start(self.train, export=str(directory / "model"), weights=self.weights)
         Feeder(
             run.queue, self.data, group_size=self.rollout.group_size, chunk=self.batch_size // self.rollout.group_size,
-            seed=self.seed, on_failure=run.fail,
+            seed=self.seed, on_failure=run.fail, epochs=self.epochs,
         ).start()  # fmt: skip
         assert isinstance(trainer, LocalProcess)
         return trainer
@@ -317,13 +225,3 @@ def _stoppable() -> Iterator[Callable[[], None]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _context(model: str) -> int | None:
-    """The most tokens a model folder's configuration allows; None when it does not say."""
-    try:
-        config = msgspec.json.decode(Path(model, "config.json").read_bytes())
-    except (OSError, msgspec.MsgspecError):
-        return None
-    context = config.get("max_position_embeddings") if isinstance(config, dict) else None
-    return context if isinstance(context, int) else None

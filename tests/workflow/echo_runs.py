@@ -32,13 +32,16 @@ def until(condition: Any, what: str, seconds: float = 30.0) -> None:
 
 
 def echo_workflow(**changes: Any) -> af.Workflow:
-    """A workflow of echo engines; ``rollout``, ``train`` are options of theirs."""
-    rollout = {"group_size": 4, "prompt": "prompt_ids", "delay_s": 0.002, "spread": 1.0} | changes.pop("rollout", {})
+    """A workflow of echo engines; ``rollout``, ``train`` are options of theirs, or what is meant instead."""
+    rollout = {"group_size": 4, "prompt": "prompt_ids", "delay_s": 0.002, "spread": 1.0}
+    if isinstance(changes.get("rollout"), dict):
+        rollout |= changes.pop("rollout")
+    train = changes.pop("train") if isinstance(changes.get("train"), dict) else {}
     arguments: dict[str, Any] = {
         "prompts": {"prompt_ids": af.Ragged.of([[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]])},
         "rollout": af.Rollout("echo", **rollout),
         "reward": length,
-        "train": af.Train("echo", **changes.pop("train", {})),
+        "train": af.Train("echo", **train),
         "batch_size": 16,
         "steps": 12,
     }

@@ -26,7 +26,10 @@ from asyncflow_sdk.errors import ConfigError, PluginError, WorkerFailed
         ({"prompts": [{"prompt_ids": [1]}, {"prompt_id": [1]}]}, "record 1 differs from the first in its columns"),
         ({"rollout": {"model": "/no/such/folder"}}, "'/no/such/folder' is no model folder: it has no config.json"),
         ({"reward": af.Stage(length, needs=["answer"], task="reward")}, "'reward' needs 'answer'.*There are"),
-        ({"reward": af.Stage(length, task="reward", gives=["score"])}, "training needs \\['reward'\\]"),
+        (
+            {"reward": af.Stage(length, task="reward", gives=["score"])},
+            "task 'train' needs 'reward', which nobody gives; reward=FUNCTION gives it",
+        ),
         ({"reward": af.Stage(length, task="train", gives=["reward"])}, "two tasks have the same name"),
         ({"rollout": {"prompt": "prompt"}, "prompts": ["a"]}, "has no\n? ?tokenizer.json"),
         (

@@ -1,0 +1,250 @@
+"""Everything that can be known of a workflow before a process starts: one report of all that cannot work."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from ..errors import AsyncFlowError, ConfigError, PluginError
+from ..plugins import registry
+from ..weights.publisher import check_publishing
+from .dataflow import Dataflow, Node
+from .specs import Place, Rollout, Stage, Train
+from .text import Text
+from .work import Generate, Logprobs
+
+AHEAD_STEPS = 3
+"""Rows that may be alive at once, in steps beyond max_staleness: one trains, one fills, one is being fed."""
+
+if TYPE_CHECKING:
+    from .workflow import Workflow
+
+
+class Problems:
+    """What was found, in order."""
+
+    def __init__(self) -> None:
+        self.found: list[AsyncFlowError] = []
+
+    def add(self, text: str) -> None:
+        self.found.append(ConfigError(text))
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """An error of configuration in here is one of them."""
+        try:
+            yield
+        except (ConfigError, PluginError) as error:
+            self.found.append(error)
+
+    def raise_all(self) -> None:
+        """Raise the only one as it is, several as one ConfigError that lists them, each once."""
+        self.found = list({str(error): error for error in self.found}.values())
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            listed = "".join(f"\n  {number}. {error}" for number, error in enumerate(self.found, 1))
+            raise ConfigError(f"{len(self.found)} things in this workflow cannot work:{listed}")
+
+
+def check(flow: Workflow) -> None:
+    """Raise what is wrong: ConfigError, or PluginError for one engine that is not there."""
+    problems = Problems()
+    _check_numbers(flow, problems)
+    for rollout in flow.rollouts:
+        _check_worker(f"rollout {rollout.task!r}", "rollout", rollout, rollout.place, problems)
+    for stage in flow.stages:
+        work = stage.work if isinstance(stage.work, (Logprobs, Generate)) else None
+        _check_worker(f"stage {stage.task!r}", work.kind if work else None, work, stage.place, problems)
+        _check_here(stage, problems)
+    _check_worker("train", "train", flow.train, flow.train.place, problems)
+    _check_columns(flow, problems)
+    with problems.kept():
+        _check_capacity(flow)
+    for rollout in flow.rollouts:
+        with problems.kept():
+            _check_lengths(flow, rollout)
+        with problems.kept():
+            _check_temperature(rollout, flow.train)
+    with problems.kept():
+        _check_weights(flow)
+    problems.raise_all()
+
+
+def _check_numbers(flow: Workflow, problems: Problems) -> None:
+    size = flow.rollout.group_size
+    if flow.steps < 1:
+        problems.add(f"steps must be 1 or more, not {flow.steps}")
+    if flow.epochs is not None and flow.epochs < 1:
+        problems.add(f"epochs must be 1 or more, or None for as many as the steps take, not {flow.epochs}")
+    sizes = {rollout.group_size for rollout in flow.rollouts}
+    if len(sizes) > 1:
+        listed = " and ".join(map(str, sorted(sizes)))
+        problems.add(f"rollouts have group_size {listed}: a prompt has one number of responses; give all the same")
+    if flow.batch_size < 1 or flow.batch_size % size:
+        near = max(size, round(flow.batch_size / size) * size)
+        problems.add(f"no number of groups of {size} fills a batch of {flow.batch_size} rows; use batch_size={near}")
+    elif flow.epochs and flow.data.rows * size * flow.epochs < flow.batch_size:
+        rows = flow.data.rows * size * flow.epochs
+        problems.add(
+            f"a step has {flow.batch_size} rows, and {flow.data.rows} prompts in groups of {size} give {rows} in"
+            f" epochs={flow.epochs}: no step can fill; use batch_size={rows} or less, more prompts, or more epochs"
+        )
+    if size == 1 and getattr(flow.train.algorithm, "drop_zero_advantage", False):
+        problems.add(
+            "group_size is 1: an advantage relative to the group is then always 0 and nothing would be"
+            " learned; use groups of 2 or more"
+        )
+
+
+def _check_worker(where: str, kind: Any, spec: Any, place: Place, problems: Problems) -> None:
+    """``spec``: of an engine; None for a function."""
+    if place.python is not None and place.launcher == "process" and shutil.which(place.python) is None:
+        problems.add(
+            f"{where}: cannot start {place.python!r}: there is no such program; python= names an interpreter"
+        )
+    if spec is None:
+        return
+    with problems.kept():
+        if place.python is None:  # another interpreter has plugins of its own
+            registry().get(kind, spec.engine).load()
+    if spec.model and not Path(spec.model, "config.json").is_file():
+        problems.add(f"{where.split()[0]} model {spec.model!r} is no model folder: it has no config.json")
+
+
+def _check_here(stage: Stage, problems: Problems) -> None:
+    """A function that only the driver has cannot be placed elsewhere."""
+    place = stage.place
+    if stage.here and (place.python or place.env or place.cpus or place.gpus or place.launcher != "process"):
+        problems.add(
+            f"stage {stage.task!r} has a function that no other process can import, so it runs in the driver's, and has no"
+            " place of its own: put the function into a module, or leave python=, env=, cpus=, gpus= and launcher= out"
+        )
+
+
+def dataflow(flow: Workflow) -> Dataflow:
+    """The tasks and their columns. Rollouts that share a task are one. Raises ConfigError where they do not agree."""
+    nodes: dict[str, Node] = {}
+    listed: list[Node] = []
+    for rollout in flow.rollouts:
+        spec = rollout.declare()
+        node = Node(spec.name, spec.needs, spec.gives)
+        known = nodes.setdefault(spec.name, node)
+        if known is node:
+            listed.append(node)
+        elif known != node:
+            raise ConfigError(
+                f"rollouts of engines that share task {spec.name!r} must need and give the same columns: one needs"
+                f" {', '.join(known.needs)} and gives {', '.join(known.gives)}, the other needs {', '.join(node.needs)} and"
+                f" gives {', '.join(node.gives)}; name a tokenizer for both, or give one another task="
+            )
+    listed += [Node(stage.task, stage.needs, stage.gives) for stage in flow.stages]
+    return Dataflow(list(flow.data), [*listed, Node(flow.train.task, flow.train.needs)])
+
+
+def _check_columns(flow: Workflow, problems: Problems) -> None:
+    with problems.kept():
+        columns = dataflow(flow)
+        for problem in columns.problems():
+            problems.add(problem)
+    admitting = [rollout for rollout in flow.rollouts if not rollout.prefix]
+    if len({rollout.task for rollout in admitting}) != 1:
+        names = ", ".join(repr(rollout.task) for rollout in admitting) or "none"
+        problems.add(f"one rollout task gives the columns that are trained, without a prefix; here that is: {names}")
+    if len({rollout.lease_s for rollout in admitting}) > 1:
+        problems.add("rollouts that share a task must have the same lease_s")
+
+
+def _check_capacity(flow: Workflow) -> None:
+    least = least_rows(flow)
+    if flow.capacity_rows < least:
+        raise ConfigError(
+            f"a queue of capacity_rows={flow.capacity_rows} is too small: steps of {flow.batch_size} rows at"
+            f" max_staleness={flow.staleness.max_staleness} cannot fill with fewer than {least}; leave it out"
+            f" ({flow.batch_size * (flow.staleness.max_staleness + AHEAD_STEPS)} rows then), or give more"
+        )
+
+
+def least_rows(flow: Workflow) -> int:
+    """How many rows must be able to live at once for every step to fill."""
+    return max(flow.batch_size, flow.rollout.group_size)
+
+
+def _check_weights(flow: Workflow) -> None:
+    replicas = sum(rollout.replicas for rollout in flow.rollouts)
+    if flow.weights.quorum > replicas:
+        raise ConfigError(
+            f"quorum={flow.weights.quorum} replicas must have a version staged before any loads it, and there are"
+            f" {replicas}"
+        )
+    if flow.train.place.python is None and not flow.train.place.env:  # as it will be in the trainer's process
+        check_publishing(flow.weights.transport, flow.weights.options)
+    else:
+        registry().get("transport", flow.weights.transport)
+    temperature = flow.train.options.get("temperature", 1.0)
+    if flow.weights.probe is not None and temperature != 1.0:
+        raise ConfigError(
+            f"a probe is compared at temperature 1, and training computes log-probs at {temperature:g}: leave the"
+            " probe out"
+        )
+
+
+def _check_temperature(rollout: Rollout, train: Train) -> None:
+    """Ratios of log-probs mean something only under the same distribution."""
+    drawn, trained = rollout.sampling.temperature, train.options.get("temperature", 1.0)
+    if rollout.prefix:  # its log-probs are not trained
+        return
+    if drawn == 0:
+        raise ConfigError("sampling at temperature 0 draws the same response for a whole group; use one above 0")
+    if drawn != trained:
+        raise ConfigError(
+            f"responses are sampled at temperature {drawn:g}, but their log-probs are recomputed at {trained:g};"
+            f" say Train(..., temperature={drawn:g})"
+        )
+
+
+def _check_lengths(flow: Workflow, rollout: Rollout) -> None:
+    """Prompts that leave no room for a response, where tokenizer and context are known here."""
+    context = _context(rollout.model)
+    if context is None or rollout.prompt not in flow.data:
+        return
+    if rollout.prompt == "prompt_ids":
+        lengths = flow.data.ragged("prompt_ids").lengths
+    elif rollout.tokenizer:
+        try:
+            encoded = Text(rollout.tokenizer).encode(flow.data.texts(rollout.prompt))
+        except PluginError:  # no tokenizers in this environment: the worker has them, and checks
+            return
+        lengths = np.array([len(ids) for ids in encoded])
+    else:
+        return
+    most = context - rollout.sampling.max_tokens
+    odd = np.flatnonzero((lengths > most) | (lengths == 0))
+    if len(odd):
+        first = int(odd[0])
+        raise ConfigError(
+            f"prompt {first} has {lengths[first]} tokens, and {len(odd)} of {len(lengths)} prompts do not fit: with"
+            f" max_tokens={rollout.sampling.max_tokens} a prompt may have 1 to {most} tokens, since the"
+            f" model's context is {context}"
+        )
+
+
+def _context(model: str) -> int | None:
+    """The most tokens a model folder's configuration allows; None when it does not say."""
+    try:
+        config = msgspec.json.decode(Path(model, "config.json").read_bytes())
+    except (OSError, msgspec.MsgspecError):
+        return None
+    context = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    return context if isinstance(context, int) else None
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What people call a function."""
+    return str(getattr(function, "__qualname__", type(function).__name__))

@@ -1,0 +1,192 @@
+"""A workflow for people and programs: as text, as plain data, as a drawing."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..types import Sampling
+from .checking import AHEAD_STEPS, dataflow, name_of
+from .dataflow import PROMPTS
+from .specs import Place, Rollout, Stage, Train
+from .work import Generate, Logprobs
+
+if TYPE_CHECKING:
+    from .workflow import Workflow
+
+
+def described(flow: Workflow) -> dict[str, Any]:
+    """What will run, as plain data."""
+    return {
+        "prompts": {"rows": flow.data.rows, "columns": {n: str(c.spec) for n, c in flow.data.columns.items()}},
+        "rollout": [
+            {
+                "task": each.task, "engine": each.engine, "model": each.model, "options": each.options,
+                "group_size": each.group_size, "replicas": each.replicas, "sampling": msgspec.to_builtins(each.sampling),
+                "needs": each.declare().needs, "gives": each.declare().gives, "place": _placed(each.place),
+            }
+            for each in flow.rollouts
+        ],
+        "stages": [
+            {
+                "task": each.task, "work": _worked(each), "needs": each.needs, "gives": each.gives,
+                "place": _placed(each.place),
+            }
+            for each in flow.stages
+        ],
+        "train": {
+            "engine": flow.train.engine, "model": flow.train.model, "options": flow.train.options,
+            "algorithm": {type(flow.train.algorithm).__name__: msgspec.to_builtins(flow.train.algorithm)},
+            "needs": flow.train.needs, "place": _placed(flow.train.place, 0),
+        },
+        "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in dataflow(flow).edges],
+        "batch_size": flow.batch_size, "steps": flow.steps, "epochs": flow.epochs, "seed": flow.seed,
+        "capacity_rows": flow.capacity_rows, "on_failure": flow.on_failure,
+        "staleness": msgspec.to_builtins(flow.staleness), "weights": msgspec.to_builtins(flow.weights),
+        "choices": choices(flow),
+    }  # fmt: skip
+
+
+def _placed(place: Place, max_restarts: int = Place.max_restarts) -> dict[str, Any]:
+    """Where a worker runs, as far as anything was said."""
+    said: dict[str, Any] = msgspec.to_builtins(place)
+    usual: dict[str, Any] = msgspec.to_builtins(Place(max_restarts=max_restarts))
+    said["env"] = sorted(said["env"])  # names only: values may be secret
+    return {name: value for name, value in said.items() if value != usual[name] and value != []}
+
+
+def _worked(stage: Stage) -> dict[str, Any]:
+    work = stage.work
+    if isinstance(work, (Logprobs, Generate)):
+        more = {"sampling": msgspec.to_builtins(work.sampling)} if isinstance(work, Generate) else {}
+        return {type(work).__name__: {"engine": work.engine, "model": work.model, "options": work.options, **more}}
+    return {"function": stage.path or name_of(work), "process": not stage.here}
+
+
+def shown(flow: Workflow) -> str:
+    """Tasks, edges and choices, a line each."""
+    rows = f"{flow.data.rows} prompts: {', '.join(f'{n} ({c.spec})' for n, c in flow.data.columns.items())}"
+    tasks = [(PROMPTS, rows)]
+    tasks += [(each.task, _rollout(each)) for each in flow.rollouts]
+    tasks += [(each.task, _stage(each)) for each in flow.stages]
+    tasks.append((flow.train.task, _train(flow.train)))
+    edges = [(e.giver, ", ".join(e.columns), e.taker) for e in dataflow(flow).edges]
+    wide = max(len(name) for name, _ in tasks)
+    most = max(len(columns) for _, columns, _ in edges)
+    last = "" if flow.epochs is None else f", or {flow.epochs} epochs"
+    return "\n".join(
+        [
+            f"{flow.steps} steps{last} of {flow.batch_size} rows, in groups of {flow.rollout.group_size}",
+            "",
+            "tasks",
+            *(f"  {name:{wide}}  {text}" for name, text in tasks),
+            "",
+            "columns",
+            *(f"  {giver:>{wide}} ──{f' {columns} ':─^{most + 2}}──▶ {taker}" for giver, columns, taker in edges),
+            "",
+            "chosen",
+            *(f"  {name}: {text}" for name, text in choices(flow).items()),
+        ]
+    )
+
+
+def _rollout(each: Rollout) -> str:
+    several = f" × {each.replicas}" if each.replicas > 1 else ""
+    return f"engine {each.engine}{several}{_of(each.model)}, {_sampled(each.sampling)}{_options(each.options)}{_where(each.place)}"
+
+
+def _stage(stage: Stage) -> str:
+    work = stage.work
+    if isinstance(work, Logprobs):
+        return f"log-probs by engine {work.engine}{_of(work.model)}{_options(work.options)}{_where(stage.place)}"
+    if isinstance(work, Generate):
+        return (
+            f"responses by engine {work.engine}{_of(work.model)}, {_sampled(work.sampling)}{_options(work.options)}"
+            f"{_where(stage.place)}"
+        )
+    where = " in a thread of the driver" if stage.here else ""
+    return f"function {stage.path or name_of(work)}{where}{_where(stage.place)}"
+
+
+def _train(train: Train) -> str:
+    algorithm = type(train.algorithm).__name__
+    return f"engine {train.engine}{_of(train.model)}, {algorithm}{_options(train.options)}{_where(train.place, 0)}"
+
+
+def _of(model: str) -> str:
+    return f", model {model}" if model else ""
+
+
+def _sampled(sampling: Sampling) -> str:
+    return f"temperature {sampling.temperature:g}, at most {sampling.max_tokens} tokens"
+
+
+def _options(options: dict[str, Any]) -> str:
+    return "".join(f", {name}={value!r}" for name, value in options.items())
+
+
+def _where(place: Place, max_restarts: int = Place.max_restarts) -> str:
+    return "".join(f", {name}={value!r}" for name, value in _placed(place, max_restarts).items())
+
+
+def choices(flow: Workflow) -> dict[str, str]:
+    """What was chosen, by the user or by default, and why or what it means."""
+    late = flow.staleness.max_staleness
+    found = {
+        "staleness": f"{flow.staleness.policy}, at most {late} version{'' if late == 1 else 's'}"
+        + (" (synchronous)" if not late else ""),
+        "capacity_rows": f"{flow.capacity_rows} rows alive at once" + _capacity(flow),
+        "weights": f"by {flow.weights.transport}, loaded {_SWAPS[flow.weights.swap]}; {flow.weights.keep} versions are kept",
+        "on_failure": "the run stops when a worker has failed for good"
+        if flow.on_failure == "stop"
+        else "the run goes on without a worker that has failed for good",
+    }
+    for rollout in flow.rollouts:
+        if rollout.prompt != "prompt_ids":
+            found[f"{rollout.task} {rollout.engine}".strip()] = (
+                f"column {rollout.prompt!r} is text, encoded by {rollout.tokenizer}"
+            )
+        if rollout.prefix:
+            found[f"task {rollout.task}"] = "answers every prompt once more; the staleness rule does not hold it"
+    for stage in flow.stages:
+        if stage.here:
+            found[f"stage {stage.task}"] = "a thread of the driver: no other process can import its function"
+        elif stage.whole_groups:
+            found[f"stage {stage.task}"] = "works on whole groups: its function asks for groups"
+    for column, task in dataflow(flow).unused.items():
+        if task not in {rollout.task for rollout in flow.rollouts}:
+            found[f"column {column}"] = f"given by {task} and needed by nobody: training does not wait for it"
+    if flow.epochs is not None:
+        steps = flow.data.rows * flow.rollout.group_size * flow.epochs // flow.batch_size
+        found["epochs"] = (
+            f"the prompts last for {min(steps, flow.steps)} of {flow.steps} steps, fewer if rows are filtered"
+        )
+    return found
+
+
+_SWAPS = {
+    "drain": "when nothing runs any more",
+    "boundary": "when nothing runs anyway",
+    "in_flight": "while requests run",
+}
+
+
+def _capacity(flow: Workflow) -> str:
+    late = flow.staleness.max_staleness
+    if flow.capacity_rows == flow.batch_size * (late + AHEAD_STEPS):
+        return f": {late} + {AHEAD_STEPS} steps, since one trains, one fills and one is being fed"
+    if flow.capacity_rows < flow.batch_size * (late + 1):
+        return f": fewer than the {late} + 1 steps that max_staleness={late} would let be under way"
+    return ""
+
+
+def drawn(flow: Workflow) -> str:
+    """A Mermaid flowchart."""
+    edges = dataflow(flow).edges
+    tasks = list(dict.fromkeys(task for edge in edges for task in (edge.giver, edge.taker)))
+    ids = {task: re.sub(r"\W", "_", task) + f"_{number}" for number, task in enumerate(tasks)}
+    lines = [f'  {ids[task]}["{task}"]' for task in tasks]
+    lines += [f'  {ids[e.giver]} -->|"{", ".join(e.columns)}"| {ids[e.taker]}' for e in edges]
+    return "\n".join(["flowchart LR", *lines])

@@ -1,0 +1,137 @@
+"""What a stage does, as data: a function by its path, or an engine with weights that stay as they are.
+
+af.Stage(af.Logprobs("torch", model=reference), gives=["ref_logprobs"])
+af.Stage(af.Generate("transformers", model=judge, sampling=af.Sampling(temperature=0)), needs=["question"], gives=["verdict"])
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigError
+from ..plugins import import_path
+from ..types import Sampling
+
+
+class FunctionWork(msgspec.Struct, frozen=True, tag="function"):
+    path: str
+
+
+class LogprobsWork(msgspec.Struct, frozen=True, tag="logprobs"):
+    engine: str
+    model: str
+    options: dict[str, Any]
+
+
+class GenerateWork(msgspec.Struct, frozen=True, tag="generate"):
+    engine: str
+    model: str
+    options: dict[str, Any]
+    sampling: Sampling
+    tokenizer: str
+
+
+Work = FunctionWork | LogprobsWork | GenerateWork
+"""What a worker is told of a stage."""
+
+
+class Logprobs:
+    """Log-probs of given responses by the train engine ``engine`` with the weights of the folder ``model``, which stay
+    as they are: of a reference, or a teacher.
+
+    Its stage needs the columns of prompt and response, token ids both ("prompt_ids", "response_ids" unless it says others),
+    and gives one ragged float32 column, one number a response token. ``options`` are the engine's own.
+    """
+
+    kind = "train"
+    needs = ("prompt_ids", "response_ids")
+
+    def __init__(self, engine: str | type, *, model: str | Path = "", **options: Any) -> None:
+        self.engine, self.model = engine_name(engine), str(model)
+        self.options = plain_options(self.engine, options)
+
+    def job(self) -> LogprobsWork:
+        return LogprobsWork(self.engine, self.model, self.options)
+
+
+class Generate:
+    """One response to each row by the rollout engine ``engine`` with the weights of the folder ``model``, which stay as
+    they are: of a judge, or a teacher.
+
+    Its stage needs one column, of prompts: text or token ids; and gives one: text where there is a tokenizer, else the
+    response's token ids. ``tokenizer``: a folder or tokenizer.json; by default the model's. ``options`` are the engine's own.
+    """
+
+    kind = "rollout"
+
+    def __init__(
+        self, engine: str | type, *, model: str | Path = "", sampling: Sampling | None = None,
+        tokenizer: str | Path | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        self.engine, self.model = engine_name(engine), str(model)
+        self.sampling = sampling or Sampling()
+        self.tokenizer = tokenizer_file(tokenizer, model)
+        self.options = plain_options(self.engine, options)
+
+    def job(self) -> GenerateWork:
+        return GenerateWork(self.engine, self.model, self.options, self.sampling, self.tokenizer)
+
+
+def engine_name(engine: str | type) -> str:
+    """The name of an engine: of its adapter, or "module:Class" of one that no plugin registers. Raises ConfigError for a
+    class that a worker cannot import."""
+    if isinstance(engine, str):
+        return engine
+    path = import_path(engine)
+    if path is None:
+        raise ConfigError(
+            f"engine {engine!r} cannot be imported by its worker: put the class into a module of its own, and name it"
+            ' by that ("module:Class")'
+        )
+    return path
+
+
+def tokenizer_file(tokenizer: str | Path | None, model: str | Path) -> str:
+    """The tokenizer.json that was named, or the model's; "" for a model that has none."""
+    file = Path(tokenizer if tokenizer is not None else model or "-")
+    file = file / "tokenizer.json" if file.suffix != ".json" else file
+    if tokenizer is not None and not file.is_file():
+        raise ConfigError(f"there is no tokenizer at {file}")
+    return str(file) if file.is_file() else ""
+
+
+def plain_options(engine: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options travel to the worker as JSON: paths become text, and what does not fit is named."""
+    for name, value in options.items():
+        try:
+            options[name] = msgspec.json.decode(msgspec.json.encode(value, enc_hook=_path))
+        except TypeError as error:
+            raise ConfigError(f"engine {engine!r}, option {name!r}: options travel as JSON, and {error}") from None
+    return options
+
+
+def _path(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} has no such form")
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The columns a function asks for by the names of its parameters."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(
+        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
+    )
+
+
+def is_coroutine(function: Callable[..., Any]) -> bool:
+    """Whether calls of ``function`` are awaited."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
