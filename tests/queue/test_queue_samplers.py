@@ -74,6 +74,10 @@ def test_rows_of_many_puts_are_measured_when_a_sampler_comes_late(queue: Transfe
 def test_an_unknown_sampler_and_unknown_options_are_errors_where_they_are_declared(queue: TransferQueue) -> None:
     with pytest.raises(PluginError, match="no sampler adapter is named 'nope'; installed: .*shuffled"):
         queue.declare("work", needs=["x"], sampler="nope")
+    with pytest.raises(
+        PluginError, match="no sampler adapter is named 'os:getpid'"
+    ):  # nobody has a server import things
+        queue.declare("work", needs=["x"], sampler="os:getpid")
     with pytest.raises(ConfigError, match="unexpected keyword argument 'sead'"):
         queue.declare("work", needs=["x"], sampler=("shuffled", {"sead": 1}))
     queue.declare("work", needs=["x"], sampler=("shuffled", {"seed": 1}))
