@@ -4,7 +4,7 @@
     publication = publisher.publish(version, engine.named_weights())   # copied: training may go on
     publication.wait()                                                 # current; otherwise the next publish says what went wrong
 
-While tensors are copied, a thread hashes what is copied already; when they are, it makes the version available and
+Tensors are hashed as they are copied, or by a thread behind; when they all are, it makes the version available and
 tells the ledger. One version at a time is under way.
 """
 
@@ -21,7 +21,6 @@ from concurrent.futures import wait as wait_for
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ..errors import (
     AsyncFlowError,
@@ -42,9 +41,10 @@ from ..queue.connection import BlockingPort
 from ..types import Chunk, Manifest, Probe
 from ..types import events as ev
 from ..types.dtypes import check_floating
-from ..types.manifest import BUCKET_BYTES, digest
+from ..types.manifest import BUCKET_BYTES
 from ..types.probe import plain_probe
 from .arguments import pairs, version_number
+from .hashing import Hashing
 from .host import host_of
 from .publication import Publication
 from .writing import DtypePolicy, Rename, Writer
@@ -163,11 +163,10 @@ class WeightPublisher:
             raise ConfigError(f"version {version}: this publisher is closed")
         began = time.monotonic()
         self._stop_preparing()
-        digests: list[list[Future[bytes]]] = []
+        hashing = Hashing(self._background) if self._digests else None
         writer = Writer(
-            version, self._sender.room, lambda chunk, memory: self._filled(digests, chunk, memory),
-            dtype=self._dtype, rename=self._rename, sizes=self._sizes,
-        )  # fmt: skip
+            version, self._sender.room, hashing, dtype=self._dtype, rename=self._rename, sizes=self._sizes
+        )
         announced = True
         try:
             try:
@@ -185,12 +184,12 @@ class WeightPublisher:
                 raise WeightMismatch(f"version {version} has no tensors")
             self._sizes, self._delivery = writer.sizes, Publication(version)
             self._newest = self._delivery
-            self._background.submit(self._deliver, self._delivery, writer.tensors, sizes, digests, probe)
+            self._background.submit(self._deliver, self._delivery, writer.tensors, sizes, hashing, probe)
         except BaseException as error:
             self._delivery = None
             if announced:
-                for future in itertools.chain.from_iterable(digests):
-                    future.cancel()
+                if hashing is not None:
+                    hashing.cancel()
                 with contextlib.suppress(Exception):
                     self._sender.abandon()
                 self._withdraw(version, error)
@@ -241,27 +240,19 @@ class WeightPublisher:
 
     # ---- behind
 
-    def _filled(self, digests: list[list[Future[bytes]]], chunk: int, memory: Any) -> None:
-        while len(digests) <= chunk:
-            digests.append([])
-        if self._digests:
-            digests[chunk].append(self._background.submit(_digest, memory))
-
     def _deliver(
         self,
         publication: Publication,
         tensors: Any,
         sizes: Sequence[int],
-        digests: Sequence[Sequence[Future[bytes]]],
+        hashing: Hashing | None,
         probe: Probe | None,
     ) -> None:
         version = publication.version
         try:
-            chunks = [
-                Chunk(size, tuple(each.result() for each in found))
-                for size, found in zip(sizes, digests, strict=True)
-            ]
-            manifest = Manifest(version, tensors, tuple(chunks), BUCKET_BYTES)
+            digests = [()] * len(sizes) if hashing is None else hashing.digests()
+            chunks = tuple(Chunk(*each) for each in zip(sizes, digests, strict=True))
+            manifest = Manifest(version, tensors, chunks, BUCKET_BYTES)
             publication.doing = f"being sent through transport {self.transport!r}"
             where = self._sender.send(manifest)
             publication.doing = f"being told to the server at {self._connection.wire.address}"
@@ -347,8 +338,3 @@ def _readable(manifest: bytes) -> Manifest | None:
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.msgpack.decode(manifest, type=Manifest)
     return None
-
-
-def _digest(memory: Any) -> bytes:
-    """Of a bucket, brought to the host if it is not there."""
-    return digest(memoryview(memory if isinstance(memory, np.ndarray) else memory.cpu().numpy()))  # type: ignore[arg-type]

@@ -12,16 +12,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from ..errors import MemoryFull, SchemaError, WeightMismatch
 from ..interfaces.weights import Room
 from ..types import Shard, TensorInfo, carrier
 from ..types.manifest import BUCKET_BYTES, CHUNK_BYTES
 from .copying import Source, check_conversion, source
+from .hashing import Hashing
 
 ALIGN = 64
 SPAN_BUCKETS = 2
-"""What is copied of a large tensor before its buckets are told."""
+"""What is copied of a large tensor before its buckets are told, where others copy it."""
+PIECE_BYTES = 512 << 10
+"""The same where this thread does: it is still in its cache when it is hashed."""
 DtypePolicy: TypeAlias = str | Callable[[str, str], str]
 """A dtype in which floating-point tensors are published (those of 8 bits and fewer stay as they are), or a function from
 name and dtype to dtype."""
@@ -38,25 +42,25 @@ def padded(nbytes: int) -> int:
 
 
 class Writer:
-    """Writes one version. ``room`` gives memory for the next chunk, ``filled(chunk, bytes)`` is told each bucket, in order, once
-    its bytes are there. ``sizes``: of the chunks that are expected."""
+    """Writes one version. ``room`` gives memory for the next chunk, ``hashing`` is told each bucket, in order, once its bytes are
+    there, if there is one. ``sizes``: of the chunks that are expected."""
 
     def __init__(
         self,
         version: int,
         room: Callable[[int], Room],
-        filled: Callable[[int, Any], None],
+        hashing: Hashing | None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: DtypePolicy | None = None,
         rename: Rename | None = None,
         sizes: Sequence[int] = (),
     ) -> None:
-        self._version, self._room, self._filled = version, room, filled
+        self._version, self._room, self._hashing = version, room, hashing
         self._bucket_bytes, self._dtype, self._rename = bucket_bytes, dtype, rename
         self._expected = sizes
         self._rooms: list[Room] = []
-        self._used = self._told = 0  # bytes of the last room
+        self._used = self._told = self._hashed = 0  # bytes of the last room
         self._layout = Layout()
         self._tensors: list[TensorInfo] = []
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}  # published name and start → name given
@@ -141,18 +145,21 @@ class Writer:
             self._open(size)
         info = msgspec.structs.replace(info, chunk=len(self._rooms) - 1, offset=self._used)
         memory, offset, width = self._rooms[-1].memory, info.offset, carrier(info.dtype).itemsize
+        self._used += size
+        memory[offset + info.nbytes : self._used] = 0  # what lies between tensors is part of the digest
+        fresh = self._hashing is not None and given.here and given.contiguous and isinstance(memory, np.ndarray)
         first = 0
         while first < given.size:
             last = given.size
             if given.contiguous:  # so that hashing is not far behind
-                last = min(first + max(SPAN_BUCKETS * self._bucket_bytes // width, 1), last)
+                span = self._piece(offset) if fresh else SPAN_BUCKETS * self._bucket_bytes
+                last = min(first + max(span // width, 1), last)
             after = offset + (last - first) * width
             given.copy(memory[offset:after], info.dtype, first, last)
-            first, offset = last, after
+            first, offset = last, after if last < given.size else self._used
+            if fresh:
+                self._hash(offset)
             self._tell(offset)
-        self._used += size
-        memory[offset : self._used] = 0  # what lies between tensors is part of the digest
-        self._tell(self._used)
         self._seen[(*given.identity, info.dtype)] = info, given.held
         return info
 
@@ -165,7 +172,7 @@ class Writer:
         if number < len(self._expected) and size <= self._expected[number]:
             wanted = self._expected[number]
         self._rooms.append(self._room(wanted))
-        self._used = self._told = 0
+        self._used = self._told = self._hashed = 0
 
     def _close(self) -> None:
         if self._rooms:
@@ -178,8 +185,19 @@ class Writer:
         memory, chunk = self._rooms[-1].memory, len(self._rooms) - 1
         while self._told + self._bucket_bytes <= upto or (not whole and self._told < upto):
             stop = min(self._told + self._bucket_bytes, upto)
-            self._filled(chunk, memory[self._told : stop])
+            if self._hashing is not None:
+                self._hashing.filled(chunk, memory[self._told : stop])
             self._told = stop
+
+    def _piece(self, offset: int) -> int:
+        """Bytes from ``offset`` that lie in one bucket and in a cache."""
+        return min(PIECE_BYTES, self._bucket_bytes - offset % self._bucket_bytes)
+
+    def _hash(self, upto: int) -> None:
+        """What was copied by this thread, and what lies before it in the bucket."""
+        assert self._hashing is not None
+        self._hashing.fresh(self._rooms[-1].memory[max(self._hashed, self._told) : upto])
+        self._hashed = upto
 
 
 class Layout:

@@ -21,7 +21,7 @@ from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import LoopPort
 from asyncflow_sdk.types import manifest as manifests
 from asyncflow_sdk.weights import WeightPublisher
-from asyncflow_sdk.weights import publisher as publishing
+from asyncflow_sdk.weights.hashing import Hashing
 
 PUBLISHING = ("announced", "copying", "hashing", "sending", "sent", "published")
 REPLICA = ("awaiting", "fetching", "staged", "swapping", "loading", "committed")
@@ -98,7 +98,7 @@ def _armed(publisher: WeightPublisher, moment: str) -> Callable[[int], Iterator[
             yield each
 
     if moment == "hashing":
-        publishing.digest = once(publishing.digest, moment, at=2)
+        Hashing.filled = once(Hashing.filled, moment, at=2)  # type: ignore[method-assign]
     elif moment == "sending" and publisher.transport == "file":
         os.fsync = once(os.fsync, moment, at=2)  # the first file is there, the second is not
     elif moment == "sending":

@@ -36,7 +36,7 @@ def test_a_model_is_loaded_from_a_version_directory_by_its_library(path: Path) -
     transport = FileTransport(path)
     with Ends(lambda: transport, FileTransport) as ends:
         # when it is published
-        writer = Writer(12, ends.sender.room, lambda chunk, memory: None)
+        writer = Writer(12, ends.sender.room, None)
         sizes = writer.write(model.state_dict(keep_vars=True).items())
         ends.send(Manifest(12, writer.tensors, tuple(Chunk(size) for size in sizes)))
     # then

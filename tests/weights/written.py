@@ -1,6 +1,7 @@
 """A version written into a sender's rooms, without a queue: what a publisher does, in one thread."""
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,8 +9,8 @@ import torch
 
 from asyncflow_sdk.interfaces import Fetched, WeightReceiver, WeightSender
 from asyncflow_sdk.types import Chunk, Manifest, from_torch
-from asyncflow_sdk.types.manifest import digest
 from asyncflow_sdk.weights import Update
+from asyncflow_sdk.weights.hashing import Hashing
 from asyncflow_sdk.weights.writing import Writer
 
 
@@ -34,16 +35,12 @@ def write(
     **policy: Any,
 ) -> Manifest:
     """Written and hashed, but not sent."""
-    digests: list[list[bytes]] = []
-
-    def filled(chunk: int, memory: Any) -> None:
-        if chunk == len(digests):
-            digests.append([])
-        digests[chunk].append(digest(memoryview(memory)))
-
-    writer = Writer(version, sender.room, filled, bucket_bytes=bucket, sizes=sizes, **policy)
-    chunks = [Chunk(size, tuple(found)) for size, found in zip(writer.write(weights), digests, strict=True)]
-    return Manifest(version, writer.tensors, tuple(chunks), bucket)
+    with ThreadPoolExecutor(1) as behind:
+        hashing = Hashing(behind)
+        writer = Writer(version, sender.room, hashing, bucket_bytes=bucket, sizes=sizes, **policy)
+        written = writer.write(weights)
+        chunks = tuple(Chunk(*each) for each in zip(written, hashing.digests(), strict=True))
+    return Manifest(version, writer.tensors, chunks, bucket)
 
 
 def send(sender: WeightSender, version: int, weights: Iterable[tuple[str, Any]], **options: Any) -> Sent:
