@@ -106,7 +106,10 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             inside = [
                 t.name
                 for t in self.tensors
-                if t.chunk == bucket.chunk and t.offset < bucket.stop and t.offset + t.nbytes > bucket.start
+                if t.nbytes
+                and t.chunk == bucket.chunk
+                and t.offset < bucket.stop
+                and t.offset + t.nbytes > bucket.start
             ]
             raise DigestMismatch(
                 f"version {self.version}: bucket {bucket.index} of chunk {bucket.chunk} (bytes {bucket.start} to"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from children import Child
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from weight_children import hold
 from written import same, send, write
@@ -90,6 +90,7 @@ def test_every_dtype_and_shape_arrives_bit_for_bit(sender: ShmSender, receiver: 
 @given(
     sizes=st.lists(st.integers(0, 300), min_size=1, max_size=20), bucket=st.sampled_from([64, 128, 192, 1000, 4096])
 )
+@example(sizes=[1, 0, 0, 0, 0, 1], bucket=128)
 def test_buckets_of_any_size_cover_every_byte(sizes: list[int], bucket: int) -> None:
     # given
     shared = SharedDirectory(Path("/dev/shm"))
