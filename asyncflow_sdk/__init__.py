@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from .workflow import Workflow as Workflow
     from .workflow import connect as connect
     from .workflow import load_prompts as load_prompts
+    from .workflow import load_workflow as load_workflow
     from .workflow import read_steps as read_steps
     from .workflow import serve as serve
     from .workflow import staleness_of as staleness_of
@@ -104,6 +105,7 @@ _WHERE = {
     "Workflow": "workflow",
     "connect": "workflow",
     "load_prompts": "workflow",
+    "load_workflow": "workflow",
     "read_steps": "workflow",
     "serve": "workflow",
     "staleness_of": "workflow",

@@ -26,6 +26,7 @@ running at the same time.
 \b
 Typical uses:
   asyncflow demo               train a small model here, and watch it live
+  asyncflow run FILE.toml      run a workflow; --print shows it and starts nothing
   asyncflow top runs/NAME      see who waits for what in a running queue
   asyncflow plugins            see which engines are installed, or missing
   asyncflow report runs/NAME   write the report page of a run again
@@ -127,6 +128,33 @@ def demo(
             f" install them with: {_INSTALL_TORCH}"
         ) from error
     raise typer.Exit(module.run_demo(out, steps, seed, max_staleness, model, Console()))
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(dir_okay=False, metavar="FILE.toml", help="The workflow.")],
+    out: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR", help="New directory for the run.", show_default="runs/<file>-<timestamp>"),
+    ] = None,
+    only_print: Annotated[
+        bool, typer.Option("--print", help="Show the resolved workflow, and start nothing.")
+    ] = False,
+    as_mermaid: Annotated[
+        bool, typer.Option("--mermaid", help="Print its dataflow as Mermaid, and start nothing.")
+    ] = False,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another value, such as train.lr=1e-5; may be given often."),
+    ] = None,
+    debug: _Debug = False,
+) -> None:
+    """Run the workflow of a TOML file, live, and write a report."""
+    del debug
+    from .running import run_file
+
+    shown = "mermaid" if as_mermaid else "text" if only_print else ""
+    run_file(file, out, changes or [], shown, Console())
 
 
 @app.command()

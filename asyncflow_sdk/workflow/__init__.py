@@ -6,6 +6,7 @@ from .producer import Producer
 from .recorder import read_steps, staleness_of
 from .run import Run, connect, serve
 from .specs import Rollout, Stage, Train
+from .toml import load_workflow
 from .work import Generate, Logprobs
 from .workflow import Result, Workflow
 
@@ -22,6 +23,7 @@ __all__ = [
     "Workflow",
     "connect",
     "load_prompts",
+    "load_workflow",
     "read_steps",
     "serve",
     "staleness_of",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,105 +28,147 @@ if TYPE_CHECKING:
     from .workflow import Workflow
 
 
+Key = tuple[str | int, ...]
+"""Where in a workflow something stands: ("batch_size",), ("rollout", 0, "model")."""
+
+
 class Problems:
-    """What was found, in order."""
+    """What was found, in order, each with the key it is of."""
 
     def __init__(self) -> None:
-        self.found: list[AsyncFlowError] = []
+        self.found: list[tuple[Key, AsyncFlowError]] = []
 
-    def add(self, text: str) -> None:
-        self.found.append(ConfigError(text))
+    def add(self, text: str, *key: str | int) -> None:
+        self._keep(ConfigError(text), key)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self, *key: str | int) -> Iterator[None]:
         """An error of configuration in here is one of them."""
         try:
             yield
         except (ConfigError, PluginError) as error:
-            self.found.append(error)
+            self._keep(error, key)
+
+    def _keep(self, error: AsyncFlowError, key: Key) -> None:
+        if str(error) not in {str(known) for _, known in self.found}:
+            self.found.append((key, error))
 
     def raise_all(self) -> None:
-        """Raise the only one as it is, several as one ConfigError that lists them, each once."""
-        self.found = list({str(error): error for error in self.found}.values())
+        """Raise the only one as it is, several as one ConfigError that lists them."""
         if len(self.found) == 1:
-            raise self.found[0]
+            raise self.found[0][1]
         if self.found:
-            listed = "".join(f"\n  {number}. {error}" for number, error in enumerate(self.found, 1))
+            listed = "".join(f"\n  {number}. {error}" for number, (_, error) in enumerate(self.found, 1))
             raise ConfigError(f"{len(self.found)} things in this workflow cannot work:{listed}")
 
 
-def check(flow: Workflow) -> None:
-    """Raise what is wrong: ConfigError, or PluginError for one engine that is not there."""
+def problems_of(flow: Workflow) -> Problems:
+    """Everything that is wrong."""
     problems = Problems()
     _check_numbers(flow, problems)
-    for rollout in flow.rollouts:
-        _check_worker(f"rollout {rollout.task!r}", "rollout", rollout, rollout.place, problems)
-    for stage in flow.stages:
-        work = stage.work if isinstance(stage.work, (Logprobs, Generate)) else None
-        _check_worker(f"stage {stage.task!r}", work.kind if work else None, work, stage.place, problems)
-        _check_here(stage, problems)
-    _check_worker("train", "train", flow.train, flow.train.place, problems)
+    for number, rollout in enumerate(flow.rollouts):
+        _check_place(f"rollout {rollout.task!r}", rollout.place, problems, "rollout", number)
+        _check_engine("rollout", rollout, rollout.place, problems, "rollout", number)
+    for stage, key in zip(flow.stages, _stage_keys(flow), strict=True):
+        _check_place(f"stage {stage.task!r}", stage.place, problems, *key)
+        if isinstance(stage.work, (Logprobs, Generate)):
+            _check_engine("stage", stage.work, stage.place, problems, *key, "work")
+        _check_here(stage, problems, *key)
+    _check_place("train", flow.train.place, problems, "train")
+    _check_engine("train", flow.train, flow.train.place, problems, "train")
     _check_columns(flow, problems)
-    with problems.kept():
+    with problems.kept("capacity_rows"):
         _check_capacity(flow)
-    for rollout in flow.rollouts:
-        with problems.kept():
+    for number, rollout in enumerate(flow.rollouts):
+        with problems.kept("rollout", number):
             _check_lengths(flow, rollout)
-        with problems.kept():
+        with problems.kept("rollout", number, "sampling"):
             _check_temperature(rollout, flow.train)
-    with problems.kept():
+    with problems.kept("weights"):
         _check_weights(flow)
-    problems.raise_all()
+    return problems
+
+
+def _stage_keys(flow: Workflow) -> list[Key]:
+    rewards = [("reward",)] if flow.reward is not None else []
+    return [*rewards, *(("stages", number) for number in range(len(flow.stages) - len(rewards)))]
 
 
 def _check_numbers(flow: Workflow, problems: Problems) -> None:
     size = flow.rollout.group_size
     if flow.steps < 1:
-        problems.add(f"steps must be 1 or more, not {flow.steps}")
+        problems.add(f"steps must be 1 or more, not {flow.steps}", "steps")
     if flow.epochs is not None and flow.epochs < 1:
-        problems.add(f"epochs must be 1 or more, or None for as many as the steps take, not {flow.epochs}")
+        problems.add(f"epochs must be 1 or more, or None for as many as the steps take, not {flow.epochs}", "epochs")
     sizes = {rollout.group_size for rollout in flow.rollouts}
     if len(sizes) > 1:
         listed = " and ".join(map(str, sorted(sizes)))
-        problems.add(f"rollouts have group_size {listed}: a prompt has one number of responses; give all the same")
+        text = f"rollouts have group_size {listed}: a prompt has one number of responses; give all the same"
+        problems.add(text, "rollout", 1, "group_size")
     if flow.batch_size < 1 or flow.batch_size % size:
         near = max(size, round(flow.batch_size / size) * size)
-        problems.add(f"no number of groups of {size} fills a batch of {flow.batch_size} rows; use batch_size={near}")
+        text = f"no number of groups of {size} fills a batch of {flow.batch_size} rows; use batch_size={near}"
+        problems.add(text, "batch_size")
     elif flow.epochs and flow.data.rows * size * flow.epochs < flow.batch_size:
         rows = flow.data.rows * size * flow.epochs
         problems.add(
             f"a step has {flow.batch_size} rows, and {flow.data.rows} prompts in groups of {size} give {rows} in"
-            f" epochs={flow.epochs}: no step can fill; use batch_size={rows} or less, more prompts, or more epochs"
+            f" epochs={flow.epochs}: no step can fill; use batch_size={rows} or less, more prompts, or more epochs",
+            "batch_size",
         )
     if size == 1 and getattr(flow.train.algorithm, "drop_zero_advantage", False):
         problems.add(
             "group_size is 1: an advantage relative to the group is then always 0 and nothing would be"
-            " learned; use groups of 2 or more"
-        )
+            " learned; use groups of 2 or more",
+            "rollout", 0, "group_size",
+        )  # fmt: skip
 
 
-def _check_worker(where: str, kind: Any, spec: Any, place: Place, problems: Problems) -> None:
-    """``spec``: of an engine; None for a function."""
+def _check_place(where: str, place: Place, problems: Problems, *key: str | int) -> None:
     if place.python is not None and place.launcher == "process" and shutil.which(place.python) is None:
-        problems.add(
-            f"{where}: cannot start {place.python!r}: there is no such program; python= names an interpreter"
-        )
-    if spec is None:
-        return
-    with problems.kept():
-        if place.python is None:  # another interpreter has plugins of its own
-            registry().get(kind, spec.engine).load()
+        text = f"{where}: cannot start {place.python!r}: there is no such program; python= names an interpreter"
+        problems.add(text, *key, "python")
+
+
+def _check_engine(
+    kind: str, spec: Rollout | Train | Logprobs | Generate, place: Place, problems: Problems, *key: str | int
+) -> None:
     if spec.model and not Path(spec.model, "config.json").is_file():
-        problems.add(f"{where.split()[0]} model {spec.model!r} is no model folder: it has no config.json")
+        text = f"{kind} model {spec.model!r} is no model folder: it has no config.json"
+        problems.add(text, *key, "model")
+    if place.python is not None:  # another interpreter has plugins of its own
+        return
+    with problems.kept(*key, "engine"):
+        factory = registry().get(spec.kind, spec.engine).load()
+        known = _options_of(factory)
+        if known is None:
+            return
+        for option in [name for name in spec.options if name not in known]:
+            near = difflib.get_close_matches(option, [*known, *inspect.signature(type(spec)).parameters], 1)
+            meant = f"; did you mean {near[0]!r}?" if near else "."
+            text = f"engine {spec.engine!r} has no option {option!r}{meant} It takes: {', '.join(known)}"
+            problems.add(text, *key, option)
 
 
-def _check_here(stage: Stage, problems: Problems) -> None:
+def _options_of(factory: Callable[..., Any]) -> list[str] | None:
+    """What can be said when an engine is made; None where that cannot be known."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL and p.name not in ("model", "algorithm")]
+
+
+def _check_here(stage: Stage, problems: Problems, *key: str | int) -> None:
     """A function that only the driver has cannot be placed elsewhere."""
     place = stage.place
     if stage.here and (place.python or place.env or place.cpus or place.gpus or place.launcher != "process"):
         problems.add(
             f"stage {stage.task!r} has a function that no other process can import, so it runs in the driver's, and has no"
-            " place of its own: put the function into a module, or leave python=, env=, cpus=, gpus= and launcher= out"
+            " place of its own: put the function into a module, or leave python=, env=, cpus=, gpus= and launcher= out",
+            *key,
         )
 
 
@@ -149,16 +193,18 @@ def dataflow(flow: Workflow) -> Dataflow:
 
 
 def _check_columns(flow: Workflow, problems: Problems) -> None:
-    with problems.kept():
-        columns = dataflow(flow)
-        for problem in columns.problems():
-            problems.add(problem)
+    keys = {stage.task: key for stage, key in zip(flow.stages, _stage_keys(flow), strict=True)}
+    with problems.kept("rollout"):
+        for problem in dataflow(flow).problems():
+            problems.add(problem.text, *keys.get(problem.task, (problem.task,)))
     admitting = [rollout for rollout in flow.rollouts if not rollout.prefix]
     if len({rollout.task for rollout in admitting}) != 1:
         names = ", ".join(repr(rollout.task) for rollout in admitting) or "none"
-        problems.add(f"one rollout task gives the columns that are trained, without a prefix; here that is: {names}")
+        problems.add(
+            f"one rollout task gives the columns that are trained, without a prefix; here that is: {names}", "rollout"
+        )
     if len({rollout.lease_s for rollout in admitting}) > 1:
-        problems.add("rollouts that share a task must have the same lease_s")
+        problems.add("rollouts that share a task must have the same lease_s", "rollout")
 
 
 def _check_capacity(flow: Workflow) -> None:

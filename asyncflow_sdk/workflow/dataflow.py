@@ -1,7 +1,7 @@
 """Dataflow: the tasks of a workflow, and the columns between them.
 
 flow = Dataflow({"prompt": "prompts"}, [Node("rollout", ("prompt",), ("response",)), Node("train", ("response",), ())])
-flow.problems()     # what cannot work, one text each
+flow.problems()     # what cannot work, and of which task
 flow.edges          # [("prompts", "rollout", ("prompt",)), ("rollout", "train", ("response",))]
 """
 
@@ -29,6 +29,13 @@ class Edge(NamedTuple):
     giver: str
     taker: str
     columns: tuple[str, ...]
+
+
+class Problem(NamedTuple):
+    """What cannot work, and the task it is of."""
+
+    task: str
+    text: str
 
 
 class Dataflow:
@@ -73,44 +80,47 @@ class Dataflow:
             left = [node for node in left if node not in able]
         return order
 
-    def problems(self) -> list[str]:
-        """Everything that cannot work, one text each."""
+    def problems(self) -> list[Problem]:
+        """Everything that cannot work."""
         names = [node.task for node in self.nodes]
-        same = [f"two tasks have the same name {name!r}" for name in dict.fromkeys(names) if names.count(name) > 1]
-        twice = [
-            f"column {column!r} is given by {_task(first)} and by {_task(second)}, and can be written once: say other"
-            " names in gives= of one"
-            for column, first, second in self._twice
-        ]
+        same = [name for name in dict.fromkeys(names) if names.count(name) > 1]
         return [
-            *(f"{each}: give one another task=" for each in same), *twice, *self._missing(),
+            *(Problem(n, f"two tasks have the same name {n!r}: give one another task=") for n in same),
+            *(
+                Problem(
+                    second,
+                    f"column {column!r} is given by {_task(first)} and by {_task(second)}, and can be written once: say"
+                    " other names in gives= of one",
+                )
+                for column, first, second in self._twice
+            ),
+            *self._missing(),
             *([] if same else self._cycles()),
-        ]  # fmt: skip
+        ]
 
-    def _missing(self) -> list[str]:
+    def _missing(self) -> list[Problem]:
         found = []
         for node in self.nodes:
             lacks = [column for column in node.needs if column not in self.givers]
             if lacks:
                 names = ", ".join(repr(column) + self._near(column) for column in lacks)
                 hint = "; reward=FUNCTION gives it" if "reward" in lacks else ""
-                found.append(
-                    f"{_task(node.task)} needs {names}, which nobody gives{hint}. There are:"
-                    f" {', '.join(sorted(self.givers))}"
-                )
+                there = ", ".join(sorted(self.givers))
+                text = f"{_task(node.task)} needs {names}, which nobody gives{hint}. There are: {there}"
+                found.append(Problem(node.task, text))
         return found
 
     def _near(self, column: str) -> str:
         near = difflib.get_close_matches(column, self.givers, 1, 0.6)
         return f" (did you mean {near[0]!r}, of {_task(self.givers[near[0]])}?)" if near else ""
 
-    def _cycles(self) -> list[str]:
+    def _cycles(self) -> list[Problem]:
         """Each cycle once, named edge by edge."""
         waits = {
             node.task: {self.givers[c]: c for c in node.needs if self.givers.get(c, PROMPTS) != PROMPTS}
             for node in self.nodes
         }
-        found, done = [], set[str]()
+        found, done = list[Problem](), set[str]()
         for start in waits:
             path, at = list[str](), start
             while at not in path and at not in done and (onward := _towards(at, waits)) is not None:
@@ -120,7 +130,8 @@ class Dataflow:
             if at in path:
                 ring = [*path[path.index(at) :], at]
                 steps = [f"{_task(a)} needs {waits[a][b]!r} of {_task(b)}" for a, b in itertools.pairwise(ring)]
-                found.append(f"columns wait for each other: {', '.join(steps)}. Leave one of these needs out")
+                text = f"columns wait for each other: {', '.join(steps)}. Leave one of these needs out"
+                found.append(Problem(at, text))
         return found
 
 

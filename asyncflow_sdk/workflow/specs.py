@@ -77,6 +77,8 @@ class Rollout:
     ``prefix`` says another beginning); the staleness rule is for the columns without one.
     """
 
+    kind: Literal["rollout"] = "rollout"
+
     def __init__(
         self,
         engine: str | type,
@@ -241,6 +243,7 @@ class Train:
     """Trains with the train engine ``engine``, found through the hook. ``weights``: how each version is published; in a workflow
     that is the workflow's. ``needs``: columns beside TRAIN_COLUMNS that its batches have. ``options`` are the engine's own."""
 
+    kind: Literal["train"] = "train"
     task = "train"
 
     def __init__(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,7 +48,7 @@ class Logprobs:
     and gives one ragged float32 column, one number a response token. ``options`` are the engine's own.
     """
 
-    kind = "train"
+    kind: Literal["train"] = "train"
     needs = ("prompt_ids", "response_ids")
 
     def __init__(self, engine: str | type, *, model: str | Path = "", **options: Any) -> None:
@@ -67,7 +67,7 @@ class Generate:
     response's token ids. ``tokenizer``: a folder or tokenizer.json; by default the model's. ``options`` are the engine's own.
     """
 
-    kind = "rollout"
+    kind: Literal["rollout"] = "rollout"
 
     def __init__(
         self, engine: str | type, *, model: str | Path = "", sampling: Sampling | None = None,

@@ -26,7 +26,7 @@ import numpy as np
 from ..errors import AsyncFlowError, ConfigError, Interrupted, WorkerFailed
 from ..ledger import Audit
 from ..types import Staleness, Weights
-from .checking import AHEAD_STEPS, check
+from .checking import AHEAD_STEPS, problems_of
 from .data import Feeder, Prompts, load_prompts
 from .launch import LocalProcess
 from .recorder import Recorder, Sink
@@ -91,12 +91,16 @@ class Workflow:
         self.weights = weights or train.weights or Weights()
         if reward is not None and not isinstance(reward, Stage):
             reward = Stage(reward, task="reward", gives=["reward"])
+        self.reward = reward
         self.stages = (*([reward] if reward is not None else []), *stages)
         self.on_failure = Place(on_failure=on_failure).on_failure or "stop"
         self.data = load_prompts(prompts, self.rollout.prompt)
         ahead = batch_size * (self.staleness.max_staleness + AHEAD_STEPS)
         self.capacity_rows = ahead if capacity_rows is None else capacity_rows
-        check(self)
+        self._check()
+
+    def _check(self) -> None:
+        problems_of(self).raise_all()
 
     def describe(self) -> dict[str, Any]:
         """What will run, as plain data: ``edges`` are the columns from task to task, ``choices`` what was chosen and why."""

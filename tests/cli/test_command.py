@@ -55,6 +55,56 @@ LACKING = Adapter(
 )
 
 
+WORKFLOW = """\
+steps = 2
+batch_size = 16
+reward = "rewards:length"
+prompts = { prompt_ids = [[1], [2]] }
+rollout = { engine = "echo", prompt = "prompt_ids", group_size = 4 }
+train = { engine = "echo" }
+"""
+
+
+def given_workflow(tmp_path: Path) -> str:
+    (tmp_path / "rewards.py").write_text(
+        "def length(response_ids):\n    return [float(len(ids)) for ids in response_ids]\n"
+    )
+    (tmp_path / "run.toml").write_text(WORKFLOW)
+    return str(tmp_path / "run.toml")
+
+
+def test_run_trains_what_a_file_says_and_writes_the_report(tmp_path: Path) -> None:
+    done = execute(COMMAND, "run", given_workflow(tmp_path), str(tmp_path / "out"), "--set", "steps=3")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 steps of 16 rows, in groups of 4" in done.stdout
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["steps"] == 3
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_run_prints_and_starts_nothing(tmp_path: Path) -> None:
+    file, out = given_workflow(tmp_path), tmp_path / "out"
+
+    text = execute(COMMAND, "run", file, str(out), "--print").stdout
+    drawing = execute(COMMAND, "run", file, str(out), "--mermaid").stdout
+
+    assert "rollout ── response_ids, logprobs, version_spans ──▶ train" in text
+    assert drawing.startswith("flowchart LR\n")
+    assert not out.exists()
+
+
+def test_run_points_at_what_is_wrong(tmp_path: Path) -> None:
+    done = execute(
+        COMMAND, "run", given_workflow(tmp_path), "--set", "batch_size=17", "--set", "train.lr=1", "--print"
+    )
+
+    assert done.returncode == 2
+    assert "  batch_size=17: no number of groups" in done.stderr
+    assert "  train.lr=1: engine 'echo' has no option 'lr'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "--set takes KEY=VALUE" in execute(COMMAND, "run", given_workflow(tmp_path), "--set", "lr").stderr
+
+
 def test_the_room_exports_main_only() -> None:
     assert asyncflow_sdk.cli.__all__ == ["main"]
 

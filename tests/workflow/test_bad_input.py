@@ -136,8 +136,13 @@ def test_a_wrong_reward_function_ends_the_run_at_once(tmp_path: Path, reward: An
 
 
 def test_an_option_the_engine_does_not_have_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"engine 'echo' has no option 'delay'; did you mean 'delay_s'\? It takes: delay_s"
+    ):
+        echo_workflow(train={"delay": 1})
+    elsewhere = {"delay": 1, "python": sys.executable}  # whose engines nobody knows here
     with pytest.raises(WorkerFailed, match=r"engine 'echo': .*'delay'; it takes: .*delay_s"):
-        echo_workflow(train={"delay": 1}).run(tmp_path / "run")
+        echo_workflow(train=elsewhere).run(tmp_path / "run")
 
 
 def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:

@@ -1,0 +1,238 @@
+"""Workflows as TOML: what Python says can be said there, and what is wrong is told with its place."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from functions import length
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError
+
+WHOLE = """\
+steps = 12
+batch_size = 16
+epochs = 50
+seed = 3
+capacity_rows = 48
+on_failure = "continue"
+prompts = { prompt_ids = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]] }
+
+[[rollout]]
+engine = "echo"
+prompt = "prompt_ids"
+group_size = 4
+delay_s = 0.002
+sampling = { max_tokens = 8, seed = 1 }
+
+[[rollout]]
+engine = "stage_functions:Shouting"
+prompt = "prompt_ids"
+task = "second"
+group_size = 4
+replicas = 2
+env = { A = "1" }
+
+[reward]
+work = "functions:length"
+task = "reward"
+needs = ["response_ids"]
+gives = ["reward"]
+batch = 32
+
+[[stages]]
+work = "stage_functions:slowly_scored"
+gives = ["busy"]
+concurrency = 2
+
+[[stages]]
+gives = ["ref_logprobs"]
+work = { logprobs = "echo", delay_s = 0.0 }
+
+[[stages]]
+work = { generate = "echo", sampling = { temperature = 0, max_tokens = 2 } }
+needs = ["response_ids"]
+gives = ["said"]
+
+[train]
+engine = "echo"
+needs = ["busy", "ref_logprobs", "said", "second_response_ids"]
+algorithm = { name = "GRPO", clip_high = 0.3 }
+
+[staleness]
+max_staleness = 2
+
+[weights]
+transport = "file"
+swap = "boundary"
+options = { path = "./versions" }
+"""
+
+
+def given_file(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return file
+
+
+def in_python(tmp_path: Path) -> af.Workflow:
+    from stage_functions import Shouting, slowly_scored
+
+    sampling = af.Sampling(max_tokens=8, seed=1)
+    return af.Workflow(
+        prompts={"prompt_ids": [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]},
+        rollout=[
+            af.Rollout("echo", prompt="prompt_ids", group_size=4, delay_s=0.002, sampling=sampling),
+            af.Rollout(Shouting, prompt="prompt_ids", task="second", group_size=4, replicas=2, env={"A": "1"}),
+        ],
+        reward=af.Stage(length, task="reward", needs=["response_ids"], gives=["reward"], batch=32),
+        stages=[
+            af.Stage(slowly_scored, gives=["busy"], concurrency=2),
+            af.Stage(af.Logprobs("echo", delay_s=0.0), gives=["ref_logprobs"]),
+            af.Stage(
+                af.Generate("echo", sampling=af.Sampling(temperature=0, max_tokens=2)), needs=["response_ids"],
+                gives=["said"],
+            ),
+        ],
+        train=af.Train(
+            "echo", needs=["busy", "ref_logprobs", "said", "second_response_ids"], algorithm=af.GRPO(clip_high=0.3)
+        ),
+        batch_size=16, steps=12, epochs=50, seed=3, capacity_rows=48, on_failure="continue",
+        staleness=af.Staleness(max_staleness=2),
+        weights=af.Weights(transport="file", swap="boundary", options={"path": str(tmp_path / "versions")}),
+    )  # fmt: skip
+
+
+def test_a_file_says_what_python_says(tmp_path: Path) -> None:
+    read, written = af.load_workflow(given_file(tmp_path, WHOLE)), in_python(tmp_path)
+
+    assert read.describe() == written.describe()
+    assert str(read) == str(written)
+    for ours, theirs in zip(read.stages, written.stages, strict=True):
+        assert ours.job() == theirs.job()
+        assert (ours.batch, ours.concurrency) == (theirs.batch, theirs.concurrency)
+
+
+def test_a_workflow_of_a_file_runs(tmp_path: Path) -> None:
+    workflow = af.load_workflow(given_file(tmp_path, WHOLE), {"steps": "3", "weights.swap": "drain"})
+
+    result = workflow.run(tmp_path / "run")
+
+    assert result.summary["steps"] == 3
+    assert any((tmp_path / "versions").iterdir())
+    _, batch = next(iter(af.read_steps(tmp_path / "run")))
+    assert {"said", "busy", "ref_logprobs", "second_response_ids"} <= set(batch)
+
+
+SMALL = """\
+steps = 3
+batch_size = 16
+reward = "functions:length"
+prompts = { prompt_ids = [[1], [2]] }
+rollout = { engine = "echo", prompt = "prompt_ids", group_size = 4 }
+train = { engine = "echo" }
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "messages"),
+    [
+        ("batch_size", "batch_sise", ["2:1: there is no key batch_sise; did you mean 'batch_size'?", "batch_size is missing"]),
+        ("batch_size = 16", "batch_size = 18", ["2:1: no number of groups of 4 fills a batch of 18"]),
+        ("steps = 3", 'steps = "3"', ["1:1: steps: Expected `int`, got `str`"]),
+        ("group_size", "groupsize", ["5:53: engine 'echo' has no option 'groupsize'; did you mean 'group_size'?"]),
+        ("functions:length", "functions:lenght", ["3:1: reward: 'functions:lenght' cannot be imported"]),
+        ("functions:length", "functions", ['3:1: reward: a function is named "module:function"']),
+        ("functions:length", "no_such_module:f", ["3:1: reward: .*No module named 'no_such_module'"]),
+        ("{ prompt_ids = [[1], [2]] }", '"data.jsonl"', ["4:1: prompts: there is no file .*data.jsonl"]),
+        ("prompt_ids = [[1]", "question = [[1]", ["4:1: the data has no column 'prompt_ids'"]),
+        ('{ engine = "echo" }', '"echo"', ["6:1: train is a table, not text"]),
+        ('{ engine = "echo" }', '{ engine = "ech" }', ["6:11: no train adapter is named 'ech'"]),
+        ('{ engine = "echo" }', "{ delay_s = 1 }", ["6:1: train.engine is missing"]),
+        ('{ engine = "echo" }', '{ engine = "echo", algorithm = "PPO" }', ["6:28: train.algorithm: no algorithm is named 'PPO'"]),
+        ('{ engine = "echo" }', '{ engine = "echo" }\n[staleness]\nmax_staleness = -1', ["7:2: max_staleness must be 0"]),
+        (
+            '{ engine = "echo" }', '{ engine = "echo" }\n[[stages]]\nwork = "functions:doubled"\ntask = "a"\nneeds = ["rewards"]',
+            ["7:3: task 'a' needs 'rewards' .did you mean 'reward', of task 'reward'"],
+        ),
+        ('{ engine = "echo" }', '{ engine = "echo" }\n[[stages]]\nwork = { lopgrobs = "echo" }', ["8:1: stages.0.work: an engine's"]),
+        ("steps = 3", "steps = = 3", ["is no TOML: .*line 1, column 9"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, old: str, new: str, messages: list[str]) -> None:
+    assert old in SMALL
+    file = given_file(tmp_path, SMALL.replace(old, new, 1))
+
+    for message in messages:
+        with pytest.raises(ConfigError, match=f"(?s)run.toml.*{message}"):
+            af.load_workflow(file)
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    file = given_file(tmp_path, SMALL.replace("batch_size = 16", "batch_size = 18").replace('"echo" }', '"ech" }'))
+
+    with pytest.raises(ConfigError, match=r"(?s)2 things in .*run.toml cannot work:\n  .*:2:1: .*\n  .*:6:11: "):
+        af.load_workflow(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "seen"),
+    [
+        ("steps", "7", lambda flow: flow.steps == 7),
+        ("train.delay_s", "1e-3", lambda flow: flow.train.options == {"delay_s": 0.001}),
+        ("rollout.sampling.max_tokens", "9", lambda flow: flow.rollout.sampling.max_tokens == 9),
+        ("weights.transport", "tcp", lambda flow: flow.weights.transport == "tcp"),
+        (
+            "rollout",
+            '[{engine="echo", prompt="prompt_ids", group_size=2}]',
+            lambda flow: flow.rollout.group_size == 2,
+        ),
+    ],
+)
+def test_a_key_takes_another_value(tmp_path: Path, name: str, value: str, seen: Any) -> None:
+    assert seen(af.load_workflow(given_file(tmp_path, SMALL), {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("train.lr", "1e-5", "^train.lr=1e-5: engine 'echo' has no option 'lr'"),
+        ("stages.0.batch", "1", "^stages.0.batch=1: .*has nothing at stages.0"),
+        ("steps.more", "1", "has nothing at steps.more"),
+    ],
+)
+def test_a_changed_key_is_named_as_it_was_given(tmp_path: Path, name: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        af.load_workflow(given_file(tmp_path, SMALL), {name: value})
+
+
+def test_paths_are_relative_to_the_file_and_its_folder_is_importable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt_ids": [1, 2]}))
+    (tmp_path / "beside_the_file.py").write_text("def one(response_ids):\n    return [1.0 for _ in response_ids]\n")
+    text = SMALL.replace("{ prompt_ids = [[1], [2]] }", '"data.jsonl"').replace(
+        "functions:length", "beside_the_file:one"
+    )
+    file = given_file(tmp_path, text.replace('"echo" }', '"echo", model = "no-model", python = ".venv/bin/python" }'))
+
+    with pytest.raises(ConfigError) as caught:
+        af.load_workflow(file)
+
+    assert f"train model '{tmp_path / 'no-model'}' is no model folder" in str(caught.value)
+    assert f"cannot start '{tmp_path / '.venv/bin/python'}'" in str(caught.value)
+    assert str(caught.value).startswith("2 things")
+
+
+def test_prompts_may_come_from_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "given_prompts.py").write_text("def load():\n    return {'prompt_ids': [[1], [2], [3]]}\n")
+    text = SMALL.replace("{ prompt_ids = [[1], [2]] }", '"given_prompts:load"')
+
+    assert af.load_workflow(given_file(tmp_path, text)).data.rows == 3
