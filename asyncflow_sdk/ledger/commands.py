@@ -94,6 +94,9 @@ class Configure(Command, frozen=True, tag="configure"):
 
     ``keep_versions``: so many, the newest, can be fetched and rolled back to. ``max_swapping``: so many replicas load a
     version at once; 0 for all. ``quorum``: so many have to have a version staged before any loads it; 0 for none.
+
+    ``checkpoints``: rows of acknowledged steps live on until ``Checkpoint`` covers them, so that ``Resume`` can have them
+    trained again. They count against ``capacity_bytes``, but not against ``capacity_rows``.
     """
 
     capacity_rows: int | None = None
@@ -104,6 +107,7 @@ class Configure(Command, frozen=True, tag="configure"):
     keep_versions: int | None = None
     max_swapping: int | None = None
     quorum: int | None = None
+    checkpoints: bool | None = None
 
 
 class Declare(Command, frozen=True, tag="declare"):
@@ -307,6 +311,34 @@ class Wanted(Command, frozen=True, tag="wanted"):
     timeout_s: float = 0.0
 
 
+class Checkpoint(Command, frozen=True, tag="checkpoint"):
+    """The training engine's state before ``step`` is kept for good. Steps before ``covers`` will never be trained again: their
+    rows end, and their memory is free. Every step before ``step`` has been acknowledged."""
+
+    step: int
+    covers: int
+
+
+class Resume(Command, frozen=True, tag="resume"):
+    """A trainer goes on with ``step``: it has loaded the state of that checkpoint, or, for step 0, it begins anew. Answered with
+    ``Resumed``. Every step from there on that was filled will be leased (again), whole, in order, with the same rows; who holds
+    one loses it. ``version``: that ``step`` was to train when the checkpoint was made; -1 where none was known. Versions
+    published since are lost; what they generated keeps its place."""
+
+    step: int
+    version: int = -1
+
+
+class GetCut(Command, frozen=True, tag="get_cut"):
+    """Ask where training is. Answered with ``Cut``."""
+
+
+class GetPut(Command, frozen=True, tag="get_put"):
+    """Ask for the newest put whose key begins with ``prefix``. Answered with ``LastPut``."""
+
+    prefix: str
+
+
 class End(Command, frozen=True, tag="end"):
     """No further put. ``cancel``: live rows that no full step holds are cancelled too.
 
@@ -357,7 +389,7 @@ class GetStatus(Command, frozen=True, tag="get_status"):
 AnyCommand: TypeAlias = (
     Join | Configure | Declare | Put | Lease | Complete | GiveBack | Renew | OpenPublisher | ClosePublisher | Announce
     | Publish | Withdraw | Rollback | AwaitVersion | Staged | Swap | Loaded | NotLoaded | Retire | Wanted | End | Cancel
-    | Dismiss | Leave | GetAudit | GetFailed | GetStatus
+    | Dismiss | Leave | GetAudit | GetFailed | GetStatus | Checkpoint | Resume | GetCut | GetPut
 )  # fmt: skip
 
 
@@ -483,6 +515,35 @@ class Version(Reply, frozen=True, tag="version"):
     probe: bytes = b""
 
 
+class Resumed(Reply, frozen=True, tag="resumed"):
+    """``step`` is the next to be leased, and trains ``version``. ``publish``: whether the trainer's weights are to be published
+    under that number first. ``again``: how many rows of acknowledged steps will be trained once more."""
+
+    step: int
+    version: int
+    publish: bool
+    again: int
+
+
+class Cut(Reply, frozen=True, tag="cut"):
+    """``step``: the first that is not acknowledged, which trains ``version`` (-1 before the first is published). ``covered``:
+    steps before it are final. ``put``: rows put so far. ``checkpoints``: whether rows live on until one covers them."""
+
+    step: int
+    version: int
+    covered: int
+    put: int
+    checkpoints: bool
+
+
+class LastPut(Reply, frozen=True, tag="last_put"):
+    """``key`` is "" where none is known; else its put made rows ``first`` to ``first + count - 1``."""
+
+    key: str = ""
+    first: int = -1
+    count: int = 0
+
+
 class RowsWanted(Reply, frozen=True, tag="rows_wanted"):
     count: int
 
@@ -578,7 +639,8 @@ class StatusReport(Reply, frozen=True, tag="status"):
     for what they may still be given. What only a server knows, 0 or "" without one: ``payload_bytes`` of live rows,
     ``held_bytes`` of shared memory, ``written_bytes`` since the start, ``garbage`` messages, ``sdk``. ``versions``: those
     kept, oldest first; ``publisher``: who has the role, "" when nobody; ``announced``: the version being written for
-    ``announced_s``, -1 for none; ``committed``: decided by quorum, -1 without one.
+    ``announced_s``, -1 for none; ``committed``: decided by quorum, -1 without one. ``held``: live rows that are trained and
+    that no checkpoint covers; ``checkpoint``: the step that the newest one goes on with, -1 for none.
     """
 
     rows: dict[str, dict[str, int]]
@@ -617,10 +679,12 @@ class StatusReport(Reply, frozen=True, tag="status"):
     announced: int = -1
     announced_s: float = 0.0
     committed: int = -1
+    held: int = 0
+    checkpoint: int = -1
 
 
 TERMINAL = ("consumed", "filtered", "expired", "failed", "cancelled")
 AnyReply: TypeAlias = (
     Done | Joined | PutDone | Leased | LoadFirst | Completed | Cancelled | Failed | Publisher | Published | RolledBack
-    | Permitted | Version | RowsWanted | Audit | StatusReport
+    | Permitted | Version | RowsWanted | Audit | StatusReport | Resumed | Cut | LastPut
 )  # fmt: skip

@@ -54,20 +54,24 @@ def _what_there_is(ledger: State, command: cmd.Lease) -> str:
     if parked is not None:
         count = parked.command.groups * parked.command.group_size
         return f"{text}, and {ledger._name(parked.session)} waits to put {count} more, for which there is no room"
-    if command.at_least > ledger.capacity_rows - (ledger.put_total - int(ledger.rows.ended.sum())) + fit:
+    if (
+        command.at_least
+        > ledger.capacity_rows - (ledger.put_total - int(ledger.rows.ended.sum()) - ledger.held) + fit
+    ):
         return f"{text}, and capacity_rows={ledger.capacity_rows} leaves no room for the others"
     return text
 
 
 def _why_no_room(ledger: State, put: cmd.Put, now: float) -> str:
     count = put.groups * put.group_size
-    live = ledger.put_total - int(ledger.rows.ended.sum())
+    live = ledger.put_total - int(ledger.rows.ended.sum()) - ledger.held
     reserve = max(count * ledger._reserve(), put.nbytes)
     if live + count <= ledger.capacity_rows and ledger.charged + reserve > ledger.capacity_bytes:
         holding = _holding(ledger, list(ledger.tasks), now) or "no task has any rows; declare a task or end the run"
+        held = f", and by {ledger.held} that are trained and that no checkpoint covers" if ledger.held else ""
         return (
             f"{count} more rows may take {reserve} bytes, and the queue has {ledger.charged} of"
-            f" {ledger.capacity_bytes} bytes taken or reserved by {live} rows; {holding}"
+            f" {ledger.capacity_bytes} bytes taken or reserved by {live} rows{held}; {holding}"
         )
     if live + count <= ledger.capacity_rows:
         return "rows put earlier wait for room, and these come after them"

@@ -53,14 +53,18 @@ class Intake(Teaming):
             value = getattr(command, name)
             if value is not None and not LIMITS[name] <= value <= MAX_NUMBER:
                 raise ConfigError(f"{name} cannot be {value}; it is {LIMITS[name]} or more")
-        changes_rule = {command.max_staleness, command.steps} != {None}
+        changes_rule = {command.max_staleness, command.steps, command.checkpoints} != {None}
         if changes_rule and self.steps is not None:
-            raise ConfigError("max_staleness and steps are set before the task with batch_rows is declared")
+            raise ConfigError(
+                "max_staleness, steps and checkpoints are set before the task with batch_rows is declared"
+            )
         if self.steps is not None and command.capacity_rows is not None:
             _check_capacity(self.steps.window.batch_rows, command.capacity_rows)
         for name in LIMITS:
             if (value := getattr(command, name)) is not None:
                 setattr(self, "last_steps" if name == "steps" else name, value)
+        if command.checkpoints is not None:
+            self.checkpoints = command.checkpoints
         self._wake_all()
         return cmd.Done()
 
@@ -127,6 +131,11 @@ class Intake(Teaming):
                 )
         if spec.batch_rows is not None:
             self._check_step_task(spec)
+            if self.checkpoints and spec.gives:
+                raise ConfigError(
+                    f"task {spec.name!r} gives columns, and with checkpoints a step may be trained again, but a column is"
+                    " written once: let another task give them"
+                )
         self._check_places((*spec.needs, *spec.gives))
 
     def _check_step_task(self, spec: TaskSpec) -> None:
@@ -190,7 +199,9 @@ class Intake(Teaming):
         if abs(command.priority) >= 1 << 31:
             raise SchemaError(f"a priority is an int32, not {command.priority}")
         self._check_columns(command.columns)
-        if self.put_total - self.rows.over + count > self.capacity_rows or self._must_queue(command, trained):
+        if self.put_total - self.rows.over - self.held + count > self.capacity_rows or self._must_queue(
+            command, trained
+        ):
             return None
         if self.charged + max(count * self._reserve(), command.nbytes) > self.capacity_bytes:
             lacks_rows = trained and self.steps is not None and self.unselected < self.steps.window.free

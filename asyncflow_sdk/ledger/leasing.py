@@ -23,6 +23,8 @@ from .state import (
     Task,
 )
 
+NO_GRADIENT = "no gradient in the step"
+
 
 class Leasing(Choosing):
     """Grants, completes and returns leases."""
@@ -110,6 +112,8 @@ class Leasing(Choosing):
         if session.loaded is None:
             return cmd.LoadFirst(version=self.version) if self.version != NONE else None
         if self._is_behind(session, session.loaded):
+            if session.loaded == self.version:
+                return None  # it was lost with its trainer, and the next is not there yet
             return cmd.LoadFirst(version=self.committed if session.loaded < self.committed else self.version)
         reply: cmd.Reply | None = None
         for partition in self._in_turn(task, command.partition):
@@ -137,8 +141,10 @@ class Leasing(Choosing):
             if not len(ids):
                 redo.popleft()
                 continue
-            if loaded < int(rows.version[rows.at(ids)].max()):
-                return cmd.LoadFirst(version=self.version)
+            if self.lineage.step(loaded) < max(
+                map(self.lineage.step, np.unique(rows.version[rows.at(ids)]).tolist())
+            ):
+                return cmd.LoadFirst(version=self.version) if self.version > loaded else None
             redo.popleft()
             return self._grant(session, task, ids, version=loaded)
         deadline = self.lineage.step(loaded) + self.max_staleness
@@ -178,6 +184,10 @@ class Leasing(Choosing):
         if past:
             last.shift = min(last.shift, self.version - self._next_to_train())
             self._wake_replicas()
+
+    def _is_final(self, step: int) -> bool:
+        """Whether what is acknowledged of a step has ended: with checkpoints, not before one covers it."""
+        return not self.checkpoints or step < self.covered
 
     def _wake_replicas(self) -> None:
         """What the staleness rule says to them may have changed."""
@@ -230,6 +240,10 @@ class Leasing(Choosing):
         ids = part if command.index is None else part[positions(command.index, len(part))]
         whole = lease.left == len(lease.ids)  # then it holds every row still
         held = None if whole else self.rows.having(lease.task, "token", lease.token, ids)
+        if lease.step != NONE and self.checkpoints and command.columns:
+            raise SchemaError(
+                "a step that may be trained again is acknowledged without columns; write them before it"
+            )
         missing = [name for name in task.spec.gives if name not in command.columns]
         filtered = None
         if command.filtered is not None:
@@ -264,8 +278,10 @@ class Leasing(Choosing):
         if filtered is not None and len(dropped := mine[filtered if held is None else filtered[held]]):
             if task.spec.batch_rows is None:
                 self._end_groups(dropped, FILTERED, f"filtered by task {lease.task!r}")
+            elif self._is_final(lease.step):
+                self._finish(dropped, FILTERED, NO_GRADIENT)
             else:
-                self._finish(dropped, FILTERED, "no gradient in the step")
+                rows.fate[rows.at(dropped)] = FILTERED
             alive = rows.state[at] == LIVE
             mine, before, at = mine[alive], before[alive], at[alive]
         if command.columns:
@@ -280,6 +296,13 @@ class Leasing(Choosing):
         over = self.rows.todo[at] == 0
         if not np.count_nonzero(over):
             return
+        if self.checkpoints:
+            steps = self.rows.step[at]
+            held = over & (steps >= self.covered) & (self.rows.state[at] == LIVE)
+            if held.any():
+                self.held += int(np.count_nonzero(held))
+                over &= ~held
+                self._dirty.add("put")
         for partition, through in self._by_partition(ids[over & (self.rows.state[at] == LIVE)]):
             if any(not task.spec.gives and self._takes(task, partition) for task in self.tasks.values()):
                 self._finish(through, CONSUMED, through=partition)

@@ -6,7 +6,7 @@ command follows the rows it names, never the rows alive. Not thread-safe: one th
 
 Built in layers, each adding the commands of one idea to the one below:
 state → ending → stepping → choosing → leasing → teaming → intake → publishing → versioning → swapping → rolling_back
-→ losing → ledger.
+→ losing → resuming → ledger.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost
 from . import commands as cmd
 from .commands import TERMINAL, Ids
 from .explain import explain
-from .losing import Losing
 from .reporting import report
+from .resuming import Resuming
 from .state import (
     Effects,
     Session,
@@ -27,7 +27,7 @@ from .state import (
 )
 
 
-class Ledger(Losing):
+class Ledger(Resuming):
     """See the module docstring. ``now`` is ledger seconds, never falling."""
 
     def __init__(self) -> None:
@@ -60,6 +60,10 @@ class Ledger(Losing):
             cmd.GetAudit: self._get_audit,
             cmd.GetFailed: self._get_failed,
             cmd.GetStatus: self._get_status,
+            cmd.Checkpoint: self._checkpoint,
+            cmd.Resume: self._resume,
+            cmd.GetCut: self._get_cut,
+            cmd.GetPut: self._get_put,
         }
 
     def apply(self, session: int, command: cmd.Command, now: float, ticket: int) -> None:
@@ -193,6 +197,9 @@ class Ledger(Losing):
 
     def _get_status(self, session: Session, command: cmd.GetStatus) -> cmd.Reply:
         return self.status()
+
+    def _get_put(self, session: Session, command: cmd.GetPut) -> cmd.Reply:
+        return self._keys.newest(command.prefix)
 
     def audit(self) -> cmd.Audit:
         """The balance, its live rows counted afresh."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import Counter, deque
 
 import numpy as np
+import numpy.typing as npt
 
 from ..types import events as ev
 from .commands import Ids
 from .ready import ReadyQueue
 from .rolling_back import RollingBack
-from .rows import LEASED, LIVE, NONE, READY, SELECTED
+from .rows import DONE, LEASED, LIVE, NONE, READY, SELECTED
 from .state import FAILED, Steps
 
 
@@ -28,11 +29,22 @@ class Losing(RollingBack):
         rows = self.rows
         ids = ids[ids >= rows.base]
         if self.steps is not None:
-            self._leave_steps(self.steps, self._alive(ids), reason)
+            ids = self._alive(ids)
+            held = self._may_train_again(self.steps, ids)
+            self.holes = np.union1d(self.holes, ids[held])
+            ids = ids[~held]
+            self._leave_steps(self.steps, ids, reason)
         self._end_groups(self._alive(ids), FAILED, reason)
         trained = self._alive(ids)
         if len(trained):
             self._finish(trained, FAILED, reason)
+
+    def _may_train_again(self, steps: Steps, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which rows were acknowledged in a step that no checkpoint covers: that their payload is gone matters only if it is
+        trained again."""
+        at = self.rows.at(ids)
+        done: npt.NDArray[np.bool_] = self.rows.task(steps.task.spec.name, "state")[at] == DONE
+        return done & (self.rows.step[at] >= self.covered) & self.checkpoints
 
     def _alive(self, ids: Ids) -> Ids:
         alive: Ids = ids[self.rows.state[self.rows.at(ids)] == LIVE]
@@ -49,6 +61,7 @@ class Losing(RollingBack):
             if step >= since:
                 self._open_again(steps, step)
                 break
+            steps.whole.pop(step, None)
             steps.closed = deque((number, part) for number, part in steps.closed if number != step)
             self._finish(self._alive(full[step]), FAILED, f"{reason} in a step that a later one overtook")
 
@@ -67,6 +80,7 @@ class Losing(RollingBack):
                 )
             )  # fmt: skip
         steps.closed = deque((step, ids) for step, ids in steps.closed if step < first)
+        steps.whole = {step: ids for step, ids in steps.whole.items() if step < first}
         steps.filling = []
         back: Counter[int] = Counter()
         for _, ids, state in sorted(parts, key=lambda part: -part[0]):

@@ -171,6 +171,8 @@ class Publishing(Intake):
         last = self.lineage.last
         if not last.parent < version <= last.first:
             return ""
+        if last.lost:
+            return f". Training went on from step {last.first - last.shift}, whose version is {last.first}: number from there"
         return (
             f". Version {last.first} is what was rolled back to, with the bytes of {last.parent}: what was trained from the"
             f" versions given up is not wanted. Load {self.version} into the trainer and go on from there; its next version"

@@ -46,6 +46,13 @@ class KeyedPuts:
             del self._order[: self._forgotten]
             self._forgotten = 0
 
+    def newest(self, prefix: str) -> cmd.LastPut:
+        """The newest put whose key begins so."""
+        for first, key in reversed(self._order):
+            if key.startswith(prefix) and key in self._puts:
+                return cmd.LastPut(key=key, first=first, count=self._puts[key][1])
+        return cmd.LastPut()
+
     def find(self, row: int) -> tuple[str, int]:
         """The key of the put that made a row, and which of its groups the row is in."""
         at = bisect_right(self._order, row, key=lambda put: put[0]) - 1

@@ -61,6 +61,8 @@ def report(ledger: State) -> StatusReport:
         announced=ledger.announced.version if ledger.announced is not None else NONE,
         announced_s=now - ledger.announced.since if ledger.announced is not None else 0.0,
         committed=ledger.committed,
+        held=ledger.held,
+        checkpoint=ledger.checkpoint,
     )
 
 

@@ -34,7 +34,6 @@ class RollingBack(Swapping):
         reason = f"version {given_up} was rolled back to {command.version}{because}"
         made = Kept(number, target.source, target.parts, target.sessions, target.probe, self._now)
         self._make_current(made, session.name, reason)
-        self._decide(at_once=True)  # whoever is on what was given up is granted nothing anyhow
         return cmd.RolledBack(version=number, expired=self._expire_given_up())
 
     def _target(self, version: int) -> Kept:
@@ -68,7 +67,7 @@ class RollingBack(Swapping):
             by[np.searchsorted(live, ids)] = lease.newest
         count = 0
         for version in np.unique(by).tolist():
-            if version != NONE and self.lineage.given_up(version):
+            if version != NONE and self.lineage.rolled_back(version):
                 mine = live[by == version]
                 mine = mine[rows.state[rows.at(mine)] == LIVE]  # none of a group that has just ended
                 count += self._end_groups(mine, EXPIRED, f"version {version} was rolled back")

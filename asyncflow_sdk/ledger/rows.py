@@ -26,6 +26,7 @@ _FIELDS: dict[str, tuple[Any, int]] = {
     "deadline": (np.int64, NONE),  # NONE: not admitted
     "step": (np.int64, NONE),  # NONE: not selected
     "todo": (np.int32, 0),  # tasks that have not completed the row
+    "fate": (np.uint8, LIVE),  # how a row of a step that no checkpoint covers will end, if not consumed
     "nbytes": (np.int64, 0),  # of payload written
     "charged": (np.int64, 0),  # what the row counts against capacity_bytes: written, or reserved
 }

@@ -171,13 +171,15 @@ class Task:
 
 @dataclass
 class Steps:
-    """The task with batch_rows: the step being filled, and filled ones that wait for a trainer."""
+    """The task with batch_rows: the step being filled, and filled ones that wait for a trainer. ``whole``: with checkpoints,
+    the rows of every filled step that none covers, in order."""
 
     task: Task
     window: Window
     ready: dict[int | None, ReadyQueue] = field(default_factory=dict)  # by deadline
     filling: list[Ids] = field(default_factory=list)
     closed: deque[tuple[int, Ids]] = field(default_factory=deque)
+    whole: dict[int, Ids] = field(default_factory=dict)
 
 
 @dataclass
@@ -231,6 +233,11 @@ class State:
         self.largest_row = 0  # bytes of the largest row that has ended
         self.max_staleness = 1
         self.last_steps: int | None = None
+        self.checkpoints = False
+        self.covered = 0  # steps before this one are final
+        self.checkpoint = NONE  # the step that the newest checkpoint goes on with
+        self.held = 0  # live rows that every task is through with, of steps that are not final
+        self.holes: Ids = np.empty(0, np.int64)  # rows of such steps whose payload is gone
         self.partitions: dict[str, int] = {"": 0}
         self.group_sizes: dict[str, int] = {}  # of a partition's last put
         self.ended = False

@@ -120,6 +120,8 @@ class Stepping(Ending):
         steps = self.steps
         assert steps is not None
         steps.closed.append((steps.window.step, np.concatenate(steps.filling)))
+        if self.checkpoints:
+            steps.whole[steps.window.step] = steps.closed[-1][1]
         steps.filling = []
         steps.window.close()
         steps.ready = {d: q for d, q in steps.ready.items() if d is None or d >= steps.window.step}

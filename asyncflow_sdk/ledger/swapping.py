@@ -13,6 +13,7 @@ from . import commands as cmd
 from .rows import NONE
 from .state import Session, Waiter
 from .versioning import Versioning
+from .versions import Kept
 
 
 class Swapping(Versioning):
@@ -78,6 +79,12 @@ class Swapping(Versioning):
             self.committed = NONE  # nothing is decided any more
         self._decide()
         return reply
+
+    def _make_current(self, kept: Kept, worker: str, reason: str = "") -> None:
+        lost = self.lineage.given_up(self.version)
+        super()._make_current(kept, worker, reason)
+        if lost:
+            self._decide(at_once=True)  # whoever is on what is given up is granted nothing anyhow
 
     def _ready_replicas(self) -> list[Session]:
         """Those that have the current version staged or loaded."""

@@ -54,9 +54,10 @@ class Versioning(Publishing):
         if replica is not None and command.version >= replica.version:
             replica.doing, replica.why, replica.version, replica.since = "", "", command.version, self._now
             self.failing.pop(session.id, None)
+        self._take_back_younger(session, command.version)
         for lease in session.leases.values():
             lease.newest = max(lease.newest, command.version)
-        if self.lineage.given_up(command.version):
+        if self.lineage.rolled_back(command.version):
             self._expire_held(session, command.version)
         if self.committed != self.version:
             self._dirty.add("version")  # what is not decided yet may be fetched now
@@ -66,6 +67,14 @@ class Versioning(Publishing):
             ev.Loaded(time_s=self._now, worker=session.name, version=command.version, lag=lag)
         )
         return cmd.Done()
+
+    def _take_back_younger(self, session: Session, version: int) -> None:
+        """Rows that a replica began with a version trained later than the one it has loaded now, which a trainer published that
+        went on from a checkpoint: tokens drawn from here on would be older than the rule allows, so they are drawn anew."""
+        step = self.lineage.step(version)
+        for lease in list(session.leases.values()):
+            if self.tasks[lease.task].spec.admits and step < self.lineage.step(lease.newest):
+                self._void(lease, f"version {version} was loaded, which is trained earlier", blame=False)
 
     def _expire_held(self, session: Session, version: int) -> None:
         """What a replica generates with a version that was given up, while it was loading it, ends."""

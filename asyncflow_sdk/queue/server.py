@@ -33,7 +33,7 @@ from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, 
 from .recovery import Recovered
 
 STATUS_EVERY_S = 0.5
-LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus)
+LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetCut, cmd.GetPut)
 """Commands that change nothing."""
 _log = logging.getLogger(__name__)
 
