@@ -1,0 +1,124 @@
+"""What is said about a run: who takes part in it, its limits, its tasks, and its end."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .roots import Command, Reply
+
+
+class SamplerSpec(msgspec.Struct, frozen=True):
+    """A sampler by the name it is registered with, and the options it is made of."""
+
+    name: str
+    options: dict[str, bool | int | float | str | None] = {}
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """What a task's sampler says of itself: see ``Sampler``. ``chooses``: whether it does so by itself."""
+
+    measure: str = ""
+    window: int = 1
+    whole_groups: bool = False
+    balanced: bool = False
+    chooses: bool = False
+
+
+class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One use of rows.
+
+    ``needs``: columns a row must have; ``gives``: columns it writes. ``lease_s``: ledger seconds until
+    unfinished rows go back. ``max_attempts``: leases a row may lose before its group fails. ``admits``:
+    the staleness rule decides when its groups are leased (rollout); groups that a step can take as they were
+    put skip it. ``batch_rows``: rows of one step; whole groups are selected into steps, each leased whole
+    (train). Without ``gives`` it is an end of the stream: a row is consumed when every task of its partition,
+    one of them an end, has completed it. ``partitions``: those whose rows it takes; ``("*",)`` takes all.
+    ``sampler``: chooses among ready rows; None takes the first.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    gives: tuple[str, ...] = ()
+    lease_s: float = 600.0
+    max_attempts: int = 3
+    admits: bool = False
+    batch_rows: int | None = None
+    partitions: tuple[str, ...] = ("",)
+    sampler: SamplerSpec | None = None
+
+    def takes(self, partition: str) -> bool:
+        return partition in self.partitions or "*" in self.partitions
+
+    @property
+    def grouped(self) -> bool:
+        return self.admits or self.batch_rows is not None
+
+
+class Join(Command, frozen=True, tag="join"):
+    """Open the session: the first command of a client. ``name``: for people."""
+
+    name: str
+    pid: int = 0
+    pid_key: str = ""
+    """Host, pid namespace and start time of the process, so that its death can be seen; "" if it cannot."""
+
+
+class Joined(Reply, frozen=True, tag="joined"):
+    session: int
+
+
+class Configure(Command, frozen=True, tag="configure"):
+    """Set limits; None leaves one as it is. ``steps``: the last step is steps - 1; then the stream ends.
+
+    ``capacity_bytes``: of payload. What work in progress may still write is reserved when a row is put:
+    ``row_bytes``, or, where that is 0, what the largest row that has ended took. It gives way where the open step
+    would otherwise never fill.
+
+    ``keep_versions``: so many, the newest, can be fetched and rolled back to. ``max_swapping``: so many replicas load a
+    version at once; 0 for all. ``quorum``: so many have to have a version staged before any loads it; 0 for none.
+
+    ``checkpoints``: rows of acknowledged steps live on until ``Checkpoint`` covers them, so that ``Resume`` can have them
+    trained again. They count against ``capacity_bytes``, but not against ``capacity_rows``.
+    """
+
+    capacity_rows: int | None = None
+    max_staleness: int | None = None
+    steps: int | None = None
+    capacity_bytes: int | None = None
+    row_bytes: int | None = None
+    keep_versions: int | None = None
+    max_swapping: int | None = None
+    quorum: int | None = None
+    checkpoints: bool | None = None
+
+
+class Declare(Command, frozen=True, tag="declare"):
+    """Declare a task. Saying the same again does nothing.
+
+    ``measures``: float64, of the live rows that have the column its sampler measures, in order; the server says so,
+    never the client.
+    """
+
+    task: TaskSpec
+    measures: bytes = b""
+
+
+class End(Command, frozen=True, tag="end"):
+    """No further put. ``cancel``: live rows that no full step holds are cancelled too.
+
+    ``partition``: of this partition only; None ends the whole stream.
+    """
+
+    cancel: bool = False
+    partition: str | None = None
+
+
+class Dismiss(Command, frozen=True, tag="dismiss"):
+    """Session ``session`` (0: this one) is given nothing more: its requests for rows and versions are answered as at the
+    end of the stream, now and from now on. What it holds it may finish. One that is gone is no error."""
+
+    session: int = 0
+
+
+class Leave(Command, frozen=True, tag="leave"):
+    """Close the session; its leases go back."""
