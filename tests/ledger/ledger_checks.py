@@ -16,13 +16,18 @@ from asyncflow_sdk.ledger.ready import ReadyQueue
 from asyncflow_sdk.ledger.rows import APART, DONE, LEASED, LIVE, NONE, READY, SELECTED, TASK_STATES, WAITING, Rows
 
 
+PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+UNCHANGING = (np.generic, int, str, msgspec.Struct)
+HIDDEN = frozenset({"_now", "_lease_ends", "_request_ends", "_effects", "_dirty", "_all_woken", "redo"})
+
+
 def freeze(thing: Any, seen: dict[int, Any] | None = None) -> Any:
     """All of a ledger's state as plain values; entries of ready queues that are dead already are left out."""
+    if type(thing) in PLAIN or isinstance(thing, UNCHANGING):
+        return thing
     seen = {} if seen is None else seen
     if isinstance(thing, np.ndarray):
         return thing.dtype.str, thing.tobytes()
-    if isinstance(thing, np.generic | int | float | str | bytes | msgspec.Struct | None):
-        return thing  # never changes
     if id(thing) in seen:
         return "seen"
     seen[id(thing)] = thing
@@ -37,8 +42,7 @@ def freeze(thing: Any, seen: dict[int, Any] | None = None) -> Any:
         return type(thing).__name__, [(freeze(k, seen), freeze(v, seen)) for k, v in thing.items()]
     if isinstance(thing, list | tuple | set) or type(thing).__name__ == "deque":
         return type(thing).__name__, [freeze(item, seen) for item in thing]
-    hidden = {"_now", "_lease_ends", "_request_ends", "_effects", "_dirty", "_all_woken", "redo"}
-    hidden |= getattr(thing, "TRANSIENT", set())
+    hidden = HIDDEN | getattr(thing, "TRANSIENT", frozenset())
     return type(thing).__name__, [(n, freeze(value, seen)) for n, value in vars(thing).items() if n not in hidden]
 
 
