@@ -15,7 +15,6 @@ from asyncflow_sdk.ledger import TERMINAL, Ledger
 from asyncflow_sdk.ledger.ready import ReadyQueue
 from asyncflow_sdk.ledger.rows import APART, DONE, LEASED, LIVE, NONE, READY, SELECTED, TASK_STATES, WAITING, Rows
 
-
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 UNCHANGING = (np.generic, int, str, msgspec.Struct)
 HIDDEN = frozenset({"_now", "_lease_ends", "_request_ends", "_effects", "_dirty", "_all_woken", "redo"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +16,12 @@ from asyncflow_sdk.ledger import commands as cmd
 PARKED = "parked"
 
 
-class NaiveLeases(NaiveRows):
+class NaiveLeases(NaiveRows, ABC):
     claimed: set[int]
 
+    @abstractmethod
     def must_load(self, session: int) -> int | None:
         """A version without which a replica gets nothing, whatever the staleness rule says."""
-        raise NotImplementedError
 
     def _is(self, outcome: Any, expected: Any) -> None:
         assert outcome == expected, f"{outcome!r} is not {expected!r}"

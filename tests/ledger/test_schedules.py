@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import os
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -116,7 +117,7 @@ class World:
             heapq.heappop(self._later)[2]()
 
 
-class Worker:
+class Worker(ABC):
     """One session that asks a task for rows and works on them. Dies now and then, and comes back."""
 
     def __init__(self, world: World, task: str, name: str, mortality: float) -> None:
@@ -155,8 +156,9 @@ class Worker:
         else:
             self.work(reply)
 
+    @abstractmethod
     def work(self, reply: Any) -> None:
-        raise NotImplementedError
+        """What is done about an answer that is no end; it asks again, now or later."""
 
     def complete(self, lease: cmd.Leased, gives: tuple[str, ...], at: list[int] | None, drop: list[int]) -> None:
         count = len(cmd.unpack_ids(lease.ids)) if at is None else len(at)
