@@ -1,8 +1,10 @@
-"""Tiny random models as Hugging Face folders, rows drawn from them, and weight updates without a transport."""
+"""Tiny random models as Hugging Face folders, rows drawn from them, weight updates without a transport, receivers."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dist_ends import Crew, Receiver
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncflow_sdk.interfaces import Completion, Request, WeightUpdate
@@ -192,3 +195,21 @@ def batch(tiny: str, prompts: list[np.ndarray[Any, Any]]) -> Batch:
 def trainer(tiny: str) -> Callable[..., TorchEngine]:
     """Makes train engines of the tiny model, with a learning rate that shows in one step."""
     return lambda folder=tiny, **options: TorchEngine(folder, **{"lr": 1e-3} | options)
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """So many receivers, which live on for the next test unless they died in this one, or it failed."""
+    everybody: list[Receiver] = []
+
+    def alive(count: int) -> list[Receiver]:
+        for lost in [each for each in everybody if each.owes or each.child._process.poll() is not None]:
+            everybody.remove(lost)
+            lost.child.kill()
+        while len(everybody) < count:
+            everybody.append(stack.enter_context(Receiver(f"r{next(numbers)}")))
+        return everybody[:count]
+
+    numbers = itertools.count()
+    with contextlib.ExitStack() as stack:
+        yield alive

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -85,14 +84,6 @@ class Gated(ShmTransport):
 
         sender.send = gated  # type: ignore[method-assign]
         return sender
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for something that must come."""
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, f"never came: {what}"
-        time.sleep(0.005)
 
 
 def full(value: float, count: int = 1000) -> list[tuple[str, Any]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
+import waiting
 from children import hear, say
 
 from asyncflow_sdk.errors import AsyncFlowError
@@ -48,24 +48,13 @@ def numbers(seed: int, nbytes: int) -> np.ndarray[Any, Any]:
 
 def in_thread(function: Any, *arguments: Any, **options: Any) -> Any:
     """Start it; the returned call gives what it returned, or raises what it raised."""
-    came: list[Any] = []
-
-    def run() -> None:
-        try:
-            came.append((function(*arguments, **options), None))
-        except BaseException as error:
-            came.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    ended = waiting.in_thread(function, *arguments, **options)
 
     def join() -> Any:
-        thread.join(60)
-        assert came, "it hangs"
-        result, error = came[0]
-        if error is not None:
-            raise error
-        return result
+        came = ended()
+        if isinstance(came, BaseException):
+            raise came
+        return came
 
     return join
 

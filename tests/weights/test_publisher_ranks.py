@@ -6,7 +6,8 @@ import threading
 import numpy as np
 import pytest
 from children import Child
-from publisher_runs import LIMIT_S, Served, broken, publish_a_half, until, value_of
+from publisher_runs import LIMIT_S, Served, broken, publish_a_half, value_of
+from waiting import until
 
 from asyncflow_sdk.errors import WeightError
 from asyncflow_sdk.types import Shard

@@ -12,6 +12,7 @@ import pytest
 from children import Child
 from service_children import Shelf, ask, serve
 from two_hosts import HERE, two_hosts
+from waiting import in_thread
 
 from asyncflow_sdk.errors import AccessDenied, AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError
 from asyncflow_sdk.interfaces.weights import Host
@@ -39,27 +40,6 @@ def a_client(where: bytes) -> Iterator[ServiceClient]:
         yield client
     finally:
         client.close()
-
-
-def in_thread(function: Any, *arguments: Any) -> Any:
-    """Start it; the returned call gives what it returned or raised."""
-    came: list[Any] = []
-
-    def run() -> None:
-        try:
-            came.append(function(*arguments))
-        except BaseException as error:
-            came.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def join() -> Any:
-        thread.join(30)
-        assert came, "the call hangs"
-        return came[0]
-
-    return join
 
 
 def test_an_answer_at_once_and_one_later() -> None:

@@ -2,8 +2,6 @@
 
 import contextlib
 import itertools
-import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,6 +9,7 @@ import pytest
 from children import Child
 from flaky_proxy import FlakyProxy
 from tcp_ends import fetch, in_thread, numbers, port_of, publish, tcp, through
+from waiting import until
 
 from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
 from asyncflow_sdk.interfaces.weights import Host
@@ -20,13 +19,6 @@ from asyncflow_sdk.weights.tcp import TcpTransport
 from asyncflow_sdk.wire import client
 
 NBYTES = 8 << 20
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, f"never came: {what}"
-        time.sleep(0.005)
 
 
 def heard(publisher: Child) -> tuple[Manifest, bytes]:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from children import Child
 from flaky_proxy import FlakyProxy
+from waiting import in_thread, until
 from wire_children import ask_after_fork, ask_until_killed, identify, interrupted
-from wire_handlers import Parrot, in_thread, serving, until
+from wire_handlers import Parrot, serving
 
 from asyncflow_sdk.errors import ServerLost
 from asyncflow_sdk.wire import Client, process_key

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from wire_handlers import Parrot, Raw, Request, frame, in_thread, serving, until
+from waiting import in_thread, until
+from wire_handlers import Parrot, Raw, Request, frame, serving
 
 from asyncflow_sdk.errors import ProtocolError
 from asyncflow_sdk.wire import Client

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from wire_handlers import Parrot, serving, until
+from waiting import until
+from wire_handlers import Parrot, serving
 
 from asyncflow_sdk.errors import AccessDenied, ConfigError
 from asyncflow_sdk.wire import Client, RunKey, Server, ServerKeys, fresh_keys, server_keys

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_handlers import Parrot, Raw, frame, in_thread, serving, until
+from waiting import in_thread, until
+from wire_handlers import Parrot, Raw, frame, serving
 
 from asyncflow_sdk.wire import Client
 from asyncflow_sdk.wire.envelope import decode_request

@@ -1,9 +1,7 @@
 """A real server with the plainest handler: it answers, parks, and writes down what it was told."""
 
 import contextlib
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -93,32 +91,3 @@ class Raw:
 def frame(seq: int, body: bytes, session: str = "s", done: int = 1, **more: Any) -> bytes:
     request = Request(PROTOCOL, session, seq, done, more.get("settled", ()), more.get("dropped", ()), body)
     return encode(request)
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
-    """Wait for something that must come; the limit only ends a test that would hang."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"never came: {what}"
-        time.sleep(0.005)
-
-
-def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Run in a thread; the returned call waits and gives what came of it."""
-    outcome: list[Any] = []
-
-    def work() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-
-    def join() -> Any:
-        thread.join(60)
-        assert outcome, "the thread hangs"
-        return outcome[0]
-
-    return join
