@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -22,6 +23,22 @@ class Row:
     ratio_to_peer: float | None = None
     limit: float | None = None
     ratio_to_limit: float | None = None
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a / b
+
+
+def show_options(parser: argparse.ArgumentParser) -> None:
+    """How the table is to be shown: for ``finish``."""
+    parser.add_argument("--markdown", action="store_true", help="print the table as markdown, too")
+    parser.add_argument("--json", type=Path)
+
+
+def finish(title: str, rows: list[Row], arguments: argparse.Namespace) -> None:
+    if arguments.markdown:
+        print(markdown(rows))
+    show(title, rows, arguments.json)
 
 
 def show(title: str, rows: list[Row], path: Path | None) -> None:

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import statistics as st
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ..table import Row, markdown, show
+from ..children import result_of
+from ..table import Row, finish, ratio, show_options
 from .parts import PARTS, Part, Trial
 
 PEER = Path(".venv-peer/bin/python")
@@ -69,18 +69,7 @@ class Plan:
         return results
 
     def _once(self, command: list[str]) -> Any:
-        """What a child prints last, as JSON."""
-        self.console.print(f"  {' '.join(command[2:])}", style="dim")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "1", "PYTHONWARNINGS": "ignore"}
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment
-            )
-        except subprocess.TimeoutExpired:
-            raise SystemExit(f"{' '.join(command)} did not end in {LIMIT_S} s; is the machine busy?") from None
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-        return json.loads(done.stdout.splitlines()[-1])
+        return result_of(command, LIMIT_S, self.console, {**os.environ, "RAY_DEDUP_LOGS": "1"})
 
     def table(self, results: Results) -> list[Row]:
         return [*(self._row(part, results) for part in self.parts), *_ledger(results), *_machine(results)]
@@ -92,7 +81,7 @@ class Plan:
 
         ours, peer, limit = (value(trial) for trial in (part.ours, part.peer, part.limit))
         assert ours is not None
-        return Row(part.work, part.unit, ours, peer, _ratio(ours, peer), limit, _ratio(ours, limit))
+        return Row(part.work, part.unit, ours, peer, ratio(ours, peer), limit, ratio(ours, limit))
 
 
 def _ledger(results: Results) -> list[Row]:
@@ -105,7 +94,7 @@ def _ledger(results: Results) -> list[Row]:
             ours = st.median(each[f"{live}{kind}"] for each in results.ledger)
             peer = st.median(peers) if peers and not kind else None
             work = f"lease, complete and put 32 of {live:,} live rows, {what} (limit: 1,000)"
-            rows.append(Row(work, "us", ours, peer, _ratio(peer, ours), least, _ratio(least, ours)))
+            rows.append(Row(work, "us", ours, peer, ratio(peer, ours), least, ratio(least, ours)))
     return rows
 
 
@@ -119,10 +108,6 @@ def _machine(results: Results) -> list[Row]:
     return [Row(*named, st.median(each[key] for each in results.machine)) for key, named in limits.items()]
 
 
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a / b
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the work, one round")
@@ -130,8 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--only", default="", help="works whose name contains this")
     parser.add_argument("--peer", type=Path, default=PEER, help="python of the peer's environment")
-    parser.add_argument("--markdown", action="store_true", help="print the table as markdown, too")
-    parser.add_argument("--json", type=Path)
+    show_options(parser)
     arguments = parser.parse_args()
     console = Console(stderr=True)
     peer: Path | None = arguments.peer
@@ -142,9 +126,7 @@ def main() -> None:
     parts = [part for part in PARTS if arguments.only in part.work]
     plan = Plan(rounds, arguments.quick, peer, parts, console)
     rows = plan.table(plan.run())
-    if arguments.markdown:
-        print(markdown(rows))
-    show(f"TransferQueue, {rounds} interleaved rounds, every guarantee on", rows, arguments.json)
+    finish(f"TransferQueue, {rounds} interleaved rounds, every guarantee on", rows, arguments)
 
 
 if __name__ == "__main__":

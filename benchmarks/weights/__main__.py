@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import statistics as st
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ..table import Row, markdown, show
+from ..children import result_of
+from ..table import Row, finish, ratio, show_options
 from .parts import PARTS, Part
 
 RAY = Path(".venv-ray/bin/python")
@@ -64,20 +64,10 @@ class Plan:
         return results
 
     def _once(self, command: list[str]) -> Any:
-        """What a child prints last, as JSON."""
-        self.console.print(f"  {' '.join(command[2:])}", style="dim")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        environment = dict(os.environ)
         if command[0] == str(self.ray):
             environment.pop("PYTHONPATH", None)
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment
-            )
-        except subprocess.TimeoutExpired:
-            raise SystemExit(f"{' '.join(command)} did not end in {LIMIT_S} s; is the machine busy?") from None
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-        return json.loads(done.stdout.splitlines()[-1])
+        return result_of(command, LIMIT_S, self.console, environment)
 
     def table(self, results: Results) -> list[Row]:
         rows = [self._row(part, results) for part in self.parts]
@@ -91,7 +81,7 @@ class Plan:
         ours, peer, limit = value(part.ours), value(part.peer), value(part.limit)
         assert ours is not None
         pairs = [(other, ours) if part.less else (ours, other) for other in (peer, limit)]
-        return Row(part.work, part.unit, ours, peer, _ratio(*pairs[0]), limit, _ratio(*pairs[1]))
+        return Row(part.work, part.unit, ours, peer, ratio(*pairs[0]), limit, ratio(*pairs[1]))
 
 
 def _delta(results: list[dict[str, float]]) -> list[Row]:
@@ -120,10 +110,6 @@ def _machine(results: Results) -> list[Row]:
     return [Row("the machine: memcpy", "GB/s", st.median(nbytes / copy_s / 1e9 for nbytes, copy_s in versions))]
 
 
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a / b
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="of weights")
@@ -132,8 +118,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="works whose name contains this")
     parser.add_argument("--ray", type=Path, default=RAY, help="python of an environment with ray and torch")
     parser.add_argument("--no-ray", action="store_true", help="leave Ray out")
-    parser.add_argument("--markdown", action="store_true", help="print the table as markdown, too")
-    parser.add_argument("--json", type=Path)
+    show_options(parser)
     arguments = parser.parse_args()
     console = Console(stderr=True)
     ray: Path | None = arguments.ray
@@ -145,9 +130,7 @@ def main() -> None:
     parts = [part for part in PARTS if arguments.only in part.work]
     plan = Plan(gb, rounds, arguments.quick, ray, parts, arguments.only in "delta", console)
     rows = plan.table(plan.run())
-    if arguments.markdown:
-        print(markdown(rows))
-    show(f"WeightSync, {gb:g} GB in 200 tensors, {rounds} interleaved rounds", rows, arguments.json)
+    finish(f"WeightSync, {gb:g} GB in 200 tensors, {rounds} interleaved rounds", rows, arguments)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import tempfile
 import time
 from pathlib import Path
 
@@ -11,21 +9,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from .contender import Replica, Trainer
-from .floor import connect
+from .floor import FolderTrainer, connect
 from .model import Parameters
 
 
-class FileTrainer(Trainer):
+class FileTrainer(FolderTrainer):
     def start(self, parameters: Parameters) -> str:
         self._parameters = parameters
-        self._folder = tempfile.TemporaryDirectory(dir="/dev/shm")
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(f"{self._folder.name}/socket")
-        self._listening.listen()
-        return self._folder.name
-
-    def meet(self) -> None:
-        self._socket, _ = self._listening.accept()
+        return super().start(parameters)
 
     def publish(self, version: int) -> None:
         folder = Path(self._folder.name)
@@ -36,10 +27,6 @@ class FileTrainer(Trainer):
     def settle(self) -> None:
         for path in Path(self._folder.name).glob("[0-9]*"):
             path.unlink()
-
-    def close(self) -> None:
-        self._socket.close()
-        self._folder.cleanup()
 
 
 class FileReplica(Replica):

@@ -70,15 +70,11 @@ def connect(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)))
 
 
-class ShmTrainer(Trainer):
-    def __init__(self, digests: bool) -> None:
-        self._digests = digests
+class FolderTrainer(Trainer):
+    """Meets its replica at a socket in a folder in shared memory, in which versions go over."""
 
     def start(self, parameters: Parameters) -> str:
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm")
-        self._buckets = list(buckets(raw(parameters)))
-        open(f"{self._folder.name}/arena", "xb").close()
-        self._arena = arena(f"{self._folder.name}/arena", self._buckets[-1][0])
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(f"{self._folder.name}/socket")
         self._listening.listen()
@@ -87,6 +83,22 @@ class ShmTrainer(Trainer):
     def meet(self) -> None:
         self._socket, _ = self._listening.accept()
 
+    def close(self) -> None:
+        self._socket.close()
+        self._folder.cleanup()
+
+
+class ShmTrainer(FolderTrainer):
+    def __init__(self, digests: bool) -> None:
+        self._digests = digests
+
+    def start(self, parameters: Parameters) -> str:
+        folder = super().start(parameters)
+        self._buckets = list(buckets(raw(parameters)))
+        open(f"{folder}/arena", "xb").close()
+        self._arena = arena(f"{folder}/arena", self._buckets[-1][0])
+        return folder
+
     def publish(self, version: int) -> None:
         start = 0
         for stop, pieces in self._buckets:
@@ -94,10 +106,6 @@ class ShmTrainer(Trainer):
                 np.copyto(self._arena[at : at + len(piece)], piece)
             self._socket.send(digest(self._arena[start:stop]) if self._digests else b"x" * 16)
             start = stop
-
-    def close(self) -> None:
-        self._socket.close()
-        self._folder.cleanup()
 
 
 class ShmReplica(Replica):

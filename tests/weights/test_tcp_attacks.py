@@ -2,7 +2,6 @@
 
 import contextlib
 import struct
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from tcp_ends import in_thread, numbers, service_of, tcp, through
+from waiting import until
 
 from asyncflow_sdk.errors import (
     AsyncFlowError,
@@ -20,7 +20,7 @@ from asyncflow_sdk.errors import (
     VersionGone,
     WireError,
 )
-from asyncflow_sdk.interfaces.weights import Host
+from asyncflow_sdk.interfaces.weights import Host, WeightReceiver
 from asyncflow_sdk.testing.ends import Ends, Sent
 from asyncflow_sdk.weights.service import Service, ServiceClient
 from asyncflow_sdk.weights.tcp_messages import Get, Got, TcpWhere, encode
@@ -182,12 +182,18 @@ def test_a_silent_publisher_ends_a_fetch_at_its_deadline() -> None:
         sent.check(ends.fetch(receiver, sent))
 
 
-def test_a_fetch_is_interrupted_and_the_next_one_goes_on() -> None:
+@contextlib.contextmanager
+def a_fetch_that_waits() -> Iterator[tuple[Ends, Sent, WeightReceiver, Callable[[], Any]]]:
+    """For a publisher that says nothing; with its receiver, and a call that gives what came of it."""
     with a_version() as (ends, sent), a_liar(lambda get: None) as (liar, where):
         receiver = ends.receiver()
         late = in_thread(receiver.fetch, sent.manifest, where, timeout_s=3600.0)
-        while not liar.asked:
-            time.sleep(0.001)
+        until(lambda: liar.asked, "it is asked")
+        yield ends, sent, receiver, late
+
+
+def test_a_fetch_is_interrupted_and_the_next_one_goes_on() -> None:
+    with a_fetch_that_waits() as (ends, sent, receiver, late):
         # when
         receiver.interrupt()
         # then
@@ -197,11 +203,7 @@ def test_a_fetch_is_interrupted_and_the_next_one_goes_on() -> None:
 
 
 def test_a_close_ends_a_fetch_under_way_in_another_thread() -> None:
-    with a_version() as (ends, sent), a_liar(lambda get: None) as (liar, where):
-        receiver = ends.receiver()
-        late = in_thread(receiver.fetch, sent.manifest, where, timeout_s=3600.0)
-        while not liar.asked:
-            time.sleep(0.001)
+    with a_fetch_that_waits() as (_, _, receiver, late):
         # when
         receiver.close()
         # then
