@@ -27,12 +27,17 @@ if TYPE_CHECKING:
     from .interfaces import Candidates as Candidates
     from .interfaces import Capabilities as Capabilities
     from .interfaces import Completion as Completion
+    from .interfaces import Launcher as Launcher
+    from .interfaces import Place as Place
     from .interfaces import Request as Request
     from .interfaces import RolloutEngine as RolloutEngine
     from .interfaces import Sampler as Sampler
     from .interfaces import StepResult as StepResult
     from .interfaces import TrainEngine as TrainEngine
     from .interfaces import WeightUpdate as WeightUpdate
+    from .interfaces import WorkerEnding as WorkerEnding
+    from .interfaces import WorkerHandle as WorkerHandle
+    from .interfaces import WorkerOrder as WorkerOrder
     from .plugins import AdapterSpec as AdapterSpec
     from .plugins import hookimpl as hookimpl
     from .queue import StreamDataLoader as StreamDataLoader
@@ -58,6 +63,7 @@ if TYPE_CHECKING:
     from .workflow import load_prompts as load_prompts
     from .workflow import load_workflow as load_workflow
     from .workflow import read_steps as read_steps
+    from .workflow import run_worker as run_worker
     from .workflow import serve as serve
     from .workflow import staleness_of as staleness_of
 
@@ -90,6 +96,11 @@ _WHERE = {
     "VersionSpan": "types",
     "WeightUpdate": "interfaces",
     "Weights": "types",
+    "Launcher": "interfaces",
+    "Place": "interfaces",
+    "WorkerEnding": "interfaces",
+    "WorkerHandle": "interfaces",
+    "WorkerOrder": "interfaces",
     "LiveView": "cli.live",
     "hookimpl": "plugins",
     "write_report": "cli.report",
@@ -107,6 +118,7 @@ _WHERE = {
     "load_prompts": "workflow",
     "load_workflow": "workflow",
     "read_steps": "workflow",
+    "run_worker": "workflow",
     "serve": "workflow",
     "staleness_of": "workflow",
 }

@@ -1,5 +1,15 @@
 """What plugins implement: abstract classes and their promises, nothing else."""
 
+from .launcher import (
+    FATAL_STATUS,
+    Launcher,
+    OnFailure,
+    Place,
+    WorkerEnding,
+    WorkerHandle,
+    WorkerOrder,
+    check_on_failure,
+)
 from .rollout import Capabilities, Completion, Request, RolloutEngine
 from .sampler import Candidates, Sampler
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
@@ -15,12 +25,16 @@ from .weights import (
 )
 
 __all__ = [
+    "FATAL_STATUS",
     "TRAIN_COLUMNS",
     "Candidates",
     "Capabilities",
     "Completion",
     "Fetched",
     "Host",
+    "Launcher",
+    "OnFailure",
+    "Place",
     "Request",
     "RolloutEngine",
     "Room",
@@ -32,4 +46,8 @@ __all__ = [
     "WeightSender",
     "WeightTransport",
     "WeightUpdate",
+    "WorkerEnding",
+    "WorkerHandle",
+    "WorkerOrder",
+    "check_on_failure",
 ]

@@ -33,11 +33,13 @@ class Intake(Teaming):
         return cmd.Done()
 
     def _dismiss(self, session: Session, command: cmd.Dismiss) -> cmd.Reply:
-        member = self.sessions.get(command.session or session.id)
-        if member is not None and not member.dismissed:
+        named = [each for each in self.sessions.values() if each.name == command.name] if command.name else [session]
+        for member in named:
+            if command.ended and member is not session:
+                self._drop_session(member.id, command.ended, blame=True)
             member.dismissed = True
-            self._wake_all()  # what it waits for
-        return cmd.Done()
+        self._wake_all()  # what they wait for
+        return cmd.Dismissed(count=len(named))
 
     def _drop_session(self, session: int, reason: str, blame: bool) -> None:
         member = self.sessions.get(session)

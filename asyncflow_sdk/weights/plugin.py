@@ -1,4 +1,4 @@
-"""The transports and samplers that come with the SDK."""
+"""The transports, samplers and launchers that come with the SDK."""
 
 from ..plugins import AdapterSpec, hookimpl
 
@@ -28,4 +28,11 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             AdapterSpec(kind="sampler", name=name, factory=f"asyncflow_sdk.ledger.samplers:{factory}")
             for name, factory in SAMPLERS.items()
         ),
+        AdapterSpec(
+            kind="launcher",
+            name="process",
+            factory="asyncflow_sdk.workflow.launch:ProcessLauncher",
+            tested="Linux 6.18",
+        ),
+        AdapterSpec(kind="launcher", name="thread", factory="asyncflow_sdk.workflow.threads:ThreadLauncher"),
     ]

@@ -4,10 +4,12 @@ from .consumer import Consumer
 from .data import load_prompts
 from .producer import Producer
 from .recorder import read_steps, staleness_of
-from .run import Run, connect, serve
+from .run import Run
+from .serving import connect, serve
 from .specs import Rollout, Stage, Train
 from .toml import load_workflow
 from .work import Generate, Logprobs
+from .worker import run_worker
 from .workflow import Result, Workflow
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "load_prompts",
     "load_workflow",
     "read_steps",
+    "run_worker",
     "serve",
     "staleness_of",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,12 @@ import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, ConfigError, PluginError
+from ..interfaces import Place
 from ..plugins import registry
 from ..weights.publisher import check_publishing
 from .dataflow import Dataflow, Node
-from .specs import Place, Rollout, Stage, Train
+from .specs import Rollout, Stage, Train
+from .supervise import launcher_named
 from .text import Text
 from .work import Generate, Logprobs
 
@@ -125,9 +126,11 @@ def _check_numbers(flow: Workflow, problems: Problems) -> None:
 
 
 def _check_place(where: str, place: Place, problems: Problems, *key: str | int) -> None:
-    if place.python is not None and place.launcher == "process" and shutil.which(place.python) is None:
-        text = f"{where}: cannot start {place.python!r}: there is no such program; python= names an interpreter"
-        problems.add(text, *key, "python")
+    try:
+        launcher_named(place.launcher).check(place)
+    except (ConfigError, PluginError) as error:
+        about = [name for name in ("python", "cpus", "gpus", "env") if f"{name}=" in str(error)]
+        problems.add(f"{where}: {error}", *key, *(about[:1] or ["launcher"]))
 
 
 def _check_engine(

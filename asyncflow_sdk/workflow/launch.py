@@ -1,158 +1,150 @@
-"""Launching workers as local processes, each under its own interpreter, and starting them again when they die."""
+"""The launcher "process": workers in processes of this host, each under its own interpreter.
+
+A worker's standard input is a socket whose other end its driver holds: its first line says what to be, its end says to
+stop, and the worker's last words come back on it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
+from .._version import __version__
+from ..errors import ConfigError
+from ..interfaces import FATAL_STATUS, Launcher, Place, WorkerEnding, WorkerHandle, WorkerOrder
+from .worker import LAST_WORDS
 
-from ..errors import ConfigError, WorkerFailed
-from ..types import Event
-from ..types import events as ev
-from .specs import Place
-from .worker import EXIT_FATAL, WorkerConfig
-
-BACKOFF_S = 0.5
-BACKOFF_MOST_S = 30.0
-GRACE_S = 5.0
+TAIL_BYTES = 64 << 10
+_NO_MODULE = re.compile(r"No module named '?[\w.]+'?(?=\)?\s*$)")
 
 
-class LocalProcess:
-    """A supervised worker. ``on_event`` hears of its states; ``on_failure`` is called once if it ends for good
-    with an error. Thread-safe."""
+class ProcessLauncher(Launcher):
+    """Local processes. ``cpus`` are those they are kept on, ``gpus`` those that CUDA shows them."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        place: Place,
-        log: Path,
-        on_event: Callable[[Event], None],
-        on_failure: Callable[[WorkerFailed], None],
-        on_end: Callable[[], None],
-    ) -> None:
-        self.name = config.name
-        self._config, self._place, self._log = config, place, log
-        self._on_event, self._on_failure, self._on_end = on_event, on_failure, on_end
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stopping = threading.Event()
-        self._lock = threading.Lock()
-        self.ended = threading.Event()
-        self._start()
-        self._thread = threading.Thread(target=self._supervise, name=f"supervise-{self.name}", daemon=True)
-        self._thread.start()
+    def check(self, place: Place) -> None:
+        if place.python is not None and shutil.which(place.python) is None:
+            raise ConfigError(
+                f"cannot start {place.python!r}: there is no such program; python= names an interpreter"
+            )
+        odd = sorted(set(place.cpus) - os.sched_getaffinity(0))
+        if odd:
+            there = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+            raise ConfigError(f"cpus={list(place.cpus)}: this process may not use CPU {odd[0]}; it may use {there}")
+        known = _gpus()
+        odd = sorted(set(place.gpus) - set(known))
+        if odd:
+            there = f"it has {', '.join(map(str, known))}" if known else "it has no NVIDIA GPU"
+            raise ConfigError(f"gpus={list(place.gpus)}: this host has no GPU {odd[0]}; {there}")
+        if place.gpus and "CUDA_VISIBLE_DEVICES" in place.env:
+            raise ConfigError("gpus= sets CUDA_VISIBLE_DEVICES, which env= sets, too: give one of them")
 
-    @property
-    def pid(self) -> int:
-        """The process as it is now."""
-        assert self._process is not None
-        return self._process.pid
-
-    def stop(self) -> None:
-        """Tell the worker to end at once. Does not wait."""
-        self._stopping.set()
-        with self._lock:
-            if self._process is not None:
-                self._close_stdin()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the worker's end; kill it when that takes longer. Returns whether it ended by itself."""
-        if self.ended.wait(timeout_s):
-            return True
-        self._stopping.set()
-        with self._lock:
-            if self._process is not None and self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self.ended.wait(GRACE_S)
-        return False
-
-    def _start(self) -> None:
-        python = self._place.python or sys.executable
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", **self._place.env}
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
+    def start(self, order: WorkerOrder) -> WorkerHandle:
+        place = order.place
+        python = place.python or sys.executable
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **place.env}
+        if place.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
+        order.log.parent.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        with theirs, order.log.open("ab") as log, _kept_on(place.cpus):
             try:
                 process = subprocess.Popen(
                     [python, "-m", "asyncflow_sdk.workflow"],
-                    stdin=subprocess.PIPE, stdout=log, stderr=log, env=env,
+                    stdin=theirs.fileno(), stdout=log, stderr=log, env=env,
                     start_new_session=True,  # Ctrl-C is the driver's to handle
                 )  # fmt: skip
             except OSError as error:
-                raise ConfigError(f"worker {self.name!r}: cannot start {python!r}: {error}") from None
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died already; the supervisor sees that and says so
-            process.stdin.write(msgspec.json.encode(self._config) + b"\n")
-            process.stdin.flush()
-        self._process = process
-
-    def _supervise(self) -> None:
-        try:
-            self._keep_running()
-        except Exception as error:  # it cannot be started again, or its log not be read
-            self._on_failure(
-                WorkerFailed(f"worker {self.name!r} cannot be supervised any more: {error!r}", self.name)
-            )
-        finally:
-            self.ended.set()
-            self._on_end()
-
-    def _keep_running(self) -> None:
-        restarts = 0
-        while True:
-            assert self._process is not None
-            began = time.monotonic()
-            status = self._process.wait()
-            with contextlib.suppress(ProcessLookupError):  # what the worker started ends with it
-                os.killpg(self._process.pid, signal.SIGKILL)
-            with self._lock:
-                self._close_stdin()
-            if status == 0 or self._stopping.is_set():
-                self._say("stopped")
-                return
-            if time.monotonic() - began > 10 * BACKOFF_MOST_S:
-                restarts = 0
-            if status == EXIT_FATAL or restarts >= self._place.max_restarts:
-                self._fail(status, restarts)
-                return
-            wait_s = min(BACKOFF_MOST_S, BACKOFF_S * 2**restarts)
-            restarts += 1
-            again = f"restart {restarts} of {self._place.max_restarts} in {wait_s:g} s"
-            self._say("restarting", f"{_how(status)}; {again}")
-            if self._stopping.wait(wait_s):
-                return
-            with self._lock:
-                self._start()
-
-    def _close_stdin(self) -> None:
-        assert self._process is not None
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-
-    def _fail(self, status: int, restarts: int) -> None:
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-25:])
-        again = f" after {restarts} restarts" if restarts else ""
-        self._say("failed", _how(status) + again)
-        self._on_failure(
-            WorkerFailed(
-                f"worker {self.name!r} {_how(status)}{again}; the end of its log {self._log}:", self.name, tail
-            )
-        )
-
-    def _say(self, state: str, detail: str = "") -> None:
-        self._on_event(
-            ev.WorkerState(time_s=time.monotonic(), worker=self.name, state=state, pid=self.pid, detail=detail)
-        )
+                ours.close()
+                raise ConfigError(f"worker {order.name!r}: cannot start {python!r}: {error}") from None
+        with contextlib.suppress(OSError):  # it died already; who waits for it sees that
+            ours.sendall(order.config + b"\n")
+        return _Process(process, ours, order.log, python)
 
 
-def _how(status: int) -> str:
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
+class _Process(WorkerHandle):
+    """A process in a session of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, log: Path, python: str) -> None:
+        self.pid, self.host = process.pid, socket.gethostname()
+        self._process, self._line, self._log, self._python = process, line, log, python
+        self._lock = threading.Lock()
+        self._began = log.stat().st_size
+        self._ended = False
+
+    def wait(self) -> WorkerEnding:
+        status = self._process.wait()
+        with self._lock:
+            self._ended = True
+            self._kill()  # what the worker started ends with it
+            words = self._last_words()
+            self._line.close()
+        if not status:
+            return WorkerEnding(0)
+        if words:
+            return WorkerEnding(status, words)
+        tail = _tail(self._log, self._began)
+        lacks = _NO_MODULE.search(tail)
+        if lacks:  # a worker that got as far as working has a last word
+            how = f"{self._python} -m pip install asyncflow-sdk=={__version__}"
+            return WorkerEnding(FATAL_STATUS, f"{self._python} cannot load the AsyncFlow SDK: {lacks[0]}; run: {how}")
+        return WorkerEnding(status, f"the end of its log {self._log}:\n{tail}" if tail else "")
+
+    def stop(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if not self._ended:
+                self._line.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        with self._lock:
+            if not self._ended:
+                self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _last_words(self) -> str:
+        """What it said before it ended; others who have its end of the socket may live."""
+        words = b""
+        self._line.setblocking(False)
+        with contextlib.suppress(OSError):
+            while len(words) < LAST_WORDS and (more := self._line.recv(1 << 16)):
+                words += more
+        return words.decode(errors="replace").strip()
+
+
+@contextlib.contextmanager
+def _kept_on(cpus: tuple[int, ...]) -> Iterator[None]:
+    """What is started here is on these CPUs from its first instruction, with all of its threads: a process has the CPUs of
+    the thread that starts it."""
+    if not cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _gpus() -> list[int]:
+    """Numbers of the NVIDIA GPUs of this host."""
+    names = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia[0-9]*"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _tail(log: Path, since: int) -> str:
+    """The last lines of a log, of those written from position ``since``."""
+    with log.open("rb") as file:
+        file.seek(max(since, log.stat().st_size - TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-25:])

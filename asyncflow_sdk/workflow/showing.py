@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..interfaces import Place
 from ..types import Sampling
 from .checking import AHEAD_STEPS, dataflow, name_of
 from .dataflow import PROMPTS
-from .specs import Place, Rollout, Stage, Train
+from .specs import Rollout, Stage, Train
 from .work import Generate, Logprobs
 
 if TYPE_CHECKING:

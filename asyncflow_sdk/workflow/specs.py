@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ..errors import ConfigError
-from ..interfaces import TRAIN_COLUMNS
+from ..interfaces import TRAIN_COLUMNS, OnFailure, Place
 from ..ledger import TaskSpec
 from ..ledger.commands import SamplerSpec
 from ..plugins import import_path
@@ -27,41 +26,12 @@ from .work import (
     tokenizer_file,
 )
 
-OnFailure = Literal["stop", "continue"]
 RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS)
 
 WHOLE_GROUPS = SamplerSpec("whole_groups")
 _BATCH = 256
 _SMALL_BATCH = 32
 """Rows of a call where several run at a time, and of a lease of an engine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a worker runs: its interpreter (of an environment that has the SDK and the engine), and variables
-    added to its environment. ``max_restarts``: how often it is started again after dying.
-
-    ``launcher``: what starts it, found through the hook. ``cpus``, ``gpus``: those of its host that it may use; () leaves
-    them. ``on_failure``: whether the run stops or goes on when it has failed for good; None: as the workflow says.
-    """
-
-    python: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    max_restarts: int = 3
-    launcher: str = "process"
-    cpus: tuple[int, ...] = ()
-    gpus: tuple[int, ...] = ()
-    on_failure: OnFailure | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_restarts < 0:
-            raise ConfigError(f"max_restarts must be 0 or more, not {self.max_restarts}")
-        if self.on_failure not in (None, *get_args(OnFailure)):
-            raise ConfigError(f"on_failure is one of {', '.join(get_args(OnFailure))}, not {self.on_failure!r}")
-        for name in ("cpus", "gpus"):
-            numbers = getattr(self, name)
-            if any(type(n) is not int or n < 0 for n in numbers) or len(set(numbers)) < len(numbers):
-                raise ConfigError(f"{name} are different numbers from 0, as [0, 1], not {list(numbers)}")
 
 
 class Rollout:

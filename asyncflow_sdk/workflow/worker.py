@@ -7,27 +7,33 @@ Exit status: 0 the stream ended; 3 an error that would come again (not restarted
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from ..errors import ConfigError, PluginError, SchemaError, WeightMismatch
+from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError, WeightMismatch
+from ..interfaces import FATAL_STATUS, WorkerEnding
+from ..ledger import commands as cmd
 from ..memory import remove_if_ownerless
 from ..plugins import registry
 from ..queue import Connection, TransferQueue, open_queue
+from ..queue._once import drive
 from ..types import GRPO, Sampling, Weights
 from ..types import events as ev
 from ..wire import RunKey
 from .work import Work
 
 FATAL = (ConfigError, PluginError, SchemaError, WeightMismatch, ModuleNotFoundError)
-EXIT_FATAL = 3
+LAST_WORDS = 32 << 10
+"""Most bytes that a worker says of its end: so many fit into a socket that nobody reads yet."""
 
 
 class RolloutJob(msgspec.Struct, frozen=True, tag="rollout"):
@@ -75,28 +81,83 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """What the driver itself came in with, from another host."""
 
 
+class WorkerMain:
+    """One worker, in this process. ``run`` is called once; ``leave`` from any thread, at any time. ``work``: what it does
+    instead of the job that the configuration names."""
+
+    def __init__(self, config: bytes, work: Callable[[TransferQueue], None] | None = None) -> None:
+        self.config = msgspec.json.decode(config, type=WorkerConfig)
+        self.directory: Path | None = None
+        """Where the run's shared memory lies, once that is known and where it is in sight."""
+        self._work = work or (lambda queue: _work(queue, self.config.job))
+        self._connection: Connection | None = None
+        self._leaving = False
+
+    def run(self) -> WorkerEnding:
+        """Work until the stream ends. Raises nothing: what goes wrong is in the ending, and in the log."""
+        try:
+            connection = Connection(self.config.address, self.config.name, key=self.config.key)
+        except Exception as error:
+            return _ending(error)
+        if not connection.inline:
+            self.directory = connection.directory
+        self._connection = connection
+        sys.path += [entry for entry in self.config.path if entry not in sys.path]
+        queue = open_queue(connection)
+        try:
+            ending = self._do(queue, connection)
+            queue.flush()
+            connection.close()
+        except Exception as error:  # the server is gone, as after the end of a run
+            return _ending(error)
+        return ending
+
+    def _do(self, queue: TransferQueue, connection: Connection) -> WorkerEnding:
+        _state(connection, "starting")
+        try:
+            if not self._leaving:
+                self._work(queue)
+        except (Exception, SystemExit) as error:  # an engine that exits has not ended the stream
+            ending = _ending(error)
+            _state(connection, "failed", ending.text)
+            return ending
+        _state(connection, "stopped")
+        return WorkerEnding(0)
+
+    def leave(self) -> None:
+        """Be given nothing more: it ends when it is through with what it holds. Does not wait."""
+        self._leaving = True
+        if self._connection is not None:
+            threading.Thread(target=self._dismiss, args=(self._connection,), daemon=True).start()
+
+    def _dismiss(self, connection: Connection) -> None:
+        with contextlib.suppress(AsyncFlowError):  # it may have ended, or the run
+            drive(open_queue(connection)._port.send(cmd.Dismiss()))
+
+
+def run_worker(config: bytes) -> WorkerEnding:
+    """Be the worker that a ``WorkerOrder`` configures, in this process, until the stream ends. Blocks; raises nothing.
+    For launchers: the caller sees to it that the process ends with its driver."""
+    return WorkerMain(config).run()
+
+
 def main() -> int:
-    config = msgspec.json.decode(_first_line(), type=WorkerConfig)
-    directories: list[Path] = []
-    threading.Thread(target=_end_with_driver, args=(directories,), daemon=True).start()
-    connection = Connection(config.address, config.name, key=config.key)
-    if not connection.inline:
-        directories.append(connection.directory)
-    sys.path += [entry for entry in config.path if entry not in sys.path]
-    queue = open_queue(connection)
-    _state(connection, "starting")
-    try:
-        _work(queue, config.job)
-    except (Exception, SystemExit) as error:  # an engine that exits has not ended the stream
-        _state(connection, "failed", traceback.format_exc(limit=-12))
-        traceback.print_exc()
-        queue.flush()
-        connection.close()
-        return EXIT_FATAL if isinstance(error, FATAL) else 1
-    _state(connection, "stopped")
-    queue.flush()
-    connection.close()
-    return 0
+    """The worker that standard input names."""
+    line = _first_line()
+    if not line:  # the driver died before it had said what to be
+        return 0
+    worker = WorkerMain(line)
+    threading.Thread(target=_end_with_driver, args=(worker,), daemon=True).start()
+    ending = worker.run()
+    with contextlib.suppress(OSError):  # a pipe cannot be answered on
+        os.write(0, ending.text.encode()[-LAST_WORDS:])
+    return ending.status
+
+
+def _ending(error: BaseException) -> WorkerEnding:
+    traceback.print_exception(error)
+    text = "".join(traceback.format_exception(error, limit=-12))
+    return WorkerEnding(FATAL_STATUS if isinstance(error, FATAL) else 1, text)
 
 
 def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob) -> None:
@@ -162,10 +223,10 @@ def _first_line() -> bytes:
     return line
 
 
-def _end_with_driver(directories: list[Path]) -> None:
+def _end_with_driver(worker: WorkerMain) -> None:
     """The driver holds the other end of standard input: when it ends, however it ends, so do we."""
     while os.read(0, 4096):
         pass
-    for directory in directories:
-        remove_if_ownerless(directory, wait_s=5.0)  # the lock falls a moment after the pipe
+    if worker.directory is not None:
+        remove_if_ownerless(worker.directory, wait_s=5.0)  # the lock falls a moment after the pipe
     os._exit(0)

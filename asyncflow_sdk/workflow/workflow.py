@@ -24,15 +24,17 @@ import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, WorkerFailed
+from ..interfaces import OnFailure, Place
 from ..ledger import Audit
 from ..types import Staleness, Weights
 from .checking import AHEAD_STEPS, problems_of
 from .data import Feeder, Prompts, load_prompts
-from .launch import LocalProcess
 from .recorder import Recorder, Sink
-from .run import Run, serve, task_arguments
+from .run import Run, task_arguments
+from .serving import serve
 from .showing import described, drawn, shown
-from .specs import OnFailure, Place, Rollout, Stage, Train
+from .specs import Rollout, Stage, Train
+from .supervise import Worker
 
 FINISH_S = 30.0
 """How long workers may take to end by themselves after the last step (seconds); exporting a model counts."""
@@ -148,6 +150,7 @@ class Workflow:
             directory, on_event=recorder.event, on_step=recorder.step, steps=self.steps,
             max_staleness=self.staleness.max_staleness, capacity_rows=self.capacity_rows, keep_versions=self.weights.keep,
             max_swapping=self.weights.max_swapping, quorum=self.weights.quorum,
+            on_failure=self.on_failure,
         )  # fmt: skip
         try:
             trainer = self._start(run, directory)
@@ -161,7 +164,7 @@ class Workflow:
             finally:
                 run.close()
 
-    def _start(self, run: Run, directory: Path) -> LocalProcess:
+    def _start(self, run: Run, directory: Path) -> Worker:
         spec = self.train.declare(self.batch_size)
         run.queue.declare(**task_arguments(spec))
         for stage in self.stages:
@@ -173,7 +176,6 @@ class Workflow:
             run.queue, self.data, group_size=self.rollout.group_size, chunk=self.batch_size // self.rollout.group_size,
             seed=self.seed, on_failure=run.fail, epochs=self.epochs,
         ).start()  # fmt: skip
-        assert isinstance(trainer, LocalProcess)
         return trainer
 
     def _summary(self, recorder: Recorder, outcome: _Outcome, wall_s: float) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Naive(NaiveVersions):
             assert isinstance(outcome, cmd.Joined), outcome
             assert outcome.session not in self.loaded
             self.loaded[outcome.session] = None
+            self.names[outcome.session] = command.name
             return
         if session not in self.loaded:
             assert isinstance(outcome, LeaseLost), outcome
@@ -171,8 +172,12 @@ class Naive(NaiveVersions):
         self._is(outcome, cmd.Cancelled(count=before - len(self.live())))
 
     def _dismiss(self, session: int, c: cmd.Dismiss, outcome: Any) -> None:
-        self._is(outcome, cmd.Done())
-        self.dismissed.add(c.session or session)
+        named = [s for s, name in self.names.items() if name == c.name and s in self.loaded] if c.name else [session]
+        self._is(outcome, cmd.Dismissed(count=len(named)))
+        self.dismissed |= set(named)
+        for each in named:
+            if c.ended and each != session:
+                self.drop(each, blame=True)
 
     def _leave(self, session: int, c: cmd.Leave, outcome: Any) -> None:
         self._is(outcome, cmd.Done())

@@ -74,6 +74,7 @@ class NaiveRows:
         self.tasks: dict[str, TaskSpec] = {}
         self.loaded: dict[int, int | None] = {}  # by session
         self.dismissed: set[int] = set()  # sessions that are given nothing more
+        self.names: dict[int, str] = {}
         self.leases: dict[int, Lease] = {}
         self.dealt: dict[int, dict[int, cmd.Leased]] = {}  # token -> rank -> what a team was told
         self.parked: list[Parked] = []

@@ -87,7 +87,9 @@ class LedgerMachine(LeaseRules, VersionRules):
         elif what == "cancel":
             self._cancel(at, data.draw(st.sampled_from(["rows", "rows", "key", "partition", "nothing"])))
         elif what == "dismiss" and data.draw(one_in(2)):
-            self.run.send(self.session(0), cmd.Dismiss(session=self.session(at)))
+            name = self.run.naive.names[self.session(at)] if at % 2 else ""
+            ended = data.draw(st.sampled_from(["", "its process ended"]))
+            self.run.send(self.session(0), cmd.Dismiss(name=name, ended=ended))
             self.sessions[at % len(self.sessions)] = self.run.join(
                 f"worker {at}"
             )  # the other may finish what it holds

@@ -1,6 +1,7 @@
 """Stage functions that worker processes can import."""
 
 import math
+import os
 import sys
 import time
 
@@ -47,3 +48,11 @@ def slow_once(response_ids):
 
 
 _called = []
+
+
+def pinned(x):
+    """The one CPU that every thread of this process is on."""
+    cpus = {os.sched_getaffinity(int(task)) == os.sched_getaffinity(0) for task in os.listdir("/proc/self/task")}
+    assert cpus == {True}
+    (cpu,) = os.sched_getaffinity(0)
+    return [cpu for _ in x]

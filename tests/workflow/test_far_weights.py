@@ -98,7 +98,7 @@ def test_a_trainer_that_comes_after_another_goes_on_from_what_is_current(
             begin(first, fail_at=3)
             failures: list[BaseException] = []
             thread = produce(af.connect(run.address, name="replica"), failures)
-            (trainer,) = [worker for worker in first._workers if worker.name.startswith("train")]
+            (trainer,) = [worker for worker in first.workers if worker.name.startswith("train")]
             assert trainer.ended.wait(60)
             current = run.queue.status().version
             assert current == 3

@@ -32,7 +32,7 @@ from .rows import (
     RowsWanted,
     Wanted,
 )
-from .run import Configure, Declare, Dismiss, End, Join, Joined, Leave, SamplerSpec, Sampling, TaskSpec
+from .run import Configure, Declare, Dismiss, Dismissed, End, Join, Joined, Leave, SamplerSpec, Sampling, TaskSpec
 from .training import Checkpoint, Cut, GetCut, Resume, Resumed
 from .unions import AnyCommand, AnyReply
 from .versions import (
@@ -75,6 +75,7 @@ __all__ = [
     "Cut",
     "Declare",
     "Dismiss",
+    "Dismissed",
     "Done",
     "End",
     "Failed",

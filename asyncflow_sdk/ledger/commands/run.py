@@ -114,10 +114,18 @@ class End(Command, frozen=True, tag="end"):
 
 
 class Dismiss(Command, frozen=True, tag="dismiss"):
-    """Session ``session`` (0: this one) is given nothing more: its requests for rows and versions are answered as at the
-    end of the stream, now and from now on. What it holds it may finish. One that is gone is no error."""
+    """The clients of a name ("": this one alone) are given nothing more: their requests for rows and versions are answered
+    as at the end of the stream, now and from now on. What they hold they may finish; with ``ended``, the reason, their
+    processes are known to have ended, and it goes back. Answered with ``Dismissed``."""
 
-    session: int = 0
+    name: str = ""
+    ended: str = ""
+
+
+class Dismissed(Reply, frozen=True, tag="dismissed"):
+    """``count`` clients had the name."""
+
+    count: int
 
 
 class Leave(Command, frozen=True, tag="leave"):

@@ -23,7 +23,7 @@ from .rows import (
     RowsWanted,
     Wanted,
 )
-from .run import Configure, Declare, Dismiss, End, Join, Joined, Leave
+from .run import Configure, Declare, Dismiss, Dismissed, End, Join, Joined, Leave
 from .training import Checkpoint, Cut, GetCut, Resume, Resumed
 from .versions import (
     Announce,
@@ -51,6 +51,6 @@ AnyCommand: TypeAlias = (
     | Dismiss | Leave | GetAudit | GetFailed | GetStatus | Checkpoint | Resume | GetCut | GetPut
 )  # fmt: skip
 AnyReply: TypeAlias = (
-    Done | Joined | PutDone | Leased | LoadFirst | Completed | Cancelled | Failed | Publisher | Published | RolledBack
-    | Permitted | Version | RowsWanted | Audit | StatusReport | Resumed | Cut | LastPut
+    Done | Joined | PutDone | Leased | LoadFirst | Completed | Cancelled | Dismissed | Failed | Publisher | Published
+    | RolledBack | Permitted | Version | RowsWanted | Audit | StatusReport | Resumed | Cut | LastPut
 )  # fmt: skip

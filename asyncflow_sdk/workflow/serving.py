@@ -1,0 +1,124 @@
+"""Serving a run, and connecting to one.
+
+with af.serve("runs/mine", address="tcp://0.0.0.0:7000") as run: ...             # the driver
+with af.connect("tcp://10.0.0.1:7000", key="run.key") as run: ...                # anybody else
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from ..errors import ConfigError
+from ..interfaces import OnFailure, Sampler, check_on_failure
+from ..queue import Connection, QueueServer
+from ..types import Batch, Event
+from ..wire import MAX_BYTES, ServerKeys, on_loopback, server_keys
+from .address import find_address, write_addresses
+from .run import Run
+
+
+def serve(
+    directory: str | Path | None = None,
+    *,
+    address: str | None = None,
+    key: str | os.PathLike[str] | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    on_step: Callable[[int, Callable[[], Batch]], None] | None = None,
+    name: str = "driver",
+    max_staleness: int = 1,
+    capacity_rows: int = 100_000,
+    capacity_bytes: int | None = None,
+    steps: int | None = None,
+    keep_versions: int = 2,
+    max_swapping: int = 0,
+    quorum: int = 0,
+    durability: Literal["process", "host"] | None = None,
+    max_call_bytes: int = MAX_BYTES,
+    samplers: Mapping[str, Callable[..., Sampler]] | None = None,
+    on_failure: OnFailure = "stop",
+) -> Run:
+    """Serve a run from this process. ``directory``: where workers log. ``address``: also listen there
+    (``tcp://127.0.0.1:0`` picks a port); a socket of the run is always there. ``capacity_bytes``: of payload alive
+    at once; by default half of what is free where the segments lie.
+
+    An address that other hosts may reach (``tcp://0.0.0.0:7000``) is served with keys: ``server.key`` and ``run.key``
+    in ``directory``, made there unless they are; clients get a copy of ``run.key``. ``key``: another path for
+    ``server.key``; given, an address on loopback has keys too. ``max_call_bytes``: most that a client there may put or
+    complete in one call.
+
+    ``keep_versions``: so many versions of the weights, the newest, can be fetched and rolled back to. ``max_swapping``: so many
+    replicas load one at once (0: all). ``quorum``: so many must have it staged before any loads it (0: none).
+
+    ``samplers``: those of this process by name, beside the installed ones. ``on_failure``: whether the run stops when a
+    worker started here has failed for good, or goes on while one of its role is left.
+
+    ``durability``: what was acknowledged survives the kill of any process ("process"), or of the host too ("host",
+    which waits for the disk): a journal is kept in ``directory``, and whoever serves the same directory again goes on
+    where that run died, with the limits it had; clients that still live just wait for it. ``run.recovered`` tells what
+    was found. Raises ConfigError, also while another process serves it.
+    """
+    check_on_failure(on_failure)
+    path = Path(directory) if directory is not None else None
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+    if durability not in (None, "process", "host"):
+        raise ConfigError(f'durability is "process" or "host", not {durability!r}')
+    if durability is not None and path is None:
+        raise ConfigError(f'a run of durability "{durability}" needs a directory for its journal')
+    journal = path / "journal" if path is not None and (durability or (path / "journal").is_dir()) else None
+    keys = _keys(path, address, key)
+    server = QueueServer(
+        [address] if address else [], on_event=on_event, on_step=on_step, journal=journal, durability=durability,
+        keys=keys, max_call_bytes=max_call_bytes, samplers=samplers,
+    )  # fmt: skip
+    try:
+        run = Run(Connection(server.here, name), server, path, on_failure)
+        if capacity_bytes is None:
+            room = os.statvfs(server.rows)
+            capacity_bytes = max(room.f_bavail * room.f_frsize // 2, 1)
+        if server.recovered is None:
+            run.queue.configure(
+                max_staleness=max_staleness, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, steps=steps,
+                keep_versions=keep_versions, max_swapping=max_swapping, quorum=quorum,
+            )  # fmt: skip
+        if path is not None:
+            write_addresses(path, server.addresses)
+    except BaseException:
+        server.close()
+        raise
+    return run
+
+
+def connect(
+    address: str | os.PathLike[str],
+    *,
+    key: str | os.PathLike[str] | None = None,
+    shared_memory: bool = True,
+    name: str = "client",
+    timeout_s: float = 30.0,
+) -> Run:
+    """Connect to a run: by its address or, on its own host, by its directory while it is served.
+
+    ``key``: the path of a copy of the run's ``run.key``, which a run that other hosts can reach asks for.
+    ``shared_memory`` False: send values over the socket even where the server's memory is in sight, as it is done
+    anyway from another host. ``timeout_s``: the longest it waits for a server, which may start meanwhile. Raises
+    ConfigError, AccessDenied, ServerLost, ProtocolError.
+    """
+    return Run(Connection(find_address(address), name, key=key, shared_memory=shared_memory, timeout_s=timeout_s))
+
+
+def _keys(directory: Path | None, address: str | None, key: str | os.PathLike[str] | None) -> ServerKeys | None:
+    """The keys to serve an address with; None for one that needs none."""
+    tcp = address is not None and address.startswith("tcp:")
+    if key is not None and not tcp:
+        raise ConfigError(
+            f"key= is for a tcp address; {address or 'the socket of a run'} is on this host and needs none"
+        )
+    if key is not None:
+        return server_keys(Path(key), (directory or Path(key).parent) / "run.key")
+    if directory is None or address is None or not tcp or on_loopback(address):
+        return None
+    return server_keys(directory / "server.key", directory / "run.key")

@@ -1,0 +1,162 @@
+"""Supervision, the same for every launcher: a worker that dies is started again, with back-off and a limit; one that fails
+for good is named, with its traceback."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import Protocol
+
+from ..errors import PluginError, WorkerFailed
+from ..interfaces import Launcher, WorkerEnding, WorkerHandle, WorkerOrder
+from ..plugins import registry
+from ..types import Event
+from ..types import events as ev
+
+BACKOFF_S = 0.5
+BACKOFF_MOST_S = 30.0
+FORGIVEN_S = 10 * BACKOFF_MOST_S
+"""A worker that ran for so long has its restarts back (seconds)."""
+GRACE_S = 5.0
+
+
+def launcher_named(name: str) -> Launcher:
+    """A new launcher. Raises PluginError for one that is not installed, and for what is none."""
+    made = registry().get("launcher", name).load()()
+    if not isinstance(made, Launcher):
+        raise PluginError(f"launcher {name!r} is a {type(made).__name__}, which is no asyncflow_sdk.Launcher")
+    return made
+
+
+class Boss(Protocol):
+    """Who is told of a worker, in the worker's own thread. None of it may raise."""
+
+    def report(self, event: Event) -> None:
+        """The worker changed its state."""
+
+    def gone(self, worker: Worker, why: str) -> None:
+        """Its process has ended, perhaps without a word to the queue."""
+
+    def failed(self, worker: Worker, error: WorkerFailed) -> None:
+        """It ended for good with an error."""
+
+    def ended(self, worker: Worker) -> None:
+        """It ended for good."""
+
+
+class Worker:
+    """A worker that is kept running. ``role``: what it does, as others may do, too. ``ended`` is set when it has, for good;
+    ``lost``: with an error. Thread-safe. Raises what the launcher raises at the first start."""
+
+    def __init__(self, launcher: Launcher, order: WorkerOrder, role: str, boss: Boss) -> None:
+        self.name, self.role, self.order = order.name, role, order
+        self._launcher, self._boss = launcher, boss
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self.ended = threading.Event()
+        self.leaving = False
+        self.lost = False
+        self._handle: WorkerHandle = launcher.start(order)
+        threading.Thread(target=self._supervise, name=f"supervise-{self.name}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The process as it is now, on its host."""
+        return self._handle.pid
+
+    @property
+    def host(self) -> str:
+        """Where it runs; "" where nobody knows."""
+        return self._handle.host
+
+    def stop(self) -> None:
+        """Tell the worker to end at once: what it holds goes back. Does not wait."""
+        self._stopping.set()
+        with self._lock:
+            self._handle.stop()
+
+    def leave(self, grace_s: float) -> None:
+        """It has been told that it will be given nothing more: it is not started again, and ended after ``grace_s``."""
+        self.leaving = True
+
+        def see_out() -> None:
+            if not self.ended.wait(grace_s):
+                self.stop()
+                self.join(GRACE_S)
+
+        threading.Thread(target=see_out, name=f"leave-{self.name}", daemon=True).start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the worker's end; kill it when that takes longer. Returns whether it ended by itself."""
+        if self.ended.wait(timeout_s):
+            return True
+        self._stopping.set()
+        with self._lock:
+            self._handle.kill()
+        self.ended.wait(GRACE_S)
+        return False
+
+    def _supervise(self) -> None:
+        try:
+            self._keep_running()
+        except Exception as error:  # it cannot be started again
+            self._fail(f"cannot be started again: {type(error).__name__}: {error}", "")
+        finally:
+            self.ended.set()
+            self._boss.ended(self)
+
+    def _keep_running(self) -> None:
+        place, restarts = self.order.place, 0
+        while True:
+            began, ending = time.monotonic(), self._wait()
+            if ending.status or self._stopping.is_set():
+                self._boss.gone(
+                    self, f"its worker {_how(ending.status)}" if ending.status else "its worker was stopped"
+                )
+            if not ending.status or self._stopping.is_set() or self.leaving:
+                self._say("stopped")
+                return
+            if time.monotonic() - began > FORGIVEN_S:
+                restarts = 0
+            if ending.comes_again or restarts >= place.max_restarts:
+                again = f" after {restarts} restarts" if restarts else ""
+                self._fail(_how(ending.status) + again, ending.text)
+                return
+            wait_s = min(BACKOFF_MOST_S, BACKOFF_S * 2**restarts)
+            restarts += 1
+            again = f"restart {restarts} of {place.max_restarts} in {wait_s:g} s"
+            self._say("restarting", f"{_how(ending.status)}; {again}")
+            if self._stopping.wait(wait_s) or self.leaving:
+                self._say("stopped")
+                return
+            handle = self._launcher.start(self.order)
+            with self._lock:
+                self._handle = handle
+                if self._stopping.is_set():  # it was told before there was anyone to tell
+                    handle.stop()
+
+    def _wait(self) -> WorkerEnding:
+        try:
+            return self._handle.wait()
+        except Exception as error:
+            return WorkerEnding(1, f"its launcher lost it: {type(error).__name__}: {error}")
+
+    def _fail(self, how: str, text: str) -> None:
+        self.lost = True
+        self._say("failed", f"{how}\n{text}".strip())
+        self._boss.failed(self, WorkerFailed(f"worker {self.name!r} {how}", self.name, text))
+
+    def _say(self, state: str, detail: str = "") -> None:
+        self._boss.report(
+            ev.WorkerState(time_s=time.monotonic(), worker=self.name, state=state, pid=self.pid, detail=detail)
+        )
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+    return f"ended with status {status}"

@@ -1,0 +1,56 @@
+"""The launcher "thread": workers in threads of the driver, for tests and notebooks, and for functions that no other
+process can import. They share its interpreter, and its GIL; nothing can kill one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from ..errors import ConfigError
+from ..interfaces import Launcher, Place, WorkerEnding, WorkerHandle, WorkerOrder
+from .worker import WorkerMain
+
+Start = Callable[[bytes], WorkerMain]
+
+
+class ThreadLauncher(Launcher):
+    """Threads of this process. ``make``: what a worker is, from its configuration."""
+
+    def __init__(self, make: Start = WorkerMain) -> None:
+        self._make = make
+
+    def check(self, place: Place) -> None:
+        given = [name for name in ("python", "env", "cpus", "gpus") if getattr(place, name)]
+        if given:
+            raise ConfigError(
+                f"{given[0]}= is for workers in processes; a thread has the interpreter, the environment and the CPUs of"
+                " its driver"
+            )
+
+    def start(self, order: WorkerOrder) -> WorkerHandle:
+        return _Thread(order.name, self._make(order.config))
+
+
+class _Thread(WorkerHandle):
+    def __init__(self, name: str, worker: WorkerMain) -> None:
+        self.pid, self.host = os.getpid(), socket.gethostname()
+        self._worker = worker
+        self._ending = WorkerEnding(1, "it never ran")
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._ending = self._worker.run()
+
+    def wait(self) -> WorkerEnding:
+        self._thread.join()
+        return self._ending
+
+    def stop(self) -> None:
+        """It ends when it is through with what it holds."""
+        self._worker.leave()
+
+    def kill(self) -> None:
+        """Nothing can; a daemon thread ends with its process."""
