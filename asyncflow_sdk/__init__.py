@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from .interfaces import Candidates as Candidates
     from .interfaces import Capabilities as Capabilities
     from .interfaces import Completion as Completion
+    from .interfaces import Filling as Filling
     from .interfaces import Launcher as Launcher
     from .interfaces import Place as Place
     from .interfaces import Request as Request
     from .interfaces import RolloutEngine as RolloutEngine
     from .interfaces import Sampler as Sampler
+    from .interfaces import StalenessPolicy as StalenessPolicy
     from .interfaces import StepResult as StepResult
     from .interfaces import TrainEngine as TrainEngine
     from .interfaces import WeightUpdate as WeightUpdate
@@ -82,6 +84,7 @@ _WHERE = {
     "Candidates": "interfaces",
     "Capabilities": "interfaces",
     "Completion": "interfaces",
+    "Filling": "interfaces",
     "GRPO": "types",
     "Probe": "types",
     "Ragged": "types",
@@ -90,6 +93,7 @@ _WHERE = {
     "Sampler": "interfaces",
     "Sampling": "types",
     "Staleness": "types",
+    "StalenessPolicy": "interfaces",
     "StepResult": "interfaces",
     "StreamDataLoader": "queue",
     "TrainEngine": "interfaces",

@@ -25,7 +25,7 @@ import pluggy
 from .errors import ConfigError, PluginError
 
 GROUP = "asyncflow_sdk"
-Kind = Literal["rollout", "train", "transport", "store", "sampler", "algorithm", "launcher", "tracker"]
+Kind = Literal["rollout", "train", "transport", "store", "sampler", "staleness", "algorithm", "launcher", "tracker"]
 hookspec = pluggy.HookspecMarker(GROUP)
 hookimpl = pluggy.HookimplMarker(GROUP)
 

@@ -107,6 +107,9 @@ def demo(
     max_staleness: Annotated[
         int, typer.Option(min=0, help="Versions a trained token may be old; 0 trains synchronously.")
     ] = 1,
+    staleness: Annotated[
+        str, typer.Option(help="What becomes of rows that take long: wait, drop, count, or another installed policy.")
+    ] = "wait",
     model: Annotated[
         Path | None,
         typer.Option(
@@ -127,7 +130,7 @@ def demo(
             f"the demo cannot be loaded: {error}. It trains with torch and transformers;"
             f" install them with: {_INSTALL_TORCH}"
         ) from error
-    raise typer.Exit(module.run_demo(out, steps, seed, max_staleness, model, Console()))
+    raise typer.Exit(module.run_demo(out, steps, seed, max_staleness, model, Console(), staleness))
 
 
 @app.command()

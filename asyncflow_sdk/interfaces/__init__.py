@@ -12,6 +12,7 @@ from .launcher import (
 )
 from .rollout import Capabilities, Completion, Request, RolloutEngine
 from .sampler import Candidates, Sampler
+from .staleness import Filling, StalenessPolicy
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
 from .weights import (
     Fetched,
@@ -31,6 +32,7 @@ __all__ = [
     "Capabilities",
     "Completion",
     "Fetched",
+    "Filling",
     "Host",
     "Launcher",
     "OnFailure",
@@ -39,6 +41,7 @@ __all__ = [
     "RolloutEngine",
     "Room",
     "Sampler",
+    "StalenessPolicy",
     "StepResult",
     "TensorType",
     "TrainEngine",

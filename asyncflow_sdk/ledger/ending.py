@@ -9,6 +9,7 @@ from .commands import TERMINAL, Ids
 from .rows import DONE, LEASED, LIVE, NONE, READY, TASK_STATES, WAITING
 from .state import (
     CANCELLED,
+    Held,
     State,
 )
 
@@ -65,10 +66,11 @@ class Ending(State):
                 self._excused.append((name, ids[states == WAITING]))
             if not counts[LEASED]:
                 continue
-            for token, count in zip(
-                *np.unique(rows.task(name, "token")[at][states == LEASED], return_counts=True), strict=True
-            ):
-                self._release(self.leases[int(token)], int(count))
+            tokens = np.where(states == LEASED, rows.task(name, "token")[at], NONE)
+            for token, count in zip(*np.unique(tokens[tokens != NONE], return_counts=True), strict=True):
+                lease = self.leases[int(token)]
+                self._tell_lost(lease, ids[tokens == token])
+                self._release(lease, int(count))
         self._count_kinds(at, -1)
         if self.steps is not None:
             self.unselected -= int(((rows.step[at] == NONE) & self._trained(at)).sum())
@@ -83,6 +85,14 @@ class Ending(State):
             self.reasons[f"{label}: {reason}"] += len(ids)
         self._effects.events.append(ev.RowsEnded(time_s=self._now, state=label, count=len(ids), reason=reason))
         self._dirty.update(("put", "wanted"))
+
+    def _tell_lost(self, lease: Held, ids: Ids) -> None:
+        """Rows of a lease have ended: whoever holds it and wants to hear of that, does."""
+        for number in lease.sessions:
+            session = self.sessions.get(number)
+            if session is not None and session.lost is not None:
+                session.lost.append(ids)
+                self._dirty.add("lost")
 
     def _cancel_unselected(self, reason: str) -> None:
         """Rows that the steps take and never will."""

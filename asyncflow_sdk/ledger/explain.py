@@ -25,6 +25,8 @@ def explain(ledger: State, waiter: Waiter, now: float) -> str:
                 f" first; {_why_no_version(ledger, now)}"
             )
         return f"{waited}no version newer than {command.after}; {_why_no_version(ledger, now)}"
+    if isinstance(command, cmd.AwaitLost):
+        return f"{waited}none of the rows this session has leased has ended"
     if isinstance(command, cmd.Announce):
         return f"{waited}version {command.version} comes after another one; {why_not_there(ledger, now)}"
     if isinstance(command, cmd.Swap):
@@ -127,8 +129,11 @@ def _why_not_admitted(ledger: State, task: Task, waiter: Waiter, now: float) -> 
     loaded = ledger.sessions[waiter.session].loaded
     if loaded is None:
         return f"no version is loaded; {_why_no_version(ledger, now)}"
+    if ledger.policy_failed:
+        return ledger.policy_failed
+    policy = "" if ledger.rule.spec.name == "wait" else f" (policy {ledger.rule.spec.name!r})"
     return (
-        f"with version {loaded} loaded and max_staleness {window.max_staleness} no group may start: step"
+        f"with version {loaded} loaded and max_staleness {window.max_staleness}{policy} no group may start: step"
         f" {window.step} has {window.free} free slots and {window.load(window.step + window.max_staleness)} rows"
         f" admitted for it; {_why_no_version(ledger, now)}; {_missing(ledger, ledger.steps.task, now)}"
     ).rstrip("; ")

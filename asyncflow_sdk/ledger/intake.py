@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import ConfigError, Ended, SchemaError
+from ..types import events as ev
 from . import commands as cmd
 from .commands import TaskSpec, unpack_ids
 from .rows import APART, LIVE, WAITING
-from .state import CANCELLED, MAX_NUMBER, Session, Steps, Task
+from .state import CANCELLED, MAX_NUMBER, Rule, Session, Steps, Task
 from .teaming import Teaming
 from .window import Window
 
@@ -55,13 +56,15 @@ class Intake(Teaming):
             value = getattr(command, name)
             if value is not None and not LIMITS[name] <= value <= MAX_NUMBER:
                 raise ConfigError(f"{name} cannot be {value}; it is {LIMITS[name]} or more")
-        changes_rule = {command.max_staleness, command.steps, command.checkpoints} != {None}
-        if changes_rule and self.steps is not None:
+        rule = (command.max_staleness, command.staleness, command.steps, command.checkpoints)
+        if any(said is not None for said in rule) and self.steps is not None:
             raise ConfigError(
-                "max_staleness, steps and checkpoints are set before the task with batch_rows is declared"
+                "max_staleness, its policy, steps and checkpoints are set before the task with batch_rows is declared"
             )
         if self.steps is not None and command.capacity_rows is not None:
-            _check_capacity(self.steps.window.batch_rows, command.capacity_rows)
+            _check_capacity(self.steps.window.batch_rows, self.rule, command.capacity_rows)
+        if command.staleness is not None:
+            self._set_policy(command.staleness)
         for name in LIMITS:
             if (value := getattr(command, name)) is not None:
                 setattr(self, "last_steps" if name == "steps" else name, value)
@@ -78,7 +81,8 @@ class Intake(Teaming):
                 raise ConfigError(f"task {spec.name!r} is already declared as {known.spec}, not {spec}")
             return cmd.Done()
         sampling = self.sampling_of(spec)
-        self._check_task(spec)
+        rule = self.rule if spec.batch_rows is None else self._rule_for(spec.batch_rows)
+        self._check_task(spec, rule)
         self._check_sampling(spec, sampling)
         bits = np.uint64(0)
         for column in spec.needs:
@@ -102,6 +106,8 @@ class Intake(Teaming):
             if command.measures:
                 self._measure(self.having(sampling.measure), {sampling.measure: command.measures}, slice(None))
         if spec.batch_rows is not None:
+            self.rule = rule
+            self._say_rule(rule)
             self.unselected = int(taken.sum())
             self.steps = Steps(task, Window(spec.batch_rows, self.max_staleness, self.last_steps))
             self._dirty.update(f"task {t}" for t in self.tasks)
@@ -121,7 +127,12 @@ class Intake(Teaming):
             self._skip(task, live[(state != WAITING) & (state != APART)])
         return cmd.Done()
 
-    def _check_task(self, spec: TaskSpec) -> None:
+    def _say_rule(self, rule: Rule) -> None:
+        text = f"staleness policy {rule.spec.name!r} with max_staleness {self.max_staleness}: {rule.promise}"
+        level = "info" if rule.bounded else "warning"
+        self._effects.events.append(ev.Note(time_s=self._now, text=text, level=level))
+
+    def _check_task(self, spec: TaskSpec, rule: Rule) -> None:
         if not (spec.lease_s > 0 and spec.max_attempts > 0):
             raise ConfigError(f"task {spec.name!r}: lease_s and max_attempts must be above 0")
         if spec.admits:
@@ -132,7 +143,7 @@ class Intake(Teaming):
                     + (" besides the one that makes the steps" if other is None else f", and {other!r} is it")
                 )
         if spec.batch_rows is not None:
-            self._check_step_task(spec)
+            self._check_step_task(spec, rule)
             if self.checkpoints and spec.gives:
                 raise ConfigError(
                     f"task {spec.name!r} gives columns, and with checkpoints a step may be trained again, but a column is"
@@ -140,13 +151,13 @@ class Intake(Teaming):
                 )
         self._check_places((*spec.needs, *spec.gives))
 
-    def _check_step_task(self, spec: TaskSpec) -> None:
+    def _check_step_task(self, spec: TaskSpec, rule: Rule) -> None:
         if self.steps is not None:
             raise ConfigError(
                 f"task {self.steps.task.spec.name!r} already makes the steps; a queue has one such task"
             )
         assert spec.batch_rows is not None
-        _check_capacity(spec.batch_rows, self.capacity_rows)
+        _check_capacity(spec.batch_rows, rule, self.capacity_rows)
         taken = [number for name, number in self.partitions.items() if spec.takes(name)]
         at = self.rows.at(self.rows.live_ids())
         sizes = set(self.rows.size[at][np.isin(self.rows.partition[at], taken)].tolist())
@@ -289,9 +300,14 @@ class Intake(Teaming):
         return cmd.Done()
 
 
-def _check_capacity(batch_rows: int, capacity_rows: int) -> None:
+def _check_capacity(batch_rows: int, rule: Rule, capacity_rows: int) -> None:
     if not 1 <= batch_rows <= capacity_rows:
         raise ConfigError(f"a step of {batch_rows} rows cannot fill in a queue of capacity_rows={capacity_rows}")
+    if rule.least_rows > capacity_rows:
+        raise ConfigError(
+            f"steps of {batch_rows} rows under staleness policy {rule.spec.name!r} may wait for ever in a queue of"
+            f" capacity_rows={capacity_rows}: it needs {rule.least_rows}"
+        )
 
 
 def _check_groups_fill(batch_rows: int, group_size: int) -> None:

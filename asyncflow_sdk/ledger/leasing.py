@@ -37,6 +37,8 @@ class Leasing(Choosing):
         if self._exhausted(task, command.partition):
             where = "" if command.partition is None else f" of partition {command.partition!r}"
             raise Ended(f"task {command.task!r} has had every row{where} it will get")
+        if task.spec.grouped:
+            self._check_policy()
         if task.spec.admits:
             return self._lease_admitted(session, task, command)
         return self._lease_rows(session, task, command)
@@ -132,7 +134,7 @@ class Leasing(Choosing):
     def _lease_in_window(self, session: Session, task: Task, partition: int, count: int) -> cmd.Reply | None:
         assert self.steps is not None
         assert session.loaded is not None
-        loaded, rows, window = session.loaded, self.rows, self.steps.window
+        loaded, rows = session.loaded, self.rows
         ready = self._queue(task, partition)
         redo = task.redo.setdefault(partition, deque())
         while redo:
@@ -147,17 +149,19 @@ class Leasing(Choosing):
                 return cmd.LoadFirst(version=self.version) if self.version > loaded else None
             redo.popleft()
             return self._grant(session, task, ids, version=loaded)
+        if not ready:
+            return None
         deadline = self.lineage.step(loaded) + self.max_staleness
-        ids = self._take(task, ready, count, room=window.room(deadline))
+        ids = self._take(task, ready, count, room=self._admittable(deadline))
         if len(ids):
             at = rows.at(ids)
             rows.version[at] = loaded
             rows.deadline[at] = deadline
-            window.admit(len(ids), deadline)
+            self.steps.window.admit(len(ids), deadline)
             return self._grant(session, task, ids, version=loaded)
         group = ready.peek_group()
         deadline = self.lineage.step(self.version) + self.max_staleness
-        if len(group) and self.version > loaded and window.room(deadline) >= len(group):
+        if len(group) and self.version > loaded and self._admittable(deadline) >= len(group):
             return cmd.LoadFirst(version=self.version)
         return None
 
@@ -318,6 +322,13 @@ class Leasing(Choosing):
         lease.expires = self._now + self.tasks[lease.task].spec.lease_s
         self._lease_ends.add(lease.token)
         return cmd.Done()
+
+    def _await_lost(self, session: Session, command: cmd.AwaitLost) -> cmd.Reply | None:
+        if not session.lost:
+            session.lost = session.lost or []
+            return None
+        ids, session.lost = np.concatenate(session.lost), []
+        return cmd.Lost(ids=pack_ids(ids))
 
     def _return(self, lease: Held, ids: Ids, reason: str, blame: bool) -> None:
         """Rows go back to their task; those that lost too many leases fail with their group."""

@@ -5,8 +5,8 @@ A pure state machine: commands, the time and deaths go in; answers, events and r
 command follows the rows it names, never the rows alive. Not thread-safe: one thread owns it.
 
 Built in layers, each adding the commands of one idea to the one below:
-state → ending → stepping → choosing → leasing → teaming → intake → publishing → versioning → swapping → rolling_back
-→ losing → resuming → ledger.
+state → ending → policing → stepping → choosing → leasing → teaming → intake → publishing → versioning → swapping
+→ rolling_back → losing → resuming → ledger.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Ledger(Resuming):
             cmd.Complete: self._complete,
             cmd.GiveBack: self._give_back,
             cmd.Renew: self._renew,
+            cmd.AwaitLost: self._await_lost,
             cmd.OpenPublisher: self._open_publisher,
             cmd.ClosePublisher: self._close_publisher,
             cmd.Announce: self._announce,
@@ -214,6 +215,7 @@ class Ledger(Resuming):
 
 PLACES = {
     cmd.Put: "put", cmd.AwaitVersion: "version", cmd.Wanted: "wanted", cmd.Announce: "announce", cmd.Swap: "swap",
+    cmd.AwaitLost: "lost",
 }  # fmt: skip
 
 

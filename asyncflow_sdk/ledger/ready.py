@@ -26,6 +26,10 @@ class ReadyQueue:
         self._queues: dict[int, deque[Ids]] = {}
         self._order: list[int] = []  # minus the priorities that have a queue, so: in the order of their turn
 
+    def __bool__(self) -> bool:
+        """Whether there is anything, if only rows that are no longer ready."""
+        return bool(self._order)
+
     def push(self, ids: Ids) -> None:
         for priority, part in self._ranked(ids):
             self._queue(priority).extend(self._split(part))

@@ -63,11 +63,16 @@ def report(ledger: State) -> StatusReport:
         committed=ledger.committed,
         held=ledger.held,
         checkpoint=ledger.checkpoint,
+        staleness=ledger.rule.spec.name,
+        max_staleness=ledger.max_staleness if steps else NONE,
+        promise=ledger.rule.promise,
     )
 
 
 def _aside(ledger: State, waiter: Waiter) -> bool:
-    """Whether it is a replica that has weights, and hears of newer ones while it works: it waits for nothing."""
+    """Whether it works meanwhile: a replica that has weights and hears of newer ones, or of rows that have ended."""
+    if isinstance(waiter.command, cmd.AwaitLost):
+        return True
     return isinstance(waiter.command, cmd.AwaitVersion) and ledger.sessions[waiter.session].loaded is not None
 
 
@@ -136,4 +141,4 @@ def _verb(command: cmd.Command) -> str:
         return f"publish {command.version}"
     if isinstance(command, cmd.Swap):
         return f"load {command.version}"
-    return "wanted"
+    return "lost" if isinstance(command, cmd.AwaitLost) else "wanted"

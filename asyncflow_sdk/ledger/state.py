@@ -13,7 +13,7 @@ from ..errors import AsyncFlowError, SchemaError
 from ..types import ColumnSpec
 from ..types import events as ev
 from . import commands as cmd
-from .commands import TERMINAL, Ids, Sampling, TaskSpec
+from .commands import TERMINAL, Ids, PolicySpec, Sampling, TaskSpec
 from .lineage import Lineage
 from .outside import Outside
 from .ready import ReadyQueue
@@ -32,7 +32,8 @@ MAX_NUMBER = 1 << 61  # of a version or a limit: sums of two fit int64
 class Session:
     """One client. ``loaded``: the version its replica generates with; None before it has one. ``claimed``: that is a
     version 0 it brought itself, with which it has taken no prompts yet. ``leases``, ``parked``: tokens and tickets of what
-    it has, in order. ``rank``: of the publisher; NONE if it is none. ``dismissed``: it is given nothing more. ``replica``: of one that takes versions."""
+    it has, in order. ``rank``: of the publisher; NONE if it is none. ``dismissed``: it is given nothing more. ``replica``: of
+    one that takes versions. ``lost``: what of its leases has ended, and it has not been told; None: it has not asked to be."""
 
     id: int
     name: str
@@ -44,6 +45,7 @@ class Session:
     dismissed: bool = False
     leases: dict[int, Held] = field(default_factory=dict)
     parked: dict[int, None] = field(default_factory=dict)
+    lost: list[Ids] | None = None
 
 
 @dataclass
@@ -183,6 +185,16 @@ class Steps:
 
 
 @dataclass
+class Rule:
+    """The staleness policy, and what it says of itself: see ``StalenessPolicy``. ``least_rows``: for these steps."""
+
+    spec: PolicySpec
+    promise: str = ""
+    bounded: bool = True
+    least_rows: int = 1
+
+
+@dataclass
 class Effects:
     """What a command did: answers by ticket in order, events, and rows whose memory may go."""
 
@@ -232,6 +244,8 @@ class State:
         self.charged = 0  # bytes that live rows take or may take
         self.largest_row = 0  # bytes of the largest row that has ended
         self.max_staleness = 1
+        self.rule = Rule(PolicySpec("wait"))
+        self.policy_failed = ""  # why no further row can be selected
         self.last_steps: int | None = None
         self.checkpoints = False
         self.covered = 0  # steps before this one are final
@@ -250,6 +264,7 @@ class State:
         self.schema: dict[str, ColumnSpec] = {}
         self._places: dict[str, int] = {}  # of a column's bit
         self._reselect = False
+        self._stepped = False  # a step has closed, and nobody looked yet at what is late now
         self._excused: list[tuple[str, Ids]] = []  # rows of tasks that take whole groups, that ended unready
         self._keys = KeyedPuts()
         self.letters = Letters()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .commands import Ids
-from .ending import Ending
+from .policing import Policing
 from .ready import ReadyQueue
 from .rows import APART, DONE, LIVE, NONE, READY, SELECTED, WAITING
 from .state import (
@@ -16,7 +16,7 @@ from .state import (
 )
 
 
-class Stepping(Ending):
+class Stepping(Policing):
     """Makes rows ready and fills steps."""
 
     def _make_ready_alike(self, tasks: Iterable[Task], ids: Ids, have: int, before: int) -> None:
@@ -92,7 +92,7 @@ class Stepping(Ending):
         self._through(task, ids)
 
     def _select(self) -> None:
-        """Fill the step with ready groups, earliest deadline first, as far as the rule allows."""
+        """Fill the step with ready groups, earliest deadline first, as far as the policy allows."""
         steps, rows = self.steps, self.rows
         assert steps is not None
         window, name = steps.window, steps.task.spec.name
@@ -100,7 +100,9 @@ class Stepping(Ending):
         while moved and not window.finished:
             moved = False
             for deadline in sorted(steps.ready, key=lambda d: (d is None, d)):
-                room = window.selectable(deadline)
+                if not steps.ready[deadline]:
+                    continue
+                room = self._selectable(deadline)
                 ids = steps.ready[deadline].take_groups(room, room)
                 if not len(ids):
                     continue
@@ -124,7 +126,12 @@ class Stepping(Ending):
             steps.whole[steps.window.step] = steps.closed[-1][1]
         steps.filling = []
         steps.window.close()
-        steps.ready = {d: q for d, q in steps.ready.items() if d is None or d >= steps.window.step}
+        steps.ready = {
+            d: queue
+            for d, queue in steps.ready.items()
+            if d is None or d >= steps.window.step or (not self.rule.bounded and steps.window.has(d))
+        }
+        self._stepped = True
         self._dirty.update((f"task {steps.task.spec.name}", "put", "wanted"))
         if steps.window.finished:
             self.ended = True
@@ -139,7 +146,10 @@ class Stepping(Ending):
 
     def _refill(self) -> None:
         self._excuse()
-        if self._reselect and self.steps is not None:
-            self._reselect = False
-            self._select()
+        while self.steps is not None and (self._stepped or self._reselect):
+            if self._stepped:
+                self._evict()
+            if self._reselect:
+                self._reselect = False
+                self._select()
         self._cancel_what_cannot_fill()

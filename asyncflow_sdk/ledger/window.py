@@ -1,20 +1,19 @@
-"""The staleness rule: which groups may be generated now, and which may join the step being filled.
+"""The window: which step is being filled, its free slots, and the rows under way for it and for later ones, counted.
 
-k is the step being filled (it trains version k), s its free slots of B; a row's deadline is the version its
-replica had loaded plus max_staleness; L_j counts admitted, unselected, live rows of deadline j or less.
-Invariant H: for all j >= k, L_j <= s + (j - k)·B. Both checks below keep it; so no row outlives its
-deadline unselected, and none can block a step for ever.
+What may come in and what has to go is a staleness policy's to say (``policies``); what it is shown is a ``Filling``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from types import MappingProxyType
 
 from ..errors import ConfigError
+from ..interfaces import Filling
 
 
 class Window:
-    """Counters of the rule; the rows themselves are the ledger's. ``deadline`` None: no limit."""
+    """Counters of the rows; the rows themselves are the ledger's. ``deadline`` None: of rows that came complete."""
 
     def __init__(self, batch_rows: int, max_staleness: int, steps: int | None = None) -> None:
         if batch_rows < 1:
@@ -26,9 +25,23 @@ class Window:
         self.free = batch_rows
         self._admitted: Counter[int] = Counter()
 
+    def filling(self, current: int) -> Filling:
+        """What a policy is shown; good until a counter changes. ``current``: the step that the newest version trains."""
+        admitted = MappingProxyType(self._admitted)
+        return Filling(self.step, self.batch_rows, self.free, self.max_staleness, current, admitted)
+
     def load(self, deadline: int) -> int:
         """L_j: admitted, unselected, live rows of this deadline or an earlier one."""
         return sum(n for d, n in self._admitted.items() if d <= deadline)
+
+    def has(self, deadline: int) -> bool:
+        """Whether admitted, unselected, live rows have this deadline."""
+        return self._admitted[deadline] > 0
+
+    @property
+    def under_way(self) -> int:
+        """Admitted, unselected, live rows."""
+        return sum(self._admitted.values())
 
     @property
     def finished(self) -> bool:
@@ -49,22 +62,6 @@ class Window:
         if self.slots is not None:
             return self.slots
         return self.free + (self.max_staleness + 1) * self.batch_rows
-
-    def room(self, deadline: int) -> int:
-        """How many rows may be admitted with this deadline."""
-        if deadline < self.step or self.finished:
-            return 0
-        room = min(self._slack(j) for j in {deadline, *self._admitted} if j >= deadline)
-        if self.slots is not None:
-            room = min(room, self.slots - sum(self._admitted.values()))
-        return max(0, room)
-
-    def selectable(self, deadline: int | None) -> int:
-        """How many ready rows of this deadline may join the step, leaving room for earlier ones."""
-        if self.finished:
-            return 0
-        earlier = [j for j in {self.step, *self._admitted} if j >= self.step and (deadline is None or j < deadline)]
-        return max(0, min([self.free, *(self._slack(j) for j in earlier)]))
 
     def admit(self, rows: int, deadline: int) -> None:
         self._admitted[deadline] += rows
@@ -89,7 +86,7 @@ class Window:
 
     def close(self) -> None:
         """The step is full; the next one fills."""
-        assert self.free == 0 and self.load(self.step) == 0, "a step closes full, leaving nothing overdue"
+        assert self.free == 0, "a step closes full"
         self.step += 1
         self.free = self.batch_rows
         self._admitted = +self._admitted
@@ -98,13 +95,3 @@ class Window:
         """This step and all later ones are empty again. ``back``: the rows that were in them, by deadline."""
         self.step, self.free = step, self.batch_rows
         self._admitted.update(back)
-        assert self.holds()
-
-    def holds(self) -> bool:
-        """Whether invariant H holds now."""
-        due = [j for j in {self.step, *self._admitted} if j >= self.step]
-        return all(self._slack(j) >= 0 for j in due) and self.load(self.step - 1) == 0
-
-    def _slack(self, j: int) -> int:
-        """What H leaves at j. Between admitted deadlines it only grows, so they are all that need checking."""
-        return self.free + (j - self.step) * self.batch_rows - self.load(j)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..errors import AsyncFlowError, ConfigError, SchemaError, VersionNeeded
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
-from ..ledger.commands import Audit, FailedGroup, SamplerSpec, StatusReport, TaskSpec
+from ..ledger.commands import Audit, FailedGroup, PolicySpec, SamplerSpec, StatusReport, TaskSpec
 from ..types.columns import empty
 from . import blocks
 from ._once import sync
@@ -62,15 +62,19 @@ class Verbs(Generic[B, S]):
         keep_versions: int | None = None,
         max_swapping: int | None = None,
         quorum: int | None = None,
+        staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None = None,
     ) -> None:
         """Set the queue's limits, before its tasks are declared. ``capacity_rows``: most rows alive at once.
         ``capacity_bytes``: most payload; ``row_bytes``: what a row may come to take with all that is written to
         it, reserved when it is put (0, the default: what the largest row so far took). ``steps``: how many steps
-        there will be; then the stream ends by itself. ``keep_versions``, ``max_swapping``, ``quorum``: of the weights; see
-        ``Configure``. Raises ConfigError."""
+        there will be; then the stream ends by itself. ``staleness_policy``: by name, or name and options, what
+        ``max_staleness`` means: "wait" (the default), "drop", "count", or another that is installed where the queue is
+        served. ``keep_versions``, ``max_swapping``, ``quorum``: of the weights; see
+        ``Configure``. Raises ConfigError, PluginError."""
         command = cmd.Configure(
             capacity_rows=capacity_rows, max_staleness=max_staleness, steps=steps, capacity_bytes=capacity_bytes,
             row_bytes=row_bytes, keep_versions=keep_versions, max_swapping=max_swapping, quorum=quorum,
+            staleness=policy_spec(staleness_policy),
         )  # fmt: skip
         await self._port.send(command)
 
@@ -235,6 +239,12 @@ class Verbs(Generic[B, S]):
         reply = await self._port.send(cmd.Wanted(timeout_s=timeout_s))
         return int(reply.count)
 
+    async def _lost(self, *, timeout_s: float = 60.0) -> npt.NDArray[np.int64]:
+        """Wait until rows that were leased here have ended (too late, cancelled, failed with their group): whoever works on them
+        may stop. Remembered from the first call on. Returns their ids, each once. Raises DeadlineExceeded."""
+        reply = await self._port.send(cmd.AwaitLost(timeout_s=timeout_s))
+        return unpack_ids(reply.ids)
+
     async def _end(self, *, cancel: bool = False, partition: str | None = None) -> None:
         """No further put, into one partition or any. ``cancel``: its rows that no full step holds are cancelled."""
         await self._port.send(cmd.End(cancel=cancel, partition=partition))
@@ -293,6 +303,7 @@ class AsyncTransferQueue(Verbs[AsyncLeasedBatch, AsyncStream]):
     get = Verbs._get
     loaded = Verbs._loaded
     wanted = Verbs._wanted
+    lost = Verbs._lost
     end = Verbs._end
     cancel = Verbs._cancel
     failed = Verbs._failed
@@ -312,6 +323,7 @@ class TransferQueue(Verbs[LeasedBatch, BlockingStream]):
     get = sync(Verbs[LeasedBatch, BlockingStream]._get)
     loaded = sync(Verbs._loaded)
     wanted = sync(Verbs._wanted)
+    lost = sync(Verbs._lost)
     end = sync(Verbs._end)
     cancel = sync(Verbs._cancel)
     failed = sync(Verbs._failed)
@@ -328,12 +340,23 @@ class TransferQueue(Verbs[LeasedBatch, BlockingStream]):
 def _sampler(sampler: Any) -> SamplerSpec | None:
     if sampler is None or isinstance(sampler, SamplerSpec):
         return sampler
-    name, options = (sampler, {}) if isinstance(sampler, str) else sampler if _is_pair(sampler) else (None, None)
+    return SamplerSpec(*_named("sampler", sampler))
+
+
+def policy_spec(policy: Any) -> PolicySpec | None:
+    """A staleness policy by its name, or its name and options. Raises ConfigError."""
+    if policy is None or isinstance(policy, PolicySpec):
+        return policy
+    return PolicySpec(*_named("staleness policy", policy))
+
+
+def _named(what: str, said: Any) -> tuple[str, dict[str, Any]]:
+    name, options = (said, {}) if isinstance(said, str) else said if _is_pair(said) else (None, None)
     if not isinstance(name, str) or not isinstance(options, Mapping):
-        raise ConfigError(f"a sampler is a name, or a pair of name and options, not {sampler!r:.100}")
+        raise ConfigError(f"a {what} is a name, or a pair of name and options, not {said!r:.100}")
     for option in options:
-        check_name(f"an option of sampler {name!r:.100}", option)
-    return SamplerSpec(name, dict(options))
+        check_name(f"an option of {what} {name!r:.100}", option)
+    return name, dict(options)
 
 
 def _is_pair(value: Any) -> bool:

@@ -15,10 +15,11 @@ import msgspec
 
 from .._version import __version__
 from ..errors import AsyncFlowError, MemoryFull, ProtocolError, by_name
-from ..interfaces import Sampler
+from ..interfaces import Sampler, StalenessPolicy
 from ..ledger import commands as cmd
 from ..ledger.choosing import make_sampler
 from ..ledger.commands import Ids
+from ..ledger.policing import make_policy
 from ..types import Batch, Event
 from ..types import events as ev
 from ..wire import MAX_BYTES, Server, ServerKeys, process_key
@@ -66,9 +67,11 @@ class QueueServer(Carrying):
         keys: ServerKeys | None = None,
         max_call_bytes: int = MAX_BYTES,
         samplers: Mapping[str, Callable[..., Sampler]] | None = None,
+        policies: Mapping[str, Callable[..., StalenessPolicy]] | None = None,
     ) -> None:
         super().__init__(Keeping(journal, durability), on_event, on_step)
         self.ledger.make_sampler = functools.partial(make_sampler, own=samplers)
+        self.ledger.make_policy = functools.partial(make_policy, own=policies)
         # the name of an inproc socket is free a while after its server is gone
         self.here = f"inproc://{self.directory.path.name}-{secrets.token_hex(4)}"
         addresses = [self.here, f"ipc://{self.directory.path}/queue", *addresses]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -16,17 +16,23 @@ Proof = Literal["probe", "held"]
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness:
-    """How far rollouts may lag behind training. ``wait``: no trained token is ever older than
-    ``max_staleness`` versions (0 is synchronous)."""
+    """How far rollouts may lag behind training. ``max_staleness``: versions that a trained token may be old; 0 trains
+    synchronously, 1 one step off. ``policy``: what is done about rows that take long. "wait": steps wait for them. "drop": what would be
+    too old expires, and others are generated in its place. "count": it is trained, however old; only the number of rows
+    under way is bounded. Also the name of another one that is installed, "module:name" of one that can be imported here, its class, or
+    any of these with options: ("mine", {"share": 0.25})."""
 
     max_staleness: int = 1
-    policy: Literal["wait"] = "wait"
+    policy: str | Callable[..., Any] | tuple[str | Callable[..., Any], Mapping[str, Any]] = "wait"
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
             raise ConfigError(f"max_staleness must be 0 or more, not {self.max_staleness}")
-        if self.policy != "wait":
-            raise ConfigError(f"unknown staleness policy {self.policy!r}; known: 'wait'")
+        of, options = self.policy if isinstance(self.policy, tuple) and len(self.policy) == 2 else (self.policy, {})
+        if not (isinstance(of, str) or callable(of)) or not isinstance(options, Mapping):
+            raise ConfigError(
+                f"a staleness policy is a name, a class, or either with options, not {self.policy!r:.100}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

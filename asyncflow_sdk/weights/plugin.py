@@ -1,4 +1,4 @@
-"""The transports, samplers and launchers that come with the SDK."""
+"""The transports, samplers, staleness policies and launchers that come with the SDK."""
 
 from ..plugins import AdapterSpec, hookimpl
 
@@ -10,6 +10,8 @@ SAMPLERS = {
     "length_bucketed": "LengthBucketed",
     "token_balanced": "TokenBalanced",
 }
+
+POLICIES = {"wait": "Wait", "drop": "Drop", "count": "Count"}
 
 
 @hookimpl
@@ -27,6 +29,10 @@ def asyncflow_adapters() -> list[AdapterSpec]:
         *(
             AdapterSpec(kind="sampler", name=name, factory=f"asyncflow_sdk.ledger.samplers:{factory}")
             for name, factory in SAMPLERS.items()
+        ),
+        *(
+            AdapterSpec(kind="staleness", name=name, factory=f"asyncflow_sdk.ledger.policies:{factory}")
+            for name, factory in POLICIES.items()
         ),
         AdapterSpec(
             kind="launcher",

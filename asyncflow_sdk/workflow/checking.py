@@ -17,6 +17,7 @@ from ..interfaces import Place
 from ..plugins import registry
 from ..weights.publisher import check_publishing
 from .dataflow import Dataflow, Node
+from .policy import rows_needed
 from .specs import Rollout, Stage, Train
 from .supervise import launcher_named
 from .text import Text
@@ -222,7 +223,7 @@ def _check_capacity(flow: Workflow) -> None:
 
 def least_rows(flow: Workflow) -> int:
     """How many rows must be able to live at once for every step to fill."""
-    return max(flow.batch_size, flow.rollout.group_size)
+    return max(flow.batch_size, flow.rollout.group_size, rows_needed(flow.staleness, flow.batch_size))
 
 
 def _check_weights(flow: Workflow) -> None:

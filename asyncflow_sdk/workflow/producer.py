@@ -47,6 +47,16 @@ class _Work:
     done: deque[tuple[int, Completion]] = field(default_factory=deque)
     left: set[int] = field(default_factory=set)
     """Rows that are not completed yet."""
+    requests: dict[asyncio.Task[None], range] = field(default_factory=dict)
+    """Those that run in the engine, and the rows of each."""
+
+    def forget(self, ended: np.ndarray[Any, np.dtype[np.int64]]) -> list[asyncio.Task[None]]:
+        """Rows with these ids have ended: nothing more is said of them. Gives the requests that work for nothing else; a group
+        ends as a whole."""
+        lost = set(np.flatnonzero(np.isin(self.batch.ids, ended)).tolist())
+        self.left -= lost
+        self.done = deque((at, completion) for at, completion in self.done if at not in lost)
+        return [request for request, rows in self.requests.items() if not lost.isdisjoint(rows)]
 
 
 class Producer:
@@ -105,7 +115,7 @@ class Producer:
         ConfigError when this connection is another engine's replica."""
         self._aio = self._queue.aio
         self._updates.claim()
-        background = [asyncio.create_task(self._flush())]
+        background = [asyncio.create_task(self._flush()), asyncio.create_task(self._hear_of_lost())]
         try:
             await self._updates.join()
             while await self._turn():
@@ -206,6 +216,7 @@ class Producer:
             work.prompt_ids += [prompt] * int(stop - first)
             task = asyncio.create_task(self._generate(work, int(first), int(stop), prompt))
             self._running[task] = work
+            work.requests[task] = range(int(first), int(stop))
             task.add_done_callback(self._ended)
 
     async def _generate(
@@ -273,12 +284,33 @@ class Producer:
                 )
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._running[task]
+        del self._running[task].requests[task], self._running[task]
         if not task.cancelled() and task.exception() is not None and self._failure is None:
             self._failure = task.exception()
         if not self._running:
             self._idle_since = time.monotonic()
         self._wake.set()
+
+    # ---- what is not wanted any more
+
+    async def _hear_of_lost(self) -> None:
+        """Rows that end while they are generated (too late for any step, cancelled, their group failed) make room at once."""
+        try:
+            while True:
+                with contextlib.suppress(DeadlineExceeded):
+                    await self._abort_lost(await self._aio.lost(timeout_s=WAIT_S))
+        except Exception as error:
+            self._failure = self._failure or error
+            self._wake.set()
+
+    async def _abort_lost(self, ended: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        works = {work.batch.token: work for work in self._running.values()} | self._finished
+        requests = [request for work in works.values() for request in work.forget(ended)]
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        if requests:
+            self._note(f"{len(requests)} requests were aborted: their rows had ended", "info")
 
     # ---- completing
 

@@ -17,6 +17,7 @@ from ..queue import Connection, QueueServer
 from ..types import Batch, Event
 from ..wire import MAX_BYTES, ServerKeys, on_loopback, server_keys
 from .address import find_address, write_addresses
+from .policy import Policy, find_policy
 from .run import Run
 
 
@@ -39,6 +40,7 @@ def serve(
     max_call_bytes: int = MAX_BYTES,
     samplers: Mapping[str, Callable[..., Sampler]] | None = None,
     on_failure: OnFailure = "stop",
+    staleness_policy: Policy = "wait",
 ) -> Run:
     """Serve a run from this process. ``directory``: where workers log. ``address``: also listen there
     (``tcp://127.0.0.1:0`` picks a port); a socket of the run is always there. ``capacity_bytes``: of payload alive
@@ -55,6 +57,10 @@ def serve(
     ``samplers``: those of this process by name, beside the installed ones. ``on_failure``: whether the run stops when a
     worker started here has failed for good, or goes on while one of its role is left.
 
+    ``max_staleness``: versions that a trained token may be old. ``staleness_policy``: what becomes of rows that take long:
+    "wait", "drop", "count", or another; see ``Staleness``. A class of this process is handed over again by whoever
+    goes on with a durable run.
+
     ``durability``: what was acknowledged survives the kill of any process ("process"), or of the host too ("host",
     which waits for the disk): a journal is kept in ``directory``, and whoever serves the same directory again goes on
     where that run died, with the limits it had; clients that still live just wait for it. ``run.recovered`` tells what
@@ -70,9 +76,10 @@ def serve(
         raise ConfigError(f'a run of durability "{durability}" needs a directory for its journal')
     journal = path / "journal" if path is not None and (durability or (path / "journal").is_dir()) else None
     keys = _keys(path, address, key)
+    policy, own = find_policy(staleness_policy)
     server = QueueServer(
         [address] if address else [], on_event=on_event, on_step=on_step, journal=journal, durability=durability,
-        keys=keys, max_call_bytes=max_call_bytes, samplers=samplers,
+        keys=keys, max_call_bytes=max_call_bytes, samplers=samplers, policies=own,
     )  # fmt: skip
     try:
         run = Run(Connection(server.here, name), server, path, on_failure)
@@ -83,6 +90,7 @@ def serve(
             run.queue.configure(
                 max_staleness=max_staleness, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, steps=steps,
                 keep_versions=keep_versions, max_swapping=max_swapping, quorum=quorum,
+                staleness_policy=policy,
             )  # fmt: skip
         if path is not None:
             write_addresses(path, server.addresses)

@@ -11,6 +11,7 @@ from ..interfaces import Place
 from ..types import Sampling
 from .checking import AHEAD_STEPS, dataflow, name_of
 from .dataflow import PROMPTS
+from .policy import rule_of
 from .specs import Rollout, Stage, Train
 from .work import Generate, Logprobs
 
@@ -45,7 +46,7 @@ def described(flow: Workflow) -> dict[str, Any]:
         "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in dataflow(flow).edges],
         "batch_size": flow.batch_size, "steps": flow.steps, "epochs": flow.epochs, "seed": flow.seed,
         "capacity_rows": flow.capacity_rows, "on_failure": flow.on_failure,
-        "staleness": msgspec.to_builtins(flow.staleness), "weights": msgspec.to_builtins(flow.weights),
+        "staleness": rule_of(flow.staleness), "weights": msgspec.to_builtins(flow.weights),
         "choices": choices(flow),
     }  # fmt: skip
 
@@ -134,10 +135,11 @@ def _where(place: Place, max_restarts: int = Place.max_restarts) -> str:
 
 def choices(flow: Workflow) -> dict[str, str]:
     """What was chosen, by the user or by default, and why or what it means."""
-    late = flow.staleness.max_staleness
+    late, rule = flow.staleness.max_staleness, rule_of(flow.staleness)
     found = {
-        "staleness": f"{flow.staleness.policy}, at most {late} version{'' if late == 1 else 's'}"
-        + (" (synchronous)" if not late else ""),
+        "staleness": f"{rule['policy']}, {'at most' if rule['bounded'] else 'about'} {late} version{'' if late == 1 else 's'}"
+        + (" (synchronous)" if not late else "")
+        + f": {rule['promise']}",
         "capacity_rows": f"{flow.capacity_rows} rows alive at once" + _capacity(flow),
         "weights": f"by {flow.weights.transport}, loaded {_SWAPS[flow.weights.swap]}; {flow.weights.keep} versions are kept",
         "on_failure": "the run stops when a worker has failed for good"

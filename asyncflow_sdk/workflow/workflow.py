@@ -148,7 +148,8 @@ class Workflow:
     def _run(self, directory: Path, recorder: Recorder, outcome: _Outcome, unstoppable: Callable[[], None]) -> None:
         run = serve(
             directory, on_event=recorder.event, on_step=recorder.step, steps=self.steps,
-            max_staleness=self.staleness.max_staleness, capacity_rows=self.capacity_rows, keep_versions=self.weights.keep,
+            max_staleness=self.staleness.max_staleness, staleness_policy=self.staleness.policy,
+            capacity_rows=self.capacity_rows, keep_versions=self.weights.keep,
             max_swapping=self.weights.max_swapping, quorum=self.weights.quorum,
             on_failure=self.on_failure,
         )  # fmt: skip

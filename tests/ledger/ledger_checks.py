@@ -12,6 +12,7 @@ from naive import Naive
 
 from asyncflow_sdk.errors import AsyncFlowError
 from asyncflow_sdk.ledger import TERMINAL, Ledger
+from asyncflow_sdk.ledger.policies import Wait
 from asyncflow_sdk.ledger.ready import ReadyQueue
 from asyncflow_sdk.ledger.rows import APART, DONE, LEASED, LIVE, NONE, READY, SELECTED, TASK_STATES, WAITING, Rows
 
@@ -109,10 +110,13 @@ def _check_window(ledger: Ledger, live: list[int]) -> None:
     assert min(window._admitted.values(), default=0) >= 0
     for j in sorted({*range(window.step, window.step + window.max_staleness + 2), *(d for d in loads)}):
         load = sum(count for deadline, count in loads.items() if deadline <= j)
-        assert load <= window.free + (j - window.step) * window.batch_rows, f"invariant H at {j}"
-    assert not any(deadline < window.step for deadline in loads), "an admitted row is overdue"
-    assert window.holds()
-    for i in live:
+        slots = window.free + (j - window.step) * window.batch_rows
+        assert load <= slots or ledger.rule.spec.name != "wait", f"invariant H at {j}"
+    check_rule(ledger)
+    if ledger.rule.bounded:
+        late = {d for d in loads if d < window.step}
+        assert not late, "an admitted row is overdue"
+    for i in live if ledger.rule.bounded else ():
         if rows.step[i] != NONE and rows.version[i] != NONE:
             base = ledger.lineage.step(int(rows.version[i]))
             assert rows.step[i] - base <= window.max_staleness, "a row is too old for its step"
@@ -120,6 +124,12 @@ def _check_window(ledger: Ledger, live: list[int]) -> None:
     for step, ids in steps.closed:
         assert (rows.step[rows.at(ids)] == step).all()
         assert (rows.task(name, "state")[rows.at(ids)] == SELECTED).all()
+
+
+def check_rule(ledger: Ledger) -> None:
+    """The invariant of the staleness policy holds, if it has one."""
+    if ledger.steps is not None and ledger.rule.spec.name == "wait":
+        assert Wait.holds(ledger._filling())
 
 
 def check_same(ledger: Ledger, naive: Naive) -> None:

@@ -12,7 +12,7 @@ from ledger_queue import publishing
 
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import SamplerSpec
+from asyncflow_sdk.ledger.commands import PolicySpec, SamplerSpec
 from asyncflow_sdk.types import ColumnSpec
 
 WRONG = ColumnSpec("fixed", "float32")
@@ -81,6 +81,7 @@ class MachineRun(RuleBasedStateMachine):
             capacity_rows=draw(st.sampled_from([None, 4 * self.batch, self.batch + 1, self.batch]), "capacity"),
             max_staleness=draw(st.sampled_from([0, 1, 2, 4]), "max_staleness"),
             steps=draw(st.sampled_from([None, 6, 3, 2]), "steps"),
+            staleness=draw(st.sampled_from([None, None, PolicySpec("drop"), PolicySpec("count")]), "policy"),
             capacity_bytes=draw(st.sampled_from([None, None, 600, 60]), "bytes"),
             row_bytes=draw(st.sampled_from([None, None, 10]), "bytes of a row"),
             keep_versions=draw(st.sampled_from([None, 1, 3, 4]), "versions kept"),

@@ -12,7 +12,7 @@ from naive_leases import PARKED
 from naive_rows import Row
 from naive_versions import NaiveVersions
 
-from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost, SchemaError
+from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost, PluginError, SchemaError
 from asyncflow_sdk.ledger import commands as cmd
 
 
@@ -40,14 +40,17 @@ class Naive(NaiveVersions):
             errors.append(ConfigError)
         if (c.max_staleness is not None and c.max_staleness < 0) or (c.steps is not None and c.steps < 1):
             errors.append(ConfigError)
-        if train is not None and (c.max_staleness, c.steps) != (None, None):
+        if train is not None and (c.max_staleness, c.steps, c.staleness) != (None, None, None):
             errors.append(ConfigError)
+        if c.staleness is not None and c.staleness.name not in ("wait", "drop", "count"):
+            errors.append(PluginError)
         if self._is_error(outcome, errors):
             return
         self._is(outcome, cmd.Done())
         self.capacity = self.capacity if c.capacity_rows is None else c.capacity_rows
         self.max_staleness = self.max_staleness if c.max_staleness is None else c.max_staleness
         self.steps = self.steps if c.steps is None else c.steps
+        self.policy = self.policy if c.staleness is None else c.staleness.name
         self.capacity_bytes = self.capacity_bytes if c.capacity_bytes is None else c.capacity_bytes
         self.row_bytes = self.row_bytes if c.row_bytes is None else c.row_bytes
         self.keep_versions = self.keep_versions if c.keep_versions is None else c.keep_versions
@@ -193,6 +196,7 @@ class Naive(NaiveVersions):
     def _getstatus(self, session: int, c: cmd.GetStatus, outcome: Any) -> None:
         assert isinstance(outcome, cmd.StatusReport)
         assert (outcome.live, outcome.version) == (len(self.live()), self.version)
+        assert outcome.staleness == self.policy
         for name, task in self.tasks.items():
             shown = [self.shown_state(i, task) for i in self.live()]
             assert outcome.rows[name] == {s: shown.count(s) for s in outcome.rows[name]}

@@ -83,6 +83,7 @@ class NaiveRows:
         self.keys: dict[str, cmd.PutDone] = {}
         self.capacity: float = float("inf")
         self.max_staleness = 1
+        self.policy = "wait"
         self.steps: int | None = None
         self.step = 0
         self.stopped = False
@@ -169,21 +170,28 @@ class NaiveRows:
         return self.free + (j - self.step) * (train.batch_rows or 0) - self.load(j)
 
     def invariant_h(self) -> bool:
-        if self.train() is None:
+        if self.train() is None or self.policy != "wait":
             return True
         return all(self.slack(j) >= 0 for j in range(self.step, self.horizon() + 1)) and not self.load(self.step - 1)
 
     def may_admit(self, count: int, loaded: int) -> bool:
         deadline = loaded + self.max_staleness
-        if deadline < self.step or self.finished:
+        if (deadline < self.step and self.policy != "count") or self.finished:
             return False
-        if self.slots is not None and self.load(self.horizon()) + count > self.slots:
+        under_way = self.load(self.horizon())
+        if self.slots is not None and under_way + count > self.slots:
             return False
+        if self.policy != "wait":  # so many steps past this one, all of them together
+            until = self.trains[self.version] + self.max_staleness if self.policy == "count" else deadline
+            batch = (self.train() or TaskSpec(name="", needs=())).batch_rows or 0
+            return under_way + count <= self.free + (until - self.step) * batch
         return all(self.slack(j) >= count for j in range(deadline, max(deadline, self.horizon()) + 1))
 
     def may_select(self, count: int, deadline: int | None) -> bool:
         if self.finished or count > self.free:
             return False
+        if self.policy != "wait":
+            return self.policy == "count" or deadline is None or deadline >= self.step
         end = self.horizon() + 1 if deadline is None else deadline
         return all(self.slack(j) >= count for j in range(self.step, end))
 
@@ -334,7 +342,7 @@ class NaiveRows:
     def settle(self) -> None:
         """Ready groups join steps, earliest deadline first, then first come; rows that are through end."""
         self._skip()
-        while self._consume() or self._select_one() or self._cancel_leftover():
+        while self._consume() or self._select_one() or self._evict() or self._cancel_leftover():
             pass
 
     def _skip(self) -> None:
@@ -381,6 +389,17 @@ class NaiveRows:
                         self._cancel(filling=False)
                 return True
         return False
+
+    def _evict(self) -> bool:
+        """Rows that no step may take any more."""
+        if self.train() is None or self.finished or self.policy == "count":
+            return False
+        live = self.live().items()
+        late = [i for i, r in live if r.step is None and r.deadline is not None and r.deadline < self.step]
+        for i in late:
+            self._end_group(i, "expired")
+        assert not late or self.policy == "drop"
+        return bool(late)
 
     def supply_ended(self) -> bool:
         train = self.train()

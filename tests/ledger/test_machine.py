@@ -20,6 +20,7 @@ from machine_versions import VersionRules
 
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.commands import PolicySpec
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 
@@ -126,7 +127,7 @@ class LedgerMachine(LeaseRules, VersionRules):
 
     def _configure(self, at: int) -> None:
         limits = [
-            cmd.Configure(steps=0),
+            cmd.Configure(steps=0, staleness=PolicySpec("drop")),
             cmd.Configure(max_staleness=-1, capacity_rows=7),
             cmd.Configure(capacity_rows=0),
             cmd.Configure(capacity_rows=3 * self.batch),
@@ -144,6 +145,21 @@ class LedgerMachine(LeaseRules, VersionRules):
         if name == "feeder" or name in self.run.naive.tasks:
             for _ in range(turns):
                 self.fair.turn(name)
+
+    @rule(who=small, works=st.booleans(), turns=st.integers(1, 3))
+    def straggle(self, who: int, works: bool, turns: int) -> None:
+        """One worker begins something, and the others go on without it as far as they may."""
+        if not {"rollout", "train"} <= self.run.naive.tasks.keys():
+            return
+        if self.run.naive.version >= 0:
+            self.run.send(self.session(who), cmd.Loaded(version=self.run.naive.version))
+        held = self.run.send(self.session(who), cmd.Lease(task="rollout", count=1))
+        for _ in range(turns):
+            for name in [role for role in self.fair.roles if role == "feeder" or role in self.run.naive.tasks]:
+                self.fair.turn(name)
+        if works and isinstance(held, cmd.Leased):
+            columns = dict.fromkeys(self.run.naive.tasks["rollout"].gives, COLUMN)
+            self.run.send(self.session(who), cmd.Complete(token=held.token, columns=columns))
 
     def teardown(self) -> None:
         if hasattr(self, "fair") and self.run.sound:

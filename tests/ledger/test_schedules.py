@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ledger_checks import check_counters, check_no_lost_wakeup
+from ledger_checks import check_counters, check_no_lost_wakeup, check_rule
 from ledger_queue import publishing
 
 from asyncflow_sdk.errors import Ended, LeaseLost
 from asyncflow_sdk.ledger import Ledger, TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.commands import PolicySpec
 from asyncflow_sdk.ledger.rows import Rows
 from asyncflow_sdk.types import ColumnSpec
 
@@ -94,7 +95,7 @@ class World:
         effects = self.ledger.drain()
         for ids in effects.retired:
             self.retired.update(ids.tolist())
-        assert self.ledger.steps is None or self.ledger.steps.window.holds()
+        check_rule(self.ledger)
         if self.commands % 11 == 0:
             check_counters(self.ledger)
         if self.commands % 61 == 0:
@@ -260,7 +261,7 @@ class Trainer(Worker):
                 rows.size[rows.at(ids)].tolist()
             )
             made = [self.world.ledger.lineage.step(version) for version in rows.version[rows.at(ids)].tolist()]
-            assert reply.step - min(made) <= self.limit, "staleness"
+            assert reply.step - min(made) <= self.limit or not self.world.ledger.rule.bounded, "staleness"
             assert self.given.setdefault(reply.step, set(ids.tolist())) == set(ids.tolist()), "the same step, whole"
         super().got(reply)
 
@@ -329,16 +330,19 @@ class Feeder(Worker):
     replicas=st.integers(1, 4),
     mortality=st.sampled_from([0.0, 0.05, 0.2]),
     tight=st.booleans(),
+    policy=st.sampled_from(["wait", "drop", "count"]),
 )
 def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
-    seed: int, staleness: int, size: int, groups: int, steps: int, replicas: int, mortality: float, tight: bool
-) -> None:
+    seed: int, staleness: int, size: int, groups: int, steps: int, replicas: int, mortality: float, tight: bool,
+    policy: str,
+) -> None:  # fmt: skip
     batch = size * groups
     capacity = batch if tight else 4 * batch
     world = World(seed, limit=20_000 + 4_000 * steps * batch)
     admin = world.join("admin")
     done: list[Any] = []
-    world.call(admin, cmd.Configure(capacity_rows=capacity, max_staleness=staleness, steps=steps), done.append)
+    limits = cmd.Configure(capacity_rows=capacity, max_staleness=staleness, steps=steps, staleness=PolicySpec(policy))
+    world.call(admin, limits, done.append)
     train = TaskSpec(name="train", needs=("response", "reward"), batch_rows=batch, lease_s=50)
     for task in world.random.sample([*TASKS, train], 4):
         world.call(admin, cmd.Declare(task=task), done.append)
@@ -364,3 +368,4 @@ def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
     assert set(world.retired.values()) == {1}
     assert world.retired.total() == audit.put
     assert audit.consumed + audit.reasons.get("filtered: no gradient in the step", 0) == steps * batch
+    assert audit.expired <= (staleness * batch * steps if policy == "drop" else 0), "what may be given up"

@@ -1,4 +1,4 @@
-"""The staleness rule against its formula (DESIGN.md §5), counted out for every j and n."""
+"""The staleness policies against their formulas (DESIGN.md §5), counted out for every j and n."""
 
 from __future__ import annotations
 
@@ -7,30 +7,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.interfaces import Filling
 from asyncflow_sdk.ledger import Window
+from asyncflow_sdk.ledger.policies import Count, Drop, Wait
 
 FAR = 12  # past every deadline drawn here
+CURRENT = 0
+TURNS = st.lists(
+    st.tuples(
+        st.sampled_from(["admit", "admit", "admit", "select", "select what came complete", "end", "unselect"]),
+        st.integers(0, 7),
+        st.integers(1, 6),
+    ),
+    max_size=30,
+)
 
 
-def reached(batch: int, staleness: int, turns: list[tuple[str, int, int]], steps: int | None) -> Window:
-    """A window after admitting, selecting, dropping and giving back as far as it said it may."""
-    window = Window(batch, staleness, steps)
+def reached(batch: int, staleness: int, turns: list[tuple[str, int, int]]) -> Window:
+    """A window after admitting, selecting, dropping and giving back as far as `wait` said it may."""
+    window, wait = Window(batch, staleness), Wait()
     for what, deadline, rows in turns:
+        filling = window.filling(CURRENT)
         held = window.load(deadline) - window.load(deadline - 1)
         if what == "admit":
-            window.admit(min(rows, window.room(deadline)), deadline)
+            if deadline >= window.step:
+                window.admit(max(0, min(rows, wait.admit(filling, deadline))), deadline)
         elif what == "select":
-            window.select(min(rows, held, window.selectable(deadline)), deadline)
+            window.select(min(rows, held, wait.select(filling, deadline)), deadline)
         elif what == "select what came complete":
-            window.select(min(rows, window.selectable(None)), None)
+            window.select(min(rows, wait.select(filling, None)), None)
         elif what == "end":
             window.withdraw(min(rows, held), deadline)
         else:
             window.unselect(min(rows, window.batch_rows - window.free))
-        assert window.holds()
+        assert wait.holds(window.filling(CURRENT))
         if not window.free:
             window.close()
-            assert window.holds()
+            assert wait.holds(window.filling(CURRENT))
+            assert not wait.evict(window.filling(CURRENT))
     return window
 
 
@@ -39,65 +53,83 @@ def fits(window: Window, rows: int, first: int, last: int, free: int) -> bool:
     return all(window.load(j) + rows <= free + (j - window.step) * window.batch_rows for j in range(first, last + 1))
 
 
-windows = st.builds(
-    reached,
-    st.integers(1, 6),
-    st.integers(0, 3),
-    st.lists(
-        st.tuples(
-            st.sampled_from(["admit", "admit", "admit", "select", "select what came complete", "end", "unselect"]),
-            st.integers(0, 7),
-            st.integers(1, 6),
-        ),
-        max_size=30,
-    ),
-    st.sampled_from([None, 2, 4, 8]),
-)
+windows = st.builds(reached, st.integers(1, 6), st.integers(0, 3), TURNS)
 
 
 @given(windows, st.integers(0, 7))
-def test_as_many_rows_are_admitted_as_the_formula_allows(window: Window, deadline: int) -> None:
-    allowed = [
-        n
-        for n in range(1, 100)
-        if not window.finished
-        and deadline >= window.step
-        and fits(window, n, deadline, FAR, window.free)
-        and (window.slots is None or window.load(FAR) + n <= window.slots)
-    ]
-    assert window.room(deadline) == max(allowed, default=0)
+def test_wait_admits_as_many_rows_as_the_formula_allows(window: Window, deadline: int) -> None:
+    allowed = [n for n in range(1, 100) if fits(window, n, deadline, FAR, window.free)]
+    if deadline >= window.step:
+        assert max(0, Wait().admit(window.filling(CURRENT), deadline)) == max(allowed, default=0)
 
 
 @given(windows, st.none() | st.integers(0, 7))
-def test_as_many_rows_are_selected_as_the_formula_allows(window: Window, deadline: int | None) -> None:
+def test_wait_selects_as_many_rows_as_the_formula_allows(window: Window, deadline: int | None) -> None:
     last = FAR if deadline is None else deadline - 1
-    allowed = [
-        n
-        for n in range(1, window.free + 1)
-        if not window.finished and fits(window, 0, window.step, last, window.free - n)
-    ]
-    assert window.selectable(deadline) == max(allowed, default=0)
+    allowed = [n for n in range(1, window.free + 1) if fits(window, 0, window.step, last, window.free - n)]
+    assert max(0, Wait().select(window.filling(CURRENT), deadline)) == max(allowed, default=0)
 
 
 @given(windows)
-def test_invariant_h_holds_wherever_the_rule_leads(window: Window) -> None:
+def test_invariant_h_holds_wherever_wait_leads(window: Window) -> None:
     assert fits(window, 0, window.step, FAR, window.free)
     assert window.load(window.step - 1) == 0
+
+
+@given(st.integers(1, 6), st.integers(0, 3), TURNS)
+def test_under_drop_no_more_than_max_staleness_steps_of_rows_are_left_behind(
+    batch: int, staleness: int, turns: list[tuple[str, int, int]]
+) -> None:
+    window, drop = Window(batch, staleness), Drop()
+    for what, ahead, rows in turns:
+        deadline = window.step + ahead % (staleness + 1)
+        filling = window.filling(CURRENT)
+        if what == "admit":
+            window.admit(max(0, min(rows, drop.admit(filling, deadline))), deadline)
+        elif what == "select":
+            held = window.load(deadline) - window.load(deadline - 1)
+            window.select(min(rows, held, drop.select(filling, deadline)), deadline)
+        assert window.under_way <= window.free + staleness * batch
+        if not window.free:
+            window.close()
+            late = sum(window.load(due) - window.load(due - 1) for due in drop.evict(window.filling(CURRENT)))
+            assert late <= staleness * batch
+            for due in drop.evict(window.filling(CURRENT)):
+                window.withdraw(window.load(due) - window.load(due - 1), due)
+            assert window.load(window.step - 1) == 0
+
+
+@given(windows, st.integers(0, 7), st.integers(0, 5))
+def test_count_keeps_to_the_capacity_of_areal(window: Window, deadline: int, current: int) -> None:
+    accepted = window.step * window.batch_rows + window.batch_rows - window.free
+    capacity = (window.max_staleness + current + 1) * window.batch_rows - (accepted + window.under_way)
+
+    assert Count().admit(window.filling(current), deadline) == capacity
+    assert Count().select(window.filling(current), deadline) == window.free
+    assert not Count().evict(window.filling(current))
 
 
 def test_the_slots_of_a_last_step_are_all_there_will_be() -> None:
     window = Window(4, 2, steps=2)
     assert window.slots == 8
     window.admit(8, 2)
-    assert window.room(2) == 0
     window.select(4, 2)
     window.close()
+    assert window.slots == 4
     window.select(4, 2)
     window.close()
     assert window.finished
-    assert (window.slots, window.room(9), window.selectable(None)) == (0, 0, 0)
+    assert (window.slots, window.wanted) == (0, 0)
 
 
 def test_a_step_of_no_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1 row"):
         Window(0, 1)
+
+
+def test_what_a_policy_is_shown_cannot_be_written_into() -> None:
+    filling: Filling = Window(4, 1).filling(0)
+    with pytest.raises(AttributeError):
+        filling.free = 9  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        filling.admitted[1] = 9  # type: ignore[index]

@@ -15,7 +15,7 @@ from recovery_bench import Bench, Client, differs, state
 
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import SamplerSpec
+from asyncflow_sdk.ledger.commands import PolicySpec, SamplerSpec
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 ROLLOUT = TaskSpec(name="rollout", needs=("prompt",), gives=("response",), lease_s=10, max_attempts=2, admits=True)
@@ -40,7 +40,8 @@ class Chance:
         self.joined = self.version = 0
         admin = self.join()
         limits = cmd.Configure(
-            max_staleness=self.random.choice([0, 1, 3]), capacity_rows=60, keep_versions=self.random.choice([1, 2, 3]),
+            max_staleness=self.random.choice([0, 1, 3]), capacity_rows=60,
+            staleness=self.random.choice([None, PolicySpec("drop"), PolicySpec("count")]), keep_versions=self.random.choice([1, 2, 3]),
             max_swapping=self.random.choice([0, 1]), quorum=self.random.choice([0, 0, 2]),
         )  # fmt: skip
         tasks = [
@@ -73,10 +74,10 @@ class Chance:
             cmd.Loaded(version=max(near, 0)), cmd.NotLoaded(version=near, reason="it would not"),
             cmd.OpenPublisher(rank=rank, world_size=2), cmd.Announce(version=version + 1, timeout_s=20),
             cmd.Publish(version=version + 1, part=part), cmd.Withdraw(version=version + 1), cmd.ClosePublisher(),
-            cmd.Rollback(version=version - 1), cmd.Retire(),
+            cmd.Rollback(version=version - 1), cmd.Retire(), cmd.AwaitLost(timeout_s=20),
         ]  # fmt: skip
         self.version = max(self.version, version + 3)
-        return self.random.choices(commands, [3, 4, 4, 2, 1, 2, 2, 2, 0.5, 1, 1, 0.5])[0]
+        return self.random.choices(commands, [3, 4, 4, 2, 1, 2, 2, 2, 0.5, 1, 1, 0.5, 3])[0]
 
     def step(self) -> None:
         bench, draw = self.bench, self.random

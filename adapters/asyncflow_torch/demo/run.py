@@ -22,7 +22,7 @@ PROMPTS_A_STEP, GROUP_SIZE = 32, 8
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # two engines share the cores; more threads would only wait for each other
 
 
-def demo_workflow(model: Path, steps: int, seed: int, max_staleness: int) -> af.Workflow:
+def demo_workflow(model: Path, steps: int, seed: int, max_staleness: int, policy: str = "wait") -> af.Workflow:
     """Reverse five digits: 32 prompts a step, 8 responses each, rewarded when exactly right."""
     return af.Workflow(
         prompts=prompts(PROMPTS_A_STEP * steps, seed),
@@ -37,12 +37,14 @@ def demo_workflow(model: Path, steps: int, seed: int, max_staleness: int) -> af.
         train=af.Train("torch", model=model, algorithm=af.GRPO(), lr=2e-4, seed=seed, env=ONE_THREAD),
         batch_size=PROMPTS_A_STEP * GROUP_SIZE,
         steps=steps,
-        staleness=af.Staleness(max_staleness=max_staleness),
+        staleness=af.Staleness(max_staleness=max_staleness, policy=policy),
         seed=seed,
     )
 
 
-def run_demo(out: Path, steps: int, seed: int, max_staleness: int, model: Path | None, console: Console) -> int:
+def run_demo(
+    out: Path, steps: int, seed: int, max_staleness: int, model: Path | None, console: Console, policy: str = "wait"
+) -> int:
     """Run the demo into ``out`` and print what came of it. Returns the exit status.
 
     Raises Interrupted after Ctrl-C; ``out`` then holds what was done, with its report.
@@ -50,7 +52,7 @@ def run_demo(out: Path, steps: int, seed: int, max_staleness: int, model: Path |
     if model is None:
         model = out / "start"
         _warm_up(model, seed, console)
-    workflow = demo_workflow(model, steps, seed, max_staleness)
+    workflow = demo_workflow(model, steps, seed, max_staleness, policy)
     try:
         with af.LiveView(steps, "asyncflow demo: reverse five digits", console=console) as view:
             workflow.run(out, on_event=view)

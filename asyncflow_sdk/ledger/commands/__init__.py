@@ -16,6 +16,7 @@ from .reports import (
 )
 from .roots import Columns, Command, Done, Ids, Reply, pack_ids, unpack_ids
 from .rows import (
+    AwaitLost,
     Cancel,
     Cancelled,
     Complete,
@@ -26,13 +27,27 @@ from .rows import (
     Lease,
     Leased,
     LoadFirst,
+    Lost,
     Put,
     PutDone,
     Renew,
     RowsWanted,
     Wanted,
 )
-from .run import Configure, Declare, Dismiss, Dismissed, End, Join, Joined, Leave, SamplerSpec, Sampling, TaskSpec
+from .run import (
+    Configure,
+    Declare,
+    Dismiss,
+    Dismissed,
+    End,
+    Join,
+    Joined,
+    Leave,
+    PolicySpec,
+    SamplerSpec,
+    Sampling,
+    TaskSpec,
+)
 from .training import Checkpoint, Cut, GetCut, Resume, Resumed
 from .unions import AnyCommand, AnyReply
 from .versions import (
@@ -62,6 +77,7 @@ __all__ = [
     "AnyCommand",
     "AnyReply",
     "Audit",
+    "AwaitLost",
     "AwaitVersion",
     "Cancel",
     "Cancelled",
@@ -96,11 +112,13 @@ __all__ = [
     "Leave",
     "LoadFirst",
     "Loaded",
+    "Lost",
     "NotLoaded",
     "OpenPublisher",
     "ParkedStatus",
     "Part",
     "Permitted",
+    "PolicySpec",
     "Publish",
     "Published",
     "Publisher",

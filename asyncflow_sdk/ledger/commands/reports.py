@@ -139,7 +139,8 @@ class StatusReport(Reply, frozen=True, tag="status"):
     ``held_bytes`` of shared memory, ``written_bytes`` since the start, ``garbage`` messages, ``sdk``. ``versions``: those
     kept, oldest first; ``publisher``: who has the role, "" when nobody; ``announced``: the version being written for
     ``announced_s``, -1 for none; ``committed``: decided by quorum, -1 without one. ``held``: live rows that are trained and
-    that no checkpoint covers; ``checkpoint``: the step that the newest one goes on with, -1 for none.
+    that no checkpoint covers; ``checkpoint``: the step that the newest one goes on with, -1 for none. ``staleness``: the
+    policy's name, and its ``promise``; with ``max_staleness``, -1 without steps.
     """
 
     rows: dict[str, dict[str, int]]
@@ -180,3 +181,6 @@ class StatusReport(Reply, frozen=True, tag="status"):
     committed: int = -1
     held: int = 0
     checkpoint: int = -1
+    staleness: str = ""
+    max_staleness: int = -1
+    promise: str = ""

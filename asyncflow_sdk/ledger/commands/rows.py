@@ -129,6 +129,19 @@ class Renew(Command, frozen=True, tag="renew"):
     rank: int = 0
 
 
+class AwaitLost(Command, frozen=True, tag="await_lost"):
+    """Which rows that this session has leased have ended meanwhile, once there are any: work on them is for nothing. Answered
+    with ``Lost``. Remembered from the first such request on; each row is told once."""
+
+    timeout_s: float = 0.0
+
+
+class Lost(Reply, frozen=True, tag="lost"):
+    """``ids``: rows that ended while this session had leased them."""
+
+    ids: bytes
+
+
 class Cancel(Command, frozen=True, tag="cancel"):
     """End live rows, with their groups: those of ``ids``, of the put with ``key``, or of a ``partition``.
 

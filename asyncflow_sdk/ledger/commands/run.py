@@ -14,6 +14,13 @@ class SamplerSpec(msgspec.Struct, frozen=True):
     options: dict[str, bool | int | float | str | None] = {}
 
 
+class PolicySpec(msgspec.Struct, frozen=True):
+    """A staleness policy by the name it is registered with, and the options it is made of."""
+
+    name: str
+    options: dict[str, bool | int | float | str | None] = {}
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """What a task's sampler says of itself: see ``Sampler``. ``chooses``: whether it does so by itself."""
 
@@ -79,6 +86,8 @@ class Configure(Command, frozen=True, tag="configure"):
 
     ``checkpoints``: rows of acknowledged steps live on until ``Checkpoint`` covers them, so that ``Resume`` can have them
     trained again. They count against ``capacity_bytes``, but not against ``capacity_rows``.
+
+    ``staleness``: the policy that says what ``max_staleness`` means; without it, "wait".
     """
 
     capacity_rows: int | None = None
@@ -90,6 +99,7 @@ class Configure(Command, frozen=True, tag="configure"):
     max_swapping: int | None = None
     quorum: int | None = None
     checkpoints: bool | None = None
+    staleness: PolicySpec | None = None
 
 
 class Declare(Command, frozen=True, tag="declare"):

@@ -7,6 +7,7 @@ from typing import TypeAlias
 from .reports import Audit, Failed, GetAudit, GetFailed, GetStatus, StatusReport
 from .roots import Done
 from .rows import (
+    AwaitLost,
     Cancel,
     Cancelled,
     Complete,
@@ -17,6 +18,7 @@ from .rows import (
     Lease,
     Leased,
     LoadFirst,
+    Lost,
     Put,
     PutDone,
     Renew,
@@ -46,11 +48,11 @@ from .versions import (
 )
 
 AnyCommand: TypeAlias = (
-    Join | Configure | Declare | Put | Lease | Complete | GiveBack | Renew | OpenPublisher | ClosePublisher | Announce
+    Join | Configure | Declare | Put | Lease | Complete | GiveBack | Renew | AwaitLost | OpenPublisher | ClosePublisher | Announce
     | Publish | Withdraw | Rollback | AwaitVersion | Staged | Swap | Loaded | NotLoaded | Retire | Wanted | End | Cancel
     | Dismiss | Leave | GetAudit | GetFailed | GetStatus | Checkpoint | Resume | GetCut | GetPut
 )  # fmt: skip
 AnyReply: TypeAlias = (
-    Done | Joined | PutDone | Leased | LoadFirst | Completed | Cancelled | Dismissed | Failed | Publisher | Published
+    Done | Joined | PutDone | Leased | LoadFirst | Completed | Lost | Cancelled | Dismissed | Failed | Publisher | Published
     | RolledBack | Permitted | Version | RowsWanted | Audit | StatusReport | Resumed | Cut | LastPut
 )  # fmt: skip

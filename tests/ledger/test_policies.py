@@ -1,0 +1,336 @@
+"""Staleness policies in the ledger: what each lets happen to a straggler, and what becomes of one that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ledger_checks import freeze
+from ledger_queue import REWARD, ROLLOUT, TRAIN, Queue, ids, produce, running
+
+from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost, PluginError
+from asyncflow_sdk.interfaces import Filling, StalenessPolicy
+from asyncflow_sdk.ledger import Ledger
+from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.commands import PolicySpec
+from asyncflow_sdk.ledger.policies import Drop
+from asyncflow_sdk.ledger.rows import Rows
+from asyncflow_sdk.types import events as ev
+
+POLICIES = ["wait", "drop", "count"]
+
+
+def straggling(policy: str, max_staleness: int = 1, steps: int = 1, **limits: Any) -> tuple[Queue, int, cmd.Leased]:
+    """A run in which one replica has had two rows since version 0, and the others have gone on for ``steps`` steps as far
+    as they may: (queue, the slow replica, its lease)."""
+    limits = {"max_staleness": max_staleness, "staleness": PolicySpec(policy)} | limits
+    queue, fast, judge, trainer = running(**limits)
+    slow = queue.join("slow")
+    queue.load(slow, 0)
+    queue.put(20, 2)
+    lease = queue.lease(slow, "rollout", 2)
+    for step in range(steps):
+        queue.load(fast, step)
+        for _ in range(2):
+            try:
+                produce(queue, fast, judge, 2)
+            except DeadlineExceeded:
+                break
+        try:
+            taken = queue.lease(trainer, "train")
+        except DeadlineExceeded:
+            break
+        queue.complete(trainer, taken)
+        queue.publish(step + 1)
+    return queue, slow, lease
+
+
+def step_of(queue: Queue) -> int:
+    assert queue.ledger.steps is not None
+    return queue.ledger.steps.window.step
+
+
+def test_wait_fills_no_step_without_the_rows_that_are_due_in_it() -> None:
+    queue, slow, lease = straggling("wait", steps=4)
+
+    assert step_of(queue) == 1  # the last that may train version 0
+    assert not queue.audit().expired
+    assert queue.complete(slow, lease) == cmd.Completed(revoked=b"")
+
+
+def test_drop_fills_steps_with_what_is_there_and_late_groups_expire_also_while_they_are_generated() -> None:
+    queue, slow, lease = straggling("drop", steps=2)
+
+    assert step_of(queue) == 2
+    assert queue.audit().reasons["expired: older than max_staleness 1 (policy 'drop')"] == 2
+    (told,) = [event for event in queue.events if isinstance(event, ev.RowsEnded) and event.state == "expired"]
+    assert (told.count, told.reason) == (2, "older than max_staleness 1 (policy 'drop')")
+    with pytest.raises(LeaseLost):
+        queue.complete(slow, lease)
+
+
+def test_count_trains_them_whenever_they_are_done() -> None:
+    queue, slow, lease = straggling("count", steps=4)
+    before = step_of(queue)
+
+    queue.complete(slow, lease)
+    queue.complete(judge := queue.join("another judge"), queue.lease(judge, "reward"))
+
+    rows = queue.ledger.rows
+    assert before >= 4
+    assert rows.step[rows.at(lease_ids(lease))].tolist() == [before] * 2
+    assert not queue.audit().expired
+
+
+def lease_ids(lease: cmd.Leased) -> Any:
+    return cmd.unpack_ids(lease.ids)
+
+
+def test_what_expired_is_wanted_again() -> None:
+    queue, fast, judge, _ = running(max_staleness=1, steps=3, staleness=PolicySpec("drop"))
+    slow = queue.join("slow")
+    queue.load(slow, 0)
+    queue.put(6, 2)
+    queue.lease(slow, "rollout", 2)
+    assert isinstance(parked(queue, cmd.Wanted()), DeadlineExceeded)  # twelve rows for three steps of four
+
+    produce(queue, fast, judge, 4)
+    queue.publish(1)
+    queue.load(fast, 1)
+    produce(queue, fast, judge, 4)
+
+    assert queue.audit().expired == 2
+    assert queue.do(queue.admin, cmd.Wanted()) == cmd.RowsWanted(count=2)
+
+
+def parked(queue: Queue, command: Any) -> Any:
+    with pytest.raises(DeadlineExceeded) as caught:
+        queue.do(queue.admin, command)
+    return caught.value
+
+
+def test_a_group_of_which_some_rows_are_done_expires_as_a_whole_with_its_leases_of_stages() -> None:
+    queue, fast, judge, _ = running(max_staleness=1, staleness=PolicySpec("drop"))
+    slow = queue.join("slow")
+    queue.load(slow, 0)
+    queue.put(20, 2)
+    lease = queue.lease(slow, "rollout", 2)
+    queue.complete(slow, lease, 0)
+    scored = queue.lease(judge, "reward", 1)  # of the group, while its other row is generated
+
+    for version in (1, 2):
+        produce(queue, fast, queue.join("judge"), 4)
+        queue.publish(version)
+        queue.load(fast, version)
+
+    assert queue.audit().expired == 2
+    for session, held in ((slow, lease), (judge, scored)):
+        with pytest.raises(LeaseLost):
+            queue.complete(session, held)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_at_max_staleness_0_no_replica_begins_more_than_the_step_lacks(policy: str) -> None:
+    queue, fast, _, _ = running(max_staleness=0, staleness=PolicySpec(policy))
+    queue.put(10, 2)
+
+    assert len(ids(queue.lease(fast, "rollout"))) == 4
+    with pytest.raises(DeadlineExceeded):
+        queue.lease(fast, "rollout")
+
+
+def test_a_session_hears_once_which_of_its_rows_have_ended() -> None:
+    queue, slow, lease = straggling("drop", steps=0)
+    waiting = queue.ask(slow, cmd.AwaitLost(timeout_s=100))
+    assert waiting not in queue.answers
+
+    queue.do(queue.admin, cmd.Cancel(ids=lease.ids))
+
+    assert queue.answers[waiting] == cmd.Lost(ids=lease.ids)
+    with pytest.raises(DeadlineExceeded, match="none of the rows this session has leased has ended"):
+        queue.do(slow, cmd.AwaitLost())
+
+
+def test_rows_that_a_session_completed_are_none_it_has_lost() -> None:
+    queue, slow, lease = straggling("drop", steps=0)
+    queue.ask(slow, cmd.AwaitLost(timeout_s=100))
+    queue.complete(slow, lease, 0)  # one of the two
+
+    queue.do(queue.admin, cmd.Cancel(ids=lease.ids))
+
+    assert [cmd.unpack_ids(a.ids).tolist() for a in queue.answers.values() if isinstance(a, cmd.Lost)] == [[1]]
+
+
+def test_the_status_and_an_event_say_what_a_policy_promises() -> None:
+    for policy, bounded in (("wait", True), ("drop", True), ("count", False)):
+        queue = Queue(ROLLOUT, REWARD, TRAIN, max_staleness=2, staleness=PolicySpec(policy))
+        status = queue.ledger.status()
+        (note,) = [event for event in queue.events if isinstance(event, ev.Note)]
+
+        assert (status.staleness, status.max_staleness) == (policy, 2)
+        assert ("no trained token is older" in status.promise) == bounded
+        assert note.text == f"staleness policy {policy!r} with max_staleness 2: {status.promise}"
+        assert note.level == ("info" if bounded else "warning")
+
+
+def test_an_unknown_policy_is_refused_with_those_there_are_and_nothing_changes() -> None:
+    queue = Queue(max_staleness=3)
+    with pytest.raises(PluginError, match=r"no staleness adapter is named 'hope'; installed: .*wait, drop, count"):
+        queue.do(queue.admin, cmd.Configure(staleness=PolicySpec("hope"), max_staleness=0))
+    assert (queue.ledger.rule.spec.name, queue.ledger.max_staleness) == ("wait", 3)
+
+
+def test_options_a_policy_does_not_take_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"staleness policy 'drop' cannot be made of \{'share': 1\}"):
+        Queue(staleness=PolicySpec("drop", {"share": 1}))
+
+
+def test_the_policy_is_set_before_the_steps_are() -> None:
+    queue = Queue(TRAIN)
+    with pytest.raises(ConfigError, match="before the task with batch_rows"):
+        queue.do(queue.admin, cmd.Configure(staleness=PolicySpec("drop")))
+
+
+class Own(Drop):
+    """What a user may write: right, and wrong in ways that tests choose."""
+
+    wrong: str = ""
+
+    def admit(self, filling: Filling, deadline: int) -> int:
+        if self.wrong == "admit":
+            raise ValueError("no idea")
+        return 10**30 if self.wrong == "admits all" else super().admit(filling, deadline)
+
+    def select(self, filling: Filling, deadline: int | None) -> int:
+        if self.wrong == "select":
+            raise ValueError("no idea")
+        return "a few" if self.wrong == "no number" else 10**30  # type: ignore[return-value]
+
+    def least_rows(self, batch_rows: int, max_staleness: int) -> int:
+        return batch_rows * (max_staleness + 2) if self.wrong == "needs room" else batch_rows
+
+
+class NeverLate(Own):
+    bounded = True
+
+    def evict(self, filling: Filling) -> tuple[int, ...]:
+        return (-5, 10**9)  # no such rows
+
+
+class OwnQueue(Queue):
+    """With policies of this process."""
+
+    def __init__(self, policy: StalenessPolicy, **limits: Any) -> None:
+        super().__init__()
+        self.ledger.make_policy = lambda spec: policy
+        self.do(self.admin, cmd.Configure(staleness=PolicySpec("mine"), **limits))
+
+
+def test_a_queue_too_small_for_its_policy_is_an_error_at_set_up_and_no_deadlock() -> None:
+    policy = Own()
+    policy.wrong = "needs room"
+    queue = OwnQueue(policy, max_staleness=1, capacity_rows=11)
+
+    with pytest.raises(ConfigError, match=r"may wait for ever in a queue of capacity_rows=11: it needs 12"):
+        queue.do(queue.admin, cmd.Declare(task=TRAIN))
+
+    queue.do(queue.admin, cmd.Configure(capacity_rows=12))
+    queue.do(queue.admin, cmd.Declare(task=TRAIN))
+    with pytest.raises(ConfigError, match="it needs 12"):
+        queue.do(queue.admin, cmd.Configure(capacity_rows=11))
+
+
+def test_an_answer_that_is_too_large_lets_in_no_more_than_there_is_room_for() -> None:
+    policy = Own()
+    policy.wrong = "admits all"
+    queue = OwnQueue(policy, steps=2)
+    for task in (ROLLOUT, REWARD, TRAIN):
+        queue.do(queue.admin, cmd.Declare(task=task))
+    replica = queue.join("gen")
+    queue.publish(0)
+    queue.load(replica, 0)
+    queue.put(10, 2)
+
+    assert len(ids(queue.lease(replica, "rollout"))) == 8  # all steps have slots for
+
+
+@pytest.mark.parametrize("wrong", ["admit", "select", "no number"])
+def test_a_policy_that_fails_fails_those_who_lease_and_says_so(wrong: str) -> None:
+    policy = Own()
+    queue = OwnQueue(policy, max_staleness=1)
+    for task in (ROLLOUT, REWARD, TRAIN):
+        queue.do(queue.admin, cmd.Declare(task=task))
+    replica, judge, trainer = queue.join("gen"), queue.join("judge"), queue.join("train")
+    queue.publish(0)
+    queue.load(replica, 0)
+    queue.put(4, 2)
+    first = queue.lease(replica, "rollout", 2)
+    policy.wrong = wrong
+    waiting = queue.ask(trainer, cmd.Lease(task="train", count=4, timeout_s=100))
+
+    if wrong == "admit":
+        with pytest.raises(PluginError, match="staleness policy 'mine' failed: ValueError: no idea"):
+            queue.lease(replica, "rollout", 2)
+        policy.wrong = ""
+        assert len(ids(queue.lease(replica, "rollout", 2))) == 2  # no row was lost
+        return
+    queue.complete(replica, first)
+    queue.complete(judge, queue.lease(judge, "reward"))
+
+    assert isinstance(queue.answers[waiting], PluginError)
+    with pytest.raises(PluginError, match="staleness policy 'mine' failed"):
+        queue.lease(replica, "rollout", 2)
+    assert [event.level for event in queue.events if isinstance(event, ev.Note)] == ["info", "error"]
+    assert queue.audit().balanced
+
+
+def test_what_a_bounded_policy_forgets_to_evict_is_not_trained_late() -> None:
+    queue = OwnQueue(NeverLate(), max_staleness=0)
+    for task in (ROLLOUT, REWARD, TRAIN):
+        queue.do(queue.admin, cmd.Declare(task=task))
+    assert queue.ledger._selectable(-1) == 0
+    assert queue.ledger._admittable(-1) == 0
+
+
+class Noted(Queue):
+    """Notes what each input asked outside, as a journal does."""
+
+    def __init__(self) -> None:
+        self.inputs: list[tuple[int, Any, float, int, tuple[bytes, ...]]] = []
+        super().__init__()
+
+    def ask(self, session: int, command: Any) -> int:
+        self.ledger.outside.keep = True
+        ticket = super().ask(session, command)
+        self.inputs.append((session, command, self.now, ticket, self.ledger.outside.take()))
+        return ticket
+
+
+def test_a_replay_asks_no_policy_and_comes_to_the_same_admissions_selections_and_evictions() -> None:
+    # given a run in which a policy of a user's own admitted, selected and evicted
+    queue = Noted()
+    queue.ledger.make_policy = lambda spec: Own()
+    queue.do(queue.admin, cmd.Configure(staleness=PolicySpec("mine"), max_staleness=1))
+    for task in (ROLLOUT, REWARD, TRAIN):
+        queue.do(queue.admin, cmd.Declare(task=task))
+    fast, slow, judge = queue.join("fast"), queue.join("slow"), queue.join("judge")
+    queue.publish(0)
+    queue.load(slow, 0)
+    queue.put(20, 2)
+    queue.lease(slow, "rollout", 2)
+    for version in range(3):
+        queue.load(fast, version)
+        produce(queue, fast, judge, 4)
+        queue.publish(version + 1)
+    assert queue.audit().expired == 2
+
+    # when it is replayed where that policy cannot even be made
+    again = Ledger()
+    again.rows = Rows(1024)
+    again.make_policy = lambda spec: pytest.fail("asked")
+    for session, command, now, ticket, notes in queue.inputs:
+        again.outside.replay(notes)
+        again.apply(session, command, now, ticket)
+        assert again.outside.replay(None), f"{command} asked for less"
+
+    assert freeze(again) == freeze(queue.ledger)

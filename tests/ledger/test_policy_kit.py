@@ -1,0 +1,78 @@
+"""The kit for authors of policies: the SDK's own pass it, and it finds each thing that is wrong with others."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from asyncflow_sdk.interfaces import Filling, StalenessPolicy
+from asyncflow_sdk.ledger.policies import Count, Drop, Wait
+from asyncflow_sdk.testing import check_staleness_policy
+
+
+@pytest.mark.parametrize("policy", [Wait, Drop, Count])
+def test_the_sdks_own_policies_pass(policy: type[StalenessPolicy]) -> None:
+    check_staleness_policy(policy)
+
+
+class Unsaid(Drop):
+    promise = ""
+
+
+class Moody(Drop):
+    turns = itertools.count()
+
+    def select(self, filling: Filling, deadline: int | None) -> int:
+        return filling.free - next(self.turns) % 2
+
+
+class Words(Drop):
+    def admit(self, filling: Filling, deadline: int) -> int:
+        return "some"  # type: ignore[return-value]
+
+
+class Stingy(Drop):
+    def admit(self, filling: Filling, deadline: int) -> int:
+        return super().admit(filling, deadline) - filling.batch_rows
+
+
+class Stubborn(Wait):
+    def select(self, filling: Filling, deadline: int | None) -> int:
+        return 0
+
+
+class Forgetful(Drop):
+    def evict(self, filling: Filling) -> tuple[int, ...]:
+        return ()
+
+
+class Hoarding(Drop):
+    """Trains only while a whole further step is under way, and does not say that this needs room."""
+
+    def select(self, filling: Filling, deadline: int | None) -> int:
+        return filling.free if filling.total > filling.batch_rows or not filling.max_staleness else 0
+
+
+class Tiny(Drop):
+    def least_rows(self, batch_rows: int, max_staleness: int) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "finding"),
+    [
+        (Unsaid, "promise says"),
+        (Moody, "not the same each time"),
+        (Words, "no whole numbers"),
+        (Stingy, "nothing can go on"),
+        (Stubborn, "nothing can go on"),
+        (Forgetful, "too late for any step and not evicted"),
+        (Hoarding, "nothing can go on: .*capacity_rows="),
+        (Tiny, "a step alone has"),
+        (object, "is no asyncflow_sdk.StalenessPolicy"),
+    ],
+)
+def test_it_finds_what_is_wrong(policy: type[StalenessPolicy], finding: str) -> None:
+    with pytest.raises(AssertionError, match=finding):
+        check_staleness_policy(policy)

@@ -1,0 +1,222 @@
+"""Synchronous, one step off and fully asynchronous, under each policy: the same code, with echo engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from echo_runs import echo_workflow
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError, PluginError
+from asyncflow_sdk.ledger.policies import Drop
+from asyncflow_sdk.testing import EchoRollout, EchoTrain
+from asyncflow_sdk.types import token_staleness
+
+STEPS, BATCH, GROUP = 5, 8, 2
+
+
+class HeavyTailed(EchoRollout):
+    """Most responses are quick, and some take very long."""
+
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        await asyncio.sleep(0.002 * min(self._random.pareto(1.1), 100.0))
+        async for completion in super().generate(request):
+            yield completion
+
+
+@contextlib.contextmanager
+def producing(run: af.Run, *engines: EchoRollout) -> Iterator[None]:
+    """Engines that generate in threads of this process until the stream ends."""
+    failures: list[BaseException] = []
+
+    def produce(number: int, engine: EchoRollout) -> None:
+        try:
+            with af.connect(run.address, name=f"rollout-{number}") as replica:
+                producer = af.Producer(replica.queue, engine, needs_first=True, sampling=af.Sampling(max_tokens=4))
+                asyncio.run(asyncio.wait_for(producer.run(), 100))
+        except BaseException as failure:
+            failures.append(failure)
+            run.fail(failure)
+
+    threads = [threading.Thread(target=produce, args=item) for item in enumerate(engines)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        run.queue.end(cancel=True)
+        for thread in threads:
+            thread.join(100)
+    assert not failures
+
+
+def declare(run: af.Run) -> None:
+    run.queue.declare(
+        "rollout", needs=["prompt_ids"], gives=["response_ids", "logprobs", "version_spans"], admits=True
+    )
+    run.queue.declare(
+        "train", needs=["prompt_ids", "response_ids", "logprobs", "version_spans", "reward"], batch_rows=BATCH
+    )
+    run.feed(
+        {"prompt_ids": af.Ragged.of([[i, 1, 2] for i in range(50)])}, group_size=GROUP, column="prompt_ids", chunk=8
+    )
+    run.start(af.Stage(lambda response_ids: [float(len(r)) for r in response_ids], task="reward"))
+
+
+def train(run: af.Run) -> list[np.ndarray[Any, Any]]:
+    """All steps; returns the staleness of the tokens of each."""
+    engine, late = EchoTrain(), []
+    with run.weight_publisher() as weights:
+        weights.publish(0, engine.named_weights())
+        for step in run.consumer("train"):
+            late.append(token_staleness(step.ragged("version_spans"), step.version))
+            engine.train_step(step)
+            weights.publish(step.version + 1, engine.named_weights())
+            step.ack()
+    return late
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop", "count"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 3], ids=["synchronous", "one step off", "fully asynchronous"])
+def test_a_run_trains_all_its_steps_within_what_its_policy_promises(max_staleness: int, policy: str) -> None:
+    with af.serve(steps=STEPS, max_staleness=max_staleness, staleness_policy=policy, capacity_rows=64) as run:
+        declare(run)
+        with producing(run, HeavyTailed(seed=1), HeavyTailed(seed=2, max_rows=2 * GROUP)):
+            late = train(run)
+
+        assert len(late) == STEPS
+        if policy != "count":
+            assert max(int(step.max()) for step in late) <= max_staleness
+        audit = run.audit()
+        assert audit.balanced
+        assert audit.consumed == STEPS * BATCH
+        assert audit.expired <= (max_staleness * STEPS * BATCH if policy == "drop" else 0)
+
+
+class Stuck(EchoRollout):
+    """Its first request never ends by itself."""
+
+    asked = aborted = 0
+
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        self.asked += 1
+        if self.asked == 1:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.aborted += 1
+        async for completion in super().generate(request):
+            yield completion
+
+
+def test_what_drop_gives_up_is_no_longer_generated_and_its_slots_are_used_again() -> None:
+    stuck = Stuck(max_rows=GROUP)  # room for one group at a time
+    with af.serve(steps=40, max_staleness=1, staleness_policy="drop", capacity_rows=64) as run:
+        declare(run)
+        with producing(run, stuck, EchoRollout(delay_s=0.01)):
+            late = train(run)
+
+        assert len(late) == 40
+        assert stuck.aborted == 1
+        assert stuck.asked > 1
+        reasons = run.audit().reasons
+        assert reasons["expired: older than max_staleness 1 (policy 'drop')"] >= GROUP
+
+
+def test_what_is_cancelled_is_no_longer_generated() -> None:
+    stuck = Stuck()
+    with af.serve(steps=1, max_staleness=0) as run:
+        run.queue.declare("train", needs=["response_ids"], batch_rows=GROUP)
+        run.queue.declare(
+            "rollout", needs=["prompt_ids"], gives=["response_ids", "logprobs", "version_spans"], admits=True
+        )
+        with run.weight_publisher() as weights, producing(run, stuck):
+            weights.publish(0, EchoTrain().named_weights())
+            run.queue.put({"prompt_ids": af.Ragged.of([[1, 2]])}, group_size=GROUP, key="stuck")
+            while not run.queue.status().rows["rollout"]["leased"]:
+                pass
+            run.queue.cancel(key="stuck")
+            run.queue.put({"prompt_ids": af.Ragged.of([[3, 4]])}, group_size=GROUP)
+            run.queue.get("train").ack()
+
+        assert (stuck.asked, stuck.aborted) == (2, 1)
+
+
+class Mine(Drop):
+    """A policy that no package registers."""
+
+    promise = "what the tests need"
+
+    def __init__(self, share: float = 0.0) -> None:
+        self.share = share
+
+
+@pytest.mark.parametrize("policy", [Mine, (Mine, {"share": 0.5}), "test_staleness:Mine", ("test_staleness:Mine", {})])
+def test_a_policy_of_this_process_is_handed_over(policy: Any) -> None:
+    with af.serve(staleness_policy=policy, max_staleness=2) as run:
+        run.queue.declare("train", needs=["x"], batch_rows=4)
+        status = run.queue.status()
+    assert status.staleness in ("Mine", "test_staleness:Mine")
+    assert status.promise == "what the tests need"
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "said"),
+    [
+        ("hope", PluginError, "no staleness adapter is named 'hope'; installed: .*count"),
+        ("drop:nothing", ConfigError, "cannot be imported"),
+        ((Mine, {"shares": 1}), ConfigError, "cannot be made of {'shares': 1}"),
+        (dict, PluginError, "which is no StalenessPolicy"),
+        (None, ConfigError, "no staleness policy is named"),
+        (7, ConfigError, "a staleness policy is a name"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused_before_anything_is_served(
+    tmp_path: Path, policy: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        af.serve(tmp_path, staleness_policy=policy)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nobody_else_can_make_the_server_import_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    with af.serve() as run, af.connect(run.address) as other:
+        with pytest.raises(PluginError, match="no staleness adapter is named 'os:abort'"):
+            other.queue.configure(staleness_policy="os:abort")
+    assert os.getpid()
+
+
+def test_a_workflow_says_what_its_policy_promises_and_runs_with_it(tmp_path: Path) -> None:
+    flow = echo_workflow(staleness=af.Staleness(max_staleness=1, policy="drop"), steps=4)
+
+    assert flow.describe()["staleness"]["policy"] == "drop"
+    assert "no trained token is older" in flow.describe()["staleness"]["promise"]
+    result = flow.run(tmp_path / "run")
+
+    assert result.summary["steps"] == 4
+    assert result.summary["staleness_max"] <= 1
+    assert "staleness policy 'drop'" in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize("policy", ["hope", Mine, ("count", {}), (Mine, {"share": 0.1})])
+def test_a_workflow_checks_its_policy_when_it_is_made(policy: Any) -> None:
+    make: Callable[[], af.Workflow] = lambda: echo_workflow(staleness=af.Staleness(policy=policy))  # noqa: E731
+    if policy == "hope":
+        with pytest.raises(PluginError, match="no staleness adapter is named 'hope'"):
+            make()
+    else:
+        assert make().describe()["staleness"]["policy"] in ("Mine", "count")
+
+
+def test_count_says_in_a_workflow_that_it_bounds_no_token() -> None:
+    rule = echo_workflow(staleness=af.Staleness(policy="count")).describe()["staleness"]
+    assert not rule["bounded"]
+    assert "may be older than max_staleness" in rule["promise"]
