@@ -1,7 +1,8 @@
 """Bulk: whole buckets over sockets of their own, from where they lie to where they belong, with no message between.
 
-    bulk = BulkServer("127.0.0.1", find)                       # find(version, root, first, count) -> the buckets' bytes
+    bulk = BulkServer("127.0.0.1", find, follow)               # find(version, root, first, count) -> the buckets' bytes
     channel = Channel(bulk.where); channel.read(version, root, first, views, until, landed)    # a thread's own
+    attempt, nbytes = channel.next(attempt, number, start, stop); channel.fill(view, until, landed)
 
 Half the work of messages, where a service has no keys: on loopback, or on a network that was said to be trusted. Who
 knows the token that travels with a version may read. What is wrong with a request is told by the service, which is asked
@@ -11,9 +12,11 @@ for the same then; here its connection just ends.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import ipaddress
 import logging
+import math
 import secrets
 import socket
 import struct
@@ -30,10 +33,17 @@ TOKEN_BYTES = 32
 CONNECT_S = 3.0
 SILENCE_S = 60.0
 """A peer that takes, or sends, nothing for so long is given up."""
-MOST_CONNECTIONS = 256
+MOST_CONNECTIONS = 512
+SEND_BYTES = 4 << 20
+"""What a peer must take within SILENCE_S."""
+PIECE = 512 << 10
+"""The most bytes taken at a time: they are hashed while they are in the cache."""
 _ROOT_BYTES = 16
 _REQUEST = struct.Struct("<q16sqq")
 _ANSWER = struct.Struct("<q")
+_FOLLOW = -1  # instead of a version
+_SPAN = struct.Struct("<qq")  # in the place of a root
+_NEXT = struct.Struct("<qq")
 _log = logging.getLogger(__name__)
 
 
@@ -47,10 +57,17 @@ class BulkWhere(msgspec.Struct, frozen=True, array_like=True):
 
 class BulkServer:
     """Sends what ``find`` gives, a connection a thread, from now until ``close``. ``find`` raises VersionGone, or ProtocolError, for what
-    is not there; its arrays are held while they are sent."""
+    is not there; its arrays are held while they are sent. ``follow(connection, attempt, number)``
+    waits for a chunk of a version that is being written, and gives it with the number of its attempt; a negative number
+    instead where there is none; it raises EOFError when the connection ends before."""
 
-    def __init__(self, host: str, find: Callable[[int, str, int, int], Sequence[Bytes]]) -> None:
-        self._find = find
+    def __init__(
+        self,
+        host: str,
+        find: Callable[[int, str, int, int], Sequence[Bytes]],
+        follow: Callable[[socket.socket, int, int], tuple[int, Bytes | int]],
+    ) -> None:
+        self._find, self._follow = find, follow
         self._token = secrets.token_bytes(TOKEN_BYTES)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
@@ -111,6 +128,15 @@ class BulkServer:
                 self._connections.discard(connection)
 
     def _answer(self, connection: socket.socket, version: int, root: bytes, first: int, count: int) -> None:
+        if version == _FOLLOW:
+            start, stop = _SPAN.unpack(root)
+            attempt, chunk = self._follow(connection, first, count)
+            nbytes = chunk if isinstance(chunk, int) else chunk.nbytes
+            connection.sendall(_NEXT.pack(attempt, nbytes))
+            if not isinstance(chunk, int) and 0 <= start < stop <= nbytes:
+                for at in range(start, stop, SEND_BYTES):
+                    connection.sendall(memoryview(chunk[at : min(at + SEND_BYTES, stop)]))  # type: ignore[arg-type]
+            return
         try:
             found = self._find(version, root.hex(), first, count)
         except (WireError, VersionGone):
@@ -157,24 +183,66 @@ class Channel:
             if nbytes != sum(len(view) for view in views):
                 raise ServerLost(f"{nbytes} bytes came for buckets of {sum(map(len, views))}")
             for number, view in enumerate(views):
-                got = 0
-                while got < len(view):
-                    self._wait(until)
-                    read = self._socket.recv_into(view[got:])
-                    if not read:
-                        raise EOFError
-                    got += read
-                    landed(number, got)
+                self._fill(view, until, functools.partial(landed, number))
         except BaseException as error:
-            self.close()
-            if self._interrupted:
-                raise WireError("it was interrupted") from None
-            if isinstance(error, TimeoutError) and time.monotonic() >= until:
-                raise DeadlineExceeded("no time is left") from None
-            if isinstance(error, (OSError, EOFError)) and not isinstance(error, WireError):
-                raise ServerLost(f"its connection for buckets ended: {error or 'it was closed'}") from None
-            raise
+            raise self._failed(error, until) from None
         return True
+
+    def next(self, attempt: int, number: int, start: int, stop: int) -> tuple[int, int]:
+        """Ask for bytes ``start`` to ``stop`` of a chunk, by number and attempt, and wait, for however long, until it is there.
+        Returns the number of the attempt and the size of the chunk, of which those bytes come, for ``fill``; or a negative
+        number, and none do. Raises as ``read`` does."""
+        try:
+            if self._socket is None and not self._connect(math.inf):
+                raise ServerLost("it cannot be reached")
+            assert self._socket is not None
+            if self._interrupted:
+                raise WireError
+            self._socket.settimeout(SILENCE_S)
+            self._socket.sendall(_REQUEST.pack(_FOLLOW, _SPAN.pack(start, stop), attempt, number))
+            self._socket.settimeout(None)  # a version comes when a step of training is done
+            return _NEXT.unpack(_exactly(self._socket, _NEXT.size))
+        except BaseException as error:
+            raise self._failed(error, math.inf) from None
+
+    def fill(self, view: memoryview, until: float, landed: Callable[[int], None]) -> None:
+        """Get the bytes asked for. ``landed`` is told how many are there. Raises as ``read`` does."""
+        try:
+            self._fill(view, until, landed)
+        except BaseException as error:
+            raise self._failed(error, until) from None
+
+    def _fill(self, view: memoryview, until: float, landed: Callable[[int], None]) -> None:
+        assert self._socket is not None
+        got = 0
+        while got < len(view):
+            self._wait(until)
+            read = self._socket.recv_into(view[got : got + PIECE])
+            if not read:
+                raise EOFError
+            got += read
+            landed(got)
+
+    def _failed(self, error: BaseException, until: float) -> BaseException:
+        """What is raised instead, once the connection is given up."""
+        self.close()
+        if self._interrupted:
+            return WireError("it was interrupted")
+        if isinstance(error, TimeoutError) and time.monotonic() >= until:
+            return DeadlineExceeded("no time is left")
+        if isinstance(error, (OSError, EOFError)) and not isinstance(error, WireError):
+            return ServerLost(f"its connection for buckets ended: {error or 'it was closed'}")
+        return error
+
+    def wait(self) -> None:
+        """Until the other end closes. Raises ServerLost then, and WireError when interrupted."""
+        try:
+            assert self._socket is not None
+            self._socket.settimeout(None)
+            _exactly(self._socket, 1)
+            raise ServerLost("it sent what nobody asked for")
+        except BaseException as error:
+            raise self._failed(error, math.inf) from None
 
     def interrupt(self) -> None:
         """A read under way, and every later one, raises WireError."""

@@ -126,6 +126,11 @@ class Staging:
             self._versions[version], self._sent = rooms, version
             return [room.place for room in rooms]
 
+    def last(self) -> Place | None:
+        """Where the room is that was given last, of the version being written."""
+        with self._lock:
+            return self._writing[-1].place if self._writing else None
+
     def abandon(self) -> None:
         """The rooms given since the last version are free again; if there are none, those of the newest version, which was
         sealed and never kept."""
@@ -144,9 +149,13 @@ class Staging:
         try:
             if places is None:
                 raise LeaseLost("its memory is free")
-            return [self._mapper.view(*place)[HEAD_BYTES:] for place in places]
+            return [self.view(place) for place in places]
         except LeaseLost as error:
             raise VersionGone(f"version {version} is no longer kept ({error}); take the newest") from None
+
+    def view(self, place: Place) -> Bytes:
+        """The chunk there, as ``chunks`` gives it. Raises LeaseLost."""
+        return self._mapper.view(*place)[HEAD_BYTES:]
 
     def keep(self, versions: Sequence[int]) -> None:
         """The memory of all others is free. Never waits."""

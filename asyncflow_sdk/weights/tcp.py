@@ -4,7 +4,8 @@
     run.weight_publisher("tcp", listen="tcp://10.0.0.7:9000", plain=True)  # a trusted network
 
 Replicas ask for buckets, several at a time, and verify each as it comes. One that has an earlier version which the
-publisher still keeps gets what differs from it, where that is smaller.
+publisher still keeps gets what differs from it, where that is smaller; where it is not, it gets the next version while
+that is written.
 """
 
 from __future__ import annotations

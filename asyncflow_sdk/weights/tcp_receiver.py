@@ -19,6 +19,7 @@ from ..interfaces.weights import Bytes, Fetched, WeightReceiver
 from ..types import Manifest
 from ..types.manifest import Bucket
 from . import delta
+from .ahead import Ahead, Came, Digests, alike
 from .bulk import Channel
 from .landing import Landing
 from .service import ServiceClient
@@ -50,37 +51,31 @@ class TcpReceiver(WeightReceiver):
         self._clients: dict[bytes, tuple[ServiceClient, int]] = {}
         self._services: dict[int, bytes] = {}  # the last that gave a version, by rank
         self._fetch: _Fetch | None = None
+        self._ahead: dict[int, Ahead] = {}  # by rank
         self._lock = threading.Lock()
+        self._closed = False
         self.again = 0
 
     @property
     def nbytes(self) -> int:
-        """Host memory held: what was fetched and is still looked at, and at most one version that is not."""
+        """Host memory held: what was fetched and is still looked at, and at most one version that is not, or is fetched ahead."""
         return self._landing.nbytes
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         place = decode(where, TcpWhere)
         client = self._client(place.service, manifest.bucket_bytes)
-        chunks = self._landing.take([chunk.nbytes for chunk in manifest.chunks])
-        if base is not None and not (fits(manifest, base.manifest) and len(base.chunks) == len(chunks)):
-            base = None
-        fetch = _Fetch(client, place, manifest, chunks, base, time.monotonic() + timeout_s)
+        fetch = _Fetch(client, place, manifest, time.monotonic() + timeout_s)
         with self._lock:
-            self._fetch = fetch
-            crew = self._crew = self._crew or _Crew(THREADS)
-            crew.begin(fetch.work)  # before a close can end them
+            self._fetch, fetch.ahead = fetch, self._ahead.pop(place.rank, None)
         try:
-            crew.wait()
-        except BaseException:
-            fetch.interrupt()
-            self._end_crew()
-            raise
+            chunks = self._fill(fetch, base)
         finally:
             with self._lock:
                 self._fetch = None
         self.again += fetch.again
         if fetch.error is None:
             self._gave(place)
+            self._go_ahead(place, manifest, chunks, base)
             return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full")
         self._landing.give_back(chunks)  # though frames of the error's traceback refer to them
         if isinstance(fetch.error, (WireError, DeadlineExceeded)):
@@ -94,10 +89,46 @@ class TcpReceiver(WeightReceiver):
 
     def close(self) -> None:
         self.interrupt()
+        with self._lock:
+            ahead, self._ahead, self._closed = list(self._ahead.values()), {}, True
+        for each in ahead:
+            each.stop()
         self._end_crew()
         for service in list(self._clients):
             self._drop(service)
         self._landing.close()
+
+    def _fill(self, fetch: _Fetch, base: Fetched | None) -> list[Bytes]:
+        """The chunks that it is to fill, once it has ended."""
+        manifest = fetch.manifest
+        came = fetch.came()
+        chunks = came.chunks if came is not None else self._landing.take([chunk.nbytes for chunk in manifest.chunks])
+        if base is not None and not (fits(manifest, base.manifest) and len(base.chunks) == len(chunks)):
+            base = None
+        fetch.begin(chunks, base, came)
+        if not fetch.missing:
+            return chunks
+        with self._lock:
+            crew = self._crew = self._crew or _Crew(THREADS)
+            crew.begin(fetch.work)  # before a close can end them
+        try:
+            crew.wait()
+        except BaseException:
+            fetch.interrupt()
+            self._end_crew()
+            raise
+        return chunks
+
+    def _go_ahead(self, place: TcpWhere, manifest: Manifest, chunks: Sequence[Bytes], base: Fetched | None) -> None:
+        """Follow the next version, where deltas would not be smaller than it is."""
+        if place.bulk is None or not manifest.nbytes or not 0 < place.attempt < 1 << 62:
+            return
+        small = place.deltas and manifest.digested
+        if small and (base is None or not fits(manifest, base.manifest) or alike(base.chunks, chunks)):
+            return
+        with self._lock:
+            if not self._closed:
+                self._ahead[place.rank] = Ahead(self._landing, place, manifest)
 
     def _client(self, service: bytes, bucket_bytes: int) -> ServiceClient:
         known = self._clients.get(service)
@@ -170,32 +201,52 @@ class _Span(NamedTuple):
 class _Fetch:
     """One fetch. Its threads work until nothing is left to be asked for, or something went wrong."""
 
-    def __init__(
-        self,
-        client: ServiceClient,
-        place: TcpWhere,
-        manifest: Manifest,
-        chunks: Sequence[Bytes],
-        base: Fetched | None,
-        until: float,
-    ) -> None:
+    def __init__(self, client: ServiceClient, place: TcpWhere, manifest: Manifest, until: float) -> None:
         self._client, self._since = client, client.interrupts
-        self._version, self._bulk, self._manifest, self._root = place.version, place.bulk, manifest, manifest.root
+        self._place, self._bulk, self.manifest, self._root = place, place.bulk, manifest, manifest.root
         self._channels: list[Channel] = []
-        self._chunks, self._base, self._until = chunks, base, until
+        self._chunks: Sequence[Bytes] = ()
+        self._base: Fetched | None = None
+        self._until = until
         self._began = time.monotonic()
         self._buckets = list(manifest.buckets())
-        self._todo = deque([_Span(0, len(self._buckets), base is None)] if self._buckets else [])
+        self._todo: deque[_Span] = deque()
         self._stride = max(1, min(AT_ONCE, FEW_BYTES // manifest.bucket_bytes))
         self._many = max(1, min(MOST_BUCKETS, MANY_BYTES // manifest.bucket_bytes))
         self._lock = threading.Lock()
         self._interrupted = False
+        self.ahead: Ahead | None = None
         self.error: Exception | None = None
         self.moved = self.again = self.saved = self._here = 0
+
+    @property
+    def missing(self) -> bool:
+        """Whether anything is left to be asked for."""
+        return bool(self._todo)
+
+    def came(self) -> Came | None:
+        """What of it came ahead."""
+        return self.ahead.take(self._place, self.manifest, self._until) if self.ahead is not None else None
+
+    def begin(self, chunks: Sequence[Bytes], base: Fetched | None, came: Came | None) -> None:
+        """Into ``chunks``, some of which came already. ``base``: a version that fits."""
+        self._chunks, self._base = chunks, base
+        whole, first = base is None, 0
+        for number, bucket in enumerate(self._buckets):
+            if came is None or not came.has(self.manifest, bucket):
+                continue
+            self._count(1, bucket.stop - bucket.start)
+            if first < number:
+                self._todo.append(_Span(first, number, whole))
+            first = number + 1
+        if first < len(self._buckets):
+            self._todo.append(_Span(first, len(self._buckets), whole))
 
     def interrupt(self) -> None:
         """Every thread ends soon."""
         self._interrupted = True
+        if self.ahead is not None:
+            self.ahead.stop()
         self._stop()
 
     def work(self) -> None:
@@ -239,7 +290,7 @@ class _Fetch:
                 if stop < span.stop:
                     self._todo.appendleft(span._replace(first=stop))
                 span = span._replace(stop=stop)
-            if self._goes_whole(span):
+            if span.whole or self._base is None:
                 return span
             first, stop = span.first, span.stop
             while first < stop and self._same(first):
@@ -252,7 +303,7 @@ class _Fetch:
             return _Span(first, rest, False)
 
     def _goes_whole(self, span: _Span) -> bool:
-        return span.whole or self._base is None
+        return span.whole or self._base is None or not self._place.deltas
 
     def _read(self, channel: Channel | None, span: _Span) -> bool:
         """Get whole buckets without messages. False where that cannot be."""
@@ -262,25 +313,21 @@ class _Fetch:
             raise WireError("it was interrupted")
         buckets = self._buckets[span.first : span.stop]
         views = [memoryview(self._chunks[each.chunk][each.start : each.stop]) for each in buckets]  # type: ignore[arg-type]
-        state, hashed = xxhash.xxh3_128(), 0
+        digests = [Digests(view, self.manifest.bucket_bytes) for view in views]
 
         def landed(number: int, got: int) -> None:
-            nonlocal state, hashed
             bucket, view = buckets[number], views[number]
-            digests = self._manifest.chunks[bucket.chunk].digests
-            while digests and (got - hashed >= _PIECE or hashed < got == len(view)):
-                stop = min(hashed + _PIECE, got)
-                state.update(view[hashed:stop])
-                hashed = stop
+            published = self.manifest.chunks[bucket.chunk].digests
+            if published:
+                digests[number].came(got)
             if got < len(view):
                 return
-            if digests and (bucket.index >= len(digests) or state.digest() != digests[bucket.index]):
-                self._manifest.check(bucket, view)
+            if published and (bucket.index >= len(published) or digests[number].found != [published[bucket.index]]):
+                self.manifest.check(bucket, view)
                 raise DigestMismatch(f"bucket {span.first + number} was changed while it was looked at")
-            state, hashed = xxhash.xxh3_128(), 0
             self._count(1, len(view))
 
-        if channel.read(self._version, self._root, span.first, views, self._until, landed):
+        if channel.read(self._place.version, self._root, span.first, views, self._until, landed):
             return True
         self._bulk = None  # its service says why, or serves it all the same
         return False
@@ -292,7 +339,7 @@ class _Fetch:
     def _is_same(self, number: int) -> bool:
         bucket = self._buckets[number]
         assert self._base is not None
-        ours, theirs = self._manifest.chunks[bucket.chunk], self._base.manifest.chunks[bucket.chunk]
+        ours, theirs = self.manifest.chunks[bucket.chunk], self._base.manifest.chunks[bucket.chunk]
         return ours.digests[bucket.index] == theirs.digests[bucket.index]
 
     def _same(self, number: int) -> bool:
@@ -308,7 +355,7 @@ class _Fetch:
         return True
 
     def _again(self, number: int, why: str) -> None:
-        _log.warning("version %d: bucket %d is fetched in full: %s", self._manifest.version, number, why)
+        _log.warning("version %d: bucket %d is fetched in full: %s", self.manifest.version, number, why)
         with self._lock:
             self.again += 1
             self._todo.append(_Span(number, number + 1, True))
@@ -323,10 +370,10 @@ class _Fetch:
         left = self._until - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded("no time is left")
-        get = Get(self._version, self._root, span.first, span.stop - span.first)
+        get = Get(self._place.version, self._root, span.first, span.stop - span.first)
         if not span.whole and self._base is not None:
             get = msgspec.structs.replace(get, base=self._base.manifest.version, base_root=self._base.manifest.root)
-        what = f"buckets {span.first} to {span.stop - 1} of version {self._manifest.version}"
+        what = f"buckets {span.first} to {span.stop - 1} of version {self.manifest.version}"
         body, frames = self._client.call(encode(get), min(left, SILENCE_S), what, since=self._since)
         kinds = decode(body, Got).kinds
         if not 0 < len(kinds) <= get.count or len(frames) != len(kinds):
@@ -346,7 +393,7 @@ class _Fetch:
             new = self._chunks[bucket.chunk][bucket.start : bucket.stop]
             try:
                 delta.apply(frame, old, new)
-                self._manifest.check(bucket, memoryview(new))  # type: ignore[arg-type]
+                self.manifest.check(bucket, memoryview(new))  # type: ignore[arg-type]
             except (ProtocolError, DigestMismatch) as error:
                 self._count(0, nbytes)
                 self._again(number, str(error))
@@ -356,13 +403,13 @@ class _Fetch:
         if kind != RAW or nbytes != bucket.stop - bucket.start:
             raise ProtocolError(f"{nbytes} bytes of kind {kind} for bucket {number} of {bucket.stop - bucket.start}")
         if not self._land(bucket, np.frombuffer(frame, np.uint8)):
-            self._manifest.check(bucket, memoryview(frame))
+            self.manifest.check(bucket, memoryview(frame))
             raise DigestMismatch(f"bucket {number} was changed while it was copied")
         self._count(1, nbytes)
 
     def _land(self, bucket: Bucket, data: Bytes) -> bool:
         """Copy a bucket to its place; whether it is there what was published."""
-        digests = self._manifest.chunks[bucket.chunk].digests
+        digests = self.manifest.chunks[bucket.chunk].digests
         target = self._chunks[bucket.chunk][bucket.start : bucket.stop]
         if not digests:
             target[:] = data
@@ -376,7 +423,7 @@ class _Fetch:
 
     def _named(self, error: Exception) -> Exception:
         """What is raised: it says which version, and who was to send it."""
-        about = f"version {self._manifest.version} from its publisher at {self._client.address}"
+        about = f"version {self.manifest.version} from its publisher at {self._client.address}"
         if self._interrupted:
             return WireError(f"the fetch of {about} was interrupted: it is wanted no more")
         if time.monotonic() >= self._until and isinstance(error, (WireError, DeadlineExceeded)):

@@ -7,12 +7,13 @@ no longer is used again later. Deltas are made by threads of their own, and answ
 from __future__ import annotations
 
 import functools
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..errors import AsyncFlowError, ProtocolError, VersionGone
+from ..errors import AsyncFlowError, LeaseLost, ProtocolError, VersionGone
 from ..interfaces.weights import Bytes, Host, WeightSender
 from ..types import Manifest, carrier
 from ..types.manifest import Bucket
@@ -22,6 +23,7 @@ from .codes import Codes, Pair
 from .service import Service
 from .staging import Staging, StagingRoom
 from .tcp_messages import ANSWER_BYTES, DELTA, MOST_BUCKETS, RAW, Get, Got, TcpWhere, decode, encode, fits
+from .unfinished import GONE, Unfinished
 
 DELTA_THREADS = 2
 
@@ -65,11 +67,12 @@ class TcpSender(WeightSender):
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(DELTA_THREADS, "asyncflow-delta")
         self._service = Service(host, self, listen=listen, plain=plain)
+        self._unfinished = Unfinished()
         self._bulk: BulkServer | None = None
         try:
             if not self._service.keyed:
                 here = self._service.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-                self._bulk = BulkServer(here, self._whole)
+                self._bulk = BulkServer(here, self._whole, self._next)
             self._staging = Staging.private(host.name)
         except BaseException:
             self._stop()
@@ -77,21 +80,26 @@ class TcpSender(WeightSender):
 
     def room(self, nbytes: int) -> StagingRoom:
         self._fresh = None
+        self._written()
         return self._staging.room(nbytes)
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
         return self._staging.prepare(sizes)
 
     def send(self, manifest: Manifest) -> bytes:
+        self._written()
         self._staging.seal(manifest.version)
         version = _Version(manifest, self._staging.chunks(manifest.version))
         with self._lock:
             self._versions[manifest.version] = version
         self._fresh = manifest.version
+        self._unfinished.whole()
         bulk = self._bulk.where if self._bulk is not None else None
-        return encode(TcpWhere(self._service.where, manifest.version, self._rank, bulk))
+        attempt = self._unfinished.attempt
+        return encode(TcpWhere(self._service.where, manifest.version, self._rank, bulk, attempt, self._delta))
 
     def abandon(self) -> None:
+        self._unfinished.dropped()
         self._forget([version for version in self._staging.versions if version != self._fresh])
         self._staging.abandon()
         self._fresh = None
@@ -126,6 +134,22 @@ class TcpSender(WeightSender):
         """Buckets as they are. Raises VersionGone, ProtocolError."""
         version = self._version(number, root)
         return [version.bytes_of(bucket) for bucket in version.span(first, count)]
+
+    def _written(self) -> None:
+        """The room given last is: it could be trimmed until now."""
+        place = self._staging.last()
+        if place is not None:
+            self._unfinished.written(place)
+
+    def _next(self, connection: socket.socket, attempt: int, number: int) -> tuple[int, Bytes | int]:
+        """A chunk as soon as it is written; see Unfinished."""
+        attempt, found = self._unfinished.wait(connection, attempt, number)
+        if isinstance(found, int):
+            return attempt, found
+        try:
+            return attempt, self._staging.view(found)
+        except LeaseLost:  # its memory is a later version's
+            return attempt, GONE
 
     # ---- called by the service
 

@@ -48,7 +48,7 @@ class Replica(ABC):
 
 
 MODULES = {
-    "shm": "ours", "shm-bare": "ours", "tcp": "ours", "file": "ours",
+    "shm": "ours", "shm-bare": "ours", "tcp": "ours", "tcp-bare": "ours", "file": "ours",
     "gloo": "gloo", "gloo-tensors": "gloo", "safetensors": "files", "safetensors-load": "files", "ray": "rays",
     "floor-shm": "floor", "floor-shm-bare": "floor", "floor-tcp": "floor",
 }  # fmt: skip

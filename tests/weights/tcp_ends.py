@@ -77,6 +77,20 @@ def publish(address: str, versions: int, nbytes: int, options: Mapping[str, Any]
         hear()
 
 
+def publish_half(nbytes: int) -> None:
+    """Publish a version; when told so, write all but the last chunk of another; stay until killed."""
+    with tcp(delta_bytes=0) as ends:
+        for version in (1, 2):
+            weights = {f"w{number}": numbers(number + 9 * version, nbytes // 3) for number in range(3)}
+            manifest, _ = ends.write(version, weights)
+            if version == 1:
+                say([msgspec.msgpack.encode(manifest).hex(), ends.send(manifest).hex()])
+                ends.keep(1)
+            else:
+                say("half")
+            hear()
+
+
 def fetch(versions: list[list[str]], timeout_s: float) -> None:
     """Fetch versions one after another, each from the one before; say of each how it came, or why it did not."""
     receiver = TcpTransport().receiver(Host(directory=None, name="replica"))

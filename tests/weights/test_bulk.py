@@ -207,7 +207,7 @@ def test_an_interrupt_ends_a_read_and_every_later_one(silent: Silent) -> None:
 
 def test_closing_ends_its_threads_and_connections() -> None:
     before = threading.enumerate()
-    server = BulkServer("127.0.0.1", lambda *arguments: [np.zeros(1000, np.uint8)])
+    server = BulkServer("127.0.0.1", lambda *arguments: [np.zeros(1000, np.uint8)], lambda *_: (0, -2))
     channels = [Channel(server.where) for _ in range(3)]
     assert all(read(channel, 30.0) for channel in channels)
     own = [each for each in threading.enumerate() if each.name.startswith("asyncflow-bulk") and each not in before]
