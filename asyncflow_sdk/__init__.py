@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .queue import StreamDataLoader as StreamDataLoader
     from .types import GRPO as GRPO
     from .types import Batch as Batch
+    from .types import Checkpoint as Checkpoint
     from .types import Probe as Probe
     from .types import Ragged as Ragged
     from .types import Sampling as Sampling
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from .workflow import load_prompts as load_prompts
     from .workflow import load_workflow as load_workflow
     from .workflow import read_steps as read_steps
+    from .workflow import resume as resume
     from .workflow import run_worker as run_worker
     from .workflow import serve as serve
     from .workflow import staleness_of as staleness_of
@@ -82,6 +84,7 @@ _WHERE = {
     "DeadlineExceeded": "errors",
     "Batch": "types",
     "Candidates": "interfaces",
+    "Checkpoint": "types",
     "Capabilities": "interfaces",
     "Completion": "interfaces",
     "Filling": "interfaces",
@@ -122,6 +125,7 @@ _WHERE = {
     "load_prompts": "workflow",
     "load_workflow": "workflow",
     "read_steps": "workflow",
+    "resume": "workflow",
     "run_worker": "workflow",
     "serve": "workflow",
     "staleness_of": "workflow",

@@ -186,6 +186,20 @@ def top(
 
 
 @app.command()
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run with checkpoints.")],
+    debug: _Debug = False,
+) -> None:
+    """Go on with a run that was killed, failed or was interrupted, from its newest checkpoint."""
+    del debug
+    from ..workflow import resume as go_on
+
+    result = go_on(run_dir)
+    steps = result.summary["steps"]
+    typer.echo(f"{run_dir}: {result.summary['status']}, {steps} of {result.summary['steps_wanted']} steps trained")
+
+
+@app.command()
 def plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     debug: _Debug = False,

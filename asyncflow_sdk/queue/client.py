@@ -63,18 +63,19 @@ class Verbs(Generic[B, S]):
         max_swapping: int | None = None,
         quorum: int | None = None,
         staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None = None,
+        checkpoints: bool | None = None,
     ) -> None:
         """Set the queue's limits, before its tasks are declared. ``capacity_rows``: most rows alive at once.
         ``capacity_bytes``: most payload; ``row_bytes``: what a row may come to take with all that is written to
         it, reserved when it is put (0, the default: what the largest row so far took). ``steps``: how many steps
         there will be; then the stream ends by itself. ``staleness_policy``: by name, or name and options, what
         ``max_staleness`` means: "wait" (the default), "drop", "count", or another that is installed where the queue is
-        served. ``keep_versions``, ``max_swapping``, ``quorum``: of the weights; see
-        ``Configure``. Raises ConfigError, PluginError."""
+        served. ``keep_versions``, ``max_swapping``, ``quorum``: of the weights;
+        ``checkpoints``: see ``Configure``. Raises ConfigError, PluginError."""
         command = cmd.Configure(
             capacity_rows=capacity_rows, max_staleness=max_staleness, steps=steps, capacity_bytes=capacity_bytes,
             row_bytes=row_bytes, keep_versions=keep_versions, max_swapping=max_swapping, quorum=quorum,
-            staleness=policy_spec(staleness_policy),
+            staleness=policy_spec(staleness_policy), checkpoints=checkpoints,
         )  # fmt: skip
         await self._port.send(command)
 

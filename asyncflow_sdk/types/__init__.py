@@ -2,7 +2,7 @@
 
 from .batch import Batch
 from .columns import Column, ColumnSpec, Values, pack, unpack
-from .config import GRPO, Sampling, Staleness, Weights
+from .config import GRPO, Checkpoint, Sampling, Staleness, Weights
 from .dtypes import carrier, dtype_name, from_torch, to_torch
 from .events import Event
 from .manifest import Chunk, Manifest, TensorInfo
@@ -15,6 +15,7 @@ __all__ = [
     "GRPO",
     "VERSION_SPANS",
     "Batch",
+    "Checkpoint",
     "Chunk",
     "Column",
     "ColumnSpec",

@@ -117,6 +117,20 @@ class Weights:
             object.__setattr__(self, "probe", plain_probe(self.probe, scored=False))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """How a run can be gone on with: a checkpoint of the trainer after every so many steps. ``keep``: so many, the newest; the
+    rows of steps since the oldest of them keep their memory. ``history``: keep the journal of the whole run, for replays."""
+
+    every: int = 50
+    keep: int = 2
+    history: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.keep < 1:
+            raise ConfigError(f"every and keep are 1 or more, not {self.every} and {self.keep}")
+
+
 def check_policy(swap: str) -> None:
     """Raises ConfigError unless this is a swap policy."""
     if swap not in get_args(SwapPolicy):

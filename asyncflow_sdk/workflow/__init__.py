@@ -10,7 +10,7 @@ from .specs import Rollout, Stage, Train
 from .toml import load_workflow
 from .work import Generate, Logprobs
 from .worker import run_worker
-from .workflow import Result, Workflow
+from .workflow import Result, Workflow, resume
 
 __all__ = [
     "Consumer",
@@ -27,6 +27,7 @@ __all__ = [
     "load_prompts",
     "load_workflow",
     "read_steps",
+    "resume",
     "run_worker",
     "serve",
     "staleness_of",

@@ -35,6 +35,8 @@ class Consumer:
         self._queue, self._task, self._count, self._timeout_s = source, task, count, timeout_s
         self._ahead = ahead
         self._ranks = dict(ranks or {})
+        self.current: LeasedBatch | None = None
+        """The batch that is being worked on."""
 
     def __iter__(self) -> Iterator[LeasedBatch]:
         if not self._ahead:
@@ -80,7 +82,9 @@ class Consumer:
             if waited > 0.001:
                 connection.report(ev.Span(time_s=began, worker=connection.name, kind="wait", seconds=waited))
             with batch:
+                self.current = batch
                 yield batch
+                self.current = None
 
     def _get(self) -> LeasedBatch:
         return self._queue.get(self._task, self._count, timeout_s=self._timeout_s, **self._ranks)

@@ -4,8 +4,6 @@ goes on; what a worker's failure means is decided here."""
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +18,9 @@ from ..interfaces import Launcher, OnFailure, Place, WorkerOrder
 from ..ledger import commands as cmd
 from ..queue import TransferQueue
 from ..queue._once import drive
-from ..types import Event, Weights
+from ..types import Checkpoint, Event, Weights
 from ..types import events as ev
+from .resuming import own_path
 from .specs import Rollout, Stage, Train
 from .supervise import GRACE_S, Worker, launcher_named
 from .threads import ThreadLauncher
@@ -153,7 +152,7 @@ class Crews:
         number = self._counts.get(role, 0)
         self._counts[role] = number + 1
         name = f"{role}-{self._mark}{number}"
-        config = WorkerConfig(name, self._near, crew.job, _own_path(), self._connection.wire.key)
+        config = WorkerConfig(name, self._near, crew.job, own_path(), self._connection.wire.key)
         order = WorkerOrder(
             name=name, config=msgspec.json.encode(config), place=crew.spec.place, log=self._logs / f"{name}.log"
         )
@@ -206,7 +205,11 @@ class _OwnThread(ThreadLauncher):
         """It is where it is because it can be nowhere else; what was asked for is for others of its kind."""
 
 
-def _job(spec: Spec, needs_first: bool = False, weights: Weights | None = None, export: str = "") -> Job:
+def _job(
+    spec: Spec, needs_first: bool = False, weights: Weights | None = None, export: str = "",
+    checkpoint: Checkpoint | None = None, checkpoints: str = "",
+) -> Job:  # fmt: skip
+    """``checkpoints``: the folder that a trainer's are in, where there are any."""
     if isinstance(spec, Rollout):
         how = weights or _DEFAULT
         return RolloutJob(
@@ -215,15 +218,10 @@ def _job(spec: Spec, needs_first: bool = False, weights: Weights | None = None, 
             spec.prefix,
         )  # fmt: skip
     if isinstance(spec, Train):
+        often = checkpoint or Checkpoint()
         return TrainJob(
-            spec.engine, spec.model, spec.algorithm, spec.options, export, weights or spec.weights or _DEFAULT
-        )
+            spec.engine, spec.model, spec.algorithm, spec.options, export, weights or spec.weights or _DEFAULT,
+            checkpoints, often.every, often.keep,
+        )  # fmt: skip
     work = spec.job() or FunctionWork("")  # what runs here is not looked up
     return StageJob(work, spec.task, spec.needs, spec.gives, spec.batch, spec.concurrency, spec.whole_groups)
-
-
-def _own_path() -> list[str]:
-    """Where this process imports the user's modules from; an interpreter's own packages are its own."""
-    homes = tuple({os.path.abspath(home) for home in (sys.prefix, sys.base_prefix)})
-    entries = (os.path.abspath(entry or ".") for entry in sys.path)
-    return [entry for entry in entries if not entry.startswith(homes)]

@@ -11,7 +11,9 @@ import msgspec
 import numpy as np
 
 from ..errors import ConfigError, DeadlineExceeded, Ended
+from ..ledger import commands as cmd
 from ..queue import TransferQueue
+from ..queue._once import drive
 from ..types import Batch
 
 Prompts = str | Path | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -105,8 +107,17 @@ class Feeder:
         taken, self._order = self._order[:groups], self._order[groups:]
         return taken
 
+    def _go_on(self) -> None:
+        """After what was put under this key before, by a feeder of a process that died."""
+        last: cmd.LastPut = drive(self._queue._port.send(cmd.GetPut(prefix=f"{self._key}-")))
+        number = last.key[len(self._key) + 1 :]
+        if number.isdigit():
+            self.fed = int(number) + last.count // self._group_size
+            self.next(self.fed)
+
     def _run(self) -> None:
         try:
+            self._go_on()
             while True:
                 try:
                     wanted = self._queue.wanted(timeout_s=3600.0)

@@ -9,6 +9,7 @@ logs/               what each worker wrote
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -29,10 +30,10 @@ Sink = Callable[[Event], None]
 
 class Recorder:
     """Writes in a thread of its own, so that neither the queue nor a trainer waits for the disk. ``sinks`` are
-    called there too, one event at a time. A sink or a disk that fails stops being used, and is named once."""
+    called there too, one event at a time. ``again``: go on with what is there. A sink or a disk that fails stops being used, and is named once."""
 
-    def __init__(self, directory: Path, sinks: list[Sink]) -> None:
-        if (directory / "events.jsonl").exists():
+    def __init__(self, directory: Path, sinks: list[Sink], *, again: bool = False) -> None:
+        if (directory / "events.jsonl").exists() and not again:
             raise ConfigError(f"{directory} already holds a run; choose another directory, or move it away")
         (directory / "steps").mkdir(parents=True, exist_ok=True)
         self._directory = directory
@@ -40,12 +41,35 @@ class Recorder:
         self._log = (directory / "events.jsonl").open("ab")
         self._inbox: queue.SimpleQueue[Event | tuple[int, Callable[[], Batch]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
-        self.rewards: list[float] = []
-        self.steps = 0
+        self._rewards: dict[int, float] = {}  # by step: one that was trained again counts once
         self.staleness_max = 0
         self._waiting = self._skipped = 0  # steps not yet written; steps left out
         self.errors: list[str] = []
+        if again:
+            self._recall()
         self._thread.start()
+
+    @property
+    def steps(self) -> int:
+        return len(self._rewards)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean rewards, step by step."""
+        return [self._rewards[step] for step in sorted(self._rewards)]
+
+    def _recall(self) -> None:
+        """What was trained before; the last line may be torn."""
+        lines = (self._directory / "events.jsonl").read_bytes()
+        if not lines.endswith(b"\n"):
+            self._log.write(b"\n")
+        for line in lines.splitlines():
+            if b'"event":"step"' in line:
+                with contextlib.suppress(msgspec.MsgspecError):
+                    self._trained(msgspec.json.decode(line, type=ev.StepTrained))
+
+    def _trained(self, event: ev.StepTrained) -> None:
+        self._rewards[event.step] = event.metrics.get("reward", float("nan"))
 
     def event(self, event: Event) -> None:
         self._inbox.put(event)
@@ -81,8 +105,7 @@ class Recorder:
                     self.errors.append(f"step {item[0]} was not recorded: {error}")
                 continue
             if isinstance(item, ev.StepTrained):
-                self.steps += 1
-                self.rewards.append(item.metrics.get("reward", float("nan")))
+                self._trained(item)
             for sink in list(self._sinks):
                 try:
                     sink(item)
@@ -99,33 +122,42 @@ class Recorder:
         if VERSION_SPANS in batch:
             late = token_staleness(batch.ragged(VERSION_SPANS), step)
             self.staleness_max = max(self.staleness_max, int(late.max(initial=0)))
-        arrays: dict[str, Any] = {"ids": batch.ids, "groups": batch.groups}
-        for name, column in batch.columns.items():
-            values = column.values
-            if values.dtype.kind not in "?iufc":  # bfloat16 and the like, which .npy has no name for
-                values = values.view(np.uint8)
-            arrays[f"{name}:{column.spec.kind}:{dtype_name(column.values.dtype)}"] = values
-            if column.offsets is not None:
-                arrays[f"{name}.offsets"] = column.offsets
-        path = self._directory / "steps" / f"{step:06d}.npz"
-        with path.with_suffix(".part").open("wb") as part:
-            np.savez(part, **arrays)
-        path.with_suffix(".part").replace(path)
+        write_batch(self._directory / "steps" / f"{step:06d}.npz", batch)
+
+
+def write_batch(path: Path, batch: Batch) -> None:
+    """A file that is whole or not there."""
+    arrays: dict[str, Any] = {"ids": batch.ids, "groups": batch.groups}
+    for name, column in batch.columns.items():
+        values = column.values
+        if values.dtype.kind not in "?iufc":  # bfloat16 and the like, which .npy has no name for
+            values = values.view(np.uint8)
+        arrays[f"{name}:{column.spec.kind}:{dtype_name(column.values.dtype)}"] = values
+        if column.offsets is not None:
+            arrays[f"{name}.offsets"] = column.offsets
+    with path.with_suffix(".part").open("wb") as part:
+        np.savez(part, **arrays)
+    path.with_suffix(".part").replace(path)
+
+
+def read_batch(path: Path) -> Batch:
+    """What ``write_batch`` wrote."""
+    with np.load(path, allow_pickle=False) as stored:
+        columns: dict[str, Column] = {}
+        for key in stored.files:
+            if ":" not in key:
+                continue
+            name, kind, dtype = key.rsplit(":", 2)
+            values = stored[key].view(carrier(dtype))
+            offsets = stored.get(f"{name}.offsets")
+            columns[name] = Column(ColumnSpec(kind, dtype, values.shape[1:]), values, offsets)
+        return Batch(stored["ids"], stored["groups"], columns)
 
 
 def read_steps(directory: str | Path) -> Iterator[tuple[int, Batch]]:
     """The rows of every recorded step of a run directory: (step = version trained, batch), in order."""
     for path in sorted(Path(directory, "steps").glob("*.npz")):
-        with np.load(path, allow_pickle=False) as stored:
-            columns: dict[str, Column] = {}
-            for key in stored.files:
-                if ":" not in key:
-                    continue
-                name, kind, dtype = key.rsplit(":", 2)
-                values = stored[key].view(carrier(dtype))
-                offsets = stored.get(f"{name}.offsets")
-                columns[name] = Column(ColumnSpec(kind, dtype, values.shape[1:]), values, offsets)
-            yield int(path.stem), Batch(stored["ids"], stored["groups"], columns)
+        yield int(path.stem), read_batch(path)
 
 
 def staleness_of(directory: str | Path) -> Ragged:

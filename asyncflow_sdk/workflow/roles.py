@@ -14,6 +14,7 @@ from ..queue import TransferQueue
 from ..types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version, token_staleness
 from ..types import events as ev
 from ..weights import WeightPublisher
+from .checkpoint import Checkpoints, Point
 from .consumer import Consumer
 
 
@@ -24,16 +25,19 @@ def train(
     task: str = "train",
     weights: Weights | None = None,
     export: Path | None = None,
+    checkpoints: Checkpoints | None = None,
+    every: int = 50,
 ) -> None:
     """Train step after step until the stream ends, publishing each version; then export the policy.
 
-    Publishes version 0 first, so that rollouts start from these very weights. Where versions are published already (another
-    trainer's, who died) it does not: it goes on with the next step from the weights ``engine`` has, and says so.
+    Publishes version 0 first, so that rollouts start from these very weights. With ``checkpoints`` it goes on from the newest,
+    or begins anew where there is none; it makes one after ``every`` so many steps, and a last one. Without, where versions are
+    published already (another trainer's, who died), it goes on with the next step from the weights ``engine`` has, and says so.
     """
     connection = queue._port.connection
     versions = _Versions(queue, engine, weights or Weights())
     try:
-        versions.begin()
+        versions.begin(_gone_on(engine, checkpoints) if checkpoints is not None else None)
         for step in Consumer(queue, task, ahead=True):
             began, cpu = time.monotonic(), time.process_time()
             result = engine.train_step(step)
@@ -55,12 +59,39 @@ def train(
                 ),
             )  # fmt: skip
             step.ack(filtered=result.filtered)
+            if checkpoints is not None and (step.index + 1) % every == 0:
+                _keep(queue, engine, checkpoints)
+        if checkpoints is not None:
+            _keep(queue, engine, checkpoints, last=True)
         if export is not None:
             engine.export(export)
     finally:
         queue.flush()
         versions.close()
         engine.close()
+
+
+def _gone_on(engine: TrainEngine, checkpoints: Checkpoints) -> Point:
+    point = checkpoints.resume()
+    if point.path is not None:
+        engine.load(point.path)
+    return point
+
+
+def _keep(queue: TransferQueue, engine: TrainEngine, checkpoints: Checkpoints, *, last: bool = False) -> None:
+    """A checkpoint that cannot be made costs the rows their memory, and a restart some steps; training goes on."""
+    connection, began = queue._port.connection, time.monotonic()
+    try:
+        path = checkpoints.save(engine.save, last=last)
+    except Exception as error:
+        text = f"no checkpoint was made: {type(error).__name__}: {error}"
+        connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="error"))
+    else:
+        span = ev.Span(
+            time_s=began, worker=connection.name, kind="checkpoint", seconds=time.monotonic() - began,
+            detail=path.parent.name,
+        )  # fmt: skip
+        connection.report(span)
 
 
 class _Versions:
@@ -72,8 +103,12 @@ class _Versions:
         self._publisher = WeightPublisher(queue, how.transport, dtype=how.dtype, **how.options)
         self._last = -1
 
-    def begin(self) -> None:
-        """Publish version 0, unless another has."""
+    def begin(self, point: Point | None) -> None:
+        """Publish version 0, unless another has; where training goes on, what the ledger asks for."""
+        if point is not None:
+            if point.version is not None:
+                self.publish(point.version)
+            return
         current = self._publisher.current
         if current < 0:
             self.publish(0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ from ..queue._once import drive
 from ..weights import OwnUpdates, WeightPublisher
 from ..weights.arguments import version_number
 from .address import remove_addresses
+from .checkpoint import Checkpoints, Point
 from .consumer import Consumer
 from .crews import Crews
 from .data import Feeder, Prompts, load_prompts
@@ -50,6 +52,7 @@ class Run:
         self._server = server
         self._feeds: set[str] = set()
         self._updates: list[OwnUpdates] = []
+        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self.failure: BaseException | None = None
         mark = "" if server is not None else f"{connection.session}."  # others start workers of the same roles
         logs = (directory or Path(".")) / "logs"
@@ -122,9 +125,11 @@ class Run:
         if batch_size is not None:
             self.queue.declare(task, needs=needs, batch_rows=batch_size, lease_s=lease_s, sampler=sampler)
         ranks = {"team": team or task, "rank": rank, "world_size": world_size, "shards": shards}
-        return _Watched(
+        consumer = _Watched(
             self, self.queue, task, count=count, timeout_s=timeout_s, ranks=ranks if world_size > 1 else None
         )
+        self._consumers.add(consumer)
+        return consumer
 
     def feed(
         self, prompts: Prompts, *, group_size: int, column: str = "prompt", epochs: int | None = None,
@@ -175,6 +180,32 @@ class Run:
         one that is not."""
         reply = drive(self.queue._port.send(cmd.Rollback(version=version_number(version), reason=reason)))
         return int(reply.version)
+
+    def checkpoint(self, save: Callable[[Path], None], *, keep: int = 2, directory: str | Path | None = None) -> Path:
+        """Have ``save(path)`` write the training engine's state into a new folder, so that ``resume`` can go on after the last
+        step that was acknowledged. The newest ``keep`` are kept; rows of steps before the oldest of them end now. Blocks until it is
+        on the disk, whole. ``directory``: of all checkpoints; by default "checkpoints" in the run's. Raises ConfigError, also when a
+        consumer of this run has not acknowledged its step; MemoryFull when the disk is full, and what ``save`` raises: then
+        those before count."""
+        for consumer in self._consumers:
+            step = consumer.current
+            if step is not None and step.index >= 0 and step._left > 0:
+                raise ConfigError(
+                    f"step {step.index} is not acknowledged: ack() it before a checkpoint of the weights that it trained"
+                )
+        return self._checkpoints(directory, keep).save(save)
+
+    def resume(self, *, directory: str | Path | None = None) -> Point:
+        """Where this trainer goes on, asked before its first step: load ``point.path``, publish as ``point.version``, where they
+        are not None. Every full step from ``point.step`` on will be leased (again). Of several ranks one asks,
+        before any leases. Raises ConfigError where rows that would have to be trained again are gone."""
+        return self._checkpoints(directory, 1).resume()
+
+    def _checkpoints(self, directory: str | Path | None, keep: int) -> Checkpoints:
+        if directory is None and self.directory is None:
+            raise ConfigError("this run has no directory here; say where checkpoints are with directory=")
+        where = Path(directory) if directory is not None else Path(self.directory or "") / "checkpoints"
+        return Checkpoints(self.queue, where, keep)
 
     def audit(self) -> Audit:
         """Every row by where it ended; always adds up."""

@@ -36,6 +36,7 @@ def serve(
     keep_versions: int = 2,
     max_swapping: int = 0,
     quorum: int = 0,
+    checkpoints: bool = False,
     durability: Literal["process", "host"] | None = None,
     max_call_bytes: int = MAX_BYTES,
     samplers: Mapping[str, Callable[..., Sampler]] | None = None,
@@ -53,6 +54,9 @@ def serve(
 
     ``keep_versions``: so many versions of the weights, the newest, can be fetched and rolled back to. ``max_swapping``: so many
     replicas load one at once (0: all). ``quorum``: so many must have it staged before any loads it (0: none).
+
+    ``checkpoints``: rows of trained steps live until ``run.checkpoint`` covers them, so that a trainer can go on after another
+    died (``run.resume``) and no row is trained twice, or never, in what survives. Until the first one all of them are kept.
 
     ``samplers``: those of this process by name, beside the installed ones. ``on_failure``: whether the run stops when a
     worker started here has failed for good, or goes on while one of its role is left.
@@ -90,7 +94,7 @@ def serve(
             run.queue.configure(
                 max_staleness=max_staleness, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, steps=steps,
                 keep_versions=keep_versions, max_swapping=max_swapping, quorum=quorum,
-                staleness_policy=policy,
+                staleness_policy=policy, checkpoints=checkpoints or None,
             )  # fmt: skip
         if path is not None:
             write_addresses(path, server.addresses)

@@ -14,6 +14,7 @@ from ..plugins import import_path
 from ..queue import TransferQueue
 from ..types import GRPO, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
+from .describing import Described
 from .work import (
     FunctionWork,
     Generate,
@@ -34,7 +35,7 @@ _SMALL_BATCH = 32
 """Rows of a call where several run at a time, and of a lease of an engine."""
 
 
-class Rollout:
+class Rollout(Described):
     """Generates responses: ``replicas`` workers with the rollout engine ``engine``, found through the hook.
 
     ``model``: a Hugging Face model folder. ``prompt``: the column of prompts; "prompt_ids" holds token ids,
@@ -108,7 +109,7 @@ class Rollout:
         )  # fmt: skip
 
 
-class Stage:
+class Stage(Described):
     """A step between rollout and training, on the rows that have the columns it needs; it writes those it gives.
 
     ``work``: a function, which is called with columns by name, a batch of rows at a time, and returns one value a row (or a
@@ -209,7 +210,7 @@ class Stage:
         )  # fmt: skip
 
 
-class Train:
+class Train(Described):
     """Trains with the train engine ``engine``, found through the hook. ``weights``: how each version is published; in a workflow
     that is the workflow's. ``needs``: columns beside TRAIN_COLUMNS that its batches have. ``options`` are the engine's own."""
 

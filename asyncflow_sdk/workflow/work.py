@@ -16,6 +16,7 @@ import msgspec
 from ..errors import ConfigError
 from ..plugins import import_path
 from ..types import Sampling
+from .describing import Described
 
 
 class FunctionWork(msgspec.Struct, frozen=True, tag="function"):
@@ -40,7 +41,7 @@ Work = FunctionWork | LogprobsWork | GenerateWork
 """What a worker is told of a stage."""
 
 
-class Logprobs:
+class Logprobs(Described):
     """Log-probs of given responses by the train engine ``engine`` with the weights of the folder ``model``, which stay
     as they are: of a reference, or a teacher.
 
@@ -59,7 +60,7 @@ class Logprobs:
         return LogprobsWork(self.engine, self.model, self.options)
 
 
-class Generate:
+class Generate(Described):
     """One response to each row by the rollout engine ``engine`` with the weights of the folder ``model``, which stay as
     they are: of a judge, or a teacher.
 

@@ -67,6 +67,10 @@ class TrainJob(msgspec.Struct, frozen=True, tag="train"):
     options: dict[str, Any]
     export: str
     weights: Weights
+    checkpoints: str = ""
+    """Where they are; "" for none."""
+    every: int = 50
+    keep: int = 2
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -162,6 +166,7 @@ def _ending(error: BaseException) -> WorkerEnding:
 
 def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob) -> None:
     from . import roles
+    from .checkpoint import Checkpoints
     from .stages import stage
 
     connection = queue._port.connection
@@ -174,7 +179,11 @@ def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob) -> None:
     elif isinstance(job, TrainJob):
         engine = make_engine("train", job.engine, model=job.model, algorithm=job.algorithm, **job.options)
         _state(connection, "ready")
-        roles.train(queue, engine, weights=job.weights, export=Path(job.export) if job.export else None)
+        checkpoints = Checkpoints(queue, Path(job.checkpoints), job.keep) if job.checkpoints else None
+        roles.train(
+            queue, engine, weights=job.weights, export=Path(job.export) if job.export else None,
+            checkpoints=checkpoints, every=job.every,
+        )  # fmt: skip
     else:
         asyncio.run(_rollout(queue, job))
 

@@ -26,10 +26,12 @@ import numpy as np
 from ..errors import AsyncFlowError, ConfigError, Interrupted, WorkerFailed
 from ..interfaces import OnFailure, Place
 from ..ledger import Audit
-from ..types import Staleness, Weights
+from ..types import Checkpoint, Staleness, Weights
 from .checking import AHEAD_STEPS, problems_of
 from .data import Feeder, Prompts, load_prompts
+from .describing import Described
 from .recorder import Recorder, Sink
+from .resuming import again, alone, read_summary, write_description
 from .run import Run, task_arguments
 from .serving import serve
 from .showing import described, drawn, shown
@@ -53,7 +55,7 @@ class Result:
         return self.summary["reward_first"], self.summary["reward_last"]
 
 
-class Workflow:
+class Workflow(Described):
     """Prompts → rollout → stages → train, or any other dataflow without cycles: every task works on the rows that have the
     columns it needs, at the same time as the others. ``print`` shows it.
 
@@ -62,7 +64,8 @@ class Workflow:
     run ends, at ``steps`` at the latest, when every prompt was put so often; None goes on as long as steps want rows.
     ``weights``: how new versions reach the replicas. ``seed``: of the order of the prompts. ``on_failure``: whether the run
     stops or goes on when a worker has failed for good. ``capacity_rows``: most rows alive at once; None: what the
-    batch and the staleness ask for.
+    batch and the staleness ask for. ``checkpoint``: how often a checkpoint is made, so that ``resume`` goes on with the run
+    after whatever died, and a trainer that is started again (``max_restarts``) after itself.
     Raises ConfigError when made, for everything that can be known before a process starts, all of it at once; PluginError
     where an engine is missing and nothing else is wrong.
     """
@@ -83,6 +86,7 @@ class Workflow:
         seed: int = 0,
         on_failure: OnFailure = "stop",
         capacity_rows: int | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.rollouts = (rollout,) if isinstance(rollout, Rollout) else tuple(rollout)
         if not self.rollouts:
@@ -96,6 +100,7 @@ class Workflow:
         self.reward = reward
         self.stages = (*([reward] if reward is not None else []), *stages)
         self.on_failure = Place(on_failure=on_failure).on_failure or "stop"
+        self.checkpoint = checkpoint
         self.data = load_prompts(prompts, self.rollout.prompt)
         ahead = batch_size * (self.staleness.max_staleness + AHEAD_STEPS)
         self.capacity_rows = ahead if capacity_rows is None else capacity_rows
@@ -121,9 +126,36 @@ class Workflow:
         Whatever happens, the directory holds what was done, and no process and no shared memory is left.
         Raises WorkerFailed naming the worker, with its traceback; Interrupted after Ctrl-C; ConfigError.
         """
-        directory = Path(directory)
-        recorder = Recorder(directory, [on_event] if on_event is not None else [])
-        (directory / "workflow.json").write_bytes(msgspec.json.format(msgspec.json.encode(self.describe()), indent=2))
+        return self._run_in(Path(directory), on_event, again=False)
+
+    @classmethod
+    def resume(cls, directory: str | Path, *, on_event: Sink | None = None) -> Result:
+        """Go on with a run that has a ``checkpoint`` and did not end: killed, failed or interrupted. The queue is as it was, and
+        training goes on from the newest checkpoint. What a run that is complete came to is returned. Raises what ``run``
+        raises; ConfigError for a directory that another process runs, and where something it is made of is gone."""
+        return again(Path(directory)).resume_in(Path(directory), on_event)
+
+    def resume_in(self, directory: Path, on_event: Sink | None) -> Result:
+        summary = read_summary(directory)
+        if summary.get("status") == "completed":
+            return Result(directory, summary)
+        return self._run_in(directory, on_event, again=True)
+
+    def _run_in(self, directory: Path, on_event: Sink | None, *, again: bool) -> Result:
+        with contextlib.ExitStack() as held:
+            if self.checkpoint is not None:
+                held.enter_context(alone(directory))
+            recorder = Recorder(directory, [on_event] if on_event is not None else [], again=again)
+            try:
+                if not again:
+                    write_description(self, directory)
+            except BaseException:
+                recorder.close()
+                (directory / "events.jsonl").unlink()
+                raise
+            return self._record(directory, recorder)
+
+    def _record(self, directory: Path, recorder: Recorder) -> Result:
         began = time.monotonic()
         outcome = _Outcome()
         with _stoppable() as unstoppable:
@@ -152,15 +184,18 @@ class Workflow:
             capacity_rows=self.capacity_rows, keep_versions=self.weights.keep,
             max_swapping=self.weights.max_swapping, quorum=self.weights.quorum,
             on_failure=self.on_failure,
+            checkpoints=self.checkpoint is not None, durability=None if self.checkpoint is None else "process",
         )  # fmt: skip
+        completed = False
         try:
             trainer = self._start(run, directory)
             run.wait(trainer)
             run.join_workers(FINISH_S)
+            completed = True
         finally:
             unstoppable()  # what follows takes seconds and must not be left half done
             try:
-                run.finish()
+                run.finish() if completed or self.checkpoint is None else run.stop_workers()
                 outcome.audit = run.audit()
             finally:
                 run.close()
@@ -172,7 +207,10 @@ class Workflow:
             run.start(stage)
         for rollout in self.rollouts:
             run.start(rollout, needs_first=True, weights=self.weights)
-        (trainer,) = run.start(self.train, export=str(directory / "model"), weights=self.weights)
+        kept: dict[str, Any] = {}
+        if self.checkpoint is not None:
+            kept = {"checkpoint": self.checkpoint, "checkpoints": str((directory / "checkpoints").absolute())}
+        (trainer,) = run.start(self.train, export=str(directory / "model"), weights=self.weights, **kept)
         Feeder(
             run.queue, self.data, group_size=self.rollout.group_size, chunk=self.batch_size // self.rollout.group_size,
             seed=self.seed, on_failure=run.fail, epochs=self.epochs,
@@ -200,6 +238,11 @@ class Workflow:
             "report": None,
             "warnings": recorder.errors,
         }
+
+
+def resume(directory: str | Path, *, on_event: Sink | None = None) -> Result:
+    """``Workflow.resume``."""
+    return Workflow.resume(directory, on_event=on_event)
 
 
 @dataclass

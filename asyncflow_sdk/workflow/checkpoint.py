@@ -1,0 +1,245 @@
+"""Checkpoints: a training engine's state on disk, each whole or not there, and which of them to go on from.
+
+point = run.resume()                                # at the start of one's own loop
+if point.path is not None:
+    engine.load(point.path)
+if point.version is not None:
+    weights.publish(point.version, engine.named_weights())
+for step in run.consumer("train", batch_size=256):
+    ...
+    step.ack()
+    if step.index % 50 == 49:
+        run.checkpoint(engine.save)
+
+checkpoints/step-000050/manifest.json   the step that comes next, its version, and every file with size and digest
+checkpoints/step-000050/engine/         what ``save`` wrote
+checkpoints/.step-000050-PID/           one that is being written; what a killed trainer left, the next one removes
+checkpoints/lost-step-000060/           one that training did not go on from; the next checkpoint removes it
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from .._version import __version__
+from ..errors import ConfigError, MemoryFull
+from ..ledger import commands as cmd
+from ..memory import sync_directory
+from ..queue import TransferQueue
+from ..queue._once import drive
+from ..types import events as ev
+
+FORMAT = 1
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_BLOCK = 4 << 20
+
+
+class File(msgspec.Struct, frozen=True):
+    nbytes: int
+    digest: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """``step``: the first that the engine's state was not trained with, which trains ``version``. ``rows_put``: the prompt
+    cursor, in rows. ``digest``: of all of this without it."""
+
+    format: int
+    sdk: str
+    step: int
+    version: int
+    rows_put: int
+    files: dict[str, File]
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where training goes on. ``path``: what ``load`` takes; None: there is no checkpoint, so from the start. ``step``: the next
+    one leased. ``version``: the number to publish the engine's weights under before it; None: they are current."""
+
+    path: Path | None
+    step: int
+    version: int | None
+
+
+class Damaged(Exception):
+    """Raised when a checkpoint is not what was written; says how."""
+
+
+class Checkpoints:
+    """Those of one run, for its one trainer. ``keep``: so many, the newest; rows are kept for the oldest of them. Not
+    thread-safe."""
+
+    def __init__(self, queue: TransferQueue, directory: Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise ConfigError(f"keep must be 1 or more, not {keep}")
+        self._queue, self.directory, self._keep = queue, directory, keep
+
+    def resume(self) -> Point:
+        """Go on from the newest checkpoint that is whole; without any from the start. Raises ConfigError where rows that would
+        have to be trained again are gone."""
+        cut = self._cut()
+        for left in self.directory.glob(".step-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        for step in reversed(self.steps()):
+            if step < cut.covered:
+                break
+            try:
+                manifest = check(self._path(step))
+                reply = self._send(cmd.Resume(step=step, version=manifest.version))
+            except (Damaged, ConfigError) as error:
+                self._say(f"{self._path(step)} cannot be gone on from: {error}", "error")
+                continue
+            return self._went_on(self._path(step) / "engine", reply)
+        if cut.covered:
+            raise ConfigError(
+                f"{self.directory} holds no checkpoint that is whole and goes on with step {cut.covered} or a later one;"
+                f" the rows of the steps before {cut.covered} have ended, so that training cannot begin anew either"
+            )
+        return self._went_on(None, self._send(cmd.Resume(step=0)))
+
+    def save(self, save: Callable[[Path], None], *, last: bool = False) -> Path:
+        """Have ``save`` write the engine's state of now, after the last acknowledged step. ``last``: no step follows, so none
+        will be trained again. Raises MemoryFull when the disk is full, and what ``save`` raises; then nothing has changed."""
+        cut = self._cut()
+        path = self._path(cut.step)
+        if not (last and cut.step in self.steps()):
+            write(path, save, step=cut.step, version=cut.version, rows_put=cut.put)
+        steps = [step for step in self.steps() if step <= cut.step][-self._keep :]
+        covers = cut.step if last else steps[0] if len(steps) == self._keep else cut.covered
+        self._send(cmd.Checkpoint(step=cut.step, covers=max(covers, cut.covered)))
+        for old in [self._path(step) for step in self.steps() if step < steps[0]]:
+            shutil.rmtree(old, ignore_errors=True)
+        for lost in self.directory.glob("lost-step-*"):
+            shutil.rmtree(lost, ignore_errors=True)
+        return path / "engine"
+
+    def steps(self) -> list[int]:
+        """The steps that checkpoints go on with, in order; whole or not."""
+        return sorted(int(path.name[5:]) for path in self.directory.glob("step-*") if path.name[5:].isdigit())
+
+    def _went_on(self, path: Path | None, reply: cmd.Resumed) -> Point:
+        for step in self.steps():
+            if step > reply.step:  # of steps that will be trained again: it is not of this line any more
+                aside = self.directory / f"lost-{self._path(step).name}"
+                shutil.rmtree(aside, ignore_errors=True)
+                self._path(step).rename(aside)
+        if path is not None or reply.again:
+            where = f"from {path}" if path is not None else "anew, since there is no checkpoint"
+            self._say(f"training goes on with step {reply.step} {where}; {reply.again} rows are trained again")
+        first = reply.version < 0 and reply.step == 0
+        return Point(path, reply.step, 0 if first else reply.version if reply.publish else None)
+
+    def _cut(self) -> cmd.Cut:
+        cut: cmd.Cut = self._send(cmd.GetCut())
+        if not cut.checkpoints:
+            raise ConfigError(
+                "this run keeps no rows that a trainer could go on with; serve it with checkpoints=True"
+            )
+        return cut
+
+    def _send(self, command: cmd.GetCut | cmd.Resume | cmd.Checkpoint) -> Any:
+        return drive(self._queue._port.send(command))
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}"
+
+    def _say(self, text: str, level: str = "info") -> None:
+        connection = self._queue._port.connection
+        connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level=level))
+
+
+def write(path: Path, save: Callable[[Path], None], *, step: int, version: int, rows_put: int) -> None:
+    """A checkpoint that is whole or not there, also when the host dies. Raises MemoryFull, and what ``save`` raises."""
+    part = path.with_name(f".{path.name}-{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        engine = part / "engine"
+        engine.mkdir(parents=True)
+        save(engine)
+        manifest = Manifest(
+            format=FORMAT, sdk=__version__, step=step, version=version, rows_put=rows_put, files=_synced(engine)
+        )
+        manifest = msgspec.structs.replace(manifest, digest=_digest_of(manifest))
+        with (part / "manifest.json").open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(part)
+        if path.exists():  # of a trainer that died before it could say so
+            shutil.rmtree(path)
+        part.rename(path)
+        sync_directory(path.parent)
+    except BaseException as error:
+        shutil.rmtree(part, ignore_errors=True)
+        if _is_full(error):
+            raise MemoryFull(f"no room for a checkpoint in {path.parent}: {error}; the one before counts") from error
+        raise
+
+
+def check(path: Path) -> Manifest:
+    """What a checkpoint says of itself, if it is what was written. Raises Damaged."""
+    try:
+        manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=Manifest)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Damaged(f"its manifest cannot be read: {error}") from None
+    if manifest.format != FORMAT:
+        raise Damaged(f"its format is {manifest.format}, and this is {FORMAT}")
+    if _digest_of(manifest) != manifest.digest:
+        raise Damaged("its manifest is not what was written")
+    if path.name != f"step-{manifest.step:06d}":
+        raise Damaged(f"it is of step {manifest.step}")
+    for name, file in manifest.files.items():
+        try:
+            nbytes = (path / "engine" / name).stat().st_size
+            found = _digest(path / "engine" / name) if nbytes == file.nbytes else ""
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+        if nbytes != file.nbytes:
+            raise Damaged(f"{name} has {nbytes} of {file.nbytes} bytes")
+        if found != file.digest:
+            raise Damaged(f"{name} has other bytes than were written")
+    return manifest
+
+
+def _synced(directory: Path) -> dict[str, File]:
+    """Every file below a directory, once all of it is on the disk."""
+    files: dict[str, File] = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_dir():
+            sync_directory(path)
+            continue
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[str(path.relative_to(directory))] = File(path.stat().st_size, _digest(path))
+    sync_directory(directory)
+    return files
+
+
+def _digest(path: Path) -> str:
+    total = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            total.update(block)
+    return total.hexdigest()
+
+
+def _digest_of(manifest: Manifest) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(manifest, digest="")))
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether a disk was full: some libraries keep the number to themselves, and say it in words."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return True
+    return any(os.strerror(number).lower() in str(error).lower() for number in FULL)

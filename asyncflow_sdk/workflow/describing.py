@@ -1,0 +1,98 @@
+"""Describing: a workflow as JSON, and made again from it, so that a run whose driver died is gone on with.
+
+What a workflow, a rollout, a stage or an engine was made of is noted when it is made, and made of the same again: whatever its
+constructor takes travels, if it consists of plain values, of configurations (dataclasses), and of what has an import path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..errors import ConfigError
+from ..plugins import import_name, import_path
+
+TYPE, NAME, MAP = "$type", "$name", "$map"
+
+
+class Described:
+    """Notes what it is made of, as ``asked``."""
+
+    asked: dict[str, Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        self = super().__new__(cls)
+        self.asked = {}
+        signature = inspect.signature(cls)
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # the constructor is about to say so
+            return self
+        for name, value in given.items():
+            more = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            self.asked.update(dict(value) if more else {name: value})
+        return self
+
+
+def to_json(thing: Any, where: str) -> Any:
+    """``thing`` as what JSON can hold. Raises ConfigError that says what cannot, and where it is."""
+    if thing is None or isinstance(thing, (bool, int, float, str)):
+        return thing
+    if isinstance(thing, Path):
+        return str(thing)
+    if isinstance(thing, np.generic):
+        return to_json(thing.item(), where)
+    if isinstance(thing, Described):
+        return {TYPE: _name_of(type(thing), where), **_all(thing.asked, where)}
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        fields = {f.name: getattr(thing, f.name) for f in dataclasses.fields(thing) if f.init}
+        return {TYPE: _name_of(type(thing), where), **_all(fields, where)}
+    if isinstance(thing, msgspec.Struct):
+        fields = {name: getattr(thing, name) for name in thing.__struct_fields__}
+        return {TYPE: _name_of(type(thing), where), **_all(fields, where)}
+    if isinstance(thing, Mapping):
+        return {MAP: _all(thing, where)}
+    if isinstance(thing, (list, tuple, set, frozenset)):
+        return [to_json(each, f"{where}[{number}]") for number, each in enumerate(thing)]
+    if callable(thing):
+        return {NAME: _name_of(thing, where)}
+    raise ConfigError(f"{where} is a {type(thing).__name__}, which a run that is to be resumed cannot write down")
+
+
+def from_json(data: Any, **more: Any) -> Any:
+    """What ``to_json`` was given. ``more``: arguments of the outermost thing. Raises ConfigError for what is not there any more."""
+    if isinstance(data, list):
+        return [from_json(each) for each in data]
+    if not isinstance(data, dict):
+        return data
+    if NAME in data:
+        return import_name(data[NAME])
+    if MAP in data:
+        return {name: from_json(value) for name, value in data[MAP].items()}
+    kind = import_name(data[TYPE])
+    if not isinstance(kind, type) or not (
+        issubclass(kind, (Described, msgspec.Struct)) or dataclasses.is_dataclass(kind)
+    ):
+        raise ConfigError(f"{data[TYPE]!r} is nothing that a workflow is made of")
+    return kind(**{name: from_json(value) for name, value in data.items() if name != TYPE}, **more)
+
+
+def _all(things: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    return {str(name): to_json(value, f"{where}.{name}" if where else str(name)) for name, value in things.items()}
+
+
+def _name_of(thing: Any, where: str) -> str:
+    path = import_path(thing)
+    if path is None:
+        name = getattr(thing, "__qualname__", repr(thing))
+        raise ConfigError(
+            f"{where}: {name} cannot be imported by another process, as it must be to resume this run: put it into a module"
+            " (not the script itself, a notebook or a lambda), or run without checkpoint="
+        )
+    return path

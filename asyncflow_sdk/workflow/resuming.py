@@ -1,0 +1,92 @@
+"""Resuming a run: what its directory holds for that, and one process at a time.
+
+workflow.json    what was asked for; under "again", all that the workflow is made of
+prompts.npz      the data
+lock             held while the run is run
+checkpoints/     of the trainer
+journal/         of the queue
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..errors import ConfigError
+from .describing import from_json, to_json
+from .recorder import read_batch, write_batch
+
+if TYPE_CHECKING:
+    from .workflow import Workflow
+
+
+def write_description(workflow: Workflow, directory: Path) -> None:
+    """Raises ConfigError for what another process could not make again, where that is wanted."""
+    described = workflow.describe()
+    if workflow.checkpoint is not None:
+        workflow.asked.pop("prompts", None)
+        described["again"] = {"path": own_path(), "workflow": to_json(workflow, "")}
+        write_batch(directory / "prompts.npz", workflow.data)
+    (directory / "workflow.json").write_bytes(msgspec.json.format(msgspec.json.encode(described), indent=2))
+
+
+def again(directory: Path) -> Workflow:
+    """The workflow of a run directory. Raises ConfigError."""
+    from .workflow import Workflow
+
+    try:
+        described = msgspec.json.decode((directory / "workflow.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{directory} holds no run: {error}") from None
+    how = described.get("again")
+    if how is None:
+        raise ConfigError(f"{directory} cannot be resumed: that run was started without checkpoint=")
+    sys.path += [entry for entry in how["path"] if entry not in sys.path]
+    try:
+        data = read_batch(directory / "prompts.npz")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"the prompts of {directory} cannot be read: {error}") from None
+    workflow = from_json(how["workflow"], prompts=dict(data))
+    if not isinstance(workflow, Workflow):
+        raise ConfigError(f"{directory} holds no workflow")
+    return workflow
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """How a run ended; empty when it did not."""
+    try:
+        return msgspec.json.decode((directory / "summary.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def own_path() -> list[str]:
+    """Where this process imports the user's modules from; an interpreter's own packages are its own."""
+    homes = tuple({os.path.abspath(home) for home in (sys.prefix, sys.base_prefix)})
+    entries = (os.path.abspath(entry or ".") for entry in sys.path)
+    return [entry for entry in entries if not entry.startswith(homes)]
+
+
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """This process runs what is in a directory. Raises ConfigError while another does."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            who = os.pread(lock, 20, 0).decode(errors="replace").strip() or "another process"
+            raise ConfigError(f"{directory} is being run by process {who}; wait for it, or end it") from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(lock)
