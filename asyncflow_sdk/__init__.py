@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .errors import LeaseLost as LeaseLost
     from .errors import SchemaError as SchemaError
     from .errors import WorkerFailed as WorkerFailed
+    from .interfaces import TRAIN_COLUMNS as TRAIN_COLUMNS
     from .interfaces import Candidates as Candidates
     from .interfaces import Capabilities as Capabilities
     from .interfaces import Completion as Completion
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from .workflow import staleness_of as staleness_of
 
 _WHERE = {
+    "TRAIN_COLUMNS": "interfaces",
     "AdapterSpec": "plugins",
     "AsyncFlowError": "errors",
     "EngineError": "errors",

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import asyncflow_sdk as af
 
 REPOSITORY = Path(__file__).parent.parent
 BLOCK = re.compile(r"(?:<!-- test: (?P<how>\w+) -->\n)?```python\n(?P<code>.*?)```", re.S)
@@ -93,6 +96,22 @@ def test_the_plugin_of_the_readme_is_found_and_runs(tmp_path: Path) -> None:
     assert "consumed=64" in python(tmp_path, "use.py", path=tmp_path)
 
 
+def test_a_file_of_the_documents_is_a_workflow(tmp_path: Path, start: Path) -> None:
+    texts = [text for document in DOCUMENTS for text in re.findall(r"```toml\n(.*?)```", document.read_text(), re.S)]
+    assert texts
+    for name in ("model", "data.jsonl"):
+        (tmp_path / name).symlink_to(start / name)
+    (tmp_path / "rewards.py").write_text(
+        "def exact_match(response, answer):\n    return [float(a == b) for a, b in zip(response, answer)]\n"
+        "async def politeness(response):\n    return [float('please' in text) for text in response]\n"
+    )
+    for text in texts:
+        (tmp_path / "train.toml").write_text(text)
+        out = python(tmp_path, "-m", "asyncflow_sdk.cli", "run", "train.toml", "run", "--set", "steps=2")
+        assert "2 steps of" in out
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+
+
 def test_example_own_loop(tmp_path: Path, start: Path) -> None:
     script = REPOSITORY / "examples" / "own_loop.py"
     out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")
@@ -105,6 +124,48 @@ def test_example_whole_workflow(tmp_path: Path, start: Path) -> None:
     out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run", "3")
     assert (tmp_path / "run" / "report.html").is_file()
     assert "run/report.html" in out
+
+
+def test_example_own_parts(tmp_path: Path, start: Path) -> None:
+    script = REPOSITORY / "examples" / "own_parts.py"
+    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")
+    assert "step 1: reward" in out
+    assert "put=128, live=0" in out
+
+
+def test_example_two_engines(tmp_path: Path, start: Path) -> None:
+    script = REPOSITORY / "examples" / "two_engines.py"
+    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run", "3")
+    rows = re.search(r"3 steps; rows by each engine: {'rollout-0': (\d+), 'rollout-1': (\d+)}", out)
+    assert rows is not None, out
+    assert min(map(int, rows.groups())) > 0
+
+
+def test_example_dapo_refill(tmp_path: Path, start: Path) -> None:
+    script = REPOSITORY / "examples" / "dapo_refill.py"
+    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run", "3")
+    rows = re.search(r"3 full steps; rows consumed 96, filtered (\d+)", out)
+    assert rows is not None, out
+    assert int(rows[1]) > 0
+    for _, batch in af.read_steps(tmp_path / "run"):
+        for group in np.unique(batch.groups):
+            assert len(set(batch.array("reward")[batch.groups == group])) > 1
+
+
+def test_example_distillation(tmp_path: Path, start: Path) -> None:
+    from asyncflow_torch.demo import model
+
+    model._save(model.tiny_model(), model.tokenizer(), tmp_path / "teacher")
+    script = REPOSITORY / "examples" / "distillation.py"
+    out = python(
+        tmp_path, str(script), str(start / "model"), str(tmp_path / "teacher"), str(start / "data.jsonl"), "run", "4"
+    )
+    assert "rollout ── prompt_ids, response_ids, logprobs, version_spans ──▶ train" in out
+    assert "closeness to the teacher -" in out
+    for _, batch in af.read_steps(tmp_path / "run"):
+        gaps = batch.ragged("teacher_logprobs").values - batch.ragged("logprobs").values
+        means = np.array([part.mean() for part in np.split(gaps, batch.ragged("logprobs").offsets[1:-1])])
+        np.testing.assert_allclose(batch.array("reward"), means, rtol=1e-5)
 
 
 def test_example_queue_alone(tmp_path: Path) -> None:

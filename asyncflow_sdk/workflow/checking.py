@@ -72,7 +72,8 @@ def problems_of(flow: Workflow) -> Problems:
         _check_place(f"rollout {rollout.task!r}", rollout.place, problems, "rollout", number)
         _check_engine("rollout", rollout, rollout.place, problems, "rollout", number)
     for stage, key in zip(flow.stages, _stage_keys(flow), strict=True):
-        _check_place(f"stage {stage.task!r}", stage.place, problems, *key)
+        if not stage.here:
+            _check_place(f"stage {stage.task!r}", stage.place, problems, *key)
         if isinstance(stage.work, (Logprobs, Generate)):
             _check_engine("stage", stage.work, stage.place, problems, *key, "work")
         _check_here(stage, problems, *key)

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,10 @@ from ..queue import AsyncLeasedBatch, TransferQueue
 from ..types import VERSION_SPANS, Ragged, Sampling, one_version
 from ..types import events as ev
 from ..weights import Loading, WeightUpdates, check_swap
+from .specs import rollout_task
 from .swapping import Swapping
 from .text import Text
+from .work import tokenizer_file
 
 WAIT_S = 3600.0
 """The longest a producer waits for prompts or versions before it fails with the reason (seconds)."""
@@ -60,12 +63,13 @@ class _Work:
 
 
 class Producer:
-    """Runs one engine on the running event loop until the stream ends. ``run`` is called once.
+    """Runs one engine until the stream ends: ``work`` in this thread, or ``run`` on an event loop. Called once.
 
-    ``needs_first``: generate nothing before a published version is loaded; else the engine's own weights
-    count as version 0. ``prefix``: what the names of the columns it gives begin with. ``swap``: when new versions are loaded: "drain", "boundary" or "in_flight". ``verify``: what a load must
-    prove beyond the names of its tensors: "probe", "held". Raises ConfigError, with the reason, for what the engine
-    cannot do.
+    ``prompt``: the column of prompts; "prompt_ids" holds token ids, any other holds text, and ``text`` is the folder of its
+    tokenizer. ``prefix``: what the names of the columns it gives begin with. ``needs_first``: generate nothing before a
+    published version is loaded; else the engine's own weights count as version 0. ``swap``: when new versions are loaded:
+    "drain", "boundary" or "in_flight". ``verify``: what a load must prove beyond the names of its tensors: "probe", "held".
+    Raises ConfigError, with the reason, for what the engine cannot do.
     """
 
     def __init__(
@@ -77,11 +81,13 @@ class Producer:
         prefix: str = "",
         sampling: Sampling | None = None,
         prompt: str = "prompt_ids",
-        text: Text | None = None,
+        text: Text | str | Path | None = None,
         needs_first: bool = False,
         swap: str = "drain",
         verify: Sequence[str] = (),
     ) -> None:
+        if text is not None and not isinstance(text, Text):
+            text = Text(tokenizer_file(text, ""))
         if prompt != "prompt_ids" and text is None:
             raise ConfigError(f"column {prompt!r} is text; a producer needs a tokenizer to encode it")
         check_swap(type(engine).__name__, engine.capabilities, swap)
@@ -109,6 +115,12 @@ class Producer:
         self._cpu_s = 0.0
         self._failure: BaseException | None = None
         self._idle_since: float | None = time.monotonic()
+
+    def work(self) -> None:
+        """Declare the task and generate here, in this thread, until the stream ends. Raises what ``run`` raises."""
+        spec = rollout_task(self._task, self._prompt, self._prefix, self._text is not None)
+        self._queue.declare(**{name: getattr(spec, name) for name in spec.__struct_fields__})
+        asyncio.run(self.run())
 
     async def run(self) -> None:
         """Generate until the stream ends. Raises what the engine raised, DeadlineExceeded with the reason, and

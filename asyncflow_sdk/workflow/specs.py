@@ -93,20 +93,25 @@ class Rollout(Described):
 
     def declare(self) -> TaskSpec:
         """The task: text prompts are encoded, and responses decoded, where there is a tokenizer."""
-        gives: tuple[str, ...] = RESPONSE_COLUMNS
-        if self.prompt != "prompt_ids":
-            if not self.tokenizer:
-                raise ConfigError(
-                    f"prompts are text (column {self.prompt!r}), but {self.model or 'the model'!r} has no"
-                    " tokenizer.json; name a tokenizer, or give token ids in a column prompt_ids"
-                )
-            gives = ("prompt_ids", *gives)
-        if self.tokenizer:
-            gives = (*gives, "response")
-        return TaskSpec(
-            name=self.task, needs=(self.prompt,), gives=tuple(self.prefix + name for name in gives),
-            admits=not self.prefix, lease_s=self.lease_s, sampler=WHOLE_GROUPS if self.prefix else None,
-        )  # fmt: skip
+        if self.prompt != "prompt_ids" and not self.tokenizer:
+            raise ConfigError(
+                f"prompts are text (column {self.prompt!r}), but {self.model or 'the model'!r} has no"
+                " tokenizer.json; name a tokenizer, or give token ids in a column prompt_ids"
+            )
+        return rollout_task(self.task, self.prompt, self.prefix, bool(self.tokenizer), self.lease_s)
+
+
+def rollout_task(task: str, prompt: str, prefix: str, text: bool, lease_s: float = 3600.0) -> TaskSpec:
+    """The task of a rollout: the columns it needs and gives. ``text``: responses are decoded."""
+    gives = (
+        *(() if prompt == "prompt_ids" else ("prompt_ids",)),
+        *RESPONSE_COLUMNS,
+        *(("response",) if text else ()),
+    )
+    return TaskSpec(
+        name=task, needs=(prompt,), gives=tuple(prefix + name for name in gives), admits=not prefix, lease_s=lease_s,
+        sampler=WHOLE_GROUPS if prefix else None,
+    )  # fmt: skip
 
 
 class Stage(Described):
