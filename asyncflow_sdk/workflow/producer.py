@@ -242,6 +242,9 @@ class Producer:
             async for completion in self._engine.generate(Request(prompt, self._sampling, stop - first, seed)):
                 self._check(completion, first, waiting, work)
                 waiting.discard(first + completion.index)
+                self._rows -= 1  # long responses of a group must not keep the places of its short ones
+                if self._asking is None:
+                    self._wake.set()
                 work.done.append((first + completion.index, completion))
                 work.tokens += len(completion.token_ids)
                 self._finished[work.batch.token] = work
@@ -269,7 +272,7 @@ class Producer:
                 await work.batch.give_back(index=sorted(waiting), reason=f"EngineError: {error}", blame=True)
         finally:
             work.groups -= 1
-            self._rows -= stop - first
+            self._rows -= len(waiting)
             if not work.groups:
                 cpu_s, self._cpu_s = self._engine.cpu_s - self._cpu_s, self._engine.cpu_s
                 self._span(
