@@ -70,11 +70,14 @@ def _header(report: StatusReport, flow: Flow, title: str, width: int) -> list[li
 
 
 def _step(report: StatusReport, width: int) -> list[Cell]:
-    """The step being filled, as a bar, and the version that is current."""
+    """The step being filled, as a bar, the version that is current, and, where there is room, the staleness policy."""
     filled = report.batch_rows - report.free_slots
     words = f"step {report.step}" + (f" of {report.steps}" if report.steps else "")
     count = f" {filled:,} of {report.batch_rows:,} rows"
     version = f" · {_version(report)}" if report.version >= 0 else ""
+    if report.max_staleness >= 0:
+        rule = f" · policy {printable(report.staleness)}, max_staleness {report.max_staleness}"
+        version += rule if cell_len(words + count + version + rule) + 12 <= width else ""
     length = min(max(width - cell_len(words + count + version) - 1, 0), 30)
     done = length * filled // max(report.batch_rows, 1)
     bar: list[Cell] = [(" " + "━" * done, "cyan"), ("─" * (length - done), "dim")] if length >= 4 else []

@@ -92,6 +92,7 @@ class QueueServer(Carrying):
                 _log.warning(self.directory.warning)
         try:
             self.recovered = self._keeping.recover(self)
+            self.ledger.make_policy(self.ledger.rule.spec)  # one that is not there any more is an error now
         except BaseException:
             self._wire.stop()
             self._mapper.close()

@@ -113,6 +113,12 @@ def test_rows_rates_and_bytes() -> None:
     assert "stream ended" in picture(80, 24, over=True)[0]
 
 
+def test_the_staleness_policy_is_named_where_there_is_room() -> None:
+    rule = {"staleness": "drop", "max_staleness": 2}
+    assert any("policy drop, max_staleness 2" in line for line in picture(110, 40, **rule))
+    assert not any("policy drop" in line for line in picture(70, 40, **rule))
+
+
 def test_those_who_wait_for_the_same_are_one_line_and_the_rest_is_counted() -> None:
     same = [
         ParkedStatus(

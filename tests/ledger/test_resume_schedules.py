@@ -10,11 +10,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_checks import check_counters
 from ledger_queue import packed, part
-from test_schedules import FOR_EVER, LONG, TASKS, Feeder, Judge, Replica, Stage, Worker, World
+from test_schedules import (
+    ANY_POLICY,
+    FOR_EVER,
+    LONG,
+    TASKS,
+    Feeder,
+    Judge,
+    Replica,
+    Stage,
+    Worker,
+    World,
+    most_staleness,
+)
 
 from asyncflow_sdk.errors import Ended
 from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.commands import PolicySpec
 
 MOST = 12
 """Deaths: without a checkpoint, every one of them begins anew."""
@@ -134,23 +147,25 @@ class Trainer(Worker):
     keep=st.sampled_from([1, 2]),
     unsound=st.sampled_from([0.0, 0.3]),
     quorum=st.sampled_from([0, 0, 1]),
+    policy=ANY_POLICY,
 )
 def test_a_trainer_that_dies_at_any_time_trains_each_step_once_in_what_survives(
     seed: int, staleness: int, size: int, groups: int, steps: int, replicas: int, mortality: float, deaths: float,
-    every: int, keep: int, unsound: float, quorum: int,
+    every: int, keep: int, unsound: float, quorum: int, policy: str,
 ) -> None:  # fmt: skip
     batch = size * groups
     world = World(seed, limit=100_000 + 40_000 * steps * batch)
     admin = world.join("admin")
     limits = cmd.Configure(
-        capacity_rows=4 * batch, max_staleness=staleness, steps=steps, checkpoints=True, quorum=quorum
-    )
+        capacity_rows=4 * batch, max_staleness=staleness, steps=steps, checkpoints=True, quorum=quorum,
+        staleness=PolicySpec(policy),
+    )  # fmt: skip
     world.call(admin, limits, lambda reply: None)
     train = TaskSpec(name="train", needs=("response", "reward"), batch_rows=batch, lease_s=FOR_EVER / 4)
     for task in [*TASKS, train]:
         world.call(admin, cmd.Declare(task=task), lambda reply: None)
 
-    trainer = Trainer(world, staleness, every, keep, deaths, unsound)
+    trainer = Trainer(world, most_staleness(policy, staleness), every, keep, deaths, unsound)
     workers: list[Worker] = [Feeder(world, size, 2 * batch), trainer]
     for number in range(replicas):
         replica = Replica(world, "rollout", f"replica {number}", mortality)

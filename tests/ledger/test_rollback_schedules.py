@@ -10,10 +10,23 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from ledger_checks import check_counters
 from ledger_queue import part
-from test_schedules import FOR_EVER, LONG, TASKS, Feeder, Judge, Replica, Stage, Worker, World
+from test_schedules import (
+    ANY_POLICY,
+    FOR_EVER,
+    LONG,
+    TASKS,
+    Feeder,
+    Judge,
+    Replica,
+    Stage,
+    Worker,
+    World,
+    most_staleness,
+)
 
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.commands import PolicySpec
 
 
 class Trainer(Worker):
@@ -133,24 +146,29 @@ class Trainer(Worker):
     mortality=st.sampled_from([0.0, 0.05, 0.2]),
     doubts=st.sampled_from([0.05, 0.2, 0.4]),
     keep=st.sampled_from([1, 2, 4]),
+    policy=ANY_POLICY,
 )
 @example(  # its replica waits already when the acknowledgement of a step from before a rollback lets it begin
-    seed=0, staleness=0, size=4, groups=2, steps=3, replicas=1, mortality=0.05, doubts=0.4, keep=2
+    seed=0, staleness=0, size=4, groups=2, steps=3, replicas=1, mortality=0.05, doubts=0.4, keep=2,
+    policy="wait",
 )  # fmt: skip
 def test_a_run_that_is_rolled_back_at_any_time_trains_no_row_that_is_too_old_or_given_up(
     seed: int, staleness: int, size: int, groups: int, steps: int, replicas: int, mortality: float, doubts: float,
-    keep: int,
+    keep: int, policy: str,
 ) -> None:  # fmt: skip
     batch = size * groups
     world = World(seed, limit=60_000 + 12_000 * steps * batch)
     admin = world.join("admin")
-    limits = cmd.Configure(capacity_rows=4 * batch, max_staleness=staleness, steps=steps, keep_versions=keep)
+    limits = cmd.Configure(
+        capacity_rows=4 * batch, max_staleness=staleness, steps=steps, keep_versions=keep,
+        staleness=PolicySpec(policy),
+    )  # fmt: skip
     world.call(admin, limits, lambda reply: None)
     train = TaskSpec(name="train", needs=("response", "reward"), batch_rows=batch, lease_s=FOR_EVER / 4)
     for task in [*TASKS, train]:
         world.call(admin, cmd.Declare(task=task), lambda reply: None)
 
-    trainer = Trainer(world, staleness, batch, mortality, doubts)
+    trainer = Trainer(world, most_staleness(policy, staleness), batch, mortality, doubts)
     workers: list[Worker] = [Feeder(world, size, 2 * batch), trainer]
     for number in range(replicas):
         replica = Replica(world, "rollout", f"replica {number}", mortality)
@@ -166,5 +184,6 @@ def test_a_run_that_is_rolled_back_at_any_time_trains_no_row_that_is_too_old_or_
     audit = world.ledger.audit()
     assert audit.balanced
     assert audit.live == 0
-    assert audit.expired == trainer.expired
+    late = audit.reasons.get(f"expired: older than max_staleness {staleness} (policy 'drop')", 0)
+    assert audit.expired == trainer.expired + late
     assert world.ledger.version == max(trainer.made)

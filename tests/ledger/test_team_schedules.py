@@ -13,12 +13,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_checks import check_counters
-from test_schedules import FOR_EVER, LONG, TASKS, Feeder, Judge, Replica, Stage, Worker, World, publish
+from test_schedules import (
+    ANY_POLICY,
+    FOR_EVER,
+    LONG,
+    TASKS,
+    Feeder,
+    Judge,
+    Replica,
+    Stage,
+    Worker,
+    World,
+    most_staleness,
+    publish,
+)
 
 from asyncflow_sdk.errors import ConfigError, LeaseLost
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import SamplerSpec
+from asyncflow_sdk.ledger.commands import PolicySpec, SamplerSpec
 
 
 class Job:
@@ -160,6 +173,7 @@ def sampled(world: World, task: TaskSpec, *names: str) -> TaskSpec:
     ranks=st.sampled_from([(2, 2), (2, 1), (3, 3), (4, 2), (4, 4)]),
     mortality=st.sampled_from([0.0, 0.05, 0.2]),
     tight=st.booleans(),
+    policy=ANY_POLICY,
 )
 def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
     seed: int,
@@ -170,12 +184,18 @@ def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
     ranks: tuple[int, int],
     mortality: float,
     tight: bool,
+    policy: str,
 ) -> None:
     batch = max(size * groups, size * -(-ranks[1] // size))
     world = World(seed, limit=20_000 + 8_000 * steps * batch)
     admin = world.join("admin")
     done: list[Any] = []
-    limits = cmd.Configure(capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps)
+    limits = cmd.Configure(
+        capacity_rows=batch if tight else 4 * batch,
+        max_staleness=staleness,
+        steps=steps,
+        staleness=PolicySpec(policy),
+    )
     world.call(admin, limits, done.append)
     rollout, reward, judge = TASKS
     train = TaskSpec(name="train", needs=("response", "reward"), batch_rows=batch, lease_s=50)
@@ -188,7 +208,7 @@ def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
     for task in world.random.sample(tasks, 4):
         world.call(admin, cmd.Declare(task=task), done.append)
 
-    job = Job(ranks[0], ranks[1], batch, staleness)
+    job = Job(ranks[0], ranks[1], batch, most_staleness(policy, staleness))
     feeder = Feeder(world, size, size if tight else 2 * batch)
     feeder.priorities = (0, 0, 1, -1)
     workers: list[Worker] = [feeder, *(Rank(world, job, rank, mortality) for rank in range(job.size))]

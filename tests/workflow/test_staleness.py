@@ -168,6 +168,20 @@ def test_a_policy_of_this_process_is_handed_over(policy: Any) -> None:
     assert status.promise == "what the tests need"
 
 
+def test_whoever_goes_on_with_a_durable_run_hands_its_policy_over_again(tmp_path: Path) -> None:
+    with af.serve(tmp_path, staleness_policy=Mine, durability="process") as run:
+        run.queue.declare("train", needs=["x"], batch_rows=4)
+        run.queue.put({"x": [1]})
+
+    with pytest.raises(PluginError, match="no staleness adapter is named 'Mine'"):
+        af.serve(tmp_path)
+
+    with af.serve(tmp_path, staleness_policy=Mine) as run:
+        assert run.queue.status().staleness == "Mine"
+        assert run.queue.audit().live == 1
+        run.queue.end(cancel=True)
+
+
 @pytest.mark.parametrize(
     ("policy", "error", "said"),
     [
