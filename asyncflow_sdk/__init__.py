@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .plugins import AdapterSpec as AdapterSpec
     from .plugins import hookimpl as hookimpl
     from .queue import StreamDataLoader as StreamDataLoader
+    from .queue.replaying import replay as replay
     from .types import GRPO as GRPO
     from .types import Batch as Batch
     from .types import Checkpoint as Checkpoint
@@ -127,6 +128,7 @@ _WHERE = {
     "load_prompts": "workflow",
     "load_workflow": "workflow",
     "read_steps": "workflow",
+    "replay": "queue.replaying",
     "resume": "workflow",
     "run_worker": "workflow",
     "serve": "workflow",

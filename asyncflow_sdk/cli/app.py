@@ -200,6 +200,20 @@ def resume(
 
 
 @app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run with a journal.")],
+    debug: _Debug = False,
+) -> None:
+    """Carry out again, offline, what a run's journal says, and print what happened. Exit code 1 if it differs."""
+    del debug
+    from ..queue.replaying import replay as carry_out
+
+    found = carry_out(run_dir, told=lambda cut: typer.echo(str(cut)))
+    typer.echo(f"{found.records} records replayed, {found.differing} with other answers; state {found.digest}")
+    raise typer.Exit(1 if found.differing or not found.audit.balanced else 0)
+
+
+@app.command()
 def plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     debug: _Debug = False,

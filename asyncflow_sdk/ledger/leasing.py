@@ -143,9 +143,8 @@ class Leasing(Choosing):
             if not len(ids):
                 redo.popleft()
                 continue
-            if self.lineage.step(loaded) < max(
-                map(self.lineage.step, np.unique(rows.version[rows.at(ids)]).tolist())
-            ):
+            begun = np.unique(rows.version[rows.at(ids)]).tolist()
+            if not all(self.lineage.follows(loaded, version) for version in begun):
                 return cmd.LoadFirst(version=self.version) if self.version > loaded else None
             redo.popleft()
             return self._grant(session, task, ids, version=loaded)

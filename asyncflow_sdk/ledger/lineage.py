@@ -65,6 +65,12 @@ class Lineage:
         gone = any(not s.lost and s.parent < version < s.first for s in self.stretches)
         return gone and self.given_up(version)
 
+    def follows(self, version: int, other: int) -> bool:
+        """Whether rows that were begun with ``other`` may be gone on with by ``version``, and be no older for it."""
+        if self.given_up(other) and not self.rolled_back(other):  # lost: what took its place may be trained earlier
+            return self.step(version) >= self.step(other)
+        return version >= other
+
     def roll_back(self, first: int, parent: int, step: int, *, lost: bool = False) -> None:
         """Version ``first`` has the bytes of ``parent`` and is trained at ``step``."""
         self.stretches.append(Stretch(first, parent, first - step, lost=lost))

@@ -71,10 +71,12 @@ class Versioning(Publishing):
     def _take_back_younger(self, session: Session, version: int) -> None:
         """Rows that a replica began with a version trained later than the one it has loaded now, which a trainer published that
         went on from a checkpoint: tokens drawn from here on would be older than the rule allows, so they are drawn anew."""
-        step = self.lineage.step(version)
         for lease in list(session.leases.values()):
-            if self.tasks[lease.task].spec.admits and step < self.lineage.step(lease.newest):
+            if self.tasks[lease.task].spec.admits and self._is_older(version, lease.newest):
                 self._void(lease, f"version {version} was loaded, which is trained earlier", blame=False)
+
+    def _is_older(self, version: int, begun: int) -> bool:
+        return version > begun and not self.lineage.follows(version, begun)
 
     def _expire_held(self, session: Session, version: int) -> None:
         """What a replica generates with a version that was given up, while it was loading it, ends."""

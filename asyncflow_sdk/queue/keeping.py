@@ -26,8 +26,8 @@ TRY_AGAIN_S = 0.5
 class Keeping:
     """Not thread-safe: the server's thread owns it. Raises ConfigError."""
 
-    def __init__(self, path: Path | None, durability: str | None) -> None:
-        self.home = Home(path.absolute(), durability) if path is not None else None
+    def __init__(self, path: Path | None, durability: str | None, history: bool = False) -> None:
+        self.home = Home(path.absolute(), durability, history) if path is not None else None
         self.journal: Journal | None = None
         self.durability = self.home.durability if self.home is not None else ""
         self.told = 0  # a digest of the answers since the last record

@@ -4,6 +4,7 @@ lock               held while a server lives; its process, and where it listens
 snapshot-000003    the whole state before the first record of journal-000003; the newest one counts
 journal-000003     every input since
 damaged-...        what could not be applied of a journal that was damaged before its end
+history/           those of before, where all of a run is kept for replays
 segments/          at level host, the rows themselves
 
 Each start, and each journal that has grown long, begins the next number: first the empty journal, then, renamed into
@@ -17,6 +18,7 @@ import fcntl
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -30,7 +32,7 @@ from ..ledger.commands import Ids
 from ..memory import SharedDirectory, blocks_there, sync_directory
 from ..wire import process_key
 from . import snapshot
-from .journal import FORMAT, Asked, Dropped, Gone, Head, Journal, Recorded
+from .journal import FORMAT, Asked, Dropped, Gone, Head, Journal, Record, Recorded
 
 if TYPE_CHECKING:
     from .server import QueueServer
@@ -82,8 +84,8 @@ class Recovered:
 class Home:
     """The journal directory of one run. Raises ConfigError when another server has it, or when it cannot be read."""
 
-    def __init__(self, path: Path, durability: str | None) -> None:
-        self.path = path
+    def __init__(self, path: Path, durability: str | None, history: bool = False) -> None:
+        self.path, self._history = path, history
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -132,7 +134,16 @@ class Home:
         """The run is over, every row of it."""
         for kind in ("snapshot", "journal"):
             for path in self.path.glob(f"{kind}-*"):
-                path.unlink(missing_ok=True)
+                self._put_away(path)
+
+    def _put_away(self, path: Path) -> None:
+        """It does not count any more."""
+        if not self._history:
+            path.unlink(missing_ok=True)
+            return
+        aside = self.path / "history"
+        aside.mkdir(exist_ok=True)
+        path.rename(aside / path.name)
 
     def listens(self, addresses: dict[str, str]) -> None:
         """Note where the server listens: asked for → bound. The next one listens there too."""
@@ -190,7 +201,7 @@ class Home:
             self._least = max(LEAST_BYTES, GROWTH * whole.stat().st_size)
             for old in self.path.glob("*-??????"):
                 if old.name.startswith(("journal-", "snapshot-")) and old not in (path, whole):
-                    old.unlink(missing_ok=True)
+                    self._put_away(old)
             for part in self.path.glob("*.part"):  # of one that was killed while it wrote it
                 part.unlink(missing_ok=True)
         return journal
@@ -238,8 +249,11 @@ class Home:
                 server.gone(session, "its host was started again")
 
 
-def replay(server: QueueServer, recorded: Recorded, now: float) -> tuple[int, float]:
-    """Carry out what was recorded. Returns how many records gave other answers than before, and the ledger's time."""
+def replay(
+    server: QueueServer, recorded: Recorded, now: float, after: Callable[[Record], None] | None = None
+) -> tuple[int, float]:
+    """Carry out what was recorded. ``after`` is told of each record that was. Returns how many records gave other answers than
+    before, and the ledger's time."""
     differing = 0
     outside = server.ledger.outside
     server._replaying = server._files.replaying = True
@@ -259,6 +273,8 @@ def replay(server: QueueServer, recorded: Recorded, now: float) -> tuple[int, fl
             used = outside.replay(None)
             differing += not used or server._keeping.told != entry.told
             server._keeping.told = 0
+            if after is not None:
+                after(record)
     finally:
         server._replaying = server._files.replaying = False
         server._wire.replayed()

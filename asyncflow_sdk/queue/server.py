@@ -51,7 +51,8 @@ class QueueServer(Carrying):
     ``journal``: a directory where every input is kept before its answer leaves, so that a server that is made with it
     later goes on where this one died (``recovered`` tells what it found). ``durability``: "process" (any process may
     die at any time) or "host" (the payload is on disk, too, before a put is acknowledged); None: what it was. Raises
-    ConfigError when the directory is served by another process or was written by another version.
+    ConfigError when the directory is served by another process or was written by another version. ``history``: what a journal
+    replaces is kept, too, for replays. ``start`` False: nobody is served, as in a replay.
     """
 
     KEPT = ("_sessions", "_processes", "_pending", "_freed")
@@ -68,8 +69,10 @@ class QueueServer(Carrying):
         max_call_bytes: int = MAX_BYTES,
         samplers: Mapping[str, Callable[..., Sampler]] | None = None,
         policies: Mapping[str, Callable[..., StalenessPolicy]] | None = None,
+        history: bool = False,
+        start: bool = True,
     ) -> None:
-        super().__init__(Keeping(journal, durability), on_event, on_step)
+        super().__init__(Keeping(journal, durability, history), on_event, on_step)
         self.ledger.make_sampler = functools.partial(make_sampler, own=samplers)
         self.ledger.make_policy = functools.partial(make_policy, own=policies)
         # the name of an inproc socket is free a while after its server is gone
@@ -102,7 +105,8 @@ class QueueServer(Carrying):
             self._note(str(self.recovered), self.recovered.level)
         for session, (pid, key) in self._processes.items():
             self._wire.watch(session, pid, key)
-        self._wire.start()
+        if start:
+            self._wire.start()
 
     def _note(self, text: str, level: str) -> None:
         self._emit(ev.Note(time_s=time.monotonic(), text=text, level=level))

@@ -37,6 +37,7 @@ def serve(
     max_swapping: int = 0,
     quorum: int = 0,
     checkpoints: bool = False,
+    history: bool = False,
     durability: Literal["process", "host"] | None = None,
     max_call_bytes: int = MAX_BYTES,
     samplers: Mapping[str, Callable[..., Sampler]] | None = None,
@@ -57,6 +58,8 @@ def serve(
 
     ``checkpoints``: rows of trained steps live until ``run.checkpoint`` covers them, so that a trainer can go on after another
     died (``run.resume``) and no row is trained twice, or never, in what survives. Until the first one all of them are kept.
+
+    ``history``: the journal of the whole run is kept, also when it is over, for ``replay``.
 
     ``samplers``: those of this process by name, beside the installed ones. ``on_failure``: whether the run stops when a
     worker started here has failed for good, or goes on while one of its role is left.
@@ -83,7 +86,7 @@ def serve(
     policy, own = find_policy(staleness_policy)
     server = QueueServer(
         [address] if address else [], on_event=on_event, on_step=on_step, journal=journal, durability=durability,
-        keys=keys, max_call_bytes=max_call_bytes, samplers=samplers, policies=own,
+        keys=keys, max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history,
     )  # fmt: skip
     try:
         run = Run(Connection(server.here, name), server, path, on_failure)

@@ -185,6 +185,7 @@ class Workflow(Described):
             max_swapping=self.weights.max_swapping, quorum=self.weights.quorum,
             on_failure=self.on_failure,
             checkpoints=self.checkpoint is not None, durability=None if self.checkpoint is None else "process",
+            history=self.checkpoint is not None and self.checkpoint.history,
         )  # fmt: skip
         completed = False
         try:

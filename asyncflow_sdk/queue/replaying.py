@@ -1,0 +1,157 @@
+"""Replaying: what a run's journal says happened, carried out again offline; nothing of the run is touched.
+
+replayed = replay("runs/mine", told=print)
+replayed.audit, replayed.digest
+
+Where a run was served with ``history``, all of it is replayed; else what the newest snapshot left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+import xxhash
+
+from .._version import __version__
+from ..errors import ConfigError, ProtocolError
+from ..ledger import Audit, Ledger
+from ..ledger import commands as cmd
+from . import snapshot
+from .journal import Asked, Gone, Head, Record, Recorded
+from .protocol import Hello, decode_call
+from .recovery import replay as carry_out
+from .recovery import restore
+from .server import QueueServer
+
+if TYPE_CHECKING:
+    from ..memory import SharedDirectory
+
+UNTOLD = ("_now", "_lease_ends", "_request_ends")
+"""Of a ledger: the clock, and what timers have yet to skip, which differ between one that ran on and one that was taken up."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A moment of a run. ``what``: happened; ``step``: the first that is not acknowledged."""
+
+    time_s: float
+    what: str
+    step: int
+    version: int
+    audit: Audit
+
+    def __str__(self) -> str:
+        ended = ", ".join(f"{count} {state}" for state, count in self.audit.terminal.items() if count) or "none ended"
+        return (
+            f"{self.time_s:10.1f} s  {self.what}: step {self.step}, version {self.version}; {self.audit.put} rows ="
+            f" {self.audit.live} live, {ended}{'' if self.audit.balanced else '; NOT BALANCED'}"
+        )
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay came to. ``differing``: records that gave other answers than in the run, which is a bug. ``cut``: bytes that
+    were torn. ``digest``: of the ledger's state, as ``digest_of`` says."""
+
+    records: int
+    differing: int
+    cut: int
+    cuts: tuple[Cut, ...]
+    audit: Audit
+    digest: str
+
+
+def replay(directory: str | Path, told: Callable[[Cut], None] | None = None) -> Replayed:
+    """Replay the journal of a run directory, also while it is served. ``told`` hears of every cut: the beginning, checkpoints,
+    trainers that went on, ranks and workers whose process ended, and the end. Raises ConfigError for what cannot be replayed."""
+    parts = _parts(Path(directory))
+    server = QueueServer([], start=False)
+    watch = _Watch(server, told)
+    records = differing = torn = 0
+    try:
+        for number, (whole, journal) in enumerate(parts):
+            head, state = _read(whole)
+            restore(server, state)
+            _say_as(server, head)
+            watch.cut("begins" if not number else "is served again, or its journal was cut short", head.now)
+            recorded = Recorded(journal)
+            try:
+                now_differing, now = carry_out(server, recorded, head.now, watch.after)
+                records, differing, torn = records + recorded.records, differing + now_differing, recorded.cut
+            finally:
+                recorded.close()
+        watch.cut("ends", now)
+        return Replayed(records, differing, torn, tuple(watch.cuts), server.ledger.audit(), digest_of(server.ledger))
+    finally:
+        server.close()
+
+
+def digest_of(ledger: Ledger) -> str:
+    """Of all of a ledger's state but its clock: equal for equal ledgers."""
+    state = {name: value for name, value in snapshot.attributes(ledger).items() if name not in UNTOLD}
+    return xxhash.xxh3_128_hexdigest(snapshot.encode(state))
+
+
+class _Watch:
+    def __init__(self, server: QueueServer, told: Callable[[Cut], None] | None) -> None:
+        self._server, self._told = server, told
+        self.cuts: list[Cut] = []
+
+    def cut(self, what: str, now: float) -> None:
+        ledger = self._server.ledger
+        step = ledger._next_to_train() if ledger.steps is not None else 0
+        self.cuts.append(Cut(now, what, step, ledger.version, ledger.audit()))
+        if self._told is not None:
+            self._told(self.cuts[-1])
+
+    def after(self, record: Record) -> None:
+        if isinstance(record, Gone):
+            self.cut(f"session {record.session} is gone ({record.reason})", record.now)
+        elif isinstance(record, Asked):
+            command = decode_call(record.body).command
+            if isinstance(command, cmd.Checkpoint):
+                self.cut(f"a checkpoint of step {command.step} covers the steps before {command.covers}", record.now)
+            elif isinstance(command, cmd.Resume):
+                self.cut(f"a trainer goes on with step {command.step}", record.now)
+            elif isinstance(command, Hello):
+                self.cut(f"{command.name} comes as session {record.session}", record.now)
+
+
+def _say_as(server: QueueServer, head: Head) -> None:
+    """Clients were told where their run is: in these words, though nothing of it is touched here."""
+    there = Path(head.directory)
+    server.directory = cast("SharedDirectory", SimpleNamespace(path=there))
+    server.rows = Path(head.rows) if head.rows else there
+    server.durability = head.durability
+
+
+def _parts(directory: Path) -> list[tuple[Path, Path]]:
+    """Snapshots with the journals that follow them, in order."""
+    home = directory / "journal" if (directory / "journal").is_dir() else directory
+    found = sorted([*home.glob("history/snapshot-??????"), *home.glob("snapshot-??????")], key=lambda path: path.name)
+    pairs = [(whole, whole.with_name(whole.name.replace("snapshot", "journal"))) for whole in found]
+    pairs = [pair for pair in pairs if pair[1].exists()]
+    if not pairs:
+        raise ConfigError(
+            f"{directory} holds no journal: it belonged to a run that is over, or that had none; serve a run with"
+            ' durability="process" and history=True to replay it later'
+        )
+    return pairs
+
+
+def _read(path: Path) -> tuple[Head, dict[str, dict[str, object]]]:
+    try:
+        head_bytes, state = snapshot.read(path)
+        head = msgspec.msgpack.decode(head_bytes, type=Head)
+    except (ProtocolError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path} cannot be replayed: {error}") from None
+    if head.sdk != __version__:
+        raise ConfigError(
+            f"{path} was written by asyncflow-sdk {head.sdk}, and this is {__version__}: replay it with that"
+        )
+    return head, state

@@ -1,0 +1,96 @@
+"""The journal of a run says all that happened: carried out again, offline, it leads to the same ledger."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from children import Child
+from echo_runs import echo_workflow, until
+from replay_children import take_and_wait
+from test_deaths import Killer
+from typer.testing import CliRunner
+
+import asyncflow_sdk as af
+from asyncflow_sdk.cli.app import app
+from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.queue import recovery
+from asyncflow_sdk.queue.replaying import digest_of
+
+
+def test_a_live_ledger_and_the_replay_of_its_journal_are_the_same(tmp_path: Path) -> None:
+    # given a run of which workers were killed with rows in hand, and a trainer that went on
+    with af.serve(tmp_path / "run", durability="process", checkpoints=True) as run:
+        run.queue.declare("work", needs=["x"], gives=["y"], max_attempts=2)
+        run.queue.declare("train", needs=["x", "y"], batch_rows=4)
+        run.queue.put({"x": np.arange(12.0)}, group_size=2, key="all")
+        for _ in range(2):
+            with Child(take_and_wait, run.address) as child:
+                assert child.hear() == "has rows"
+                child.kill()
+            until(lambda: run.queue.status().lease_count == 0, "the death being seen")
+        run.queue.get("work", 16).complete({"y": np.zeros(16)})
+        run.queue.get("train").ack()
+        run.checkpoint(lambda path: None)
+        run.queue.get("train").ack()
+        assert run.resume().step == 1
+        assert run._server is not None
+        live = digest_of(run._server.ledger), run.audit()
+        # when
+        found = af.replay(tmp_path / "run")
+        # then
+        assert (found.digest, found.audit) == live
+        assert (found.differing, found.cut) == (0, 0)
+        assert found.audit.failed == 8
+        said = [cut.what for cut in found.cuts]
+        assert sum("is gone" in what for what in said) == 2
+        assert "a trainer goes on with step 1" in said
+        assert all(cut.audit.balanced for cut in found.cuts)
+        run.queue.put({"x": np.arange(1.0)}, group_size=2)
+        assert digest_of(run._server.ledger) != found.digest
+        run.queue.end(cancel=True)
+        for step in run.consumer("train"):
+            step.ack()
+        run.checkpoint(lambda path: None, keep=1)
+
+
+def test_a_whole_run_with_killed_workers_is_replayed_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a run of many short journals, of which workers were killed
+    monkeypatch.setattr(recovery, "LEAST_BYTES", 1 << 14)
+    monkeypatch.setattr(recovery, "GROWTH", 0)
+    killer = Killer("rollout-0", at=[2, 6])
+    workflow = echo_workflow(steps=10, train={"delay_s": 0.02}, checkpoint=af.Checkpoint(every=4, history=True))
+    result = workflow.run(tmp_path / "run", on_event=killer)
+    assert killer.killed == 2
+    assert len(list((tmp_path / "run" / "journal" / "history").glob("journal-*"))) > 1
+    # when
+    found = af.replay(tmp_path / "run")
+    # then
+    assert found.differing == 0
+    assert found.audit.terminal == result.summary["rows"]
+    assert (found.audit.put, found.audit.live) == (result.summary["rows_put"], 0)
+    assert found.cuts[0].audit.put == 0
+    assert max(cut.step for cut in found.cuts) == 10
+    shown = CliRunner().invoke(app, ["replay", str(tmp_path / "run")])
+    assert shown.exit_code == 0
+    assert "a checkpoint of step 8 covers" in shown.output
+    assert found.digest in shown.output
+
+
+def test_what_cannot_be_replayed_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no journal"):
+        af.replay(tmp_path)
+    with af.serve(tmp_path / "run", durability="process") as run:
+        run.queue.put({"x": [1]})
+        shutil.copytree(tmp_path / "run" / "journal", tmp_path / "copy")
+        run.queue.end(cancel=True)
+    (whole,) = (tmp_path / "copy").glob("snapshot-*")
+    data = bytearray(whole.read_bytes())
+    data[len(data) // 2] ^= 1
+    whole.write_bytes(data)
+    with pytest.raises(ConfigError, match="is damaged"):
+        af.replay(tmp_path / "copy")
