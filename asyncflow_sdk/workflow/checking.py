@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import inspect
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,20 @@ Key = tuple[str | int, ...]
 """Where in a workflow something stands: ("batch_size",), ("rollout", 0, "model")."""
 
 
+Told = Callable[[Key, AsyncFlowError], None]
+_told: ContextVar[Told] = ContextVar("told", default=lambda key, error: None)
+
+
+@contextlib.contextmanager
+def telling(listener: Told) -> Iterator[None]:
+    """In here ``listener`` hears of everything that is wrong with a workflow, and where, before it is raised."""
+    before = _told.set(listener)
+    try:
+        yield
+    finally:
+        _told.reset(before)
+
+
 class Problems:
     """What was found, in order, each with the key it is of."""
 
@@ -57,6 +72,8 @@ class Problems:
 
     def raise_all(self) -> None:
         """Raise the only one as it is, several as one ConfigError that lists them."""
+        for key, error in self.found:
+            _told.get()(key, error)
         if len(self.found) == 1:
             raise self.found[0][1]
         if self.found:
@@ -296,6 +313,6 @@ def _context(model: str) -> int | None:
     return context if isinstance(context, int) else None
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any] | str) -> str:
     """What people call a function."""
     return str(getattr(function, "__qualname__", type(function).__name__))

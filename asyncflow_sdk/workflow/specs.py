@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..interfaces import TRAIN_COLUMNS, OnFailure, Place
 from ..ledger import TaskSpec
 from ..ledger.commands import SamplerSpec
-from ..plugins import import_path
+from ..plugins import import_name, import_path
 from ..queue import TransferQueue
 from ..types import GRPO, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
@@ -123,12 +123,13 @@ class Stage(Described):
     it work on whole groups. A dict may hold "filtered" beside the columns: bool, True for rows to drop, with their groups.
 
     A function that another process can import runs in a process of its own; any other (a lambda, one from
-    ``__main__`` or a notebook) runs in a thread of the driver. ``batch``: most rows of a call; for engines, of a lease.
+    ``__main__`` or a notebook) runs in a thread of the driver. Of one that only the interpreter ``python`` has, the path
+    ("module:function") is given, and ``needs``. ``batch``: most rows of a call; for engines, of a lease.
     """
 
     def __init__(
         self,
-        work: Callable[..., Any] | Logprobs | Generate,
+        work: Callable[..., Any] | Logprobs | Generate | str,
         *,
         task: str | None = None,
         needs: Sequence[str] | None = None,
@@ -144,11 +145,18 @@ class Stage(Described):
         on_failure: OnFailure | None = None,
         lease_s: float = 3600.0,
     ) -> None:
-        if not callable(work) and not isinstance(work, (Logprobs, Generate)):
-            raise ConfigError(f"a stage needs a function, a Logprobs or a Generate, not {work!r}")
-        self.work = work
-        name = task or (gives[0] if gives and not callable(work) else None)
-        self.task = name or getattr(work, "__name__", type(work).__name__.lower()).strip("<>")
+        if isinstance(work, str) and ":" in work and python is None:
+            work = import_name(work)
+        if not (callable(work) or isinstance(work, (Logprobs, Generate)) or (isinstance(work, str) and ":" in work)):
+            raise ConfigError(f'a stage needs a function, "module:function", a Logprobs or a Generate, not {work!r}')
+        self.work: Callable[..., Any] | Logprobs | Generate | str = work
+        name = task or (gives[0] if gives and isinstance(work, (Logprobs, Generate)) else None)
+        named = (
+            work.rpartition(":")[2]
+            if isinstance(work, str)
+            else getattr(work, "__name__", type(work).__name__.lower())
+        )
+        self.task = name or named.strip("<>")
         asked = parameters_of(work) if callable(work) else getattr(work, "needs", ())
         self.whole_groups = "groups" in asked and "groups" not in (needs or ())
         self.needs = tuple(needs) if needs is not None else tuple(c for c in asked if c != "groups")
@@ -182,6 +190,8 @@ class Stage(Described):
     @property
     def path(self) -> str | None:
         """By which another process can import the function; None where none can, and for engines."""
+        if isinstance(self.work, str):
+            return self.work
         return import_path(self.work) if callable(self.work) else None
 
     @property
@@ -191,7 +201,7 @@ class Stage(Described):
 
     def job(self) -> Work | None:
         """What its worker is told; None where no other process can have it."""
-        if not callable(self.work):
+        if isinstance(self.work, (Logprobs, Generate)):
             return self.work.job()
         return None if self.path is None else FunctionWork(self.path)
 
@@ -202,7 +212,8 @@ class Stage(Described):
 
         spec = self.declare()
         queue.declare(**{name: getattr(spec, name) for name in spec.__struct_fields__})
-        work = self.work if callable(self.work) else self.work.job()
+        work = self.work if callable(self.work) else self.job()
+        assert work is not None
         stage(
             queue, work, task=self.task, needs=self.needs, gives=self.gives, batch=self.batch,
             concurrency=self.concurrency, groups=self.whole_groups,

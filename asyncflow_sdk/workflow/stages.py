@@ -177,7 +177,7 @@ class _Generating:
         self, state: _State, engine: RolloutEngine, sampling: Sampling, text: Text | None, prompt: str
     ) -> None:
         self._state, self._engine, self._sampling, self._text, self._prompt = state, engine, sampling, text, prompt
-        self._refused = 0
+        self._refused: set[int] = set()  # groups, with none accepted since
 
     async def work(self, rows: AsyncLeasedBatch) -> None:
         began, tokens = time.monotonic(), 0
@@ -215,14 +215,14 @@ class _Generating:
         try:
             async with contextlib.aclosing(self._engine.generate(Request(prompt, self._sampling, 1, seed))) as each:  # type: ignore[type-var]
                 async for completion in each:
-                    self._refused = 0
+                    self._refused.clear()
                     return np.asarray(completion.token_ids, np.int32)
             raise EngineError("the engine ended a request without a response")
         except EngineError as error:
-            self._refused += 1
-            if self._refused >= GIVE_UP_AFTER:
+            self._refused.add(int(rows.groups[index]))
+            if len(self._refused) >= GIVE_UP_AFTER:
                 raise ConfigError(
-                    f"{self._refused} prompts in a row were refused, the last because: {error}"
+                    f"{len(self._refused)} prompts in a row were refused, the last because: {error}"
                 ) from error
             self._state.note(f"a prompt of task {self._state.task!r} was refused: {error}")
             return None

@@ -30,7 +30,7 @@ import msgspec
 from ..errors import ConfigError, PluginError
 from ..plugins import import_name
 from ..types import GRPO
-from .checking import Key, problems_of
+from .checking import Key, telling
 from .positions import positions
 from .specs import Rollout, Stage, Train
 from .work import Generate, Logprobs
@@ -82,14 +82,12 @@ class _File:
         if self._wrong:
             self._raise()
         try:
-            return _Loaded(self, **arguments)
+            with telling(lambda key, error: self._say(key, str(error))):
+                return Workflow(**arguments)
         except (ConfigError, PluginError) as error:
             if not self._wrong:  # else it is the report itself; these are made before the checks
                 self._say(("prompts",) if arguments["rollout"] else ("rollout",), str(error))
             self._raise()
-
-    def found(self, key: Key, text: str) -> None:
-        self._say(key, text)
 
     # ---- what is wrong
 
@@ -141,7 +139,9 @@ class _File:
             where = (*key, name)
             if name in named:
                 with contextlib.suppress(_Misfit):
-                    arguments[name] = self._value(hints.get(name, Any), value, where)
+                    local = name == "work" and isinstance(value, str) and "python" not in table
+                    read = self._function(value, where) if local else self._value(hints.get(name, Any), value, where)
+                    arguments[name] = read
             elif options:
                 arguments[name] = self._located(value)
             else:
@@ -264,20 +264,6 @@ class _File:
         if isinstance(value, list):
             return [self._located(each) for each in value]
         return self._path(value) if isinstance(value, str) and value.startswith(("./", "../")) else value
-
-
-class _Loaded(Workflow):
-    """A workflow of a file: what is wrong with it is told with its place there."""
-
-    def __init__(self, file: _File, **arguments: Any) -> None:
-        self._file = file
-        super().__init__(**arguments)
-
-    def _check(self) -> None:
-        problems = problems_of(self)
-        for key, error in problems.found:
-            self._file.found(key, str(error))
-        problems.raise_all()
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """Stages: functions, coroutines and engines as work, in processes of their own and in the driver."""
 
 import asyncio
+import sys
 import threading
 from pathlib import Path
 
@@ -64,6 +65,38 @@ def test_an_engine_with_fixed_weights_answers_ids(tmp_path: Path) -> None:
     assert [row.tolist() for row in batch.ragged("said")] == [
         row[:2].tolist() for row in batch.ragged("response_ids")
     ]
+
+
+def test_a_prompt_that_an_engine_refuses_costs_its_group_only(tmp_path: Path) -> None:
+    def asked(prompt_ids):
+        return [ids[:0] if len(ids) == 1 else ids for ids in prompt_ids]
+
+    judge = af.Stage(af.Generate("echo"), needs=["asked"], gives=["said"])
+    result = echo_workflow(
+        stages=[af.Stage(asked), judge], train=af.Train("echo", needs=["said"]), steps=4,
+    ).run(tmp_path / "run")  # fmt: skip
+
+    assert result.summary["steps"] == 4
+    assert result.summary["rows"]["failed"] > 0
+    assert any("the engine refused the prompt" in reason for reason in result.summary["reasons"])
+    for _, batch in af.read_steps(tmp_path / "run"):
+        assert (batch.ragged("said").lengths > 1).all()
+
+
+def test_an_engine_that_refuses_everything_ends_the_run_and_says_why(tmp_path: Path) -> None:
+    judge = af.Stage(af.Generate("echo"), needs=["asked"], gives=["said"])
+    with pytest.raises(WorkerFailed, match=r"\d+ prompts in a row were refused, the last because: an empty prompt"):
+        echo_workflow(
+            stages=[af.Stage(lambda prompt_ids: [ids[:0] for ids in prompt_ids], task="asked"), judge],
+            train=af.Train("echo", needs=["said"]),
+        ).run(tmp_path / "run")
+
+
+def test_a_function_is_named_by_its_path_for_another_interpreter(tmp_path: Path) -> None:
+    reward = af.Stage("functions:length", task="reward", needs=["response_ids"], python=sys.executable)
+    result = echo_workflow(reward=reward, steps=2).run(tmp_path / "run")
+
+    assert result.summary["steps"] == 2
 
 
 def test_a_function_with_groups_works_on_whole_ones(tmp_path: Path) -> None:

@@ -228,6 +228,27 @@ def test_paths_are_relative_to_the_file_and_its_folder_is_importable(
     assert str(caught.value).startswith("2 things")
 
 
+def test_a_run_of_a_file_is_resumed(tmp_path: Path) -> None:
+    text = SMALL + "checkpoint = { every = 1 }\n"
+    result = af.load_workflow(given_file(tmp_path, text)).run(tmp_path / "run")
+
+    assert af.Workflow.resume(tmp_path / "run").summary == result.summary
+    again = json.loads((tmp_path / "run" / "workflow.json").read_text())["again"]
+    assert str(tmp_path) in again["path"]  # where its functions are
+    assert again["workflow"]["$type"].endswith(":Workflow")
+
+
+def test_a_function_that_only_another_interpreter_has_is_not_imported_here(tmp_path: Path) -> None:
+    text = SMALL.replace(
+        '"functions:length"', '{ work = "not_here:f", task = "reward", needs = ["response_ids"], python = "python3" }'
+    )
+
+    (stage,) = af.load_workflow(given_file(tmp_path, text)).stages
+
+    assert stage.path == "not_here:f"
+    assert not stage.here
+
+
 def test_prompts_may_come_from_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
