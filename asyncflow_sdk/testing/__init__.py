@@ -1,9 +1,21 @@
-"""For authors of plugins and for tests: engines that cost nothing, and what samplers, staleness policies and transports must
+"""For authors of plugins and for tests: engines that cost nothing or take their time, and what samplers, staleness policies and transports must
 keep to."""
 
 from .echo import EchoRollout, EchoTrain
+from .latency import Decoding, RolloutLatency
 from .samplers import check_sampler
 from .staleness import check_staleness_policy
+from .timed import TimedRollout, TimedTrain
 from .transports import check_transport
 
-__all__ = ["EchoRollout", "EchoTrain", "check_sampler", "check_staleness_policy", "check_transport"]
+__all__ = [
+    "Decoding",
+    "EchoRollout",
+    "EchoTrain",
+    "RolloutLatency",
+    "TimedRollout",
+    "TimedTrain",
+    "check_sampler",
+    "check_staleness_policy",
+    "check_transport",
+]
