@@ -5,6 +5,7 @@ from .connection import Connection, LoopPort, Port
 from .leased import AsyncLeasedBatch, LeasedBatch
 from .loader import StreamDataLoader
 from .recovery import Recovered
+from .renewing import Renewing
 from .server import QueueServer
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Port",
     "QueueServer",
     "Recovered",
+    "Renewing",
     "Rows",
     "StreamDataLoader",
     "TransferQueue",

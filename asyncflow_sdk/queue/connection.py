@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -74,6 +74,8 @@ class Connection:
     ) -> None:
         self.name = name
         self.wire = Client(address, key if key is None or isinstance(key, RunKey) else RunKey.load(key))
+        self.on_lease: Callable[[Any], None] = lambda lease: None
+        """Called with each lease, in the thread that asked for it."""
         self._events: list[Event] = []
         self._lock = threading.Lock()
         try:

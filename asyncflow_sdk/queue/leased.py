@@ -61,6 +61,7 @@ class Lease(Batch):
         self.index, self.version, self.partition = lease.step, lease.version, lease.partition
         self.rank, self.world_size = lease.rank, lease.world_size
         self.shard, self.imbalance = lease.shard, lease.imbalance
+        port.connection.on_lease(self)
 
     async def _complete(
         self,

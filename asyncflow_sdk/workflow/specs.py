@@ -39,8 +39,8 @@ class Rollout(Described):
     """Generates responses: ``replicas`` workers with the rollout engine ``engine``, found through the hook.
 
     ``model``: a Hugging Face model folder. ``prompt``: the column of prompts; "prompt_ids" holds token ids,
-    any other holds text. ``tokenizer``: a folder or tokenizer.json; by default the model's. ``lease_s``: how long
-    prompts may take before others try them. ``swap``, ``verify``: when new weights are loaded, and what a load must prove; see
+    any other holds text. ``tokenizer``: a folder or tokenizer.json; by default the model's. ``lease_s``: for
+    so long a worker may be frozen, or cut off, before others get its prompts; one that gets on keeps them for as long as it takes. ``swap``, ``verify``: when new weights are loaded, and what a load must prove; see
     ``Weights``, whose they are in a workflow unless given here. ``options`` are the engine's own.
 
     Rollouts of different engines may share the task "rollout": who is free takes the next prompts. Another ``task``
@@ -69,7 +69,7 @@ class Rollout(Described):
         cpus: Sequence[int] = (),
         gpus: Sequence[int] = (),
         on_failure: OnFailure | None = None,
-        lease_s: float = 3600.0,
+        lease_s: float = 60.0,
         swap: SwapPolicy | None = None,
         verify: Sequence[Proof] | None = None,
         **options: Any,
@@ -143,7 +143,7 @@ class Stage(Described):
         cpus: Sequence[int] = (),
         gpus: Sequence[int] = (),
         on_failure: OnFailure | None = None,
-        lease_s: float = 3600.0,
+        lease_s: float = 60.0,
     ) -> None:
         if isinstance(work, str) and ":" in work and python is None:
             work = import_name(work)
@@ -261,4 +261,4 @@ class Train(Described):
         )  # fmt: skip
 
     def declare(self, batch_rows: int) -> TaskSpec:
-        return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=86400.0)
+        return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=600.0)

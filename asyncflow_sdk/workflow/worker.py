@@ -24,7 +24,7 @@ from ..interfaces import FATAL_STATUS, WorkerEnding
 from ..ledger import commands as cmd
 from ..memory import remove_if_ownerless
 from ..plugins import registry
-from ..queue import Connection, TransferQueue, open_queue
+from ..queue import Connection, Renewing, TransferQueue, open_queue
 from ..queue._once import drive
 from ..types import GRPO, Sampling, Weights
 from ..types import events as ev
@@ -32,6 +32,8 @@ from ..wire import RunKey
 from .work import Work
 
 FATAL = (ConfigError, PluginError, SchemaError, WeightMismatch, ModuleNotFoundError)
+PATIENCE_S, TRAIN_PATIENCE_S = 3600.0, 86400.0
+"""For so long a worker may complete nothing before what it holds is others' (seconds)."""
 LAST_WORDS = 32 << 10
 """Most bytes that a worker says of its end: so many fit into a socket that nobody reads yet."""
 
@@ -108,6 +110,7 @@ class WorkerMain:
         self._connection = connection
         sys.path += [entry for entry in self.config.path if entry not in sys.path]
         queue = open_queue(connection)
+        Renewing(connection, TRAIN_PATIENCE_S if isinstance(self.config.job, TrainJob) else PATIENCE_S)
         try:
             ending = self._do(queue, connection)
             queue.flush()

@@ -2,6 +2,8 @@
 
 import math
 import os
+import signal
+import subprocess
 import sys
 import time
 
@@ -39,11 +41,20 @@ def exits(response_ids):
     sys.exit(0)
 
 
-def slow_once(response_ids):
-    """The first call of a process takes longer than its lease."""
+def frozen_once(response_ids):
+    """The first call of a process stops it, as a debugger does, for longer than its lease."""
     if not _called:
         _called.append(True)
-        time.sleep(1.0)
+        subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return length(response_ids)
+
+
+def slow_as_said(response_ids):
+    """The first call of a process takes much longer than its lease."""
+    if not _called:
+        _called.append(True)
+        time.sleep(2.0)
     return length(response_ids)
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from echo_runs import alive, echo_workflow, segments, trained_rows, until
-from functions import slow_once
+from functions import frozen_once, length, slow_as_said
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
-from asyncflow_sdk.types.events import Event, LeaseReturned, StepTrained, WorkerState
+from asyncflow_sdk.testing.echo import weights
+from asyncflow_sdk.types.events import Event, LeaseReturned, Note, StepTrained, WorkerState
 
 
 class Killer:
@@ -145,11 +146,53 @@ def test_a_killed_driver_takes_its_workers_and_its_memory_with_it(tmp_path: Path
     until(lambda: not segments(process.pid), "the removal of shared memory")
 
 
-def test_results_that_come_after_their_lease_ended_are_others_now_and_the_run_goes_on(tmp_path: Path) -> None:
-    """A stage slower than its lease: its rows are given to it again, and nothing is written twice."""
-    stage = af.Stage(slow_once, task="reward", lease_s=0.4, batch=1000)
+def test_a_frozen_worker_loses_its_rows_and_what_it_sends_when_it_thaws_is_refused(tmp_path: Path) -> None:
+    events: list[Event] = []
+    stage = af.Stage(frozen_once, task="reward", lease_s=0.5, batch=1000)
 
-    result = echo_workflow(reward=stage, steps=6).run(tmp_path / "run")
+    result = echo_workflow(reward=stage, steps=6).run(tmp_path / "run", on_event=events.append)
 
     assert result.summary["rows"]["consumed"] == 6 * 16
     assert len(set(trained_rows(tmp_path / "run"))) == 6 * 16
+    assert any("expired" in e.reason for e in events if isinstance(e, LeaseReturned) and e.task == "reward")
+    assert any("came too late" in e.text for e in events if isinstance(e, Note))
+
+
+def test_a_frozen_rollout_loses_its_prompts_to_the_other_replica(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with af.serve(tmp_path / "run", steps=4, on_event=events.append) as run:
+        one, other = run.start(
+            af.Rollout("echo", prompt="prompt_ids", replicas=2, max_rows=8, lease_s=0.5, delay_s=0.05)
+        )
+        until(lambda: _ready(events) == {one.name, other.name}, "both work")
+        run.start(af.Stage(length, task="reward"))
+        run.feed({"prompt_ids": [[1, 2], [3]]}, group_size=4, column="prompt_ids")
+        steps = run.consumer(batch_size=16)
+        until(lambda: any(s.leases and s.name == one.name for s in run.queue.status().sessions), "it holds prompts")
+        # when
+        os.kill(one.pid, signal.SIGSTOP)
+        ids: list[int] = []
+        publisher = run.weight_publisher("shm")
+        for step in steps:
+            ids += step.ids.tolist()
+            publisher.publish(step.version + 1, weights(step.version + 1).items())
+            step.ack()
+        os.kill(one.pid, signal.SIGCONT)
+        # then
+        assert len(ids) == len(set(ids)) == 4 * 16
+        assert any("expired" in e.reason for e in events if isinstance(e, LeaseReturned) and e.worker == one.name)
+        until(one.ended.is_set, "that it ends with the stream")
+        assert not one.lost
+
+
+def test_work_that_takes_longer_than_its_lease_keeps_it(tmp_path: Path) -> None:
+    events: list[Event] = []
+    stage = af.Stage(slow_as_said, task="reward", lease_s=0.5, batch=1000)
+
+    echo_workflow(reward=stage, steps=6).run(tmp_path / "run", on_event=events.append)
+
+    assert not [e for e in events if isinstance(e, LeaseReturned) and e.task == "reward"]
+
+
+def _ready(events: list[Event]) -> set[str]:
+    return {event.worker for event in events if isinstance(event, WorkerState) and event.state == "ready"}

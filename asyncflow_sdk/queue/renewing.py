@@ -1,0 +1,82 @@
+"""Renewing: a worker's leases are short, so that others soon have what a frozen one holds, and yet last for as long as its
+work does, because they are renewed while it gets on."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+from ..errors import AsyncFlowError, LeaseLost
+from ..ledger import commands as cmd
+from ._once import drive
+from .connection import BlockingPort, Connection
+
+if TYPE_CHECKING:
+    from .leased import Lease
+
+_PARTS = 3
+"""A lease is renewed when one of so many parts of its time is over, so that two may be missed."""
+
+
+class Renewing:
+    """Renews what this connection leases from now on, in a thread of its own, until it is closed or the server is gone.
+
+    Not for ever: when in ``patience_s`` nothing was leased and no row completed, the work hangs, and its leases run out
+    like those of a process that is stopped, dead, or cut off. What is sent for them later is ``LeaseLost``.
+    """
+
+    def __init__(self, connection: Connection, patience_s: float) -> None:
+        self._port, self._patience_s = BlockingPort(connection), patience_s
+        self._held: dict[tuple[int, int], weakref.ref[Lease]] = {}
+        self._left: dict[tuple[int, int], int] = {}
+        self._moved = time.monotonic()  # last progress that was seen
+        self._news = threading.Condition()
+        connection.on_lease = self._leased
+        threading.Thread(target=self._run, name="renewing", daemon=True).start()
+
+    def _leased(self, lease: Lease) -> None:
+        with self._news:
+            self._held[lease.token, lease.rank] = weakref.ref(lease)
+            self._moved = time.monotonic()
+            self._news.notify()
+
+    def _run(self) -> None:
+        while True:
+            for token, rank in self._due():
+                try:
+                    drive(self._port.send(cmd.Renew(token=token, rank=rank)))
+                except LeaseLost:
+                    with self._news:
+                        self._held.pop((token, rank), None)
+                except AsyncFlowError:
+                    if self._port.connection.wire.closed:
+                        return
+
+    def _due(self) -> list[tuple[int, int]]:
+        """Wait for leases that are to be renewed now, and count them as renewed."""
+        while True:
+            with self._news:
+                held = self._look()
+                now = time.monotonic()
+                first = min((lease._since + lease.lease_s / _PARTS for lease in held), default=None)
+                if first is None or first > now:
+                    del held
+                    self._news.wait(None if first is None else first - now)
+                    continue
+                due = [lease for lease in held if lease._since + lease.lease_s / _PARTS <= now]
+                for lease in due:
+                    lease._since = now
+                if now - self._moved < self._patience_s:
+                    return [(lease.token, lease.rank) for lease in due]
+            del held, due, lease
+
+    def _look(self) -> list[Lease]:
+        """What is held still. Fewer rows left than before is progress."""
+        alive = {key: lease for key, ref in self._held.items() if (lease := ref()) is not None and lease._left > 0}
+        left = {key: lease._left for key, lease in alive.items()}
+        if any(rows < self._left.get(key, rows) for key, rows in left.items()) or self._left.keys() - left.keys():
+            self._moved = time.monotonic()
+        self._held, self._left = {key: self._held[key] for key in alive}, left
+        return list(alive.values())
