@@ -168,6 +168,13 @@ def test_example_distillation(tmp_path: Path, start: Path) -> None:
         np.testing.assert_allclose(batch.array("reward"), means, rtol=1e-5)
 
 
+def test_example_remote_workers(tmp_path: Path, start: Path) -> None:
+    script = REPOSITORY / "examples" / "remote_workers.py"
+    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")
+    assert out.count("a worker ended with 0") == 2
+    assert "put=128, live=0" in out
+
+
 def test_example_queue_alone(tmp_path: Path) -> None:
     out = python(tmp_path, str(REPOSITORY / "examples" / "queue_alone.py"))
     assert "{'a': 1.0, 'bb': 2.0, 'ccc': 3.0}" in out

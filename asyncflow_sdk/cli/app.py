@@ -18,6 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, WorkerFailed
+from .working import worker
 
 _INSTALL_TORCH = "pip install 'asyncflow-sdk[torch]'"
 _HELP = """Post-train language models by reinforcement learning: any inference engine and any training engine,
@@ -27,6 +28,7 @@ running at the same time.
 Typical uses:
   asyncflow demo               train a small model here, and watch it live
   asyncflow run FILE.toml      run a workflow; --print shows it and starts nothing
+  asyncflow serve runs/NAME    serve a run that workers join by hand
   asyncflow top runs/NAME      see who waits for what in a running queue
   asyncflow plugins            see which engines are installed, or missing
   asyncflow report runs/NAME   write the report page of a run again
@@ -158,6 +160,45 @@ def run(
 
     shown = "mermaid" if as_mermaid else "text" if only_print else ""
     run_file(file, out, changes or [], shown, Console())
+
+
+@app.command()
+def serve(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Of the run; made if it is not there.")],
+    address: Annotated[
+        str, typer.Option(help="Where others come in; tcp://0.0.0.0:7000 for other hosts, with keys.")
+    ] = "tcp://127.0.0.1:0",
+    prompts: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Feed these records.", metavar="FILE.jsonl")
+    ] = None,
+    column: Annotated[str, typer.Option(help="That holds the prompts.")] = "prompt",
+    group_size: Annotated[int, typer.Option(min=1, help="Responses to a prompt.")] = 8,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Then the stream ends; without it, after --steps.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the order of the prompts.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="The last step; without it, until the stream ends.")
+    ] = None,
+    max_staleness: Annotated[int, typer.Option(min=0, help="Versions a trained token may be old.")] = 1,
+    capacity_rows: Annotated[int, typer.Option(min=1, help="Rows that may be alive at once.")] = 100_000,
+    durability: Annotated[str | None, typer.Option(help="'process' or 'host': survives its kill.")] = None,
+    debug: _Debug = False,
+) -> None:
+    """Serve a run that workers join by hand, and say how. Ctrl-C ends it."""
+    del debug
+    from .serving import serve_run
+
+    feed: dict[str, Any] | None = None
+    if prompts is not None:
+        feed = {"prompts": prompts, "group_size": group_size, "column": column, "epochs": epochs, "seed": seed}
+    serve_run(
+        directory, address, Console(), feed, steps=steps, max_staleness=max_staleness, capacity_rows=capacity_rows,
+        durability=durability,
+    )  # fmt: skip
+
+
+app.add_typer(worker, name="worker")
 
 
 @app.command()

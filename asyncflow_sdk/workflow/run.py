@@ -65,6 +65,11 @@ class Run:
         return self._connection.wire.address if self._server is None else self._server.addresses[-1]
 
     @property
+    def addresses(self) -> list[str]:
+        """Where it is served, as far as this process knows."""
+        return [self.address] if self._server is None else list(self._server.addresses)
+
+    @property
     def session(self) -> int:
         """The number of this connection's session, as ``queue.status()`` lists it."""
         return self._connection.session
@@ -86,8 +91,13 @@ class Run:
         A worker that ends for good sets ``failure``, and consumers of this run raise it.
         """
         if not isinstance(spec, Train):
-            self.queue.declare(**task_arguments(spec.declare()))
+            self.declare(spec)
         return self._crews.start(spec, **job)
+
+    def declare(self, spec: Rollout | Stage | Train, batch_size: int = 0) -> None:
+        """Declare the task of a spec; ``start`` does so for all but the trainer's, whose ``batch_size`` is the run's."""
+        declared = spec.declare(batch_size) if isinstance(spec, Train) else spec.declare()
+        self.queue.declare(**task_arguments(declared))
 
     @property
     def workers(self) -> list[Worker]:
@@ -249,6 +259,12 @@ class Run:
         if self._server is not None:
             self.queue.end(cancel=True)
         self.stop_workers()
+
+    def dismiss_workers(self, grace_s: float = 60.0) -> None:
+        """Have the workers started from here leave: each finishes what it holds, and after ``grace_s`` seconds is stopped.
+        Does not wait."""
+        for worker in self.workers:
+            self._crews.dismiss(worker, grace_s)
 
     def stop_workers(self) -> None:
         """Stop the workers started from here; those that do not end within seconds are killed."""

@@ -1,0 +1,49 @@
+"""Remote workers by hand: a run served over tcp with keys, and its workers started by one command each, as on other hosts.
+
+python examples/remote_workers.py MODEL_FOLDER DATA.jsonl OUT_DIRECTORY
+
+Here the commands run on this host; on another, copy OUT_DIRECTORY/run.key there and run the same.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import asyncflow_sdk as af
+from asyncflow_torch.train import TorchEngine
+
+ASYNCFLOW = [sys.executable, "-m", "asyncflow_sdk.cli"]
+
+
+def exact_match(response: list[str], answer: list[str]) -> list[float]:
+    return [float(text == right) for text, right in zip(response, answer, strict=True)]
+
+
+def main(model: str, data: str, out: str, group_size: int = 8, batch_size: int = 64, steps: int = 2) -> None:
+    engine = TorchEngine(model, algorithm=af.GRPO(), lr=1e-5)
+    with af.serve(out, address="tcp://0.0.0.0:0", steps=steps) as run:  # beyond loopback: with keys
+        address = run.address.replace("0.0.0.0", "127.0.0.1")  # on another host: the name of this one
+        come = [*ASYNCFLOW, "worker", address, "--key", str(Path(out, "run.key").resolve())]
+        workers = [
+            subprocess.Popen([*come, "rollout", "--engine", "transformers", "--model", model, "--max-tokens", "7"]),
+            subprocess.Popen(
+                [*come, "stage", "remote_workers:exact_match", "--task", "reward"]
+                + ["--needs", "response", "--needs", "answer", "--gives", "reward"],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # where this module can be imported from
+            ),
+        ]
+        run.feed(data, group_size=group_size)
+        weights = run.weight_publisher("tcp")
+        for step in run.consumer("train", batch_size=batch_size):
+            result = engine.train_step(step)
+            weights.publish(step.version + 1, engine.named_weights())
+            step.ack(filtered=result.filtered)
+            print(f"step {step.index}: reward {result.metrics['reward']:.3f}", flush=True)
+        for worker in workers:
+            print("a worker ended with", worker.wait())  # by itself: the stream has ended
+        print(run.audit())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

@@ -1,0 +1,125 @@
+"""Runs by hand: ``asyncflow serve`` in one process, ``asyncflow worker`` in others, as on hosts of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import asyncflow_sdk as af
+
+ASYNCFLOW = [sys.executable, "-m", "asyncflow_sdk.cli"]
+PROMPTS = [{"prompt_ids": [1, 2, n]} for n in range(8)]
+
+
+class Command:
+    """A command that runs until it ends, with what it has printed so far."""
+
+    def __init__(self, *arguments: str, cwd: Path) -> None:
+        self.process = subprocess.Popen(
+            [*ASYNCFLOW, *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.said = ""
+
+    def until(self, pattern: str) -> re.Match[str]:
+        assert self.process.stdout is not None
+        while not (found := re.search(pattern, self.said)):
+            line = self.process.stdout.readline()
+            assert line, f"it ended without {pattern!r}:\n{self.said}"
+            self.said += line
+        return found
+
+    def end(self) -> int:
+        more, _ = self.process.communicate(timeout=60)
+        self.said += more
+        return self.process.returncode
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text("def length(response_ids):\n    return [float(len(row)) for row in response_ids]\n")
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(row) for row in PROMPTS))
+    return tmp_path
+
+
+def test_a_run_is_served_and_worked_on_by_commands_alone(module: Path) -> None:
+    options = ["--prompts", "data.jsonl", "--column", "prompt_ids", "--group-size", "4", "--steps", "3"]
+    with Command("serve", "run", "--address", "tcp://0.0.0.0:0", *options, cwd=module) as server:
+        # given the commands that it prints
+        port = server.until(r"worker tcp://\S+:(\d+) --key run.key train.*")[1]
+        server.until(r"asyncflow top")
+        come = ["worker", f"tcp://127.0.0.1:{port}", "--key", "run/run.key"]
+        # when
+        with (
+            Command(*come, "train", "--engine", "echo", "--batch-size", "16", cwd=module) as train,
+            Command(*come, "--replicas", "2", "rollout", "--engine", "echo", "--prompt", "prompt_ids", cwd=module) as rollout,
+            Command(*come, "stage", "mine:length", "--task", "reward", "--gives", "reward", cwd=module) as stage,
+        ):
+            # then each ends by itself, with the stream
+            assert [each.end() for each in (train, rollout, stage)] == [0, 0, 0], train.said + rollout.said + stage.said
+        assert server.end() == 0, server.said
+    assert rollout.said.count("joins tcp://") == 2
+    assert "consumed=48" in server.said
+
+
+def test_a_worker_that_is_interrupted_finishes_what_it_holds(module: Path) -> None:
+    with af.serve(module / "run") as run:
+        run.queue.declare("end", needs=["reward"])
+        with Command("worker", str(module / "run"), "stage", "mine:length", "--task", "reward", cwd=module) as worker:
+            worker.until("joins")
+            run.queue.put({"response_ids": [[1], [2, 3]]})
+            with run.queue.get("end", 2, at_least=2, timeout_s=60) as batch:
+                batch.ack()
+
+            worker.process.send_signal(signal.SIGINT)
+
+            assert worker.end() == 130
+        assert "leaving" in worker.said
+        assert run.queue.status().session_count == 1
+        run.queue.put({"response_ids": [[1]]})
+        with pytest.raises(af.DeadlineExceeded):
+            run.queue.get("end", timeout_s=0.1)
+
+
+def test_a_role_as_a_workflows_file_has_it(module: Path) -> None:
+    (module / "flow.toml").write_text(
+        'steps = 2\nbatch_size = 8\nprompts = "data.jsonl"\nreward = { function = "mine:length", task = "reward" }\n'
+        'rollout = { engine = "echo", prompt = "prompt_ids", group_size = 4 }\ntrain = { engine = "echo" }\n'
+    )
+    with af.serve(module / "run", steps=2) as run:
+        run.feed(str(module / "data.jsonl"), group_size=4, column="prompt_ids")
+        come = ["worker", str(module / "run"), "--from", "flow.toml"]
+        with (
+            Command(*come, "train", cwd=module) as train,
+            Command(*come, "rollout", cwd=module) as rollout,
+            Command(*come, "stage", "reward", cwd=module) as stage,
+        ):
+            assert [each.end() for each in (train, rollout, stage)] == [0, 0, 0], train.said + rollout.said + stage.said
+        assert run.audit().consumed == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["rollout"], "needs --engine, or --from"),
+        (["rollout", "--engine", "ecco", "--prompt", "prompt_ids"], "no rollout adapter is named 'ecco'"),
+        (["stage", "mine:nothing"], "'mine:nothing' cannot be imported"),
+        (["rollout", "--engine", "echo", "--prompt", "prompt_ids", "--set", "delay"], "--set takes NAME=VALUE"),
+    ],
+)
+def test_what_cannot_join(module: Path, arguments: list[str], what: str) -> None:
+    with af.serve(module / "run"), Command("worker", str(module / "run"), *arguments, cwd=module) as worker:
+        assert worker.end() == 2
+        assert what in " ".join(worker.said.split())
