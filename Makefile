@@ -6,11 +6,12 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo test fuzz lint bench-demo bench-queue bench-weights clean
+.PHONY: help install demo test test-ray fuzz lint bench-demo bench-queue bench-weights clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
 	@echo "make test        run the whole test suite"
+	@echo "make test-ray    the launcher for Ray, against a real Ray in an environment of its own"
 	@echo "make lint        ruff, mypy, import contracts"
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
@@ -70,6 +71,15 @@ RAY ?= .venv-ray/.ready
 	.venv-ray/bin/python -m pip install --quiet '$(TORCH)'
 	.venv-ray/bin/python -m pip install --quiet 'ray>=2.50' 'numpy>=1.26'
 	touch $@
+
+# The launcher "ray", against a real Ray, without torch.
+.venv-ray/.tests: pyproject.toml contrib/asyncflow_ray/pyproject.toml
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet 'ray>=2.50' -e . -e contrib/asyncflow_ray 'pytest>=8' 'pytest-timeout>=2.3'
+	touch $@
+
+test-ray: .venv-ray/.tests
+	cd contrib/asyncflow_ray && OMP_NUM_THREADS=1 ../../.venv-ray/bin/python -m pytest $(ARGS)
 
 bench-weights: install $(RAY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)

@@ -25,14 +25,19 @@ def main(model: str, data: str, out: str, group_size: int = 8, batch_size: int =
     with af.serve(out, address="tcp://0.0.0.0:0", steps=steps) as run:  # beyond loopback: with keys
         address = run.address.replace("0.0.0.0", "127.0.0.1")  # on another host: the name of this one
         come = [*ASYNCFLOW, "worker", address, "--key", str(Path(out, "run.key").resolve())]
-        workers = [
-            subprocess.Popen([*come, "rollout", "--engine", "transformers", "--model", model, "--max-tokens", "7"]),
-            subprocess.Popen(
-                [*come, "stage", "remote_workers:exact_match", "--task", "reward"]
-                + ["--needs", "response", "--needs", "answer", "--gives", "reward"],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # where this module can be imported from
-            ),
+        rollout = ["rollout", "--engine", "transformers", "--model", model, "--max-tokens", "7"]
+        reward = [
+            "stage",
+            "remote_workers:exact_match",
+            "--task",
+            "reward",
+            "--needs",
+            "response",
+            "--needs",
+            "answer",
         ]
+        here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # where this module can be imported from
+        workers = [subprocess.Popen([*come, *rollout]), subprocess.Popen([*come, *reward], env=here)]
         run.feed(data, group_size=group_size)
         weights = run.weight_publisher("tcp")
         for step in run.consumer("train", batch_size=batch_size):

@@ -181,6 +181,7 @@ def serve(
         int | None, typer.Option(min=1, help="The last step; without it, until the stream ends.")
     ] = None,
     max_staleness: Annotated[int, typer.Option(min=0, help="Versions a trained token may be old.")] = 1,
+    staleness_policy: Annotated[str, typer.Option(help="Of rows that take long: wait, drop, count, ....")] = "wait",
     capacity_rows: Annotated[int, typer.Option(min=1, help="Rows that may be alive at once.")] = 100_000,
     durability: Annotated[str | None, typer.Option(help="'process' or 'host': survives its kill.")] = None,
     debug: _Debug = False,
@@ -193,8 +194,8 @@ def serve(
     if prompts is not None:
         feed = {"prompts": prompts, "group_size": group_size, "column": column, "epochs": epochs, "seed": seed}
     serve_run(
-        directory, address, Console(), feed, steps=steps, max_staleness=max_staleness, capacity_rows=capacity_rows,
-        durability=durability,
+        directory, address, Console(), feed, steps=steps, max_staleness=max_staleness, staleness_policy=staleness_policy,
+        capacity_rows=capacity_rows,        durability=durability,
     )  # fmt: skip
 
 

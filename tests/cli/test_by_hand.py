@@ -49,7 +49,9 @@ class Command:
 
 @pytest.fixture
 def module(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text("def length(response_ids):\n    return [float(len(row)) for row in response_ids]\n")
+    (tmp_path / "mine.py").write_text(
+        "def length(response_ids):\n    return [float(len(row)) for row in response_ids]\n"
+    )
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(row) for row in PROMPTS))
     return tmp_path
 
@@ -64,11 +66,15 @@ def test_a_run_is_served_and_worked_on_by_commands_alone(module: Path) -> None:
         # when
         with (
             Command(*come, "train", "--engine", "echo", "--batch-size", "16", cwd=module) as train,
-            Command(*come, "--replicas", "2", "rollout", "--engine", "echo", "--prompt", "prompt_ids", cwd=module) as rollout,
+            Command(
+                *come, "--replicas", "2", "rollout", "--engine", "echo", "--prompt", "prompt_ids", cwd=module
+            ) as rollout,
             Command(*come, "stage", "mine:length", "--task", "reward", "--gives", "reward", cwd=module) as stage,
         ):
             # then each ends by itself, with the stream
-            assert [each.end() for each in (train, rollout, stage)] == [0, 0, 0], train.said + rollout.said + stage.said
+            assert [each.end() for each in (train, rollout, stage)] == [0, 0, 0], (
+                train.said + rollout.said + stage.said
+            )
         assert server.end() == 0, server.said
     assert rollout.said.count("joins tcp://") == 2
     assert "consumed=48" in server.said
@@ -95,7 +101,7 @@ def test_a_worker_that_is_interrupted_finishes_what_it_holds(module: Path) -> No
 
 def test_a_role_as_a_workflows_file_has_it(module: Path) -> None:
     (module / "flow.toml").write_text(
-        'steps = 2\nbatch_size = 8\nprompts = "data.jsonl"\nreward = { function = "mine:length", task = "reward" }\n'
+        'steps = 2\nbatch_size = 8\nprompts = "data.jsonl"\nreward = { work = "mine:length", task = "reward" }\n'
         'rollout = { engine = "echo", prompt = "prompt_ids", group_size = 4 }\ntrain = { engine = "echo" }\n'
     )
     with af.serve(module / "run", steps=2) as run:
@@ -106,7 +112,9 @@ def test_a_role_as_a_workflows_file_has_it(module: Path) -> None:
             Command(*come, "rollout", cwd=module) as rollout,
             Command(*come, "stage", "reward", cwd=module) as stage,
         ):
-            assert [each.end() for each in (train, rollout, stage)] == [0, 0, 0], train.said + rollout.said + stage.said
+            assert [each.end() for each in (train, rollout, stage)] == [0, 0, 0], (
+                train.said + rollout.said + stage.said
+            )
         assert run.audit().consumed == 16
 
 

@@ -1,0 +1,1 @@
+"""Workers of AsyncFlow SDK as Ray actors: ``launcher="ray"``."""

@@ -1,0 +1,13 @@
+"""What the SDK finds. Imports no Ray."""
+
+import asyncflow_sdk as af
+
+
+@af.hookimpl
+def asyncflow_adapters() -> list[af.AdapterSpec]:
+    return [
+        af.AdapterSpec(
+            kind="launcher", name="ray", factory="asyncflow_ray.launcher:RayLauncher", requires=["ray>=2.50"],
+            install="pip install asyncflow-ray", tested="Ray 2.60",
+        )
+    ]  # fmt: skip
