@@ -40,7 +40,7 @@ def main(model: str, data: str, out: str, group_size: int = 8, batch_size: int =
         workers = [subprocess.Popen([*come, *rollout]), subprocess.Popen([*come, *reward], env=here)]
         run.feed(data, group_size=group_size)
         weights = run.weight_publisher("tcp")
-        for step in run.consumer("train", batch_size=batch_size):
+        for step in run.consumer("train", batch_size=batch_size, timeout_s=80):  # says who is missing
             result = engine.train_step(step)
             weights.publish(step.version + 1, engine.named_weights())
             step.ack(filtered=result.filtered)

@@ -112,6 +112,33 @@ def test_a_file_of_the_documents_is_a_workflow(tmp_path: Path, start: Path) -> N
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
 
 
+def test_the_launcher_of_the_documents_is_found_and_starts_workers(tmp_path: Path) -> None:
+    (code,) = blocks("plugin_launcher")
+    (tmp_path / "mine.py").write_text(code)
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[asyncflow_sdk]\nmine = mine\n")
+    (tmp_path / "work.py").write_text("def double(x):\n    return [2 * float(value) for value in x]\n")
+    (tmp_path / "use.py").write_text(
+        "import work, asyncflow_sdk as af\n"
+        "with af.serve('run') as run:\n"
+        "    run.queue.put({'x': [1, 2]})\n"
+        "    (worker,) = run.start(af.Stage(work.double, task='y', needs=['x'], launcher='nice'))\n"
+        "    run.queue.declare('end', needs=['y'])\n"
+        "    with run.queue.get('end', 2, at_least=2) as batch: print(batch['y']); batch.ack()\n"
+        "    run.queue.end()\n"
+        "    assert worker.ended.wait(30) and not worker.lost\n"
+        "    try: run.start(af.Stage(work.double, task='z', needs=['x'], launcher='nice', gpus=[0]))\n"
+        "    except af.ConfigError as error: print(error)\n"
+    )
+
+    out = python(tmp_path, "use.py", path=tmp_path)
+
+    assert "[2. 4.]" in out
+    assert "gpus= is not for launcher 'nice'" in out
+
+
 def test_example_own_loop(tmp_path: Path, start: Path) -> None:
     script = REPOSITORY / "examples" / "own_loop.py"
     out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")
