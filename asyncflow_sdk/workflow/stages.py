@@ -276,12 +276,12 @@ async def _overlap(
                 except DeadlineExceeded:
                     if not running:
                         raise
+        await asyncio.to_thread(state.queue.flush)
     finally:
         left: list[asyncio.Task[Any]] = [*running, *([asking] if asking is not None else [])]
         for each in left:
             each.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        await asyncio.to_thread(state.queue.flush)
         await state.connection.wire.aclose_loop()
 
 

@@ -73,10 +73,10 @@ def test_a_prompt_that_an_engine_refuses_costs_its_group_only(tmp_path: Path) ->
 
     judge = af.Stage(af.Generate("echo"), needs=["asked"], gives=["said"])
     result = echo_workflow(
-        stages=[af.Stage(asked), judge], train=af.Train("echo", needs=["said"]), steps=4,
+        stages=[af.Stage(asked), judge], train=af.Train("echo", needs=["said"]),
     ).run(tmp_path / "run")  # fmt: skip
 
-    assert result.summary["steps"] == 4
+    assert result.summary["steps"] == 12
     assert result.summary["rows"]["failed"] > 0
     assert any("the engine refused the prompt" in reason for reason in result.summary["reasons"])
     for _, batch in af.read_steps(tmp_path / "run"):
