@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from echo_runs import echo_workflow
+from echo_runs import echo_workflow, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, PluginError
@@ -71,8 +71,8 @@ def declare(run: af.Run) -> None:
     run.start(af.Stage(lambda response_ids: [float(len(r)) for r in response_ids], task="reward"))
 
 
-def train(run: af.Run) -> list[np.ndarray[Any, Any]]:
-    """All steps; returns the staleness of the tokens of each."""
+def train(run: af.Run, enough: Callable[[], bool] = lambda: False) -> list[np.ndarray[Any, Any]]:
+    """All steps, or until it is enough; returns the staleness of the tokens of each."""
     engine, late = EchoTrain(), []
     with run.weight_publisher() as weights:
         weights.publish(0, engine.named_weights())
@@ -81,6 +81,8 @@ def train(run: af.Run) -> list[np.ndarray[Any, Any]]:
             engine.train_step(step)
             weights.publish(step.version + 1, engine.named_weights())
             step.ack()
+            if enough():
+                break
     return late
 
 
@@ -106,9 +108,14 @@ class Stuck(EchoRollout):
 
     asked = aborted = 0
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.began = threading.Event()
+
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
         self.asked += 1
         if self.asked == 1:
+            self.began.set()
             try:
                 await asyncio.Event().wait()
             finally:
@@ -119,14 +126,21 @@ class Stuck(EchoRollout):
 
 def test_what_drop_gives_up_is_no_longer_generated_and_its_slots_are_used_again() -> None:
     stuck = Stuck(max_rows=GROUP)  # room for one group at a time
-    with af.serve(steps=40, max_staleness=1, staleness_policy="drop", capacity_rows=64) as run:
-        declare(run)
-        with producing(run, stuck, EchoRollout(delay_s=0.01)):
-            late = train(run)
 
-        assert len(late) == 40
-        assert stuck.aborted == 1
-        assert stuck.asked > 1
+    class Later(EchoRollout):
+        async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+            await asyncio.to_thread(stuck.began.wait, 100)
+            async for completion in super().generate(request):
+                yield completion
+
+    with af.serve(max_staleness=1, staleness_policy="drop", capacity_rows=64) as run:
+        declare(run)
+        with producing(run, stuck, Later()):
+            late = train(run, enough=lambda: stuck.asked > 1)
+            aborted = stuck.aborted
+
+        assert aborted == 1
+        assert max(int(step.max()) for step in late) <= 1
         reasons = run.audit().reasons
         assert reasons["expired: older than max_staleness 1 (policy 'drop')"] >= GROUP
 
@@ -141,8 +155,7 @@ def test_what_is_cancelled_is_no_longer_generated() -> None:
         with run.weight_publisher() as weights, producing(run, stuck):
             weights.publish(0, EchoTrain().named_weights())
             run.queue.put({"prompt_ids": af.Ragged.of([[1, 2]])}, group_size=GROUP, key="stuck")
-            while not run.queue.status().rows["rollout"]["leased"]:
-                pass
+            until(stuck.began.is_set, "the first request")
             run.queue.cancel(key="stuck")
             run.queue.put({"prompt_ids": af.Ragged.of([[3, 4]])}, group_size=GROUP)
             run.queue.get("train").ack()
