@@ -50,16 +50,20 @@ class _Work:
     done: deque[tuple[int, Completion]] = field(default_factory=deque)
     left: set[int] = field(default_factory=set)
     """Rows that are not completed yet."""
-    requests: dict[asyncio.Task[None], range] = field(default_factory=dict)
-    """Those that run in the engine, and the rows of each."""
+    requests: dict[asyncio.Task[None], set[int]] = field(default_factory=dict)
+    """Those that run in the engine, and the rows that each still owes."""
 
     def forget(self, ended: np.ndarray[Any, np.dtype[np.int64]]) -> list[asyncio.Task[None]]:
         """Rows with these ids have ended: nothing more is said of them. Gives the requests that work for nothing else; a group
         ends as a whole."""
-        lost = set(np.flatnonzero(np.isin(self.batch.ids, ended)).tolist())
+        lost = self.among(ended)
         self.left -= lost
         self.done = deque((at, completion) for at, completion in self.done if at not in lost)
-        return [request for request, rows in self.requests.items() if not lost.isdisjoint(rows)]
+        return [request for request, waiting in self.requests.items() if not lost.isdisjoint(waiting)]
+
+    def among(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> set[int]:
+        """Positions of the rows that have one of these ids."""
+        return set(np.flatnonzero(np.isin(self.batch.ids, ids)).tolist())
 
 
 class Producer:
@@ -106,6 +110,7 @@ class Producer:
         self._asking: asyncio.Task[AsyncLeasedBatch] | None = None
         self._asked_with: int | None = None  # what was loaded then
         self._running: dict[asyncio.Task[None], _Work] = {}
+        self._ended_early = np.empty(0, np.int64)  # rows of a lease that had not come here yet when they ended
         self._rows = 0
         self._largest = 1  # rows of a group
         self._completing = asyncio.Lock()
@@ -221,23 +226,31 @@ class Producer:
                 f" {self._engine.capabilities.max_rows} rows at once; raise its max_rows"
             )
         self._end_wait()
-        work = _Work(batch, [], self._loaded, time.monotonic(), groups=len(firsts))
-        work.left.update(range(batch.rows))
-        self._rows += batch.rows
+        work = _Work(batch, [], self._loaded, time.monotonic())
+        lost, self._ended_early = work.among(self._ended_early), np.empty(0, np.int64)
         for first, stop, prompt in zip(firsts, np.append(firsts[1:], batch.rows), prompts, strict=True):
             work.prompt_ids += [prompt] * int(stop - first)
-            task = asyncio.create_task(self._generate(work, int(first), int(stop), prompt))
+            waiting = set(range(int(first), int(stop)))
+            if not lost.isdisjoint(waiting):
+                continue
+            work.left |= waiting
+            work.groups += 1
+            self._rows += len(waiting)
+            task = asyncio.create_task(self._generate(work, waiting, prompt))
             self._running[task] = work
-            work.requests[task] = range(int(first), int(stop))
+            work.requests[task] = waiting
             task.add_done_callback(self._ended)
+        if not self._running:
+            self._idle_since = time.monotonic()
 
     async def _generate(
-        self, work: _Work, first: int, stop: int, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
+        self, work: _Work, waiting: set[int], prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
     ) -> None:
+        """One group. ``waiting``: its rows, and then those that are not there yet."""
+        first, stop = min(waiting), max(waiting) + 1
         seed = None
         if self._sampling.seed is not None:
             seed = hash((self._sampling.seed, int(work.batch.ids[first]))) & 0x7FFFFFFF
-        waiting = set(range(first, stop))
         try:
             async for completion in self._engine.generate(Request(prompt, self._sampling, stop - first, seed)):
                 self._check(completion, first, waiting, work)
@@ -270,15 +283,6 @@ class Producer:
             work.left -= waiting
             with contextlib.suppress(LeaseLost):
                 await work.batch.give_back(index=sorted(waiting), reason=f"EngineError: {error}", blame=True)
-        finally:
-            work.groups -= 1
-            self._rows -= len(waiting)
-            if not work.groups:
-                cpu_s, self._cpu_s = self._engine.cpu_s - self._cpu_s, self._engine.cpu_s
-                self._span(
-                    "generate", work.began, time.monotonic() - work.began, rows=work.batch.rows, tokens=work.tokens,
-                    version=work.version, cpu_s=cpu_s,
-                )  # fmt: skip
 
     def _check(self, completion: Completion, first: int, waiting: set[int], work: _Work) -> None:
         """What an engine says of a response must hold together, or it would end up in another row's place."""
@@ -299,7 +303,15 @@ class Producer:
                 )
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._running[task].requests[task], self._running[task]
+        work = self._running.pop(task)
+        self._rows -= len(work.requests.pop(task))
+        work.groups -= 1
+        if not work.groups:
+            cpu_s, self._cpu_s = self._engine.cpu_s - self._cpu_s, self._engine.cpu_s
+            self._span(
+                "generate", work.began, time.monotonic() - work.began, rows=work.batch.rows, tokens=work.tokens,
+                version=work.version, cpu_s=cpu_s,
+            )  # fmt: skip
         if not task.cancelled() and task.exception() is not None and self._failure is None:
             self._failure = task.exception()
         if not self._running:
@@ -319,6 +331,7 @@ class Producer:
             self._wake.set()
 
     async def _abort_lost(self, ended: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        self._ended_early = np.concatenate([self._ended_early, ended])  # their lease may be on its way
         works = {work.batch.token: work for work in self._running.values()} | self._finished
         requests = [request for work in works.values() for request in work.forget(ended)]
         for request in requests:

@@ -17,6 +17,7 @@ from echo_runs import echo_workflow, until
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, PluginError
 from asyncflow_sdk.ledger.policies import Drop
+from asyncflow_sdk.queue import AsyncTransferQueue
 from asyncflow_sdk.testing import EchoRollout, EchoTrain
 from asyncflow_sdk.types import token_staleness
 
@@ -128,6 +129,8 @@ def test_what_drop_gives_up_is_no_longer_generated_and_its_slots_are_used_again(
     stuck = Stuck(max_rows=GROUP)  # room for one group at a time
 
     class Later(EchoRollout):
+        """Leaves room for it."""
+
         async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
             await asyncio.to_thread(stuck.began.wait, 100)
             async for completion in super().generate(request):
@@ -135,7 +138,7 @@ def test_what_drop_gives_up_is_no_longer_generated_and_its_slots_are_used_again(
 
     with af.serve(max_staleness=1, staleness_policy="drop", capacity_rows=64) as run:
         declare(run)
-        with producing(run, stuck, Later()):
+        with producing(run, stuck, Later(max_rows=2 * GROUP)):
             late = train(run, enough=lambda: stuck.asked > 1)
             aborted = stuck.aborted
 
@@ -161,6 +164,52 @@ def test_what_is_cancelled_is_no_longer_generated() -> None:
             run.queue.get("train").ack()
 
         assert (stuck.asked, stuck.aborted) == (2, 1)
+
+
+class Listing(EchoRollout):
+    """Knows the prompts that it was given."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.given: list[list[int]] = []
+
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        self.given.append(request.prompt_ids.tolist())
+        async for completion in super().generate(request):
+            yield completion
+
+
+def test_rows_that_end_before_their_lease_arrives_are_never_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    get, lost, heard, engine = AsyncTransferQueue.get, AsyncTransferQueue.lost, threading.Event(), Listing()
+
+    async def slow_get(queue: Any, *arguments: Any, **options: Any) -> Any:
+        batch = await get(queue, *arguments, **options)
+        if not heard.is_set():  # the first lease comes late: its rows have ended meanwhile
+            await asyncio.to_thread(run.queue.cancel, key="first")
+            while not heard.is_set():
+                await asyncio.sleep(0.01)
+        return batch
+
+    async def heard_lost(queue: Any, **options: Any) -> Any:
+        ids = await lost(queue, **options)
+        asyncio.get_running_loop().call_later(0.05, heard.set)  # the producer has looked at them by then
+        return ids
+
+    monkeypatch.setattr(AsyncTransferQueue, "get", slow_get)
+    monkeypatch.setattr(AsyncTransferQueue, "lost", heard_lost)
+    with af.serve(steps=1, max_staleness=0) as run:
+        run.queue.declare("train", needs=["response_ids"], batch_rows=GROUP)
+        run.queue.declare(
+            "rollout", needs=["prompt_ids"], gives=["response_ids", "logprobs", "version_spans"], admits=True
+        )
+        run.queue.put({"prompt_ids": af.Ragged.of([[1, 2]])}, group_size=GROUP, key="first")
+        with run.weight_publisher() as weights, producing(run, engine):
+            weights.publish(0, EchoTrain().named_weights())
+            until(heard.is_set, "the end of the first rows")
+            run.queue.put({"prompt_ids": af.Ragged.of([[3, 4]])}, group_size=GROUP)
+            run.queue.get("train").ack()
+
+    assert engine.given == [[3, 4]]
 
 
 class Mine(Drop):
