@@ -225,6 +225,7 @@ class Leasing(Choosing):
         return cmd.Leased(
             token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
             step=step, version=version, lease_s=task.spec.lease_s, partition=self._partition_of(ids[:1]),
+            stretches=() if step == NONE else self.lineage.told,
         )  # fmt: skip
 
     def _partition_of(self, ids: Ids) -> str:

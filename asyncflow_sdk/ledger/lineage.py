@@ -39,6 +39,12 @@ class Lineage:
     def last(self) -> Stretch:
         return self.stretches[-1]
 
+    @property
+    def told(self) -> tuple[tuple[int, int], ...]:
+        """First version and shift of each stretch; none where a version's number is its step."""
+        stretches = tuple((stretch.first, stretch.shift) for stretch in self.stretches)
+        return stretches if len(stretches) > 1 else ()
+
     def step(self, version: int) -> int:
         """The step that trains a version."""
         return version - self._of(version).shift

@@ -87,6 +87,7 @@ class Teaming(Leasing):
                 token=whole.token, task=whole.task, ids=pack_ids(ids[span]), groups=pack_ids(groups[span]), step=step,
                 version=whole.version, lease_s=whole.lease_s, partition=whole.partition, rank=rank,
                 world_size=command.world_size, shard=crew.shard(rank), shards=shards, imbalance=off,
+                stretches=whole.stretches,
             )  # fmt: skip
 
         for rank, waiter in others.items():

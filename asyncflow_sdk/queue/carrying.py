@@ -220,11 +220,14 @@ class Carrying:
         located = self._places.locate(ids, columns_of)
         schema = {name: self.ledger.schema[name] for name in columns_of}
         held = [hold for part in located for hold in self._reader.hold(part)]
+        stretches = self.ledger.lineage.told
 
         def read() -> Batch:
             columns = remote.read(self._reader, located, schema)
             held.clear()  # the columns hold their blocks themselves, where they are views
-            return Batch(ids, groups, columns)
+            batch = Batch(ids, groups, columns)
+            batch.stretches = stretches
+            return batch
 
         return read
 

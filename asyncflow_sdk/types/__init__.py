@@ -9,7 +9,7 @@ from .manifest import Chunk, Manifest, TensorInfo
 from .probe import Probe
 from .ragged import Ragged
 from .shard import Shard
-from .spans import VERSION_SPANS, VersionSpan, one_version, token_staleness, token_versions
+from .spans import VERSION_SPANS, VersionSpan, one_version, token_staleness, token_steps, token_versions
 
 __all__ = [
     "GRPO",
@@ -37,6 +37,7 @@ __all__ = [
     "pack",
     "to_torch",
     "token_staleness",
+    "token_steps",
     "token_versions",
     "unpack",
 ]

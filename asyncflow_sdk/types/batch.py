@@ -25,8 +25,11 @@ class Batch(Mapping[str, Values]):
     """An immutable set of rows. Thread-safe for reading.
 
     ``ids``: int64 (n,), the rows. ``groups``: int64 (n,), equal for rows of one prompt.
+    ``stretches``: at which steps the versions in its spans are trained; see ``token_steps``.
     numpy views are read-only; torch tensors may be written into, which never reaches the stored value.
     """
+
+    stretches: tuple[tuple[int, int], ...] = ()
 
     def __init__(
         self,

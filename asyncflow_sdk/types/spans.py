@@ -41,3 +41,15 @@ def token_versions(spans: Ragged) -> Ragged:
 def token_staleness(spans: Ragged, trained_version: int) -> npt.NDArray[np.int64]:
     """Staleness of every token when ``trained_version`` is being trained: int64, (tokens,)."""
     return trained_version - token_versions(spans).values
+
+
+def token_steps(spans: Ragged, stretches: tuple[tuple[int, int], ...] = ()) -> npt.NDArray[np.int64]:
+    """The step that trains the version which drew each token: int64, (tokens,). The step being trained minus that is the token's
+    staleness, also where rollbacks or resumes took version numbers: ``stretches`` are pairs of a first version and by how
+    much the numbers from there on are ahead of their steps."""
+    versions = token_versions(spans).values
+    if not stretches:
+        return versions
+    first, shift = np.array(stretches, np.int64).T
+    steps: npt.NDArray[np.int64] = versions - shift[np.searchsorted(first, versions, "right") - 1]
+    return steps

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from ..errors import ConfigError
-from ..types import VERSION_SPANS, Batch, Column, ColumnSpec, Event, Ragged, carrier, dtype_name, token_staleness
+from ..types import VERSION_SPANS, Batch, Column, ColumnSpec, Event, Ragged, carrier, dtype_name, token_steps
 from ..types import events as ev
 
 MOST_WAITING = 256
@@ -120,7 +120,7 @@ class Recorder:
 
     def _record(self, step: int, batch: Batch) -> None:
         if VERSION_SPANS in batch:
-            late = token_staleness(batch.ragged(VERSION_SPANS), step)
+            late = step - token_steps(batch.ragged(VERSION_SPANS), batch.stretches)
             self.staleness_max = max(self.staleness_max, int(late.max(initial=0)))
         write_batch(self._directory / "steps" / f"{step:06d}.npz", batch)
 
@@ -128,6 +128,8 @@ class Recorder:
 def write_batch(path: Path, batch: Batch) -> None:
     """A file that is whole or not there."""
     arrays: dict[str, Any] = {"ids": batch.ids, "groups": batch.groups}
+    if batch.stretches:
+        arrays["stretches"] = np.array(batch.stretches, np.int64)
     for name, column in batch.columns.items():
         values = column.values
         if values.dtype.kind not in "?iufc":  # bfloat16 and the like, which .npy has no name for
@@ -151,7 +153,10 @@ def read_batch(path: Path) -> Batch:
             values = stored[key].view(carrier(dtype))
             offsets = stored.get(f"{name}.offsets")
             columns[name] = Column(ColumnSpec(kind, dtype, values.shape[1:]), values, offsets)
-        return Batch(stored["ids"], stored["groups"], columns)
+        batch = Batch(stored["ids"], stored["groups"], columns)
+        if "stretches" in stored.files:
+            batch.stretches = tuple((int(first), int(shift)) for first, shift in stored["stretches"])
+        return batch
 
 
 def read_steps(directory: str | Path) -> Iterator[tuple[int, Batch]]:
@@ -162,5 +167,5 @@ def read_steps(directory: str | Path) -> Iterator[tuple[int, Batch]]:
 
 def staleness_of(directory: str | Path) -> Ragged:
     """Staleness of every trained token, from the stored version spans: int64, one row a step."""
-    late = [token_staleness(batch.ragged(VERSION_SPANS), step) for step, batch in read_steps(directory)]
+    late = [step - token_steps(batch.ragged(VERSION_SPANS), batch.stretches) for step, batch in read_steps(directory)]
     return Ragged.of(late, np.int64)

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ConfigError, VersionGone
 from ..interfaces import TrainEngine
 from ..queue import TransferQueue
-from ..types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version, token_staleness
+from ..types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version, token_steps
 from ..types import events as ev
 from ..weights import WeightPublisher
 from .checkpoint import Checkpoints, Point
@@ -43,7 +43,7 @@ def train(
             result = engine.train_step(step)
             took, cpu_s = time.monotonic() - began, time.process_time() - cpu
             versions.publish(step.version + 1)
-            late = token_staleness(step.ragged(VERSION_SPANS), step.version)
+            late = step.index - token_steps(step.ragged(VERSION_SPANS), step.stretches)
             metrics = {name: float(value) for name, value in result.metrics.items()} | {
                 "staleness_mean": float(late.mean()),
                 "staleness_max": float(late.max()),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow_sdk.errors import SchemaError
-from asyncflow_sdk.types import Ragged, VersionSpan, one_version, token_staleness, token_versions
+from asyncflow_sdk.types import Ragged, VersionSpan, one_version, token_staleness, token_steps, token_versions
 
 DTYPES: list[Any] = [np.int32, np.float32, ml_dtypes.bfloat16, np.bool_]
 
@@ -116,3 +116,11 @@ def test_version_spans_say_which_version_made_which_token() -> None:
     assert token_staleness(spans, 5).tolist() == [2, 2, 1, 1, 1, 1, 1, 1]
     made = one_version(7, np.array([2, 0, 1]))
     assert rows(token_versions(made)) == [[7, 7], [], [7]]
+
+
+def test_a_token_is_as_old_as_the_steps_between_also_where_numbers_were_skipped() -> None:
+    spans = one_version(3, np.array([1]))
+    later = Ragged.of([np.array([[v, 0, 1]]) for v in (4, 7, 9)], np.int64)
+
+    assert token_steps(spans).tolist() == [3]
+    assert token_steps(later, ((-1, 0), (7, 5), (9, 6))).tolist() == [4, 2, 3]

@@ -51,6 +51,9 @@ def check(directory: Path, summary: dict[str, Any], whole: Counter[tuple[int, ..
     rows = [row for _, batch in af.read_steps(directory) for row in batch.ids.tolist()]
     assert len(set(rows)) == len(rows) == STEPS * 16, "a row is in two steps"
     assert prompts_trained(directory) == whole
+    late = af.staleness_of(directory).values
+    assert (late.min(), late.max()) == (0, 1), "staleness, as steps of the surviving lineage"
+    assert summary["staleness_max"] <= 1
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)
     assert summary["balanced"]
     assert (summary["rows"]["consumed"], summary["rows_live"]) == (STEPS * 16, 0)
