@@ -109,7 +109,7 @@ def demo(
     max_staleness: Annotated[
         int, typer.Option(min=0, help="Versions a trained token may be old; 0 trains synchronously.")
     ] = 1,
-    staleness: Annotated[
+    staleness_policy: Annotated[
         str, typer.Option(help="What becomes of rows that take long: wait, drop, count, or another installed policy.")
     ] = "wait",
     model: Annotated[
@@ -132,7 +132,7 @@ def demo(
             f"the demo cannot be loaded: {error}. It trains with torch and transformers;"
             f" install them with: {_INSTALL_TORCH}"
         ) from error
-    raise typer.Exit(module.run_demo(out, steps, seed, max_staleness, model, Console(), staleness))
+    raise typer.Exit(module.run_demo(out, steps, seed, max_staleness, model, Console(), staleness_policy))
 
 
 @app.command()

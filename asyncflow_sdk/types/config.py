@@ -28,6 +28,8 @@ class Staleness:
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
             raise ConfigError(f"max_staleness must be 0 or more, not {self.max_staleness}")
+        if isinstance(self.policy, list):  # a pair that was written down
+            object.__setattr__(self, "policy", tuple(self.policy))
         of, options = self.policy if isinstance(self.policy, tuple) and len(self.policy) == 2 else (self.policy, {})
         if not (isinstance(of, str) or callable(of)) or not isinstance(options, Mapping):
             raise ConfigError(

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from echo_runs import echo_workflow, until
@@ -20,6 +21,7 @@ from asyncflow_sdk.ledger.policies import Drop
 from asyncflow_sdk.queue import AsyncTransferQueue
 from asyncflow_sdk.testing import EchoRollout, EchoTrain
 from asyncflow_sdk.types import token_staleness
+from asyncflow_sdk.workflow.describing import from_json, to_json
 
 STEPS, BATCH, GROUP = 5, 8, 2
 
@@ -290,6 +292,12 @@ def test_a_workflow_checks_its_policy_when_it_is_made(policy: Any) -> None:
             make()
     else:
         assert make().describe()["staleness"]["policy"] in ("Mine", "count")
+
+
+@pytest.mark.parametrize("policy", ["drop", Mine, (Mine, {"share": 0.1}), ("test_staleness:Mine", {"share": 0.1})])
+def test_a_run_that_is_resumed_has_the_same_policy(policy: Any) -> None:
+    staleness = af.Staleness(max_staleness=2, policy=policy)
+    assert from_json(msgspec.json.decode(msgspec.json.encode(to_json(staleness, "staleness")))) == staleness
 
 
 def test_count_says_in_a_workflow_that_it_bounds_no_token() -> None:
