@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .types import Ragged as Ragged
     from .types import Sampling as Sampling
     from .types import Staleness as Staleness
+    from .types import TokenAges as TokenAges
     from .types import VersionSpan as VersionSpan
     from .types import Weights as Weights
     from .workflow import Consumer as Consumer
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from .workflow import Stage as Stage
     from .workflow import Train as Train
     from .workflow import Workflow as Workflow
+    from .workflow import ages_of as ages_of
     from .workflow import connect as connect
     from .workflow import load_prompts as load_prompts
     from .workflow import load_workflow as load_workflow
@@ -99,6 +101,7 @@ _WHERE = {
     "Sampler": "interfaces",
     "Sampling": "types",
     "Staleness": "types",
+    "TokenAges": "types",
     "StalenessPolicy": "interfaces",
     "StepResult": "interfaces",
     "StreamDataLoader": "queue",
@@ -124,6 +127,7 @@ _WHERE = {
     "Stage": "workflow",
     "Train": "workflow",
     "Workflow": "workflow",
+    "ages_of": "workflow",
     "connect": "workflow",
     "load_prompts": "workflow",
     "load_workflow": "workflow",

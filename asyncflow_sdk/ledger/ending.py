@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..types import events as ev
-from .commands import TERMINAL, Ids
+from .commands import Ids
+from .noticing import Noticing
 from .rows import DONE, LEASED, LIVE, NONE, READY, TASK_STATES, WAITING
-from .state import (
-    CANCELLED,
-    Held,
-    State,
-)
+from .state import CANCELLED, Held
 
 
-class Ending(State):
+class Ending(Noticing):
     """Ends rows."""
 
     def _end_groups(self, ids: Ids, state: int, reason: str) -> int:
@@ -52,6 +48,7 @@ class Ending(State):
         """``through``: the rows are of this partition, and every task that takes them is through with them."""
         rows = self.rows
         at = rows.at(ids)
+        ended = self._ended_event(ids, state, reason)
         for name, task in self.tasks.items():
             if through is not None:
                 task.counts[DONE] -= len(ids) * self._takes(task, through)
@@ -80,10 +77,9 @@ class Ending(State):
         if self.letters.blamed:
             self.letters.forget(rows.first[at])
         self._effects.retired.append(ids)
-        label = TERMINAL[state - 1]
         if reason:
-            self.reasons[f"{label}: {reason}"] += len(ids)
-        self._effects.events.append(ev.RowsEnded(time_s=self._now, state=label, count=len(ids), reason=reason))
+            self.reasons[f"{ended.state}: {reason}"] += len(ids)
+        self._effects.events.append(ended)
         self._dirty.update(("put", "wanted"))
 
     def _tell_lost(self, lease: Held, ids: Ids) -> None:

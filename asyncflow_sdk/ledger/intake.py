@@ -227,6 +227,7 @@ class Intake(Teaming):
         ids = rows.add(command.groups, command.group_size)
         new = slice(rows.count - count, rows.count)
         rows.columns[new] = bits
+        rows.current[new] = self.version
         rows.todo[new] = len(takers)
         rows.partition[new] = partition
         rows.nbytes[new] = share = -(-command.nbytes // count)
@@ -237,6 +238,8 @@ class Intake(Teaming):
             rows.ranked = True
         if command.measures:
             self._measure(ids, command.measures, np.repeat(np.arange(command.groups), command.group_size))
+        if command.lengths:
+            self._note_lengths(ids, command.lengths, np.repeat(np.arange(command.groups), command.group_size))
         self.put_total += count
         self.unselected += count * trained
         self._count_kind(partition, bits, count)

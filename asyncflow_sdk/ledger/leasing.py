@@ -226,6 +226,7 @@ class Leasing(Choosing):
             token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
             step=step, version=version, lease_s=task.spec.lease_s, partition=self._partition_of(ids[:1]),
             stretches=() if step == NONE else self.lineage.told,
+            completed_at=b"" if step == NONE else self._note_ages(at, step),
         )  # fmt: skip
 
     def _partition_of(self, ids: Ids) -> str:
@@ -269,6 +270,8 @@ class Leasing(Choosing):
             rows.columns[at] = before | np.uint64(self._bits(command.columns))
             self._measure(mine, command.measures, slice(None) if held is None else held)
             self._count_kinds(at, 1)
+            if command.lengths and self._note_lengths(mine, command.lengths, slice(None) if held is None else held):
+                self._note_pace(mine, lease.since)
             self._charge(mine, command.nbytes * len(mine) // len(ids))
         task.move(len(mine), LEASED, DONE)
         task.passed += len(mine)
@@ -276,6 +279,7 @@ class Leasing(Choosing):
         rows.task(lease.task, "token")[spot] = NONE
         if task.spec.admits:
             rows.newest[spot] = lease.newest
+            rows.current[spot] = self.version
         rows.todo[spot] -= 1
         self._through(task, mine)
         self._release(lease, len(mine))

@@ -5,7 +5,7 @@ A pure state machine: commands, the time and deaths go in; answers, events and r
 command follows the rows it names, never the rows alive. Not thread-safe: one thread owns it.
 
 Built in layers, each adding the commands of one idea to the one below:
-state → ending → policing → stepping → choosing → leasing → teaming → intake → publishing → versioning → swapping
+state → noticing → ending → policing → stepping → choosing → leasing → teaming → intake → publishing → versioning → swapping
 → rolling_back → losing → resuming → ledger.
 """
 

@@ -66,6 +66,7 @@ def report(ledger: State) -> StatusReport:
         staleness=ledger.rule.spec.name,
         max_staleness=ledger.max_staleness if steps else NONE,
         promise=ledger.rule.promise,
+        ages=ledger.ages,
     )
 
 

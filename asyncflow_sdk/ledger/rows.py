@@ -23,6 +23,8 @@ _FIELDS: dict[str, tuple[Any, int]] = {
     "columns": (np.uint64, 0),  # bit set of columns written
     "version": (np.int64, NONE),  # loaded by the replica when the group was admitted
     "newest": (np.int64, NONE),  # loaded by the replica when it completed the row
+    "current": (np.int64, NONE),  # current when its response was completed, or when it was put
+    "length": (np.int32, NONE),  # tokens of its response, where it is whole
     "deadline": (np.int64, NONE),  # NONE: not admitted
     "step": (np.int64, NONE),  # NONE: not selected
     "todo": (np.int32, 0),  # tasks that have not completed the row

@@ -266,6 +266,8 @@ class State:
         self._reselect = False
         self._stepped = False  # a step has closed, and nobody looked yet at what is late now
         self._excused: list[tuple[str, Ids]] = []  # rows of tasks that take whole groups, that ended unready
+        self.ages: cmd.StepAges | None = None
+        self.pace = [0, 0.0]  # tokens and seconds of responses that were generated whole
         self._keys = KeyedPuts()
         self.letters = Letters()
         self._next_session = 1

@@ -79,7 +79,7 @@ class Teaming(Leasing):
         self._effects.events.append(
             ev.Balanced(time_s=self._now, task=task.spec.name, shards=shards, rows=len(ids), imbalance=off, step=step)
         )
-        groups = unpack_ids(whole.groups)
+        groups, completed_at = unpack_ids(whole.groups), unpack_ids(whole.completed_at)
 
         def shard(rank: int) -> cmd.Leased:
             span = crew.span(rank)
@@ -88,6 +88,7 @@ class Teaming(Leasing):
                 version=whole.version, lease_s=whole.lease_s, partition=whole.partition, rank=rank,
                 world_size=command.world_size, shard=crew.shard(rank), shards=shards, imbalance=off,
                 stretches=whole.stretches,
+                completed_at=pack_ids(completed_at[span]) if step != NONE else b"",
             )  # fmt: skip
 
         for rank, waiter in others.items():

@@ -79,8 +79,9 @@ class Carrying:
         self._schemas: dict[tuple[tuple[str, ...], int], dict[str, ColumnSpec]] = {}  # by columns, and all rows have
         self._freed: dict[str, bytes] = {}  # session → serials of its blocks
 
-    def _flush(self, trained: tuple[int, Ids, Ids] | None = None) -> None:
-        """Answer, tell, and free. ``trained``: step, rows and groups of rows of a step being acknowledged."""
+    def _flush(self, trained: tuple[int, Ids, Ids, Ids] | None = None) -> None:
+        """Answer, tell, and free. ``trained``: step, rows, groups of rows of a step being acknowledged, and what was current when
+        each was completed."""
         effects = self.ledger.drain()
         following: list[tuple[int, Pending, cmd.Lease]] = []
         for ticket, reply in effects.answers:
@@ -107,9 +108,9 @@ class Carrying:
             and not self._replaying
             and any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
         ):
-            step, ids, groups = trained
+            step, ids, groups, completed_at = trained
             try:
-                read = self._keep(ids, groups)
+                read = self._keep(ids, groups, completed_at)
             except Exception:  # too many open files, a segment that is gone: what follows must be done all the same
                 _log.exception("the rows of step %d cannot be kept for reading", step)
             else:
@@ -204,14 +205,15 @@ class Carrying:
 
     # ---- rows to read
 
-    def _trained(self, lease: Held | None, ids: Ids | None) -> tuple[int, Ids, Ids] | None:
-        """Step, rows and groups of rows of a step that are acknowledged now; of a team's, all of its rows."""
+    def _trained(self, lease: Held | None, ids: Ids | None) -> tuple[int, Ids, Ids, Ids] | None:
+        """Step, rows, groups and ages of rows of a step that are acknowledged now, of a team's all of its rows."""
         if lease is None or ids is None:
             return None
         ids = ids if lease.crew is None else lease.ids
-        return lease.step, ids, self.ledger.rows.first[self.ledger.rows.at(ids)]
+        rows, at = self.ledger.rows, self.ledger.rows.at(ids)
+        return lease.step, ids, rows.first[at], rows.current[at]
 
-    def _keep(self, ids: Ids, groups: Ids) -> Callable[[], Batch]:
+    def _keep(self, ids: Ids, groups: Ids, completed_at: Ids) -> Callable[[], Batch]:
         """A way to read rows with every column they have, in any thread, also after their memory was freed.
 
         The ledger may have forgotten them by now; their places are known until they are retired.
@@ -226,7 +228,7 @@ class Carrying:
             columns = remote.read(self._reader, located, schema)
             held.clear()  # the columns hold their blocks themselves, where they are views
             batch = Batch(ids, groups, columns)
-            batch.stretches = stretches
+            batch.completed_at, batch.stretches = completed_at, stretches
             return batch
 
         return read

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from .._version import __version__
 from ..errors import ConfigError, LeaseLost, SchemaError, ServerLost
@@ -34,6 +35,8 @@ from .protocol import Answer, Call, Delivered, Hello, Welcome, decode_answer, en
 from .reader import Reader
 
 LARGE_BYTES = 128 << 20
+RESPONSE = "response_ids"
+"""The column whose lengths a run accounts for."""
 _log = logging.getLogger(__name__)
 CALL_S = 30.0
 """How long a call that waits for nothing may take before the server counts as lost (seconds)."""
@@ -218,6 +221,8 @@ class Port(ABC):
             return Letter(command)
         self.connection.wire.check()  # a forked child must not write into what its parent writes
         specs = {name: column.spec for name, column in columns.items()}
+        if (response := columns.get(RESPONSE)) is not None and response.offsets is not None:
+            command = msgspec.structs.replace(command, lengths=np.diff(response.offsets).astype("<i4").tobytes())
         if self.connection.inline:
             self.connection.wire.fits(b"", more=sum(column.values.nbytes for column in columns.values()))
             payload, frames = to_frames(columns, copy=keep or self._copies)

@@ -62,6 +62,7 @@ class Lease(Batch):
         self.stretches = lease.stretches
         self.rank, self.world_size = lease.rank, lease.world_size
         self.shard, self.imbalance = lease.shard, lease.imbalance
+        self.completed_at = unpack_ids(lease.completed_at) if lease.step >= 0 else None
         port.connection.on_lease(self)
 
     async def _complete(

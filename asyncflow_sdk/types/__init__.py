@@ -1,10 +1,12 @@
 """Plain values: columns and batches, spans, manifests, events, and what users choose."""
 
+from .ages import TokenAges, token_ages
 from .batch import Batch
 from .columns import Column, ColumnSpec, Values, pack, unpack
 from .config import GRPO, Checkpoint, Sampling, Staleness, Weights
 from .dtypes import carrier, dtype_name, from_torch, to_torch
 from .events import Event
+from .lengths import Lengths
 from .manifest import Chunk, Manifest, TensorInfo
 from .probe import Probe
 from .ragged import Ragged
@@ -20,6 +22,7 @@ __all__ = [
     "Column",
     "ColumnSpec",
     "Event",
+    "Lengths",
     "Manifest",
     "Probe",
     "Ragged",
@@ -27,6 +30,7 @@ __all__ = [
     "Shard",
     "Staleness",
     "TensorInfo",
+    "TokenAges",
     "Values",
     "VersionSpan",
     "Weights",
@@ -36,6 +40,7 @@ __all__ = [
     "one_version",
     "pack",
     "to_torch",
+    "token_ages",
     "token_staleness",
     "token_steps",
     "token_versions",

@@ -16,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import SchemaError
+from .ages import TokenAges, token_ages
 from .columns import Column, ColumnSpec, Values, unpack
 from .dtypes import to_torch
 from .ragged import Array, Ragged
+from .spans import VERSION_SPANS
 
 
 class Batch(Mapping[str, Values]):
@@ -27,9 +29,11 @@ class Batch(Mapping[str, Values]):
     ``ids``: int64 (n,), the rows. ``groups``: int64 (n,), equal for rows of one prompt.
     ``stretches``: at which steps the versions in its spans are trained; see ``token_steps``.
     numpy views are read-only; torch tensors may be written into, which never reaches the stored value.
+    ``completed_at``: of a step, int64 (n,), the version that was current when each row was completed; else None.
     """
 
     stretches: tuple[tuple[int, int], ...] = ()
+    completed_at: npt.NDArray[np.int64] | None = None
 
     def __init__(
         self,
@@ -105,6 +109,10 @@ class Batch(Mapping[str, Values]):
         """Every column as ``torch(name)`` gives it; text and bytes as lists."""
         plain = {"text", "bytes"}
         return {n: self[n] if c.spec.kind in plain else self.torch(n) for n, c in self.columns.items()}
+
+    def ages(self, step: int) -> TokenAges:
+        """How stale each token is in ``step``, apart by where its versions passed. Raises SchemaError without version spans."""
+        return token_ages(self.ragged(VERSION_SPANS), step, self.completed_at, self.stretches)
 
     def take(self, index: npt.ArrayLike) -> Batch:
         """The rows at positions ``index``, copied."""

@@ -86,11 +86,21 @@ class Loaded(_Event, frozen=True, tag="loaded"):
 
 
 class RowsEnded(_Event, frozen=True, tag="rows"):
-    """``count`` rows reached terminal ``state``; ``reason`` where there is one to give."""
+    """``count`` rows reached terminal ``state``; ``reason`` where there is one to give.
+
+    Of those whose response is whole: rows by bin of its length (``lengths``), and the sums of lengths and their squares.
+    ``unfinished``: rows by bin that ended while they were generated, by the tokens they had by then if they were as fast as others.
+    """
 
     state: str
     count: int
     reason: str = ""
+    lengths: dict[int, int] = msgspec.field(default_factory=dict)
+    tokens: int = 0
+    squares: int = 0
+    unfinished: dict[int, int] = msgspec.field(default_factory=dict)
+    unfinished_tokens: int = 0
+    unfinished_squares: int = 0
 
 
 class LeaseReturned(_Event, frozen=True, tag="returned"):

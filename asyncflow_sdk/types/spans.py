@@ -47,7 +47,11 @@ def token_steps(spans: Ragged, stretches: tuple[tuple[int, int], ...] = ()) -> n
     """The step that trains the version which drew each token: int64, (tokens,). The step being trained minus that is the token's
     staleness, also where rollbacks or resumes took version numbers: ``stretches`` are pairs of a first version and by how
     much the numbers from there on are ahead of their steps."""
-    versions = token_versions(spans).values
+    return steps_of(token_versions(spans).values, stretches)
+
+
+def steps_of(versions: npt.NDArray[np.int64], stretches: tuple[tuple[int, int], ...]) -> npt.NDArray[np.int64]:
+    """The step that trains each version; see ``token_steps``."""
     if not stretches:
         return versions
     first, shift = np.array(stretches, np.int64).T

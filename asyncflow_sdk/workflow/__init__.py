@@ -3,7 +3,7 @@
 from .consumer import Consumer
 from .data import load_prompts
 from .producer import Producer
-from .recorder import read_steps, staleness_of
+from .recorder import ages_of, read_steps, staleness_of
 from .run import Run
 from .serving import connect, serve
 from .specs import Rollout, Stage, Train
@@ -23,6 +23,7 @@ __all__ = [
     "Stage",
     "Train",
     "Workflow",
+    "ages_of",
     "connect",
     "load_prompts",
     "load_workflow",

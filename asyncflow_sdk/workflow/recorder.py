@@ -2,7 +2,8 @@
 
 workflow.json       what was asked for
 events.jsonl        one event a line
-steps/000017.npz    the rows of step 17, every column: ids, groups, and a ragged column as name and name.offsets
+steps/000017.npz    the rows of step 17, every column: ids, groups, and a ragged column as name and name.offsets;
+                    what was current when each row was completed, and the publish lag of each replica
 summary.json        the outcome
 logs/               what each worker wrote
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,24 @@ import msgspec
 import numpy as np
 
 from ..errors import ConfigError
-from ..types import VERSION_SPANS, Batch, Column, ColumnSpec, Event, Ragged, carrier, dtype_name, token_steps
+from ..types import (
+    VERSION_SPANS,
+    Batch,
+    Column,
+    ColumnSpec,
+    Event,
+    Ragged,
+    TokenAges,
+    carrier,
+    dtype_name,
+    token_steps,
+)
 from ..types import events as ev
+from .tally import Tally
 
 MOST_WAITING = 256
 CLOSE_S = 60.0
+COMPLETED_AT, PUBLISH_LAG = "completed_at", "publish_lag"
 Sink = Callable[[Event], None]
 
 
@@ -43,6 +58,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._rewards: dict[int, float] = {}  # by step: one that was trained again counts once
         self.staleness_max = 0
+        self.tally = Tally()
         self._waiting = self._skipped = 0  # steps not yet written; steps left out
         self.errors: list[str] = []
         if again:
@@ -64,9 +80,11 @@ class Recorder:
         if not lines.endswith(b"\n"):
             self._log.write(b"\n")
         for line in lines.splitlines():
-            if b'"event":"step"' in line:
-                with contextlib.suppress(msgspec.MsgspecError):
+            with contextlib.suppress(msgspec.MsgspecError):
+                if b'"event":"step"' in line:
                     self._trained(msgspec.json.decode(line, type=ev.StepTrained))
+                elif b'"event":"rows"' in line:
+                    self.tally.add(msgspec.json.decode(line, type=ev.RowsEnded))
 
     def _trained(self, event: ev.StepTrained) -> None:
         self._rewards[event.step] = event.metrics.get("reward", float("nan"))
@@ -106,12 +124,19 @@ class Recorder:
                 continue
             if isinstance(item, ev.StepTrained):
                 self._trained(item)
-            for sink in list(self._sinks):
-                try:
-                    sink(item)
-                except Exception as error:
-                    self._sinks.remove(sink)
-                    self.errors.append(f"{getattr(sink, '__qualname__', sink)} failed and was left out: {error!r}")
+            self.tally.add(item)
+            self._tell(item)
+        if bias := self.tally.lengths.bias:
+            self._tell(ev.Note(time_s=time.monotonic(), text=bias, level="warning"))
+            self.errors.append(bias)
+
+    def _tell(self, event: Event) -> None:
+        for sink in list(self._sinks):
+            try:
+                sink(event)
+            except Exception as error:
+                self._sinks.remove(sink)
+                self.errors.append(f"{getattr(sink, '__qualname__', sink)} failed and was left out: {error!r}")
 
     def _write(self, event: Event) -> None:
         self._log.write(msgspec.json.encode(event) + b"\n")
@@ -120,14 +145,18 @@ class Recorder:
 
     def _record(self, step: int, batch: Batch) -> None:
         if VERSION_SPANS in batch:
-            late = step - token_steps(batch.ragged(VERSION_SPANS), batch.stretches)
-            self.staleness_max = max(self.staleness_max, int(late.max(initial=0)))
-        write_batch(self._directory / "steps" / f"{step:06d}.npz", batch)
+            ages = batch.ages(step)
+            self.tally.step(ages)
+            self.staleness_max = max(self.staleness_max, int(ages.total.max(initial=0)))
+        lags = np.array(list(self.tally.lags.values()), np.int64)
+        write_batch(self._directory / "steps" / f"{step:06d}.npz", batch, **{PUBLISH_LAG: lags})
 
 
-def write_batch(path: Path, batch: Batch) -> None:
-    """A file that is whole or not there."""
-    arrays: dict[str, Any] = {"ids": batch.ids, "groups": batch.groups}
+def write_batch(path: Path, batch: Batch, **more: Any) -> None:
+    """A file that is whole or not there. ``more``: arrays beside the rows."""
+    arrays: dict[str, Any] = {"ids": batch.ids, "groups": batch.groups, **more}
+    if batch.completed_at is not None:
+        arrays[COMPLETED_AT] = batch.completed_at
     if batch.stretches:
         arrays["stretches"] = np.array(batch.stretches, np.int64)
     for name, column in batch.columns.items():
@@ -156,6 +185,7 @@ def read_batch(path: Path) -> Batch:
         batch = Batch(stored["ids"], stored["groups"], columns)
         if "stretches" in stored.files:
             batch.stretches = tuple((int(first), int(shift)) for first, shift in stored["stretches"])
+        batch.completed_at = stored.get(COMPLETED_AT)
         return batch
 
 
@@ -169,3 +199,9 @@ def staleness_of(directory: str | Path) -> Ragged:
     """Staleness of every trained token, from the stored version spans: int64, one row a step."""
     late = [step - token_steps(batch.ragged(VERSION_SPANS), batch.stretches) for step, batch in read_steps(directory)]
     return Ragged.of(late, np.int64)
+
+
+def ages_of(directory: str | Path) -> Iterator[tuple[int, TokenAges]]:
+    """Of every recorded step, how stale its tokens were: in flight and in the queue."""
+    for step, batch in read_steps(directory):
+        yield step, batch.ages(step)

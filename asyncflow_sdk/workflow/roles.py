@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ConfigError, VersionGone
 from ..interfaces import TrainEngine
 from ..queue import TransferQueue
-from ..types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version, token_steps
+from ..types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version
 from ..types import events as ev
 from ..weights import WeightPublisher
 from .checkpoint import Checkpoints, Point
@@ -43,15 +43,12 @@ def train(
             result = engine.train_step(step)
             took, cpu_s = time.monotonic() - began, time.process_time() - cpu
             versions.publish(step.version + 1)
-            late = step.index - token_steps(step.ragged(VERSION_SPANS), step.stretches)
-            metrics = {name: float(value) for name, value in result.metrics.items()} | {
-                "staleness_mean": float(late.mean()),
-                "staleness_max": float(late.max()),
-            }
+            ages = step.ages(step.index)
+            metrics = {name: float(value) for name, value in result.metrics.items()} | ages.metrics()
             connection.report(
                 ev.Span(
                     time_s=began, worker=connection.name, kind="train", seconds=took, rows=step.rows,
-                    tokens=len(late), version=step.version, cpu_s=cpu_s,
+                    tokens=len(ages.total), version=step.version, cpu_s=cpu_s,
                 ),
                 ev.StepTrained(
                     time_s=time.monotonic(), worker=connection.name, step=step.index, version=step.version,

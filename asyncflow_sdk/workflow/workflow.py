@@ -233,6 +233,7 @@ class Workflow(Described):
             "reasons": audit.reasons if audit else {},
             "balanced": audit.balanced if audit else None,
             "staleness_max": recorder.staleness_max,
+            **recorder.tally.summary(),
             "wall_s": round(wall_s, 3),
             "seed": self.seed,
             "model": self.train.model,

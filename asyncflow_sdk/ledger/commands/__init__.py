@@ -12,6 +12,7 @@ from .reports import (
     ParkedStatus,
     SessionStatus,
     StatusReport,
+    StepAges,
     VersionStatus,
 )
 from .roots import Columns, Command, Done, Ids, Reply, pack_ids, unpack_ids
@@ -137,6 +138,7 @@ __all__ = [
     "SessionStatus",
     "Staged",
     "StatusReport",
+    "StepAges",
     "Swap",
     "TaskSpec",
     "Version",

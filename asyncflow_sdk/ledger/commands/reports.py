@@ -127,6 +127,17 @@ class VersionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     staged: int = 0
 
 
+class StepAges(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How stale the rows of the step are that was given to training last, in versions, by the weights that began each:
+    published while the row was generated (``in_flight``), and between that and its training (``in_queue``)."""
+
+    step: int
+    in_flight_mean: float
+    in_queue_mean: float
+    in_flight_max: int
+    in_queue_max: int
+
+
 class StatusReport(Reply, frozen=True, tag="status"):
     """A queue at ``time_s`` (its own clock, seconds).
 
@@ -140,7 +151,7 @@ class StatusReport(Reply, frozen=True, tag="status"):
     kept, oldest first; ``publisher``: who has the role, "" when nobody; ``announced``: the version being written for
     ``announced_s``, -1 for none; ``committed``: decided by quorum, -1 without one. ``held``: live rows that are trained and
     that no checkpoint covers; ``checkpoint``: the step that the newest one goes on with, -1 for none. ``staleness``: the
-    policy's name, and its ``promise``; with ``max_staleness``, -1 without steps.
+    policy's name, and its ``promise``; with ``max_staleness``, -1 without steps. ``ages``: of the step that is trained, None before one.
     """
 
     rows: dict[str, dict[str, int]]
@@ -184,3 +195,4 @@ class StatusReport(Reply, frozen=True, tag="status"):
     staleness: str = ""
     max_staleness: int = -1
     promise: str = ""
+    ages: StepAges | None = None

@@ -27,6 +27,8 @@ class Put(Command, frozen=True, tag="put"):
     priority: int = 0
     measures: dict[str, bytes] = msgspec.field(default_factory=dict)
     """Of columns that samplers measure, float64 for each group; the server says so, never the client."""
+    lengths: bytes = b""
+    """Of responses, in tokens, int32 for each group: for statistics alone."""
 
 
 class PutDone(Reply, frozen=True, tag="put_done"):
@@ -63,7 +65,8 @@ class Lease(Command, frozen=True, tag="lease"):
 class Leased(Reply, frozen=True, tag="leased"):
     """Rows that are this session's until completed. ``version``: of the replica (rollout) or being trained
     (train); ``step``: of a task with batch_rows, else -1. Of a team's lease ``ids`` are those of one ``shard``
-    of ``shards``, given to ``rank``; ``imbalance``: how much heavier than the mean the heaviest shard is."""
+    of ``shards``, given to ``rank``; ``imbalance``: how much heavier than the mean the heaviest shard is. ``completed_at``: of a step,
+    the version that was current when each row was completed."""
 
     token: int
     task: str
@@ -80,6 +83,7 @@ class Leased(Reply, frozen=True, tag="leased"):
     imbalance: float = 0.0
     stretches: tuple[tuple[int, int], ...] = ()
     """Of a step: versions from the first number on are trained so many steps before their number; none: at their number."""
+    completed_at: bytes = b""
 
 
 class LoadFirst(Reply, frozen=True, tag="load_first"):
@@ -104,6 +108,8 @@ class Complete(Command, frozen=True, tag="complete"):
     measures: dict[str, bytes] = msgspec.field(default_factory=dict)
     """Of columns that samplers measure, float64 for each row; the server says so, never the client."""
     rank: int = 0
+    lengths: bytes = b""
+    """Of responses, in tokens, int32 for each row: for statistics alone."""
 
 
 class Completed(Reply, frozen=True, tag="completed"):

@@ -1,0 +1,200 @@
+"""Tally: what a whole run says of staleness, publish lag and response lengths. Part of summary.json.
+
+tally = Tally()
+tally.add(event)            # every event of the run, in order
+tally.step(ages)            # of every step that is acknowledged
+tally.summary()             # {"staleness": ..., "publish_lag": ..., "lengths": ...}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..types import Event, Lengths, TokenAges
+from ..types import events as ev
+
+QUANTILES = (0.5, 0.9, 0.99)
+MOST_ERRORS = 3.0
+"""The mean of what is trained may be so many standard errors off that of what is generated before somebody is told."""
+LEAST_SHIFT = 0.01
+"""And by this share of it."""
+
+
+@dataclass
+class _Ages:
+    tokens: int = 0
+    sum: int = 0
+    most: int = 0
+
+    def add(self, ages: npt.NDArray[np.int64]) -> None:
+        self.tokens += len(ages)
+        self.sum += int(ages.sum())
+        self.most = max(self.most, int(ages.max(initial=0)))
+
+    def plain(self) -> dict[str, Any]:
+        return {"mean": round(self.sum / self.tokens, 4) if self.tokens else None, "max": self.most}
+
+
+@dataclass
+class _Lag:
+    """Of a replica, over time."""
+
+    loaded: int
+    since: float
+    begun: float
+    area: float = 0.0
+    most: int = 0
+
+    def until(self, now: float, published: int) -> int:
+        lag = max(published - self.loaded, 0)
+        self.area += lag * max(now - self.since, 0.0)
+        self.since, self.most = max(now, self.since), max(self.most, lag)
+        return lag
+
+
+@dataclass
+class LengthTally:
+    """Response lengths by how their rows ended: whole ones, and what unfinished ones had by then."""
+
+    whole: dict[tuple[str, str], Lengths] = field(default_factory=dict)
+    unfinished: dict[tuple[str, str], Lengths] = field(default_factory=dict)
+
+    def add(self, event: ev.RowsEnded) -> None:
+        end = event.state, event.reason
+        if event.lengths:
+            self.whole.setdefault(end, Lengths()).add(event.lengths, event.tokens, event.squares)
+        if event.unfinished:
+            lengths = self.unfinished.setdefault(end, Lengths())
+            lengths.add(event.unfinished, event.unfinished_tokens, event.unfinished_squares)
+
+    @property
+    def trained(self) -> Lengths:
+        """Of rows that were consumed."""
+        return self._of(self.whole, lambda state: state == "consumed")
+
+    @property
+    def generated(self) -> Lengths:
+        """Of all rows but the cancelled ones, as an estimate where some ended unfinished: what would be trained if nothing
+        was given up."""
+        whole, unfinished = (
+            self._of(ends, lambda state: state != "cancelled") for ends in (self.whole, self.unfinished)
+        )
+        return whole.with_unfinished(unfinished)
+
+    @staticmethod
+    def _of(ends: Mapping[tuple[str, str], Lengths], wanted: Any) -> Lengths:
+        total = Lengths()
+        for (state, _), lengths in ends.items():
+            if wanted(state):
+                total.join(lengths)
+        return total
+
+    @property
+    def bias(self) -> str:
+        """What to tell people when other lengths are trained than are generated; "" when they are alike."""
+        trained, generated = self.trained, self.generated
+        if trained.rows < 2 or not generated.tokens:
+            return ""
+        off = trained.mean - generated.mean
+        errors = abs(off) / max(generated.deviation / math.sqrt(trained.rows), 1e-9)
+        if errors <= MOST_ERRORS or abs(off) <= LEAST_SHIFT * generated.mean:
+            return ""
+        gone = {
+            f"{state}{f' ({reason})' if reason else ''}": lengths.rows
+            for ends in (self.whole, self.unfinished)
+            for (state, reason), lengths in ends.items()
+            if state not in ("consumed", "cancelled")
+        }
+        most = max(gone, key=lambda name: gone[name], default="")
+        return (
+            f"what is trained is {'shorter' if off < 0 else 'longer'} than what is generated: {trained.mean:.1f} tokens a"
+            f" response against {generated.mean:.1f}, ratio {trained.mean / generated.mean:.2f}, {errors:.0f} standard errors"
+            + (f"; most of the others ended {most}" if most else "")
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """As data: ``ratio`` is trained to generated, of the means and of each quantile."""
+        trained, generated = self.trained, self.generated
+        if not generated.rows:
+            return {}
+        one, other = _plain(trained), _plain(generated)
+        ratio = {
+            name: round(one[name] / other[name], 4)
+            for name in one
+            if name != "rows" and one[name] is not None and other[name]
+        }
+        ends = sorted({*self.whole, *self.unfinished})
+        return {
+            "trained": one,
+            "generated": other,
+            "ratio": ratio,
+            "ended": {
+                f"{state}: {reason}" if reason else state: {
+                    name: _plain(of[state, reason])
+                    for name, of in (("whole", self.whole), ("unfinished", self.unfinished))
+                    if (state, reason) in of
+                }
+                for state, reason in ends
+            },
+        }
+
+
+class Tally:
+    """Not thread-safe: the recorder's thread owns it."""
+
+    def __init__(self) -> None:
+        self.lengths = LengthTally()
+        self._ages = {"total": _Ages(), "in_flight": _Ages(), "in_queue": _Ages()}
+        self._lags: dict[str, _Lag] = {}
+        self._published = -1
+        self._last_s = 0.0
+
+    def add(self, event: Event) -> None:
+        self._last_s = max(self._last_s, event.time_s)
+        if isinstance(event, ev.RowsEnded):
+            self.lengths.add(event)
+        elif isinstance(event, ev.Published):
+            self._until(event.time_s)
+            self._published = max(self._published, event.version)
+        elif isinstance(event, ev.Loaded):
+            self._published = max(self._published, event.version + event.lag)
+            known = self._lags.setdefault(event.worker, _Lag(event.version, event.time_s, event.time_s))
+            known.until(event.time_s, self._published)
+            known.loaded = event.version
+
+    def step(self, ages: TokenAges) -> None:
+        self._ages["total"].add(ages.total)
+        self._ages["in_flight"].add(ages.in_flight)
+        self._ages["in_queue"].add(ages.in_queue)
+
+    @property
+    def lags(self) -> dict[str, int]:
+        """Versions published that each replica has not loaded."""
+        return {name: max(self._published - lag.loaded, 0) for name, lag in self._lags.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """Staleness in versions by tokens trained, publish lag by replica over time, lengths in tokens."""
+        self._until(self._last_s)
+        return {
+            "staleness": {name: ages.plain() for name, ages in self._ages.items()},
+            "publish_lag": {
+                name: {"mean": round(lag.area / max(lag.since - lag.begun, 1e-9), 4), "max": lag.most}
+                for name, lag in self._lags.items()
+            },
+            "lengths": self.lengths.plain(),
+        }
+
+    def _until(self, now: float) -> None:
+        for lag in self._lags.values():
+            lag.until(now, self._published)
+
+
+def _plain(lengths: Lengths) -> dict[str, Any]:
+    found = {"mean": lengths.mean, **{f"p{100 * q:.0f}": lengths.quantile(q) for q in QUANTILES}}
+    return {"rows": round(lengths.rows), **{k: round(v, 2) if math.isfinite(v) else None for k, v in found.items()}}
