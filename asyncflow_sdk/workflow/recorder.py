@@ -84,7 +84,7 @@ class Recorder:
                 if b'"event":"step"' in line:
                     self._trained(msgspec.json.decode(line, type=ev.StepTrained))
                 elif b'"event":"rows"' in line:
-                    self.tally.add(msgspec.json.decode(line, type=ev.RowsEnded))
+                    self.tally.lengths.add(msgspec.json.decode(line, type=ev.RowsEnded))
 
     def _trained(self, event: ev.StepTrained) -> None:
         self._rewards[event.step] = event.metrics.get("reward", float("nan"))
