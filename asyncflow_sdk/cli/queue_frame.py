@@ -214,6 +214,8 @@ def _entries(report: StatusReport) -> list[_Line]:
 
 def _aside(report: StatusReport, parked: ParkedStatus) -> bool:
     """Whether it is a replica that has weights, and hears of newer ones while it works: it waits for nothing."""
+    if parked.verb == "lost":  # it hears of rows that end while it works
+        return True
     if not parked.verb.startswith("weights "):
         return False
     return any(s.id == parked.session and s.replica and s.loaded is not None for s in report.sessions)

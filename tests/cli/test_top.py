@@ -113,6 +113,14 @@ def test_rows_rates_and_bytes() -> None:
     assert "stream ended" in picture(80, 24, over=True)[0]
 
 
+def test_who_hears_of_lost_rows_while_it_works_does_not_wait() -> None:
+    hears = ParkedStatus(session=3, name="rollout-1", verb="lost", why="none has ended", since_s=99.0, left_s=9.0)
+    text = "\n".join(picture(100, 40, parked=(hears,), parked_count=1))
+    assert "none has ended" not in text
+    assert "0 waiting" in text
+    assert "holds 64 rows" in text
+
+
 def test_the_staleness_policy_is_named_where_there_is_room() -> None:
     rule = {"staleness": "drop", "max_staleness": 2}
     assert any("policy drop, max_staleness 2" in line for line in picture(110, 40, **rule))
