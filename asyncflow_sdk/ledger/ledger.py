@@ -117,10 +117,10 @@ class Ledger(Resuming):
         times = [self._lease_ends.next(), self._request_ends.next()]
         return min((time for time in times if time is not None), default=None)
 
-    def session_died(self, session: int, now: float, reason: str) -> None:
-        """A client is gone: its parked requests are dropped and its rows go back."""
+    def session_died(self, session: int, now: float, reason: str, *, blame: bool = True) -> None:
+        """A client is gone: its parked requests are dropped and its rows go back. ``blame``: an attempt of theirs is spent."""
         self._now = now
-        self._drop_session(session, reason, blame=True)
+        self._drop_session(session, reason, blame)
         self._settle()
 
     def forget(self, ticket: int, now: float) -> None:

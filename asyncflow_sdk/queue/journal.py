@@ -68,11 +68,12 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True, tag="dropped"):
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
-    """The process of a session ended."""
+    """The process of a session ended. ``blame``: that counts against the rows it held."""
 
     now: float
     session: str
     reason: str
+    blame: bool = True
 
 
 class Ticked(msgspec.Struct, frozen=True, array_like=True, tag="ticked"):

@@ -267,7 +267,7 @@ def replay(
             elif isinstance(record, Dropped):
                 server._wire.replay_drop(record.session, record.seq)
             elif isinstance(record, Gone):
-                server.gone(record.session, record.reason)
+                server.gone(record.session, record.reason, record.blame)
             else:
                 server.tick(record.now)
             used = outside.replay(None)

@@ -22,7 +22,7 @@ from ..ledger.commands import Ids
 from ..ledger.policing import make_policy
 from ..types import Batch, Event
 from ..types import events as ev
-from ..wire import MAX_BYTES, Server, ServerKeys, process_key
+from ..wire import MAX_BYTES, Server, ServerKeys, has_ended, process_key
 from . import remote
 from .blocks import Block
 from .carrying import Carrying, Pending
@@ -103,8 +103,11 @@ class QueueServer(Carrying):
             raise
         if self.recovered is not None:
             self._note(str(self.recovered), self.recovered.level)
-        for session, (pid, key) in self._processes.items():
-            self._wire.watch(session, pid, key)
+        for session, (pid, key) in list(self._processes.items()):
+            if has_ended(pid, key):  # with its server, as when a whole run is killed: no row is to blame for that
+                self.gone(session, f"process {pid} ended while nobody served", blame=False)
+            else:
+                self._wire.watch(session, pid, key)
         if start:
             self._wire.start()
 
@@ -179,15 +182,15 @@ class QueueServer(Carrying):
         self._flush()
         self._record(Dropped(now, session, seq))
 
-    def gone(self, session: str, reason: str) -> None:
+    def gone(self, session: str, reason: str, blame: bool = True) -> None:
         number = self._sessions.pop(session, None)
         if number is None:
             return
         now = self._clock()
-        self.ledger.session_died(number, now, reason)
+        self.ledger.session_died(number, now, reason, blame=blame)
         self._flush()
         self._close_session(session, number)
-        self._record(Gone(now, session, reason))
+        self._record(Gone(now, session, reason, blame))
 
     def idle(self) -> float | None:
         now = self._clock()

@@ -3,7 +3,7 @@
 from .client import Client, Reply
 from .envelope import MAX_BYTES
 from .keys import RunKey, ServerKeys, fresh_keys, server_keys
-from .processes import process_key, same_host
+from .processes import has_ended, process_key, same_host
 from .server import Handler, Server
 from .sockets import on_loopback
 
@@ -16,6 +16,7 @@ __all__ = [
     "Server",
     "ServerKeys",
     "fresh_keys",
+    "has_ended",
     "on_loopback",
     "process_key",
     "same_host",

@@ -22,6 +22,12 @@ def same_host(key: str) -> bool:
     return bool(key) and key.split(" ", 1)[0] == process_key(os.getpid()).split(" ", 1)[0]
 
 
+def has_ended(pid: int, key: str) -> bool:
+    """Whether a process that could be seen from here is no more; False where it cannot be seen."""
+    here = process_key(os.getpid()).rsplit(" ", 1)[0]
+    return pid > 0 and bool(key) and key.rsplit(" ", 1)[0] == here and process_key(pid) != key
+
+
 def watch(pid: int, key: str) -> int | None:
     """A file descriptor that becomes readable when the process ends; None when it cannot be seen from
     here, or may not be.

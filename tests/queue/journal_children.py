@@ -139,6 +139,14 @@ def work_all(address: str, task: str) -> None:
     hear()
 
 
+def hold(address: str, task: str) -> None:
+    """Hold rows of a task until it is killed."""
+    patient()
+    queue = open_queue(Connection(address, "holder"))
+    say(queue.get(task, 4).rows)
+    hear()
+
+
 def produce_and_wait(address: str) -> None:
     """Wait for rows of a task; say what came."""
     patient()

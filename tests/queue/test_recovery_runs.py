@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from children import Child
-from journal_children import produce_and_wait, serve_and_die, values_of
+from journal_children import hold, produce_and_wait, serve_and_die, values_of
 from queue_runs import until
 from recovery_bench import Bench, kill, make
 
@@ -85,6 +85,24 @@ def test_clients_of_a_killed_server_just_go_on(tmp_path: Path) -> None:
                 child.kill()
                 until(lambda: len(again.ledger.sessions) == 1, "its death, seen by the server that came back")
                 queue._port.connection.close()
+
+
+def test_who_died_with_the_server_is_not_held_against_the_rows(tmp_path: Path) -> None:
+    # given rows that may be lost once, held by a process that is killed with the server
+    path = tmp_path / "journal"
+    with killed(path) as (queue, _):
+        queue.declare("work", needs=["x"], max_attempts=1)
+        queue.put({"x": values_of(0, 4)})
+        holder = Child(hold, queue._port.connection.wire.address, "work")
+        assert holder.hear() == 4
+    holder.kill()
+    holder.__exit__()
+    # when it comes back
+    with served(path) as server:
+        # then they are there
+        assert queue.get("work", 4).rows == 4
+        assert server.ledger.audit().failed == 0
+        queue._port.connection.close()
 
 
 def test_payload_that_is_gone_is_counted_row_by_row(tmp_path: Path) -> None:
