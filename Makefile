@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo test test-ray fuzz lint bench-demo bench-queue bench-weights clean
+.PHONY: help install demo test test-ray fuzz lint bench-demo bench-queue bench-weights bench-overlap clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
 	@echo "make bench-queue the queue beside Ascend's TransferQueue and bare floors (JSON=PATH writes the rows)"
 	@echo "make bench-weights  weights beside Gloo, safetensors, Ray and bare floors (JSON=PATH writes the rows)"
+	@echo "make bench-overlap  rollout, stages and training side by side, beside bounds and a simulation"
 
 install: $(READY)
 
@@ -83,6 +84,9 @@ test-ray: .venv-ray/.tests
 
 bench-weights: install $(RAY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)
+
+bench-overlap: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overlap $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis
