@@ -29,6 +29,7 @@ from ..types.events import (
     StepTrained,
     WorkerState,
 )
+from ..workflow.tally import LengthTally
 
 TRAILING = 20
 RATE_WINDOW_S = 30.0
@@ -125,7 +126,8 @@ class Worker:
 
 @dataclass
 class Board:
-    """The picture. ``None`` and ``nan`` mean: nothing was said of it yet."""
+    """The picture. ``None`` and ``nan`` mean: nothing was said of it yet. ``in_flight``, ``in_queue``: the parts of
+    ``staleness_mean``."""
 
     total_steps: int
     start_s: float = math.nan
@@ -134,6 +136,8 @@ class Board:
     reward: float = math.nan
     staleness_mean: float = math.nan
     staleness_max: float = math.nan
+    in_flight: float = math.nan
+    in_queue: float = math.nan
     published: int | None = None
     rows: dict[str, dict[str, int]] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
@@ -142,6 +146,7 @@ class Board:
     workers: dict[str, Worker] = field(default_factory=dict)
     note: str = ""
     rewards: Curve = field(default_factory=Curve)
+    lengths: LengthTally = field(default_factory=LengthTally)
     _trailing: deque[float] = field(default_factory=lambda: deque(maxlen=TRAILING))
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=TRAILING + 1))
     _rate: Rate = field(default_factory=Rate)
@@ -169,6 +174,7 @@ class Board:
             self.ended.update(event.ended)
         elif isinstance(event, RowsEnded):
             self.ended[event.state] = self.ended.get(event.state, 0) + event.count
+            self.lengths.add(event)
         elif isinstance(event, LeaseReturned):
             self.returned += event.count
         elif isinstance(event, Note) and event.level == "info":
@@ -220,6 +226,8 @@ class Board:
         self.reward = event.metrics.get("reward", nan)
         self.staleness_mean = event.metrics.get("staleness_mean", nan)
         self.staleness_max = event.metrics.get("staleness_max", nan)
+        self.in_flight = event.metrics.get("staleness_in_flight_mean", nan)
+        self.in_queue = event.metrics.get("staleness_in_queue_mean", nan)
         if math.isfinite(self.reward):
             self._trailing.append(self.reward)
         self.rewards.add(self.reward)

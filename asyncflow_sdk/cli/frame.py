@@ -75,7 +75,7 @@ def _numbers(board: Board, width: int) -> list[list[Cell]]:
         label("staleness"),
         (f"{number(board.staleness_mean):<9}", "bold"),
         (f"at most     {number(board.staleness_max, 0):<9}", ""),
-        ("versions, in the last step", "dim"),
+        (_parts(board) or "versions, in the last step", "dim"),
     ]
     version = "–" if board.published is None else f"v{board.published}"
     behind = "–" if board.lag is None else str(board.lag)
@@ -87,6 +87,13 @@ def _numbers(board: Board, width: int) -> list[list[Cell]]:
     ]
     rate: list[Cell] = [label("generated"), (f"{board.tokens_per_s:,.0f} ", "bold"), ("tokens/s", "")]
     return [reward, stale, weights, rate]
+
+
+def _parts(board: Board) -> str:
+    """Where the versions of the last step's staleness passed."""
+    if not math.isfinite(board.in_flight):
+        return ""
+    return f"{number(board.in_flight)} in flight + {number(board.in_queue)} in the queue"
 
 
 def _rows(board: Board, width: int, room: int) -> list[list[Cell]]:

@@ -10,6 +10,7 @@ not more than one in ten seconds. Warnings, errors and what happens to workers i
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -164,11 +165,12 @@ class LiveView:
         board = self.board
         self._lined_step, self._lined_s = board.done, board.now_s
         lag = "-" if board.lag is None else str(board.lag)
+        flying = f", {number(board.in_flight)} in flight" if math.isfinite(board.in_flight) else ""
         left = f"  left {duration(board.seconds_left)}" if board.done < board.total_steps else ""
         self._line(
             f"step {board.done}/{board.total_steps}  reward {number(board.reward, 3)}"
             f" (mean of 20: {number(board.reward_mean, 3)})  staleness {number(board.staleness_mean)}"
-            f" (max {number(board.staleness_max, 0)})  lag {lag}  {board.tokens_per_s:.0f} tokens/s{left}"
+            f" (max {number(board.staleness_max, 0)}{flying})  lag {lag}  {board.tokens_per_s:.0f} tokens/s{left}"
         )
 
     def _line(self, text: str) -> None:

@@ -5,6 +5,7 @@ Each function returns one ``<svg>`` element, or "" when the run has nothing to s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from ..types.lengths import edge
 from .board import TRAILING
 from .canvas import ACCENT, IDLE, INK, Series, short, step_axis, svg, thin, time_axis, trailing
 from .record import Record
@@ -38,7 +40,15 @@ _SMALL = {
     "logprob_drift": "log-prob drift",
     "tokens": "tokens in the step",
 }
-_SHOWN_ELSEWHERE = ("reward", "staleness_mean", "staleness_max")
+_PARTS = {"staleness_in_flight_mean": "in flight", "staleness_in_queue_mean": "in the queue"}
+_SHOWN_ELSEWHERE = (
+    "reward",
+    "staleness_mean",
+    "staleness_max",
+    "staleness_in_flight_max",
+    "staleness_in_queue_max",
+    *_PARTS,
+)
 
 
 def reward_curve(record: Record) -> str:
@@ -70,11 +80,18 @@ def staleness_and_lag(record: Record) -> str:
     def draw(figure: Figure) -> None:
         upper, lower = figure.subplots(2, 1)
         upper.plot(*thin(max_steps, most, np.max), color=_ORANGE, lw=3, alpha=0.6, label="oldest token of the step")
+        below = np.zeros(len(means))
+        for (name, label), colour in zip(_PARTS.items(), ("#56b4e9", "#f0e442"), strict=True):
+            part_steps, part = _finite(record, name)
+            if len(part_steps) == len(mean_steps):
+                steps, top = thin(mean_steps, below + part)
+                upper.fill_between(steps, thin(mean_steps, below)[1], top, color=colour, alpha=0.5, lw=0, label=label)
+                below = below + part
         upper.plot(*thin(mean_steps, means), color=ACCENT, lw=1.2, label="mean over tokens")
         upper.set(xlabel="step", ylabel="staleness\n(versions)")
         upper.set_ylim(0, max(1.0, *_at_least_one(most), *_at_least_one(means)) * 1.4)
         step_axis(upper, mean_steps if len(mean_steps) else max_steps)
-        upper.legend(loc="upper right", ncols=2)
+        upper.legend(loc="upper right", ncols=4)
         start, end = _bounds(record)
         ends = [*(t - start for t in times), end - start]
         xs, ys = thin(np.array(ends), np.array([*lags, lags[-1] if lags else 0], float), np.max)
@@ -86,6 +103,37 @@ def staleness_and_lag(record: Record) -> str:
         time_axis(lower, 0.0, end - start)
 
     return svg("staleness", "Staleness per step and publish lag over time", 3.9, draw)
+
+
+def length_histograms(record: Record) -> str:
+    """Response lengths: of all that was generated, and of what was trained."""
+    tally = record.board.lengths
+    found = {"generated": tally.generated, "trained": tally.trained}
+    if not all(lengths.rows for lengths in found.values()):
+        return ""
+    low = min(min(lengths.bins) for lengths in found.values())
+    high = max(max(lengths.bins) for lengths in found.values()) + 1
+    each = max((high - low) // 48, 1)  # narrow bins of few rows say nothing
+    edges = [*range(low, high, each), high]
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        xs = [edge(number) for number in edges]
+        for (name, lengths), colour in zip(found.items(), (IDLE, ACCENT), strict=True):
+            counts = [
+                100 * sum(n for number, n in lengths.bins.items() if a <= number < b) / lengths.rows
+                for a, b in itertools.pairwise(edges)
+            ]
+            axes.stairs(
+                counts, xs, fill=name == "generated", color=colour, lw=1.6, label=f"{name}: mean {lengths.mean:.4g}"
+            )
+            axes.axvline(lengths.mean, color=colour, lw=1.2, ls=(0, (4, 2)))
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(short))
+        axes.set(xlabel="tokens of a response", ylabel="share of rows, %")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
+
+    return svg("lengths", "Response lengths, generated and trained", 2.6, draw)
 
 
 def whole_run(record: Record) -> str:

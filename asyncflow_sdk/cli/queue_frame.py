@@ -62,6 +62,8 @@ def _header(report: StatusReport, flow: Flow, title: str, width: int) -> list[li
     lines: list[list[Cell]] = [first, joined] if both <= width else [first, rows, [(memory, "")]]
     if report.step >= 0:
         lines.append(_step(report, width))
+        if report.ages is not None:
+            lines.append([(_ages(report), "")])
     elif report.version >= 0:
         lines.append([(_version(report), "")])
     if report.garbage:
@@ -82,6 +84,19 @@ def _step(report: StatusReport, width: int) -> list[Cell]:
     done = length * filled // max(report.batch_rows, 1)
     bar: list[Cell] = [(" " + "━" * done, "cyan"), ("─" * (length - done), "dim")] if length >= 4 else []
     return [(words, "bold"), *bar, (count, ""), (version, "")]
+
+
+def _ages(report: StatusReport) -> str:
+    """How stale the rows of the newest step are, and how far replicas are behind."""
+    ages, loaded = report.ages, [s.loaded for s in report.sessions if s.replica and s.loaded is not None]
+    assert ages is not None
+    parts = [
+        f"staleness of step {ages.step}: {ages.in_flight_mean:.2f} in flight (at most {ages.in_flight_max})",
+        f"{ages.in_queue_mean:.2f} in the queue (at most {ages.in_queue_max})",
+    ]
+    if loaded:
+        parts.append(f"publish lag {max(max(report.version - version, 0) for version in loaded)}")
+    return " · ".join(parts)
 
 
 def _version(report: StatusReport) -> str:

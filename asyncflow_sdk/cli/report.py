@@ -69,9 +69,16 @@ def _page(record: Record) -> str:
             ),
             page.card(
                 "Staleness and publish lag",
-                "Above: how many versions older than the trained one the weights were that wrote the tokens. "
+                "Above: how many versions older than the trained one the weights were that wrote the tokens: those "
+                "that were published while the row was generated (in flight), and before it was trained (in the queue). "
                 "Below: how many published versions the slowest replica had not loaded yet.",
                 page.scroll(pictures.staleness_and_lag(record)),
+            ),
+            page.card(
+                "Response lengths",
+                "What was generated, and what of it was trained. Responses that were given up before they were whole count "
+                "as those that lasted longer than they did.",
+                _lengths(record) + page.scroll(pictures.length_histograms(record)),
             ),
             page.card(
                 "Who did what: the whole run",
@@ -128,10 +135,17 @@ def _tiles(record: Record) -> list[tuple[str, str, str]]:
             duration(float(wall_s)),
             f"{number(whole_s / len(record.steps))} s a step" if record.steps else "",
         ),
-        ("Staleness", number(float(most), 0), "versions at most"),
+        ("Staleness", number(float(most), 0), _parts(record) or "versions at most"),
         ("Rows", f"{sum(_ended(record).values()):,}", accounting(summary)[2]),
         ("Generated", f"{tokens / whole_s if whole_s > 0 else 0:,.0f}", "tokens/s overall"),
     ]
+
+
+def _parts(record: Record) -> str:
+    of = record.summary.get("staleness")
+    if not isinstance(of, dict) or of.get("in_flight", {}).get("mean") is None:
+        return ""
+    return f"at most; mean {of['in_flight']['mean']:.2f} in flight, {of['in_queue']['mean']:.2f} in queue"
 
 
 def _rows(record: Record) -> str:
@@ -157,6 +171,31 @@ def _rows(record: Record) -> str:
     return page.say(text, tone) + page.table(
         ["ended as", "rows", "share", "because"], lines, numbers=(1, 2), names=(0,)
     )
+
+
+def _lengths(record: Record) -> str:
+    tally = record.board.lengths
+    said = page.say(tally.bias, "warn") if tally.bias else ""
+    plain = tally.plain()
+    if not plain:
+        return ""
+    names = ["mean", "p50", "p90", "p99"]
+    lines = [
+        [what, f"{plain[what]['rows']:,}", *(_figure(plain[what][n]) for n in names)]
+        for what in ("generated", "trained")
+    ]
+    lines.append(
+        ["trained / generated", "", *(f"{plain['ratio'][n]:.2f}" if n in plain["ratio"] else "" for n in names)]
+    )
+    for end, kinds in plain["ended"].items():
+        for kind, of in kinds.items():
+            name = end if kind == "whole" else f"{end}, unfinished, tokens so far"
+            lines.append([name, f"{of['rows']:,}", *(_figure(of[n]) for n in names)])
+    return said + page.table(["", "rows", *names], lines, numbers=(1, 2, 3, 4, 5))
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f}"
 
 
 def _ended(record: Record) -> dict[str, int]:

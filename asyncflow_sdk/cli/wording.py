@@ -72,8 +72,49 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and value of what a summary holds, the known ones first; rows are told apart."""
     said = {key: _text(key, value) for key, value in summary.items() if value is not None}
     keys = [key for key in _NAMES if said.get(key)]
-    keys += [key for key, text in said.items() if text and key not in (*_NAMES, "rows", "balanced")]
-    return [(_NAMES.get(key, key.replace("_", " ")), said[key]) for key in keys]
+    keys += [key for key, text in said.items() if text and key not in (*_NAMES, *_OWN_WORDS, "rows", "balanced")]
+    found = [(_NAMES.get(key, key.replace("_", " ")), said[key]) for key in keys]
+    own = [
+        (name, words(summary[key]))
+        for key, (name, words) in _OWN_WORDS.items()
+        if isinstance(summary.get(key), Mapping)
+    ]
+    return found + [(name, text) for name, text in own if text]
+
+
+def _staleness(of: Mapping[str, Any]) -> str:
+    """Where the versions passed by which tokens were old."""
+    names = {"total": "in all", "in_flight": "in flight", "in_queue": "in the queue"}
+    return "\n".join(
+        f"{name}: mean {of[key]['mean']:.2f}, at most {of[key]['max']:,}"
+        for key, name in names.items()
+        if isinstance(of.get(key), Mapping) and of[key].get("mean") is not None
+    )
+
+
+def _lag(of: Mapping[str, Any]) -> str:
+    return "\n".join(f"{name}: mean {lag['mean']:.2f}, at most {lag['max']:,}" for name, lag in of.items())
+
+
+def _lengths(of: Mapping[str, Any]) -> str:
+    """Of responses: what was generated, and what of it was trained."""
+    lines = [
+        f"{what}: mean {of[what]['mean']:,.1f}, p50 {of[what]['p50']:,.0f}, p90 {of[what]['p90']:,.0f}, p99 {of[what]['p99']:,.0f}"
+        for what in ("generated", "trained")
+        if isinstance(of.get(what), Mapping) and of[what].get("rows")
+    ]
+    if isinstance(of.get("ratio"), Mapping) and of["ratio"]:
+        lines.append(
+            "trained / generated: " + ", ".join(f"{name} {value:.2f}" for name, value in of["ratio"].items())
+        )
+    return "\n".join(lines)
+
+
+_OWN_WORDS = {
+    "staleness": ("staleness", _staleness),
+    "publish_lag": ("publish lag", _lag),
+    "lengths": ("response lengths", _lengths),
+}
 
 
 def _text(key: str, value: object) -> str:

@@ -8,6 +8,7 @@ import pytest
 from synthetic_run import BATCH, START_S, synthetic_run, synthetic_summary
 
 from asyncflow_sdk.cli.board import Board, Curve, Rate
+from asyncflow_sdk.cli.frame import frame
 from asyncflow_sdk.types.events import (
     Event,
     Loaded,
@@ -154,3 +155,12 @@ def test_rate_takes_a_span_that_is_reported_late() -> None:
     rate.add(Span(time_s=8, kind="generate", seconds=1, tokens=100))
     rate.add(Span(time_s=5, kind="generate", seconds=1, tokens=300))
     assert rate.at(10) == pytest.approx(400 / 5)
+
+
+def test_staleness_is_shown_in_parts_once_a_step_tells_them_apart() -> None:
+    metrics = {"staleness_mean": 1.0, "staleness_in_flight_mean": 0.75, "staleness_in_queue_mean": 0.25}
+    board = folded([StepTrained(time_s=1.0, step=0, version=0, metrics=metrics)])
+
+    assert (board.in_flight, board.in_queue) == (0.75, 0.25)
+    lines = [line.plain for line in frame(board, title="x", now_s=2.0, width=100, height=30)]
+    assert any("0.75 in flight + 0.25 in the queue" in line for line in lines)

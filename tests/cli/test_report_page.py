@@ -17,7 +17,7 @@ from synthetic_run import START_S, synthetic_run, synthetic_summary, write_run
 from asyncflow_sdk.cli.record import read_record
 from asyncflow_sdk.cli.report import write_report
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.types.events import Event, Note, Span, StepTrained, WorkerState
+from asyncflow_sdk.types.events import Event, Note, RowsEnded, Span, StepTrained, WorkerState
 
 VOID = {"meta", "img", "br", "link"}
 
@@ -282,3 +282,39 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> No
     assert last.startswith("asyncflow_sdk.errors.PluginError: the report page needs matplotlib")
     assert last.endswith("pip install 'asyncflow-sdk[report]'")
     assert not (run_dir / "report.html").exists()
+
+
+def test_lengths_generated_and_trained_are_compared(tmp_path: Path) -> None:
+    # given a run that trained the short half of what it generated
+    short, long = {16: 400}, {64: 400}  # of 4 and of 256 tokens
+    events: list[Event] = [
+        RowsEnded(time_s=1.0, state="consumed", count=400, lengths=short, tokens=1600, squares=6400),
+        RowsEnded(
+            time_s=2.0, state="expired", count=400, reason="too old", lengths=long, tokens=102400, squares=400 << 16
+        ),
+    ]
+    summary = synthetic_summary() | {
+        "staleness": {
+            "total": {"mean": 0.5, "max": 2},
+            "in_flight": {"mean": 0.4, "max": 2},
+            "in_queue": {"mean": 0.1, "max": 1},
+        }
+    }
+    run = write_run(tmp_path / "run", [*synthetic_run(), *events], summary)
+
+    page = Page(write_report(run).read_text())
+
+    assert (
+        "what is trained is shorter than what is generated: 4.0 tokens a response against 130.0, ratio 0.03"
+        in page.text
+    )
+    assert "most of the others ended expired (too old)" in page.text
+    assert "trained / generated 0.03" in page.text
+    assert "generated: mean 130" in page.text  # the picture's legend
+    assert "mean 0.40 in flight, 0.10 in queue" in page.text
+    assert "in the queue: mean 0.10, at most 1" in page.text
+
+
+def test_a_run_without_lengths_has_no_such_picture(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", synthetic_run(), synthetic_summary())
+    assert "Response lengths" not in Page(write_report(run).read_text()).text

@@ -26,7 +26,7 @@ from asyncflow_sdk.cli.flow import Flow
 from asyncflow_sdk.cli.lines import rate, size
 from asyncflow_sdk.cli.queue_frame import queue_frame
 from asyncflow_sdk.ledger import StatusReport
-from asyncflow_sdk.ledger.commands import LeaseStatus, ParkedStatus, SessionStatus, VersionStatus
+from asyncflow_sdk.ledger.commands import LeaseStatus, ParkedStatus, SessionStatus, StepAges, VersionStatus
 
 WHY = (
     "task 'train' has nothing to give; step 12 lacks 96 of 256 rows, and the queue has 40 that may fill it; 40 rows"
@@ -119,6 +119,13 @@ def test_who_hears_of_lost_rows_while_it_works_does_not_wait() -> None:
     assert "none has ended" not in text
     assert "0 waiting" in text
     assert "holds 64 rows" in text
+
+
+def test_staleness_is_told_apart_with_the_publish_lag() -> None:
+    ages = StepAges(step=6, in_flight_mean=0.25, in_queue_mean=0.5, in_flight_max=1, in_queue_max=2)
+    lines = picture(110, 40, ages=ages)
+    (line,) = [line for line in lines if line.startswith("staleness of step 6")]
+    assert "0.25 in flight (at most 1) · 0.50 in the queue (at most 2) · publish lag " in line
 
 
 def test_the_staleness_policy_is_named_where_there_is_room() -> None:
