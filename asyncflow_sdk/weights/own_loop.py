@@ -235,7 +235,7 @@ class OwnUpdates:
                 await asyncio.wait_for(self._changed.wait(), until - time.monotonic())
             except asyncio.TimeoutError:
                 on = "no version" if self.loaded is None else f"version {self.loaded}"
-                why = f"; {self._updates.waits_for}" if self._updates.waits_for else ""
+                why = await self._updates.why()
                 raise DeadlineExceeded(
                     f"no version was published and fetched in {self._timeout_s:g} s; this replica has {on}{why}"
                 ) from None

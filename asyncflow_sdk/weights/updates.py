@@ -91,6 +91,15 @@ class WeightUpdates:
         """Why no newer version is loaded, as far as it is known here; "" where nothing is wrong."""
         return self._unpermitted or self._prefetch.trouble
 
+    async def why(self) -> str:
+        """Why no newer version is loaded, also as the run sees it: "; ..." to end a sentence with, or nothing."""
+        parts = [self.waits_for]
+        with contextlib.suppress(AsyncFlowError):
+            session = self._port.connection.session
+            report = await self._port.send(cmd.GetStatus())
+            parts += [p.why for p in report.parked if p.session == session and p.verb.startswith(("weights", "load"))]
+        return "".join(f"; {part}" for part in parts if part)
+
     @property
     def ended(self) -> bool:
         """Whether no further version will come."""

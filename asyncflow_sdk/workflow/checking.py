@@ -120,6 +120,8 @@ def _check_numbers(flow: Workflow, problems: Problems) -> None:
         problems.add(f"steps must be 1 or more, not {flow.steps}", "steps")
     if flow.epochs is not None and flow.epochs < 1:
         problems.add(f"epochs must be 1 or more, or None for as many as the steps take, not {flow.epochs}", "epochs")
+    if not flow.stall_timeout_s > 0:
+        problems.add(f"stall_timeout_s must be above 0, not {flow.stall_timeout_s}", "stall_timeout_s")
     sizes = {rollout.group_size for rollout in flow.rollouts}
     if len(sizes) > 1:
         listed = " and ".join(map(str, sorted(sizes)))

@@ -203,7 +203,7 @@ class Producer:
             if task is not wait:  # made here, so ended here
                 task.cancel()
         if not done:
-            why = f"; {self._updates.waits_for}" if self._updates.waits_for else ""
+            why = await self._updates.why()
             raise DeadlineExceeded(f"nothing came for {WAIT_S:g} s: no version to load, no row to finish{why}")
 
     # ---- generating

@@ -12,6 +12,8 @@ with af.connect("tcp://10.0.0.1:7000", key="run.key") as run: ...    # another h
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -25,6 +27,7 @@ from ..ledger import Audit
 from ..ledger import commands as cmd
 from ..queue import Connection, LeasedBatch, QueueServer, Recovered, TransferQueue, open_queue
 from ..queue._once import drive
+from ..types import events as ev
 from ..weights import OwnUpdates, WeightPublisher
 from ..weights.arguments import version_number
 from .address import remove_addresses
@@ -34,6 +37,7 @@ from .crews import Crews
 from .data import Feeder, Prompts, load_prompts
 from .specs import Rollout, Stage, Train
 from .supervise import Worker
+from .waiting import Stall, what_stands
 
 LOOK_S = 5.0
 """How long a consumer may not see that a worker has failed, where that does not end the stream."""
@@ -221,11 +225,18 @@ class Run:
         """Every row by where it ended; always adds up."""
         return self.queue.audit()
 
-    def wait(self, worker: Worker) -> None:
-        """Wait until a worker has ended. Raises the failure of any worker at once."""
+    def wait(self, worker: Worker, *, timeout_s: float = math.inf, stall: Stall | None = None) -> None:
+        """Wait until a worker has ended. Raises the failure of any worker at once; and DeadlineExceeded, which says who
+        waits for what, after ``timeout_s`` or when ``stall`` has seen no step for too long."""
+        began = time.monotonic()
         while not worker.ended.is_set():
             self.check()
-            self._changed.wait()
+            left_s = min(began + timeout_s - time.monotonic(), stall.left_s if stall is not None else math.inf)
+            if left_s <= 0:
+                late = stall is not None and stall.left_s <= 0
+                why = str(stall) if late else f"after {timeout_s:g} s: {worker.name} has not ended"
+                raise DeadlineExceeded(f"{why}; {what_stands(self.queue.status())}")
+            self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
             self._changed.clear()
         self.check()
 
@@ -271,10 +282,18 @@ class Run:
         self._crews.stop()
 
     def join_workers(self, timeout_s: float) -> None:
-        """Wait for workers to end by themselves, then stop those that have not."""
+        """Wait for workers to end by themselves, then stop those that have not; a warning says which, and what stands still."""
         until = time.monotonic() + timeout_s
         for worker in self._crews.workers:
             worker.ended.wait(max(0.0, until - time.monotonic()))
+        late = [worker.name for worker in self._crews.workers if not worker.ended.is_set()]
+        if late:
+            with contextlib.suppress(AsyncFlowError):
+                stands = what_stands(self.queue.status())
+                text = f"{', '.join(late)} did not end within {timeout_s:g} s and will be stopped; {stands}"
+                note = ev.Note(time_s=time.monotonic(), worker=self._connection.name, text=text, level="warning")
+                self._connection.report(note)
+                self.queue.flush()
         self.stop_workers()
 
     def __enter__(self) -> Run:

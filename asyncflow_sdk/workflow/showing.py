@@ -45,7 +45,7 @@ def described(flow: Workflow) -> dict[str, Any]:
         },
         "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in dataflow(flow).edges],
         "batch_size": flow.batch_size, "steps": flow.steps, "epochs": flow.epochs, "seed": flow.seed,
-        "capacity_rows": flow.capacity_rows, "on_failure": flow.on_failure,
+        "capacity_rows": flow.capacity_rows, "on_failure": flow.on_failure, "stall_timeout_s": flow.stall_timeout_s,
         "staleness": rule_of(flow.staleness), "weights": msgspec.to_builtins(flow.weights),
         "choices": choices(flow),
     }  # fmt: skip

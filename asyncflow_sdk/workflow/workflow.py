@@ -26,7 +26,7 @@ import numpy as np
 from ..errors import AsyncFlowError, ConfigError, Interrupted, WorkerFailed
 from ..interfaces import OnFailure, Place
 from ..ledger import Audit
-from ..types import Checkpoint, Staleness, Weights
+from ..types import Checkpoint, Event, Staleness, Weights
 from .checking import AHEAD_STEPS, problems_of
 from .data import Feeder, Prompts, load_prompts
 from .describing import Described
@@ -37,6 +37,7 @@ from .serving import serve
 from .showing import described, drawn, shown
 from .specs import Rollout, Stage, Train
 from .supervise import Worker
+from .waiting import Stall
 
 FINISH_S = 30.0
 """How long workers may take to end by themselves after the last step (seconds); exporting a model counts."""
@@ -65,7 +66,8 @@ class Workflow(Described):
     ``weights``: how new versions reach the replicas. ``seed``: of the order of the prompts. ``on_failure``: whether the run
     stops or goes on when a worker has failed for good. ``capacity_rows``: most rows alive at once; None: what the
     batch and the staleness ask for. ``checkpoint``: how often a checkpoint is made, so that ``resume`` goes on with the run
-    after whatever died, and a trainer that is started again (``max_restarts``) after itself.
+    after whatever died, and a trainer that is started again (``max_restarts``) after itself. ``stall_timeout_s``: when no step was
+    trained for so long, the run ends and says who waits for what.
     Raises ConfigError when made, for everything that can be known before a process starts, all of it at once; PluginError
     where an engine is missing and nothing else is wrong.
     """
@@ -87,6 +89,7 @@ class Workflow(Described):
         on_failure: OnFailure = "stop",
         capacity_rows: int | None = None,
         checkpoint: Checkpoint | None = None,
+        stall_timeout_s: float = 3600.0,
     ) -> None:
         self.rollouts = (rollout,) if isinstance(rollout, Rollout) else tuple(rollout)
         if not self.rollouts:
@@ -100,7 +103,7 @@ class Workflow(Described):
         self.reward = reward
         self.stages = (*([reward] if reward is not None else []), *stages)
         self.on_failure = Place(on_failure=on_failure).on_failure or "stop"
-        self.checkpoint = checkpoint
+        self.checkpoint, self.stall_timeout_s = checkpoint, stall_timeout_s
         self.data = load_prompts(prompts, self.rollout.prompt)
         ahead = batch_size * (self.staleness.max_staleness + AHEAD_STEPS)
         self.capacity_rows = ahead if capacity_rows is None else capacity_rows
@@ -178,8 +181,14 @@ class Workflow(Described):
         return Result(directory, summary)
 
     def _run(self, directory: Path, recorder: Recorder, outcome: _Outcome, unstoppable: Callable[[], None]) -> None:
+        stall = Stall(self.stall_timeout_s)
+
+        def hear(event: Event) -> None:
+            stall.hear(event)
+            recorder.event(event)
+
         run = serve(
-            directory, on_event=recorder.event, on_step=recorder.step, steps=self.steps,
+            directory, on_event=hear, on_step=recorder.step, steps=self.steps,
             max_staleness=self.staleness.max_staleness, staleness_policy=self.staleness.policy,
             capacity_rows=self.capacity_rows, keep_versions=self.weights.keep,
             max_swapping=self.weights.max_swapping, quorum=self.weights.quorum,
@@ -190,7 +199,7 @@ class Workflow(Described):
         completed = False
         try:
             trainer = self._start(run, directory)
-            run.wait(trainer)
+            run.wait(trainer, stall=stall)
             run.join_workers(FINISH_S)
             completed = True
         finally:

@@ -1,0 +1,46 @@
+"""Waiting: what a run stands still for, in words, and how long it may."""
+
+from __future__ import annotations
+
+import time
+
+from ..ledger import StatusReport
+from ..types import Event
+from ..types import events as ev
+
+MOST = 5
+"""So many who wait are named."""
+
+
+def what_stands(report: StatusReport) -> str:
+    """Who waits for what and since when; where nobody does, who has held rows the longest."""
+    waits = [f"{name} waits {why}" for name, why in report.waiting.items()]
+    more = f"; {len(waits) - MOST} more wait" if len(waits) > MOST else ""
+    if waits:
+        return "; ".join(waits[:MOST]) + more
+    held = report.oldest
+    if held is not None:
+        return f"nobody waits for the queue; {held.name} has held {held.rows} rows of task {held.task!r} for {held.since_s:.1f} s"
+    return "nobody waits for the queue, and nobody holds rows"
+
+
+class Stall:
+    """When a step was trained last. ``hear`` is called with every event, from any thread."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.steps = 0
+        self._since = time.monotonic()
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, ev.StepTrained):
+            self.steps += 1
+            self._since = time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        """Until too much time has passed without a step."""
+        return self._since + self.timeout_s - time.monotonic()
+
+    def __str__(self) -> str:
+        return f"nothing was trained for {self.timeout_s:g} s, after {self.steps} steps (stall_timeout_s)"

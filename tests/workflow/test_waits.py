@@ -1,0 +1,129 @@
+"""Every wait of the public API ends by its deadline and says for what it waited: edge, column, version or peer."""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from echo_runs import echo_workflow
+from functions import stuck
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
+
+
+@pytest.fixture
+def run() -> Iterator[af.Run]:
+    """Two rows that lack their reward: one is held by a judge, one is ready for it; and no version but 0."""
+    with af.serve(max_staleness=0, capacity_rows=4) as run:
+        queue = run.queue
+        queue.declare("rollout", needs=["prompt"], gives=["response_ids"], admits=True)
+        queue.declare("reward", needs=["response_ids"], gives=["reward"])
+        queue.declare("train", needs=["response_ids", "reward"], batch_rows=2)
+        queue.put({"prompt": ["a", "b"], "response_ids": [[1], [2]]})
+        with af.connect(run.address, name="judge") as judge:
+            judge.queue.get("reward")
+            yield run
+
+
+EDGE = "step 0 lacks 2 of 2 rows.*2 rows lack column 'reward', which task 'reward' gives"
+HELD = "1 rows are leased in task 'reward', the oldest by judge for"
+
+
+def publish_a_part(run: af.Run) -> None:
+    with run.weight_publisher(rank=0, world_size=2, timeout_s=0.3) as weights:
+        for version in range(2):
+            weights.publish(version, {"w": np.zeros(3, np.float32)}.items())
+
+
+def follow(run: af.Run) -> None:
+    with run.weight_updates(timeout_s=0.3) as updates:
+        next(iter(updates))
+
+
+WAITS: list[tuple[str, Callable[[af.Run], Any], list[str]]] = [
+    ("get", lambda run: run.queue.get("train", timeout_s=0.3), [EDGE, HELD]),
+    ("aget", lambda run: asyncio.run(run.queue.aio.get("train", timeout_s=0.3)), [EDGE, HELD]),
+    ("stream", lambda run: next(iter(run.queue.stream("train", timeout_s=0.3))), [EDGE, HELD]),
+    ("consumer", lambda run: next(iter(run.consumer("train", timeout_s=0.3))), [EDGE, HELD]),
+    ("loader", lambda run: next(iter(af.StreamDataLoader(run.queue, "train", timeout_s=0.3))), [EDGE, HELD]),
+    (
+        "team",
+        lambda run: run.queue.get("train", team="t", rank=0, world_size=2, timeout_s=0.3),
+        ["rank 1 of 2 of team 't' have not asked"],
+    ),
+    (
+        "put",
+        lambda run: run.queue.put({"prompt": ["c"] * 3}, timeout_s=0.3),
+        ["3 more rows do not fit: the queue has 2 of 4 rows", HELD],
+    ),
+    ("weight_updates", follow, ["no version newer than -1; no version was published yet"]),
+    (
+        "publish",
+        publish_a_part,
+        ["version 1 comes after another one; version 0 was announced .* and lacks rank 1, which nobody is"],
+    ),
+    (
+        "connect",
+        lambda run: af.connect("ipc:///tmp/nobody-serves-here", timeout_s=0.3),
+        ["/tmp/nobody-serves-here"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), [w[1:] for w in WAITS], ids=[w[0] for w in WAITS])
+def test_a_wait_that_ends_says_for_what(run: af.Run, call: Callable[[af.Run], Any], says: list[str]) -> None:
+    with pytest.raises((DeadlineExceeded, ServerLost)) as raised:
+        call(run)
+
+    text = str(raised.value)
+    for said in says:
+        assert re.search(said, text), text
+    assert re.search(r"after \d+\.\d s|within|no answer|0\.3 s", text), text
+
+
+def test_who_waits_is_said_while_it_waits(run: af.Run) -> None:
+    def wait() -> None:
+        with af.connect(run.address, name="trainer") as trainer, pytest.raises(af.Ended):
+            trainer.queue.get("train", timeout_s=100)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while "trainer" not in (waiting := run.queue.status().waiting):
+        pass
+    assert re.search(rf"after \d+\.\d s: task 'train' has nothing to give; {EDGE}.*{HELD}", waiting["trainer"])
+    run.queue.end(cancel=True)
+    thread.join()
+
+
+def test_a_worker_that_does_not_end_is_named_with_what_it_waits_for(run: af.Run) -> None:
+    (worker,) = run.start(af.Stage(lambda reward: reward, task="after", needs=["reward"], gives=["again"]))
+    while worker.name not in run.queue.status().waiting:
+        pass
+
+    with pytest.raises(
+        DeadlineExceeded, match=r"after 0\.1 s: after-0 has not ended; .*after-0 waits after .*: task 'after'"
+    ):
+        run.wait(worker, timeout_s=0.1)
+
+
+def test_a_run_in_which_nothing_is_trained_ends_and_says_why(tmp_path: Path) -> None:
+    with pytest.raises(
+        DeadlineExceeded, match=r"nothing was trained for 8 s, after 0 steps \(stall_timeout_s\)"
+    ) as raised:
+        echo_workflow(reward=stuck, stall_timeout_s=8).run(tmp_path / "run")
+
+    assert "which task 'reward' gives" in str(raised.value)
+    assert "rows are leased in task 'reward', the oldest by reward-0 for" in str(raised.value)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", str(raised.value))
+
+
+def test_a_limit_that_would_end_every_run_is_refused() -> None:
+    with pytest.raises(af.ConfigError, match="stall_timeout_s must be above 0"):
+        echo_workflow(stall_timeout_s=0)
