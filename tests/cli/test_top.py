@@ -123,9 +123,10 @@ def test_who_hears_of_lost_rows_while_it_works_does_not_wait() -> None:
 
 def test_staleness_is_told_apart_with_the_publish_lag() -> None:
     ages = StepAges(step=6, in_flight_mean=0.25, in_queue_mean=0.5, in_flight_max=1, in_queue_max=2)
-    lines = picture(110, 40, ages=ages)
+    behind = SessionStatus(id=3, name="rollout-1", age_s=9.0, loaded=4, replica=True)
+    lines = picture(120, 40, ages=ages, version=6, sessions=(behind,))
     (line,) = [line for line in lines if "staleness of step 6" in line]
-    assert "0.25 in flight (at most 1) · 0.50 in the queue (at most 2) · publish lag " in line
+    assert "0.25 in flight (at most 1) · 0.50 in the queue (at most 2) · publish lag 2" in line
 
 
 def test_the_staleness_policy_is_named_where_there_is_room() -> None:
