@@ -138,6 +138,12 @@ def _check_numbers(flow: Workflow, problems: Problems) -> None:
             f" epochs={flow.epochs}: no step can fill; use batch_size={rows} or less, more prompts, or more epochs",
             "batch_size",
         )
+    if flow.train.place.max_restarts and flow.checkpoint is None:
+        problems.add(
+            f"train has max_restarts={flow.train.place.max_restarts}, and a trainer that is started again without a"
+            " checkpoint has lost what it learned; say checkpoint=af.Checkpoint(every=50), or leave max_restarts out",
+            "train", "max_restarts",
+        )  # fmt: skip
     if size == 1 and getattr(flow.train.algorithm, "drop_zero_advantage", False):
         problems.add(
             "group_size is 1: an advantage relative to the group is then always 0 and nothing would be"

@@ -47,6 +47,7 @@ def chain(needs: str, gives: str, task: str = "") -> af.Stage:
             "a step has 32 rows, and 4 prompts in groups of 4 give 16 in epochs=1: .*batch_size=16 or less",
         ),
         ({"rollout": []}, "a workflow needs a rollout"),
+        ({"train": af.Train("echo", max_restarts=1)}, "max_restarts=1, and a trainer .* without a checkpoint"),
         ({"rollout": [echo(), echo(group_size=8)]}, "rollouts have group_size 4 and 8"),
         ({"rollout": [echo(task="second")]}, "one rollout task gives the columns that are trained.*: none"),
         (
@@ -86,7 +87,7 @@ def test_a_missing_engine_alone_is_a_plugin_error() -> None:
         (lambda: af.Stage(af.Generate("echo"), gives=["said"]), "needs one column of prompts and gives one"),
         (lambda: af.Stage(af.Logprobs("echo"), needs=["prompt_ids"]), "needs two columns"),
         (lambda: af.Stage(length, concurrency=0), "batch and concurrency are 1 or more"),
-        (lambda: af.Stage("reward"), "a function, a Logprobs or a Generate, not 'reward'"),  # type: ignore[arg-type]
+        (lambda: af.Stage("reward"), "a Logprobs or a Generate, not 'reward'"),  # type: ignore[arg-type]
         (lambda: af.Rollout(type("Local", (), {})), "cannot be imported by its worker: put the class into a module"),
         (lambda: af.Rollout("echo", cpus=[0, 0]), "cpus are different numbers from 0"),
     ],
