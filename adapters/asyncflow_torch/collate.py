@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from asyncflow_sdk.errors import SchemaError
-from asyncflow_sdk.types import Batch, Ragged
+from asyncflow_sdk.types import Batch, Ragged, loss_mask
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class MicroBatch:
     """Some rows of a batch, ready for a causal model.
 
     ``rows``: int64 (rows,), their places in the batch, on the host. ``input_ids``: int64 (rows, width),
-    prompt and response without its last token, which predicts nothing, then padding. Response tokens lie
+    prompt and response without its last token, which predicts nothing, then padding. Response tokens (those of the mask, where there is one) lie
     packed, row by row: ``targets``: int64 (tokens,), their ids; ``predicted_at``: int64 (tokens,), where in
     the flattened (rows * width) positions each is predicted.
     """
@@ -37,8 +37,11 @@ class MicroBatch:
     predicted_at: Any
 
 
-def micro_batches(batch: Batch, *, tokens: int | None, device: Any) -> Iterator[MicroBatch]:
-    """The rows of ``batch`` in parts of at most ``tokens`` input tokens, padding included.
+def micro_batches(
+    batch: Batch, *, tokens: int | None, device: Any, mask: Ragged | None = None
+) -> Iterator[MicroBatch]:
+    """The rows of ``batch`` in parts of at most ``tokens`` input tokens, padding included. ``mask``: which response tokens
+    are targets; the model reads the others too. None: all.
 
     None makes one part of all. Rows of like length come together, the longest first, so that memory runs
     out at once or never; a row longer than ``tokens`` is a part of its own.
@@ -50,11 +53,14 @@ def micro_batches(batch: Batch, *, tokens: int | None, device: Any) -> Iterator[
     while start < len(order):
         fitting = len(order) if tokens is None else max(1, tokens // int(widths[order[start]]))
         rows = order[start : start + fitting]
-        yield _collate(rows, prompts.take(rows), responses.take(rows), device)
+        targets = None if mask is None else mask.take(rows).values.astype(np.bool_)
+        yield _collate(rows, prompts.take(rows), responses.take(rows), targets, device)
         start += fitting
 
 
-def _collate(rows: npt.NDArray[np.int64], prompts: Ragged, responses: Ragged, device: Any) -> MicroBatch:
+def _collate(
+    rows: npt.NDArray[np.int64], prompts: Ragged, responses: Ragged, mask: npt.NDArray[np.bool_] | None, device: Any
+) -> MicroBatch:
     starts, lengths = prompts.lengths, responses.lengths
     ends = starts + lengths
     places = np.arange(int(ends.max()))
@@ -64,10 +70,13 @@ def _collate(rows: npt.NDArray[np.int64], prompts: Ragged, responses: Ragged, de
     width = len(places) - 1
     first = np.arange(len(rows)) * width + starts - 1
     at = np.repeat(first - responses.offsets[:-1], lengths) + np.arange(len(responses.values))
+    targets = responses.values
+    if mask is not None:
+        at, targets = at[mask], targets[mask]
     return MicroBatch(
         rows=rows,
         input_ids=torch.from_numpy(ids[:, :-1]).to(device),
-        targets=torch.from_numpy(responses.values.astype(np.int64)).to(device),
+        targets=torch.from_numpy(targets.astype(np.int64)).to(device),
         predicted_at=torch.from_numpy(at).to(device),
     )
 
@@ -88,7 +97,7 @@ def check_tokens(batch: Batch, *, vocabulary: int, context: int | None) -> None:
 
 
 def check_training(batch: Batch) -> None:
-    """Raise SchemaError naming the rows whose reward or log-probs cannot be trained on."""
+    """Raise SchemaError naming the rows whose reward, log-probs or loss mask cannot be trained on."""
     rewards, logprobs = batch.array("reward"), batch.ragged("logprobs")
     if rewards.ndim != 1 or rewards.dtype.kind not in "fiub":
         raise SchemaError(f"column 'reward' is {batch.spec('reward')}; training takes one number a row")
@@ -96,6 +105,13 @@ def check_training(batch: Batch) -> None:
     unequal = logprobs.lengths != batch.ragged("response_ids").lengths
     _refuse(batch, unequal, "do not have one log-prob for each response token")
     _refuse(batch, _any_in_row(~np.isfinite(logprobs.values), logprobs), "have log-probs that are not finite")
+    mask = loss_mask(batch)
+    if mask is None:
+        return
+    _refuse(batch, mask.lengths != logprobs.lengths, "do not have one value of the loss mask for each response token")
+    odd = (mask.values != 0) & (mask.values != 1)
+    _refuse(batch, _any_in_row(odd, mask), "have a loss mask of other values than 0 and 1")
+    _refuse(batch, ~_any_in_row(mask.values != 0, mask), "have no token that the loss mask has trained")
 
 
 def _any_in_row(flags: npt.NDArray[np.bool_], column: Ragged) -> npt.NDArray[np.bool_]:

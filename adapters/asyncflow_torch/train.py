@@ -18,7 +18,7 @@ import torch
 
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import StepResult, TrainEngine
-from asyncflow_sdk.types import GRPO, Batch, Ragged
+from asyncflow_sdk.types import GRPO, Batch, Ragged, loss_mask
 
 from . import checkpoint
 from .collate import check_tokens, check_training, micro_batches
@@ -78,8 +78,8 @@ class TorchEngine(TrainEngine):
         """One AdamW step on the rows of ``batch``, whole groups.
 
         Where every row has advantage 0 no step is made, and ``rows_used`` is 0. Metrics over all rows:
-        reward, reward_std, response_tokens (mean length), rows_used; over the tokens trained: tokens (how
-        many), loss, grad_norm (before clipping), clip_fraction, logprob_drift and entropy (both under the
+        reward, reward_std, response_tokens (mean length), rows_used; over the tokens trained, which are those of
+        the column loss_mask where there is one: tokens (how many), loss, grad_norm (before clipping), clip_fraction, logprob_drift and entropy (both under the
         weights before the step). Raises EngineError, the weights unchanged, when the gradient is not finite.
         """
         check_tokens(batch, vocabulary=self._vocabulary, context=self._context)
@@ -102,11 +102,14 @@ class TorchEngine(TrainEngine):
         return StepResult(metrics, None if used.all() else ~used)
 
     def _step(self, batch: Batch, advantages: npt.NDArray[np.float32]) -> dict[str, float]:
-        lengths, behaviour = batch.ragged("response_ids").lengths, batch.ragged("logprobs")
+        mask, behaviour = loss_mask(batch), batch.ragged("logprobs")
+        if mask is not None:
+            behaviour = _masked(behaviour, mask)
+        lengths = behaviour.lengths
         total = int(lengths.sum())
         sums: dict[str, Any] = defaultdict(float)
         self._optimizer.zero_grad()
-        for part in micro_batches(batch, tokens=self._micro_batch_tokens, device=self._device):
+        for part in micro_batches(batch, tokens=self._micro_batch_tokens, device=self._device, mask=mask):
             stats = response_logprobs(self._model, part, temperature=self._temperature)
             loss, measured = grpo_loss(
                 stats.logprobs,
@@ -150,6 +153,12 @@ class TorchEngine(TrainEngine):
 
     def _tensor(self, values: npt.NDArray[np.float32]) -> Any:
         return torch.from_numpy(values.astype(np.float32)).to(self._device)
+
+
+def _masked(column: Ragged, mask: Ragged) -> Ragged:
+    """The values of the tokens that the mask has."""
+    chosen = mask.values.astype(np.bool_)
+    return Ragged(column.values[chosen], np.concatenate([[0], np.cumsum(chosen)])[mask.offsets])
 
 
 def _check_positive(**options: float | None) -> None:

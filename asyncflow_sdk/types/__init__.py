@@ -11,10 +11,20 @@ from .manifest import Chunk, Manifest, TensorInfo
 from .probe import Probe
 from .ragged import Ragged
 from .shard import Shard
-from .spans import VERSION_SPANS, VersionSpan, one_version, token_staleness, token_steps, token_versions
+from .spans import (
+    LOSS_MASK,
+    VERSION_SPANS,
+    VersionSpan,
+    loss_mask,
+    one_version,
+    token_staleness,
+    token_steps,
+    token_versions,
+)
 
 __all__ = [
     "GRPO",
+    "LOSS_MASK",
     "VERSION_SPANS",
     "Batch",
     "Checkpoint",
@@ -37,6 +47,7 @@ __all__ = [
     "carrier",
     "dtype_name",
     "from_torch",
+    "loss_mask",
     "one_version",
     "pack",
     "to_torch",

@@ -46,8 +46,9 @@ def token_ages(
     step: int,
     completed_at: npt.NDArray[np.int64] | None,
     stretches: tuple[tuple[int, int], ...] = (),
+    mask: Ragged | None = None,
 ) -> TokenAges:
-    """The ages of the tokens of ``step``, in steps of the lineage, as ``token_steps`` counts them. ``completed_at``: int64 (rows,),
+    """The ages of the tokens of ``step`` (that ``mask`` has), in steps of the lineage, as ``token_steps`` counts them. ``completed_at``: int64 (rows,),
     the version that was current when each row was completed; -1, or None for all: not known, and then all of it counts as in
     the queue."""
     drawn = token_steps(spans, stretches)
@@ -55,4 +56,5 @@ def token_ages(
     if completed_at is not None:
         completed = np.repeat(steps_of(completed_at, stretches), token_versions(spans).lengths)
         completed = np.clip(completed, drawn, np.maximum(drawn, step))
-    return TokenAges(completed - drawn, step - completed)
+    chosen = slice(None) if mask is None else mask.values.astype(np.bool_)
+    return TokenAges((completed - drawn)[chosen], (step - completed)[chosen])

@@ -20,7 +20,7 @@ from .ages import TokenAges, token_ages
 from .columns import Column, ColumnSpec, Values, unpack
 from .dtypes import to_torch
 from .ragged import Array, Ragged
-from .spans import VERSION_SPANS
+from .spans import VERSION_SPANS, loss_mask
 
 
 class Batch(Mapping[str, Values]):
@@ -111,8 +111,9 @@ class Batch(Mapping[str, Values]):
         return {n: self[n] if c.spec.kind in plain else self.torch(n) for n, c in self.columns.items()}
 
     def ages(self, step: int) -> TokenAges:
-        """How stale each token is in ``step``, apart by where its versions passed. Raises SchemaError without version spans."""
-        return token_ages(self.ragged(VERSION_SPANS), step, self.completed_at, self.stretches)
+        """How stale each token is in ``step`` (of those that are trained), apart by where its versions passed. Raises SchemaError
+        without version spans."""
+        return token_ages(self.ragged(VERSION_SPANS), step, self.completed_at, self.stretches, loss_mask(self))
 
     def take(self, index: npt.ArrayLike) -> Batch:
         """The rows at positions ``index``, copied."""

@@ -6,14 +6,20 @@ Stored as the ragged int64 column ``version_spans`` of shape (spans of the row, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .ragged import Ragged
 
+if TYPE_CHECKING:
+    from .batch import Batch
+
 VERSION_SPANS = "version_spans"
+LOSS_MASK = "loss_mask"
+"""Ragged bool column, one value a response token: False for those that the policy did not draw. Optional; without it
+all were drawn."""
 
 
 class VersionSpan(NamedTuple):
@@ -24,8 +30,8 @@ class VersionSpan(NamedTuple):
     end: int
 
 
-def one_version(version: int, lengths: npt.NDArray[np.int64]) -> Ragged:
-    """The spans column of rows that were each made by one version."""
+def one_version(version: int | npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Ragged:
+    """The spans column of rows that were each made by one version, the same or int64 (n,)."""
     n = len(lengths)
     spans = np.stack([np.full(n, version, np.int64), np.zeros(n, np.int64), lengths.astype(np.int64)], axis=1)
     return Ragged(spans, np.arange(n + 1, dtype=np.int64))
@@ -41,6 +47,11 @@ def token_versions(spans: Ragged) -> Ragged:
 def token_staleness(spans: Ragged, trained_version: int) -> npt.NDArray[np.int64]:
     """Staleness of every token when ``trained_version`` is being trained: int64, (tokens,)."""
     return trained_version - token_versions(spans).values
+
+
+def loss_mask(batch: Batch) -> Ragged | None:
+    """Which response tokens are trained; None where all are."""
+    return batch.ragged(LOSS_MASK) if LOSS_MASK in batch.columns else None
 
 
 def token_steps(spans: Ragged, stretches: tuple[tuple[int, int], ...] = ()) -> npt.NDArray[np.int64]:

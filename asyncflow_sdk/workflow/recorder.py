@@ -32,7 +32,6 @@ from ..types import (
     TokenAges,
     carrier,
     dtype_name,
-    token_steps,
 )
 from ..types import events as ev
 from .tally import Tally
@@ -197,7 +196,7 @@ def read_steps(directory: str | Path) -> Iterator[tuple[int, Batch]]:
 
 def staleness_of(directory: str | Path) -> Ragged:
     """Staleness of every trained token, from the stored version spans: int64, one row a step."""
-    late = [step - token_steps(batch.ragged(VERSION_SPANS), batch.stretches) for step, batch in read_steps(directory)]
+    late = [batch.ages(step).total for step, batch in read_steps(directory)]
     return Ragged.of(late, np.int64)
 
 
