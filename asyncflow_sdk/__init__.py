@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .types import TokenAges as TokenAges
     from .types import VersionSpan as VersionSpan
     from .types import Weights as Weights
+    from .workflow import Agent as Agent
     from .workflow import Consumer as Consumer
     from .workflow import Generate as Generate
     from .workflow import Logprobs as Logprobs
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
     from .workflow import Run as Run
     from .workflow import Stage as Stage
     from .workflow import Train as Train
+    from .workflow import Turn as Turn
+    from .workflow import Turns as Turns
     from .workflow import Workflow as Workflow
     from .workflow import ages_of as ages_of
     from .workflow import connect as connect
@@ -117,6 +120,7 @@ _WHERE = {
     "LiveView": "cli.live",
     "hookimpl": "plugins",
     "write_report": "cli.report",
+    "Agent": "workflow",
     "Consumer": "workflow",
     "Generate": "workflow",
     "Logprobs": "workflow",
@@ -126,6 +130,8 @@ _WHERE = {
     "Run": "workflow",
     "Stage": "workflow",
     "Train": "workflow",
+    "Turn": "workflow",
+    "Turns": "workflow",
     "Workflow": "workflow",
     "ages_of": "workflow",
     "connect": "workflow",

@@ -47,10 +47,15 @@ def blocks(how: str) -> list[str]:
     return [match["code"] for match in found if match["how"] == how]
 
 
+def given(start: Path) -> str:
+    """What a block may use without saying where it is from."""
+    data = str(start / "data.jsonl")
+    return f"import asyncflow_sdk as af\nmodel = {str(start / 'model')!r}\nprompts = af.load_prompts({data!r})\n"
+
+
 @pytest.mark.parametrize("code", blocks("run"))
 def test_a_block_runs_as_it_stands(tmp_path: Path, start: Path, code: str) -> None:
-    given = f"import asyncflow_sdk as af\nmodel = {str(start / 'model')!r}\nprompts = af.load_prompts({str(start / 'data.jsonl')!r})\n"
-    (tmp_path / "block.py").write_text(given + code)
+    (tmp_path / "block.py").write_text(given(start) + code)
 
     out = python(tmp_path, "block.py")
 
@@ -65,6 +70,16 @@ def test_a_block_prints_what_it_says(tmp_path: Path, code: str) -> None:
     out = python(tmp_path, "block.py")
 
     assert out.splitlines() == [line.removeprefix("#> ") for line in code.splitlines() if line.startswith("#> ")]
+
+
+def test_the_agent_of_the_guide_is_imported_and_runs(tmp_path: Path, start: Path) -> None:
+    module, code = blocks("agent")
+    (tmp_path / "calculator.py").write_text(module)
+    (tmp_path / "block.py").write_text(given(start) + code)
+
+    python(tmp_path, "block.py")
+
+    assert (tmp_path / "runs" / "agent" / "steps" / "000000.npz").is_file()
 
 
 def test_the_plugin_of_the_readme_is_found_and_runs(tmp_path: Path) -> None:
@@ -200,6 +215,15 @@ def test_example_remote_workers(tmp_path: Path, start: Path) -> None:
     out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")
     assert out.count("a worker ended with 0") == 2
     assert "put=128, live=0" in out
+
+
+def test_example_tool_use(tmp_path: Path, start: Path) -> None:
+    script = REPOSITORY / "examples" / "tool_use.py"
+    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run", "2")
+    calls, drawn, observed = map(int, re.findall(r"\d+", out.splitlines()[-1]))
+    assert calls > 0
+    assert drawn > 2 * 64
+    assert observed > calls  # "none", for the most part
 
 
 def test_example_queue_alone(tmp_path: Path) -> None:

@@ -91,6 +91,13 @@ class Decoder:
                 wave.abort(gone)
         self._waves = deque(wave for wave in self._waves if wave.rows)
 
+    def interrupt(self) -> list[Finished]:
+        """End every row where it is: what each has drawn so far."""
+        with torch.inference_mode():
+            ended = [wave.lanes.interrupt() for wave in self._waves]
+        self._waves.clear()
+        return [finished for finished in ended if finished is not None]
+
     def clear(self) -> None:
         """Forget every row."""
         self._waves.clear()

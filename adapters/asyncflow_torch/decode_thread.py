@@ -19,7 +19,7 @@ import torch
 from asyncflow_sdk.errors import EngineError
 
 from .decode import Decoder
-from .lanes import Finished, Work
+from .lanes import Finished, Work, untouched
 from .reading import PASS_TOKENS
 from .switches import Switches, switched
 
@@ -58,6 +58,7 @@ class DecodeThread:
         self._changed = threading.Condition()
         self._pending: deque[Job] = deque()
         self._aborted: list[Job] = []
+        self._interrupted = False
         self._calls: list[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = []
         self._closing = False
         self._jobs: dict[int, Job] = {}  # being decoded; only the thread touches it
@@ -81,6 +82,12 @@ class DecodeThread:
         """Drop a job; what it had finished by then may still arrive."""
         with self._changed:
             self._aborted.append(job)
+            self._changed.notify()
+
+    def interrupt(self) -> None:
+        """End what was submitted so far: a parcel of what each row has drawn."""
+        with self._changed:
+            self._interrupted = True
             self._changed.notify()
 
     def call(self, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
@@ -152,18 +159,26 @@ class DecodeThread:
                     break
                 aborted, self._aborted = self._aborted, []
                 calls, self._calls = self._calls, []
+                interrupted, self._interrupted = self._interrupted, False
                 # Rows that ended leave room, and weights that changed are another version: both come first.
-                admitted = [] if aborted or calls else self._admissible()
+                admitted = [] if aborted or calls or interrupted else self._admissible()
                 if aborted:
                     self._pending = deque(job for job in self._pending if job not in aborted)
+                waiting = list(self._pending) if interrupted else []
+                if interrupted:
+                    self._pending.clear()
             try:
+                if interrupted:
+                    self._interrupt(waiting)
                 self._turn(aborted, calls, admitted)
             except BaseException as error:
-                self._fail(admitted, f"decoding failed: {type(error).__name__}: {error}", error)
+                self._fail([*admitted, *waiting], f"decoding failed: {type(error).__name__}: {error}", error)
         self._fail([], "the engine was closed", None)
 
     def _has_work(self) -> bool:
-        return bool(self._closing or self._aborted or self._calls or self._pending or self._decoder.rows)
+        return bool(
+            self._closing or self._aborted or self._interrupted or self._calls or self._pending or self._decoder.rows
+        )
 
     def _admissible(self) -> list[Job]:
         """Take the jobs, in order, whose rows and prompts fit now."""
@@ -195,6 +210,12 @@ class DecodeThread:
             self._hand_over(self._decoder.admit([job.work for job in admitted]))
         if self._decoder.rows:
             self._hand_over(self._decoder.step())
+
+    def _interrupt(self, waiting: list[Job]) -> None:
+        for finished in self._decoder.interrupt():
+            self._hand_over(finished)
+        for job in waiting:
+            _call(job.loop, job.inbox.put_nowait, Parcel(untouched(job.work), list(range(job.work.n)), ()))
 
     def _hand_over(self, finished: Finished | None) -> None:
         """Give finished rows to their jobs: one call into each event loop, however many rows there are."""

@@ -17,24 +17,38 @@ from .sampling import row_keys
 
 @dataclass(frozen=True)
 class Work:
-    """``n`` responses to one prompt (int32 (length,)). ``id`` names it in Finished and in abort."""
+    """``n`` responses to one prompt (int32 (length,)). ``id`` names it in Finished and in abort. ``past``: so many tokens of
+    the prompt are of the response, ``first``: number of the first response; random numbers are counted by both."""
 
     id: int
     prompt: npt.NDArray[np.int32]
     n: int
     sampling: Sampling
     seed: int | None = None
+    past: int = 0
+    first: int = 0
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Rows that ended: whose they are, which of its n, their tokens, and whether an end token was drawn."""
+    """Rows that ended: whose they are, which of its n, their tokens, and whether an end token was drawn. ``aborted``: all of
+    them were interrupted."""
 
     work: npt.NDArray[np.int64]
     index: npt.NDArray[np.int64]
     token_ids: Ragged
     logprobs: Ragged
     stopped: npt.NDArray[np.bool_]
+    aborted: bool = False
+
+
+def untouched(work: Work) -> Finished:
+    """The rows of a work that was interrupted before its prompt was read."""
+    n, none = work.n, np.zeros(work.n, np.int64)
+    return Finished(
+        work=np.full(n, work.id), index=np.arange(n), token_ids=Ragged.from_lengths(np.empty(0, np.int32), none),
+        logprobs=Ragged.from_lengths(np.empty(0, np.float32), none), stopped=np.zeros(n, np.bool_), aborted=True,
+    )  # fmt: skip
 
 
 @dataclass
@@ -50,10 +64,12 @@ class Lanes:
     top_p: Any  # float32
     position: Any  # int64: of the next token to be read
     drawn: Any  # int64: tokens drawn so far
+    past: Any  # int64: tokens of the response drawn before
     token: Any  # int64: the one drawn last, which the model has not read yet
     live: Any  # bool: neither ended nor aborted
     token_ids: Any  # int32 (rows, longest limit)
     logprobs: Any  # float32 (rows, longest limit)
+    stops: Any  # int64 (rows, most stop ids): one more than each, 0 is none
 
     @classmethod
     def of(cls, works: Sequence[Work], device: Any) -> Lanes:
@@ -61,6 +77,11 @@ class Lanes:
         counts = np.array([work.n for work in works])
         ends = counts.cumsum()
         rows, longest = int(ends[-1]), max(work.sampling.max_tokens for work in works)
+        most = max(len(work.sampling.stop_ids) for work in works)
+        stops = np.zeros((len(works), most), np.int64)
+        for number, work in enumerate(works):
+            stops[number, : len(work.sampling.stop_ids)] = work.sampling.stop_ids
+            stops[number, : len(work.sampling.stop_ids)] += 1
 
         def per_row(values: Sequence[Any], dtype: Any = np.int64) -> Any:
             return torch.from_numpy(np.repeat(np.array(values, dtype), counts)).to(device)
@@ -68,17 +89,21 @@ class Lanes:
         return cls(
             work=per_row([work.id for work in works]),
             index=torch.from_numpy(np.arange(rows) - np.repeat(ends - counts, counts)).to(device),
-            key=torch.from_numpy(np.concatenate([row_keys(work.seed, work.n) for work in works])).to(device),
+            key=torch.from_numpy(
+                np.concatenate([row_keys(work.seed, work.first + work.n)[work.first :] for work in works])
+            ).to(device),
             limit=per_row([work.sampling.max_tokens for work in works]),
             temperature=per_row([work.sampling.temperature for work in works], np.float32),
             top_k=per_row([work.sampling.top_k for work in works]),
             top_p=per_row([work.sampling.top_p for work in works], np.float32),
             position=per_row([len(work.prompt) for work in works]),
             drawn=torch.zeros(rows, dtype=torch.int64, device=device),
+            past=per_row([work.past for work in works]),
             token=torch.zeros(rows, dtype=torch.int64, device=device),
             live=torch.ones(rows, dtype=torch.bool, device=device),
             token_ids=torch.zeros(rows, longest, dtype=torch.int32, device=device),
             logprobs=torch.zeros(rows, longest, dtype=torch.float32, device=device),
+            stops=torch.from_numpy(np.repeat(stops, counts, 0)).to(device),
         )
 
     def __len__(self) -> int:
@@ -95,10 +120,10 @@ class Lanes:
 
     def join(self, other: Lanes) -> None:
         """Append the rows of ``other``."""
-        width = max(self.token_ids.shape[1], other.token_ids.shape[1])
         for field in fields(self):
             parts = [getattr(lanes, field.name) for lanes in (self, other)]
             if parts[0].ndim == 2:
+                width = max(part.shape[1] for part in parts)
                 parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
             setattr(self, field.name, torch.cat(parts))
 
@@ -114,11 +139,17 @@ class Lanes:
 
     def finish(self, stop: Any) -> Finished | None:
         """End the live rows where ``stop`` (bool (rows,)) or that drew all they may; None if there are none."""
-        done = self.live & (stop | (self.drawn >= self.limit))
+        return self._end(self.live & (stop | (self.drawn >= self.limit)), stop)
+
+    def interrupt(self) -> Finished | None:
+        """End every live row where it is."""
+        return self._end(self.live, None)
+
+    def _end(self, done: Any, stop: Any) -> Finished | None:
         rows = done.nonzero()[:, 0]
         if not len(rows):
             return None
-        self.live &= ~done
+        self.live = self.live & ~done
         lengths = self.drawn[rows]
         inside = torch.arange(self.token_ids.shape[1], device=rows.device) < lengths[:, None]
         sizes = lengths.cpu().numpy()
@@ -127,5 +158,6 @@ class Lanes:
             index=self.index[rows].cpu().numpy(),
             token_ids=Ragged.from_lengths(self.token_ids[rows][inside].cpu().numpy(), sizes),
             logprobs=Ragged.from_lengths(self.logprobs[rows][inside].cpu().numpy(), sizes),
-            stopped=stop[rows].cpu().numpy(),
+            stopped=np.zeros(len(sizes), np.bool_) if stop is None else stop[rows].cpu().numpy(),
+            aborted=stop is None,
         )

@@ -67,7 +67,7 @@ class TransformersEngine(RolloutEngine):
         self._model.requires_grad_(False)
         self._vocabulary = vocabulary_of(self._model)
         self.capabilities = Capabilities(
-            swap=frozenset({"drain", "in_flight"}),
+            swap=frozenset({"drain", "partial", "in_flight"}),
             token_versions=True,
             max_rows=max_rows,
             context=context_of(self._model),
@@ -97,12 +97,19 @@ class TransformersEngine(RolloutEngine):
                         int(finished.index[row]),
                         token_ids=tokens,
                         logprobs=finished.logprobs[row],
-                        finish_reason="stop" if finished.stopped[row] else "length",
+                        finish_reason="aborted"
+                        if finished.aborted
+                        else "stop"
+                        if finished.stopped[row]
+                        else "length",
                         spans=spans_of(parcel.switches, len(tokens)),
                     )
         finally:
             if left:
                 self._thread.abort(job)
+
+    async def interrupt(self) -> None:
+        self._thread.interrupt()
 
     async def load_weights(self, update: WeightUpdate) -> set[str]:
         """Write the update into the model in place, between two tokens of what runs.
@@ -178,5 +185,10 @@ class TransformersEngine(RolloutEngine):
                 f"a prompt of {prompt.size} tokens and max_tokens={request.sampling.max_tokens} need {longest};"
                 f" the model's context is {context}"
             )
+        if not 0 <= request.drawn < prompt.size or request.first < 0:
+            raise EngineError(
+                f"no response has drawn {request.drawn} of {prompt.size} tokens, or number {request.first}"
+            )
         seed = request.sampling.seed if request.seed is None else request.seed
-        return Work(next(self._ids), prompt.astype(np.int32), request.n, request.sampling, seed)
+        prompt = prompt.astype(np.int32)
+        return Work(next(self._ids), prompt, request.n, request.sampling, seed, request.drawn, request.first)

@@ -22,6 +22,7 @@ def switched(switches: Switches, token: int, version: int) -> Switches:
 
 
 def spans_of(switches: Switches, length: int) -> tuple[VersionSpan, ...]:
-    """The spans of a response of ``length`` tokens that ended after the last switch."""
+    """The spans of a response of ``length`` tokens, which may have been interrupted right after the last switch."""
     ends = [*(token for token, _ in switches[1:]), length]
-    return tuple(VersionSpan(version, token, end) for (token, version), end in zip(switches, ends, strict=True))
+    spans = (VersionSpan(version, token, end) for (token, version), end in zip(switches, ends, strict=False))
+    return tuple(span for span in spans if span.start < span.end)

@@ -47,9 +47,9 @@ class Wave:
         """Draw a token a row. Raises EngineError when the model gives no numbers."""
         lanes = self.lanes
         cut = {"top_k": lanes.top_k, "top_p": lanes.top_p} if self.truncated else {}
-        token, logprob = draw(logits, lanes.temperature, uniforms(lanes.key, lanes.drawn), **cut)
+        token, logprob = draw(logits, lanes.temperature, uniforms(lanes.key, lanes.past + lanes.drawn), **cut)
         lanes.accept(token, logprob)
-        finished = lanes.finish((token[:, None] == ends).any(1))
+        finished = lanes.finish((token[:, None] == ends).any(1) | (token[:, None] + 1 == lanes.stops).any(1))
         if finished is not None:
             self.rows -= len(finished.work)
             if not np.isfinite(finished.logprobs.values).all():

@@ -22,15 +22,15 @@ import numpy.typing as npt
 from ..types import Sampling, VersionSpan
 from .weights import WeightUpdate
 
-Swap = Literal["drain", "in_flight"]
+Swap = Literal["drain", "partial", "in_flight"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """What a rollout engine can do; what does not fit a run is refused at start with the reason.
 
-    ``swap``: how new weights may come in: ``drain`` (nothing is running), ``in_flight`` (running requests
-    go on under the new version). ``token_versions``: completions carry their version spans themselves;
+    ``swap``: how new weights may come in: ``drain`` (nothing is running), ``partial`` (what runs is interrupted, and goes on
+    after the load as requests of its own), ``in_flight`` (running requests go on under the new version). ``token_versions``: completions carry their version spans themselves;
     else each response is of the one version loaded. ``max_rows``: responses generated at once.
     ``context``: the most tokens of prompt and response together; None if the engine does not know.
     ``logprobs``, ``held_weights``: it has the methods of these names, which prove what it loaded.
@@ -46,22 +46,29 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, ``n`` responses to it. ``seed`` differs for every request of a run that has a seed."""
+    """One prompt, ``n`` responses to it. ``seed`` differs for every request of a run that has a seed.
+
+    ``drawn``: so many tokens at the end of the prompt are of the response already, which was interrupted and goes on;
+    ``sampling.max_tokens`` is what is left. ``first``: the number of the first response among those of its seed. An engine
+    whose random numbers are counted by response and token goes on where they were; others need not look at the two.
+    """
 
     prompt_ids: npt.NDArray[np.int32]
     sampling: Sampling
     n: int = 1
     seed: int | None = None
+    drawn: int = 0
+    first: int = 0
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished response.
+    """One finished response, or what an interrupted one had drawn.
 
     ``index``: 0 to n - 1. ``token_ids``: int32 (length,), the end token included when one was drawn.
     ``logprobs``: float32 (length,), natural log under the distribution the tokens were drawn from
-    (temperature applied). ``finish_reason``: stop, length or abort. ``spans``: only of engines with
-    ``token_versions``.
+    (temperature applied). ``finish_reason``: stop, length, or aborted for one that was interrupted, with none or more
+    tokens. ``spans``: only of engines with ``token_versions``.
     """
 
     index: int
@@ -100,6 +107,12 @@ class RolloutEngine(abc.ABC):
         this raises: then the caller loads the version before once more, and the worker ends where that cannot be had. Names
         that are not the update's are refused in the same way.
         """
+
+    async def interrupt(self) -> None:
+        """End every request that was begun: each response that is not finished is yielded with the tokens it has so far and
+        finish_reason "aborted", soon. Does not wait for that. Engines with "partial" in ``capabilities.swap`` have it: the
+        caller loads weights when all is yielded, and then asks for the rest."""
+        raise NotImplementedError(f"{type(self).__name__} cannot interrupt what runs")
 
     async def logprobs(
         self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]

@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from ..errors import EngineError, WeightMismatch
 from ..interfaces import Capabilities, Completion, Request, RolloutEngine, StepResult, TrainEngine, WeightUpdate
-from ..types import Batch, Ragged, VersionSpan, token_versions
+from ..interfaces.rollout import Swap
+from ..types import Batch, Ragged, VersionSpan, loss_mask, token_versions
 
 
 def weights(steps: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -38,7 +39,7 @@ class EchoRollout(RolloutEngine):
     """Answers after ``delay_s`` a response, spread by ``spread`` (0: all at once; 1: up to twice as long).
 
     ``in_flight``: draws token by token, each after ``token_s`` and each by the weights held then, and takes new weights
-    in between. ``slow_load_s``: how long a load takes. ``proves``: whether it has what proofs ask an engine for.
+    in between. ``partial``: draws so, and can be interrupted. ``slow_load_s``: how long a load takes. ``proves``: whether it has what proofs ask an engine for.
 
     To fail in chosen ways: with version ``fail_load_at``, or a later one, ``fail_loads`` loads begin to raise half way, with weights of two versions
     held (log-probs of such weights are not a number). Versions from ``take_fewer_at`` on are taken but for one tensor. Version
@@ -54,6 +55,7 @@ class EchoRollout(RolloutEngine):
         max_rows: int = 256,
         seed: int = 0,
         in_flight: bool = False,
+        partial: bool = False,
         token_s: float = 0.0,
         slow_load_s: float = 0.0,
         proves: bool = True,
@@ -62,8 +64,9 @@ class EchoRollout(RolloutEngine):
         take_fewer_at: int = -1,
         ignore_at: int = -1,
     ) -> None:
+        can = {"drain": True, "partial": partial, "in_flight": in_flight}
         self.capabilities = Capabilities(
-            swap=frozenset({"drain", "in_flight"} if in_flight else {"drain"}), token_versions=in_flight,
+            swap=frozenset(how for how in get_args(Swap) if can[how]), token_versions=in_flight,
             max_rows=max_rows, context=4096, logprobs=proves, held_weights=proves,
         )  # fmt: skip
         self._delay_s, self._spread, self._token_s, self._slow_load_s = delay_s, spread, token_s, slow_load_s
@@ -74,6 +77,7 @@ class EchoRollout(RolloutEngine):
         self._running = 0
         self._between = asyncio.Event()  # no load is under way: tokens may be drawn
         self._between.set()
+        self._interrupted = asyncio.Event()
 
     async def generate(self, request: Request) -> AsyncIterator[Completion]:
         if not len(request.prompt_ids):
@@ -83,7 +87,7 @@ class EchoRollout(RolloutEngine):
         self._running += 1
         try:
             slower = 1 + self._spread * self._random.random(request.n)
-            answer = self._in_flight if self.capabilities.token_versions else self._whole
+            answer = self._token_by_token if self.capabilities.swap - {"drain"} else self._whole
             async with contextlib.aclosing(answer(request, slower)) as completions:
                 async for completion in completions:
                     yield completion
@@ -95,11 +99,19 @@ class EchoRollout(RolloutEngine):
         for index in np.argsort(delays, kind="stable").tolist():
             await asyncio.sleep(max(0.0, delays[index] - waited))
             waited = max(waited, float(delays[index]))
-            ids = request.prompt_ids[: request.sampling.max_tokens]
+            ids = _answer(request)
             yield Completion(index, ids, np.full(len(ids), -self._held, np.float32), "stop")
 
-    async def _in_flight(self, request: Request, slower: npt.NDArray[np.float64]) -> AsyncGenerator[Completion, None]:
-        drawing = [asyncio.create_task(self._draw(request, i, float(slower[i]))) for i in range(request.n)]
+    async def interrupt(self) -> None:
+        interrupted, self._interrupted = self._interrupted, asyncio.Event()
+        interrupted.set()
+
+    async def _token_by_token(
+        self, request: Request, slower: npt.NDArray[np.float64]
+    ) -> AsyncGenerator[Completion, None]:
+        drawing = [
+            asyncio.create_task(self._draw(request, i, float(slower[i]), self._interrupted)) for i in range(request.n)
+        ]
         try:
             for done in asyncio.as_completed(drawing):
                 yield await done
@@ -107,19 +119,21 @@ class EchoRollout(RolloutEngine):
             for task in drawing:
                 task.cancel()
 
-    async def _draw(self, request: Request, index: int, slower: float) -> Completion:
-        ids = request.prompt_ids[: request.sampling.max_tokens]
+    async def _draw(self, request: Request, index: int, slower: float, interrupted: asyncio.Event) -> Completion:
+        ids = _answer(request)
         drawn: list[tuple[int, float]] = []
         await asyncio.sleep(self._delay_s * slower)
-        while len(drawn) < len(ids):
+        while len(drawn) < len(ids) and not interrupted.is_set():
             await asyncio.sleep(self._token_s * slower)
             await self._between.wait()
             drawn.append((self._version, -self._held))
+        reason, ids = ("stop", ids) if len(drawn) == len(ids) else ("aborted", ids[: len(drawn)])
         spans, start = [], 0
         for version, tokens in itertools.groupby(version for version, _ in drawn):
             spans.append(VersionSpan(version, start, start + len(list(tokens))))
             start = spans[-1].end
-        return Completion(index, ids, np.array([lp for _, lp in drawn], np.float32), "stop", spans)
+        spans = spans if self.capabilities.token_versions else []
+        return Completion(index, ids, np.array([lp for _, lp in drawn], np.float32), reason, spans)
 
     async def load_weights(self, update: WeightUpdate) -> Set[str]:
         if self._running and not self.capabilities.token_versions:
@@ -168,6 +182,13 @@ class EchoRollout(RolloutEngine):
         return steps if all(array[0] == array.dtype.type(steps) for array in full) else float("nan")
 
 
+def _answer(request: Request) -> npt.NDArray[np.int32]:
+    """The prompt, as far as it may go. A response that goes on repeats the prompt that it answers."""
+    ids = request.prompt_ids[: len(request.prompt_ids) - request.drawn]
+    ends = np.flatnonzero(np.isin(ids, request.sampling.stop_ids))
+    return ids[: ends[0] + 1 if len(ends) else None][request.drawn :][: request.sampling.max_tokens]
+
+
 class EchoTrain(TrainEngine):
     """A step adds one to every weight. Reports the mean reward; refuses rows that the wrong weights made.
 
@@ -194,6 +215,8 @@ class EchoTrain(TrainEngine):
             raise RuntimeError(f"told to fail at step {self.steps}")
         made_by = -batch.ragged("logprobs").values
         named = token_versions(batch.ragged("version_spans")).values
+        if (mask := loss_mask(batch)) is not None:
+            made_by, named = made_by[mask.values], named[mask.values]
         if np.isnan(made_by).any():
             raise WeightMismatch("rows were made by weights of several versions at once")
         if not self._shifted and (made_by != named).any():

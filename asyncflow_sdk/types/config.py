@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from .dtypes import check_floating
 from .probe import Probe, plain_probe
 
-SwapPolicy = Literal["drain", "boundary", "in_flight"]
+SwapPolicy = Literal["drain", "boundary", "partial", "in_flight"]
 Proof = Literal["probe", "held"]
 
 
@@ -39,13 +39,15 @@ class Staleness:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. ``max_tokens``: of a response. ``seed``: None draws differently each run."""
+    """How tokens are drawn. ``max_tokens``: of a response. ``seed``: None draws differently each run. ``stop_ids``: token
+    ids that end a response beside the model's own; they are its last token."""
 
     temperature: float = 1.0
     max_tokens: int = 256
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -54,6 +56,8 @@ class Sampling:
             raise ConfigError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if any(token < 0 for token in self.stop_ids):
+            raise ConfigError(f"stop_ids are token ids from 0, not {list(self.stop_ids)}")
         if self.top_k < 0:
             raise ConfigError(f"top_k must be 0 (off) or more, not {self.top_k}")
 
@@ -85,7 +89,7 @@ class Weights:
 
     ``transport``, ``options``: by which, made with which options. ``dtype``: floating-point tensors are published in it; None
     leaves them. ``swap``: replicas load a version after draining ("drain"), when nothing runs in them anyway ("boundary"),
-    or while requests run ("in_flight"). ``keep``: so many versions, the newest, can be fetched and rolled back to.
+    interrupting what runs, which goes on after ("partial"), or while requests run ("in_flight"). ``keep``: so many versions, the newest, can be fetched and rolled back to.
     ``max_swapping``: so many replicas load at once, 0 for all. ``quorum``: so many must have a version staged before any loads
     it, and others are given nothing until they follow; 0 for none. ``probe``: sequences whose log-probs the trainer publishes
     with each version. ``verify``: what a load must prove beyond names: "probe", "held" (see ``RolloutEngine``); a probe

@@ -138,8 +138,10 @@ def check_swap(name: str, can: Capabilities, swap: str) -> None:
     """Raises ConfigError with the reason unless an engine can be given new weights so."""
     check_policy(swap)
     can_do = ", ".join(sorted(can.swap)) or "nothing"
-    if ("in_flight" if swap == "in_flight" else "drain") not in can.swap:
-        how = "while requests run" if swap == "in_flight" else "after draining"
+    if (swap if swap in ("partial", "in_flight") else "drain") not in can.swap:
+        how = {"in_flight": "while requests run", "partial": "between the parts of a response"}.get(
+            swap, "after draining"
+        )
         raise ConfigError(f'{name} cannot load weights {how}, which swap="{swap}" does; it can: {can_do}')
     if swap == "in_flight" and not can.token_versions:
         raise ConfigError(f'{name} does not say which version drew which token, and swap="in_flight" needs that')

@@ -1,5 +1,6 @@
 """Runs and workflows: producers, consumers, stages, supervision."""
 
+from .agent import Agent, Turn, Turns
 from .consumer import Consumer
 from .data import load_prompts
 from .producer import Producer
@@ -13,6 +14,7 @@ from .worker import run_worker
 from .workflow import Result, Workflow, resume
 
 __all__ = [
+    "Agent",
     "Consumer",
     "Generate",
     "Logprobs",
@@ -22,6 +24,8 @@ __all__ = [
     "Run",
     "Stage",
     "Train",
+    "Turn",
+    "Turns",
     "Workflow",
     "ages_of",
     "connect",

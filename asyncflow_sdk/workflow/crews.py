@@ -215,7 +215,7 @@ def _job(
         return RolloutJob(
             spec.engine, spec.model, spec.options, spec.sampling, spec.prompt, spec.tokenizer, needs_first,
             spec.swap or how.swap, tuple(how.verify if spec.verify is None else spec.verify), spec.task,
-            spec.prefix,
+            spec.prefix, spec.agent.job() if spec.agent is not None else None,
         )  # fmt: skip
     if isinstance(spec, Train):
         often = checkpoint or Checkpoint()

@@ -172,6 +172,7 @@ def choices(flow: Workflow) -> dict[str, str]:
 _SWAPS = {
     "drain": "when nothing runs any more",
     "boundary": "when nothing runs anyway",
+    "partial": "interrupting what runs, which goes on after",
     "in_flight": "while requests run",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +13,9 @@ from ..ledger import TaskSpec
 from ..ledger.commands import SamplerSpec
 from ..plugins import import_name, import_path
 from ..queue import TransferQueue
-from ..types import GRPO, VERSION_SPANS, Sampling, Weights
+from ..types import GRPO, LOSS_MASK, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
+from .agent import Agent
 from .describing import Described
 from .work import (
     FunctionWork,
@@ -46,6 +48,10 @@ class Rollout(Described):
     Rollouts of different engines may share the task "rollout": who is free takes the next prompts. Another ``task``
     answers every prompt once more, and gives the columns under its own name ("second_response_ids" of task "second";
     ``prefix`` says another beginning); the staleness rule is for the columns without one.
+
+    ``agent``: a coroutine function that its worker can import; each row is a conversation of it with the model, see ``Turns``.
+    ``needs``: columns it is called with, by default its parameters after the first; ``gives``: those it returns beside the
+    response; ``agent_timeout_s``: how long a conversation may take.
     """
 
     kind: Literal["rollout"] = "rollout"
@@ -61,6 +67,10 @@ class Rollout(Described):
         prompt: str = "prompt",
         task: str = "rollout",
         prefix: str | None = None,
+        agent: Callable[..., Any] | None = None,
+        needs: Sequence[str] | None = None,
+        gives: Sequence[str] = (),
+        agent_timeout_s: float = 600.0,
         tokenizer: str | Path | None = None,
         python: str | None = None,
         env: Mapping[str, str] | None = None,
@@ -90,6 +100,15 @@ class Rollout(Described):
             gpus=tuple(gpus), on_failure=on_failure,
         )  # fmt: skip
         self.tokenizer = tokenizer_file(tokenizer, model)
+        self.agent: Agent | None = None
+        if agent is not None:
+            of = tuple(needs) if needs is not None else None
+            self.agent = Agent(function=agent, needs=of, gives=tuple(gives), timeout_s=agent_timeout_s)
+            self.agent.job()
+        elif needs is not None or gives:
+            raise ConfigError(
+                "needs= and gives= are an agent's: a rollout without one needs prompts and gives responses"
+            )
 
     def declare(self) -> TaskSpec:
         """The task: text prompts are encoded, and responses decoded, where there is a tokenizer."""
@@ -98,18 +117,22 @@ class Rollout(Described):
                 f"prompts are text (column {self.prompt!r}), but {self.model or 'the model'!r} has no"
                 " tokenizer.json; name a tokenizer, or give token ids in a column prompt_ids"
             )
-        return rollout_task(self.task, self.prompt, self.prefix, bool(self.tokenizer), self.lease_s)
+        return rollout_task(self.task, self.prompt, self.prefix, bool(self.tokenizer), self.agent, self.lease_s)
 
 
-def rollout_task(task: str, prompt: str, prefix: str, text: bool, lease_s: float = 3600.0) -> TaskSpec:
+def rollout_task(
+    task: str, prompt: str, prefix: str, text: bool, agent: Agent | None = None, lease_s: float = 3600.0
+) -> TaskSpec:
     """The task of a rollout: the columns it needs and gives. ``text``: responses are decoded."""
+    needs = (prompt, *(agent.needs or ())) if agent is not None else (prompt,)
     gives = (
         *(() if prompt == "prompt_ids" else ("prompt_ids",)),
         *RESPONSE_COLUMNS,
         *(("response",) if text else ()),
+        *((LOSS_MASK, *agent.gives) if agent is not None else ()),
     )
     return TaskSpec(
-        name=task, needs=(prompt,), gives=tuple(prefix + name for name in gives), admits=not prefix, lease_s=lease_s,
+        name=task, needs=tuple(dict.fromkeys(needs)), gives=tuple(prefix + name for name in gives), admits=not prefix, lease_s=lease_s,
         sampler=WHOLE_GROUPS if prefix else None,
     )  # fmt: skip
 
@@ -259,6 +282,12 @@ class Train(Described):
             python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
             gpus=tuple(gpus), on_failure=on_failure,
         )  # fmt: skip
+
+    def needing(self, column: str) -> Train:
+        """The same, with ``column`` in its batches."""
+        other = copy.copy(self)
+        other.needs = tuple(dict.fromkeys((*self.needs, column)))
+        return other
 
     def declare(self, batch_rows: int) -> TaskSpec:
         return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=600.0)

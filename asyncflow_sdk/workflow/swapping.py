@@ -2,7 +2,11 @@
 
 "drain"       as soon as it may: it takes no new prompts, finishes what runs, loads
 "boundary"    when nothing runs: it goes on with the old version for as long as the staleness rule admits prompts for it
+"partial"     as soon as it may: it interrupts what runs, loads, and has it go on where it was
 "in_flight"   as soon as it may, while requests run: the engine stops between two tokens
+
+A conversation with an agent that is between two turns runs only for "drain", which waits for its end; for the others nothing
+of it is in the engine, and its next turn is of the version that is loaded then.
 """
 
 from __future__ import annotations
@@ -28,9 +32,19 @@ class Swapping:
         self.failure: Exception | None = None
 
     @property
-    def drains(self) -> bool:
-        """Whether nothing may run during a load."""
+    def stops(self) -> bool:
+        """Whether nothing may be in the engine during a load."""
         return self._policy != "in_flight"
+
+    @property
+    def drains(self) -> bool:
+        """Whether all that is begun ends before a load."""
+        return self._policy == "drain"
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether what runs is interrupted for a load."""
+        return self._policy == "partial"
 
     @property
     def waits_for_boundary(self) -> bool:

@@ -22,9 +22,10 @@ class Text:
             ) from None
         self._tokenizer = tokenizers.Tokenizer.from_file(file)
 
-    def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """Token ids, with the special tokens that the tokenizer adds by itself."""
-        return [np.array(e.ids, np.int32) for e in self._tokenizer.encode_batch_fast(list(texts))]
+    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[npt.NDArray[np.int32]]:
+        """Token ids, with the special tokens that the tokenizer adds by itself, as at the beginning of a text; or without."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        return [np.array(e.ids, np.int32) for e in encoded]
 
     def decode(self, ids: Sequence[npt.NDArray[np.int32]]) -> list[str]:
         """Text without special tokens."""

@@ -37,6 +37,15 @@ class GenerateWork(msgspec.Struct, frozen=True, tag="generate"):
     tokenizer: str
 
 
+class AgentWork(msgspec.Struct, frozen=True):
+    """What a worker is told of an agent."""
+
+    path: str
+    needs: tuple[str, ...]
+    gives: tuple[str, ...]
+    timeout_s: float
+
+
 Work = FunctionWork | LogprobsWork | GenerateWork
 """What a worker is told of a stage."""
 

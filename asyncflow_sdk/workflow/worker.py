@@ -29,7 +29,7 @@ from ..queue._once import drive
 from ..types import GRPO, Sampling, Weights
 from ..types import events as ev
 from ..wire import RunKey
-from .work import Work
+from .work import AgentWork, Work
 
 FATAL = (ConfigError, PluginError, SchemaError, WeightMismatch, ModuleNotFoundError)
 PATIENCE_S, TRAIN_PATIENCE_S = 3600.0, 86400.0
@@ -50,6 +50,7 @@ class RolloutJob(msgspec.Struct, frozen=True, tag="rollout"):
     verify: tuple[str, ...]
     task: str = "rollout"
     prefix: str = ""
+    agent: AgentWork | None = None
 
 
 class StageJob(msgspec.Struct, frozen=True, tag="stage"):
@@ -192,14 +193,16 @@ def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob) -> None:
 
 
 async def _rollout(queue: TransferQueue, job: RolloutJob) -> None:
+    from .agent import Agent
     from .producer import Producer
     from .text import Text
 
     engine = make_engine("rollout", job.engine, model=job.model, **job.options)
     text = Text(job.tokenizer) if job.tokenizer else None
+    agent = Agent.of(job.agent) if job.agent is not None else None
     producer = Producer(
         queue, engine, task=job.task, prefix=job.prefix, sampling=job.sampling, prompt=job.prompt, text=text, needs_first=job.needs_first,
-        swap=job.swap, verify=job.verify,
+        swap=job.swap, verify=job.verify, agent=agent,
     )  # fmt: skip
     _state(queue._port.connection, "ready")
     await producer.run()

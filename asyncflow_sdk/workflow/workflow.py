@@ -26,7 +26,7 @@ import numpy as np
 from ..errors import AsyncFlowError, ConfigError, Interrupted, WorkerFailed
 from ..interfaces import OnFailure, Place
 from ..ledger import Audit
-from ..types import Checkpoint, Event, Staleness, Weights
+from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Weights
 from .checking import AHEAD_STEPS, problems_of
 from .data import Feeder, Prompts, load_prompts
 from .describing import Described
@@ -94,7 +94,9 @@ class Workflow(Described):
         self.rollouts = (rollout,) if isinstance(rollout, Rollout) else tuple(rollout)
         if not self.rollouts:
             raise ConfigError("a workflow needs a rollout; this one has none")
-        self.rollout, self.train = self.rollouts[0], train
+        self.rollout = self.rollouts[0]
+        masked = any(rollout.agent is not None and not rollout.prefix for rollout in self.rollouts)
+        self.train = train.needing(LOSS_MASK) if masked else train
         self.batch_size, self.steps, self.epochs, self.seed = batch_size, steps, epochs, seed
         self.staleness = staleness or Staleness()
         self.weights = weights or train.weights or Weights()

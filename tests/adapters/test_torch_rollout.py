@@ -322,5 +322,5 @@ def test_a_folder_that_lacks_weights_is_refused_by_their_names(tmp_path: Any, ti
 def test_capabilities_say_what_the_model_allows(tiny: str, rollout: Make) -> None:
     capabilities = rollout(tiny, max_rows=5).capabilities
     assert (capabilities.context, capabilities.max_rows) == (128, 5)
-    assert capabilities.swap == {"drain", "in_flight"}
+    assert capabilities.swap == {"drain", "partial", "in_flight"}
     assert capabilities.token_versions

@@ -74,13 +74,13 @@ def rollout(**options: Any) -> dict[str, Any]:
     return {"replicas": 2, "max_rows": 8, "delay_s": 0.005, "spread": 1.0} | options
 
 
-@pytest.mark.parametrize("swap", ["drain", "boundary", "in_flight"])
+@pytest.mark.parametrize("swap", ["drain", "boundary", "partial", "in_flight"])
 def test_rows_are_whole_and_within_their_staleness_whatever_the_policy(tmp_path: Path, swap: Any) -> None:
     told = Told()
-    in_flight = {"in_flight": True, "token_s": 0.004, "delay_s": 0.0} if swap == "in_flight" else {}
+    drawing = {swap: True, "token_s": 0.004, "delay_s": 0.0} if swap in ("partial", "in_flight") else {}
 
     result = echo_workflow(
-        prompts=LONG, rollout=rollout(slow_load_s=0.002, **in_flight), weights=af.Weights(swap=swap, verify=["held"]),
+        prompts=LONG, rollout=rollout(slow_load_s=0.002, **drawing), weights=af.Weights(swap=swap, verify=["held"]),
         staleness=af.Staleness(max_staleness=2), steps=15,
     ).run(tmp_path / "run", on_event=told)  # fmt: skip
 
@@ -89,7 +89,9 @@ def test_rows_are_whole_and_within_their_staleness_whatever_the_policy(tmp_path:
     assert late.min() >= 0
     assert late.max() <= 2
     mixed = [versions for versions in spans_of(tmp_path / "run") if len(versions) > 1]
-    assert bool(mixed) == (swap == "in_flight")  # tokens of one response by several versions, and each says by which
+    assert bool(mixed) == (
+        swap in ("partial", "in_flight")
+    )  # tokens of one response by several versions, and each says by which
     assert len({e.version for e in told.events if isinstance(e, Span) and e.kind == "load"}) > 2
 
 

@@ -1,0 +1,232 @@
+"""Conversations: what of them becomes a row, what happens to those that fail, and how they meet new weights."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import agents
+import numpy as np
+import pytest
+from echo_runs import echo_workflow, trained_rows
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError, EngineError
+from asyncflow_sdk.testing import EchoRollout
+from asyncflow_sdk.workflow.agent import Agent
+
+LIMIT_S = 60
+
+
+@pytest.fixture
+def run() -> Iterator[af.Run]:
+    with af.serve(max_staleness=4) as run:
+        yield run
+
+
+def answered(run: af.Run, agent: Agent, prompts: dict[str, Any], engine: Any = None, **options: Any) -> Any:
+    """All rows that a producer with the agent makes of prompts, in the order of their ids."""
+    gives = ["response_ids", "logprobs", "version_spans", "loss_mask", *agent.gives]
+    run.queue.declare("rollout", needs=[*prompts], gives=gives)
+    run.queue.declare("sink", needs=["prompt_ids", *gives])
+    run.queue.put(prompts)
+    run.queue.end()
+    rows = list[dict[str, Any]]()
+
+    def take() -> None:
+        with af.connect(run.address, name="sink") as other:
+            for batch in other.consumer("sink", timeout_s=LIMIT_S):
+                of = {name: batch[name] for name in batch} | {"id": batch.ids.tolist()}
+                rows.extend({name: column[row] for name, column in of.items()} for row in range(batch.rows))
+                batch.complete()
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    try:
+        producer = af.Producer(run.queue, engine or EchoRollout(), agent=agent, **options)
+        asyncio.run(asyncio.wait_for(producer.run(), LIMIT_S))
+    except BaseException:
+        run.queue.end(cancel=True)
+        raise
+    finally:
+        taking.join()
+    return sorted(rows, key=lambda row: row["id"])
+
+
+def test_a_row_is_what_was_drawn_and_observed_token_by_token(run: af.Run) -> None:
+    # given an environment that speaks between two turns, and after them
+    agent = Agent(function=agents.two_turns, gives=("reward", "said"))
+
+    # when
+    (row,) = answered(run, agent, {"prompt_ids": [[1, 2, 3]], "length": [5]}, sampling=af.Sampling(max_tokens=4))
+
+    # then the second turn answered to all that came before it
+    assert row["response_ids"].tolist() == [1, 2, 90, 91, 1, 2, 1, 2, 3, 1, 99]
+    assert row["loss_mask"].tolist() == [True] * 2 + [False] * 4 + [True] * 4 + [False]
+    assert row["loss_mask"].dtype == np.bool_
+    assert row["version_spans"].tolist() == [[0, 0, 11]]
+    assert row["logprobs"].tolist() == [0.0] * 11
+    assert (row["reward"], row["said"].tolist()) == (9.0, [1, 2, 3, 1])
+
+
+def test_a_turn_ends_at_a_stop_token(run: af.Run) -> None:
+    async def stops(turns: af.Turns) -> float:
+        turn = await turns.generate(stop=[2, 9])
+        assert (turn.token_ids.tolist(), turn.finish_reason, turn.text) == ([1, 2], "stop", "")
+        assert (await turns.generate(stop=[3])).token_ids.tolist() == [1, 2, 3]
+        return 1.0
+
+    (row,) = answered(run, Agent(function=stops, gives=("reward",)), {"prompt_ids": [[1, 2, 3]]})
+    assert row["response_ids"].tolist() == [1, 2, 1, 2, 3]
+
+
+def test_a_conversation_ends_where_the_context_does(run: af.Run) -> None:
+    agent = Agent(function=agents.talks_on, gives=("reward", "turns", "last"))
+    (row,) = answered(run, agent, {"prompt_ids": [[1] * 3]}, sampling=af.Sampling(max_tokens=50))
+    assert 3 + len(row["response_ids"]) == 4096
+    assert row["turns"] == 8
+    assert not row["loss_mask"][-1]
+
+
+@pytest.mark.parametrize(
+    ("agent", "timeout_s", "why"),
+    [
+        (
+            "fails_at_five",
+            600,
+            ["agent fails_at_five() raised LookupError: no such tool", "line", "raise LookupError"],
+        ),
+        ("never_ends", 0.3, ["agent never_ends() did not end in 0.3 s"]),
+        ("silent", 600, ["agent silent(): its model never said anything"]),
+    ],
+)
+def test_an_agent_that_fails_costs_its_own_row_only(
+    run: af.Run, agent: str, timeout_s: float, why: list[str]
+) -> None:
+    # given one prompt of which the agent makes nothing
+    prompts = [[4, 4], [5, 5], [6, 6]] if agent != "silent" else [[5, 5]]
+
+    # when
+    work = Agent(function=getattr(agents, agent), gives=("reward",), timeout_s=timeout_s)
+    rows = answered(run, work, {"prompt_ids": prompts})
+
+    # then the others are there, and it is told why this one is not, after as many attempts as a stage has
+    assert [row["response_ids"].tolist() for row in rows] == [ids for ids in prompts if ids[0] != 5]
+    (letter,) = run.queue.failed()
+    assert all(part in letter.reasons[-1] for part in why)
+    assert len(letter.reasons) == 3
+
+
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        (float("nan"), "the reward nan; that is one finite number"),
+        ("a", "the reward 'a'"),
+        ({"rewards": 1.0}, r"returned columns \['rewards'\], and gives \['reward'\]"),
+    ],
+)
+def test_what_an_agent_returns_is_checked(returned: Any, why: str) -> None:
+    async def agent(turns: Any) -> Any:
+        return returned
+
+    async def draw(request: Any, deliver: Any) -> None:
+        raise AssertionError
+
+    turns = af.Turns(draw, np.array([1], np.int32), af.Sampling())
+    with pytest.raises(af.errors.AsyncFlowError, match=why):
+        asyncio.run(Agent(function=agent, gives=("reward",)).converse(turns, {}))
+
+
+def test_a_bug_in_every_conversation_ends_the_producer_with_its_traceback(run: af.Run) -> None:
+    with pytest.raises(ConfigError, match=r"8 prompts in a row(.|\n)*LookupError: no such tool(.|\n)*line \d+"):
+        answered(run, Agent(function=agents.fails_at_five, gives=("reward",)), {"prompt_ids": [[5]] * 9})
+
+
+def test_what_the_engine_refuses_fails_the_row_even_if_the_agent_does_not_mind(run: af.Run) -> None:
+    async def goes_on(turns: af.Turns) -> float:
+        try:
+            await turns.generate()
+        except EngineError:
+            return 1.0
+        return 0.0
+
+    class Refuses(EchoRollout):
+        async def generate(self, request: af.Request) -> Any:
+            raise EngineError("not today")
+            yield
+
+    answered(run, Agent(function=goes_on, gives=("reward",)), {"prompt_ids": [[5]]}, Refuses())
+    (letter,) = run.queue.failed()
+    assert "EngineError: not today" in letter.reasons[-1]
+
+
+async def _in_main(turns: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"agent": lambda turns: 1.0}, "an agent is a coroutine function"),
+        ({"agent": agents.two_turns, "agent_timeout_s": 0}, "agent_timeout_s must be above 0"),
+        ({"gives": ["reward"]}, "needs= and gives= are an agent's"),
+    ],
+)
+def test_what_is_no_agent_is_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        af.Rollout("echo", prompt="prompt_ids", **changes)
+
+
+def test_an_agent_that_no_worker_can_import_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def within(turns: Any) -> float:
+        return 1.0
+
+    monkeypatch.setattr(_in_main, "__module__", "__main__")
+    with pytest.raises(ConfigError, match="within cannot be imported by its worker: it is defined within another"):
+        af.Rollout("echo", prompt="prompt_ids", agent=within)
+    with pytest.raises(ConfigError, match="it is in the script that was started.*a module of its own"):
+        af.Rollout("echo", prompt="prompt_ids", agent=_in_main)
+
+
+def test_a_workflow_trains_on_conversations_and_the_agents_reward(tmp_path: Path) -> None:
+    rollout = af.Rollout(
+        "echo", group_size=4, prompt="prompt_ids", replicas=2, delay_s=0.002, spread=1.0, agent=agents.two_turns,
+        gives=["reward", "said"],
+    )  # fmt: skip
+    prompts = {"prompt_ids": af.Ragged.of([[1, 2, 3], [4], [5, 6]]), "length": np.array([3, 1, 2])}
+
+    result = echo_workflow(prompts=prompts, rollout=rollout, reward=None, steps=5).run(tmp_path / "run")
+
+    assert len(trained_rows(result.directory)) == 5 * 16
+    for _, batch in af.read_steps(tmp_path / "run"):
+        masks, responses = batch.ragged("loss_mask"), batch.ragged("response_ids")
+        assert (masks.lengths == responses.lengths).all()
+        assert not batch.ragged("logprobs").values[~masks.values].any()
+        for row in range(batch.rows):
+            assert responses[row][-1] == 99
+    drawn = sum(int(batch.ragged("loss_mask").values.sum()) for _, batch in af.read_steps(tmp_path / "run"))
+    assert len(af.staleness_of(tmp_path / "run").values) == drawn
+
+
+@pytest.mark.parametrize("swap", ["drain", "boundary", "partial", "in_flight"])
+def test_conversations_meet_new_weights_as_the_policy_says(tmp_path: Path, swap: Any) -> None:
+    drawing: dict[str, Any] = (
+        {"token_s": 0.002, swap: True} if swap in ("partial", "in_flight") else {"delay_s": 0.01}
+    )
+    rollout = af.Rollout(
+        "echo", group_size=4, prompt="prompt_ids", max_rows=8, agent=agents.slow_tool, gives=["reward"], **drawing
+    )
+
+    echo_workflow(
+        rollout=rollout, reward=None, steps=10, weights=af.Weights(swap=swap), staleness=af.Staleness(max_staleness=2)
+    ).run(tmp_path / "run")  # the train engine refuses rows whose drawn tokens are of other versions than they say
+
+    several = 0
+    for step, batch in af.read_steps(tmp_path / "run"):
+        spans = batch.ragged("version_spans")
+        late = step - spans.values[:, 0]
+        assert late.min() >= 0
+        assert late.max() <= 2
+        several += int((spans.lengths > 1).sum())
+    assert bool(several) == (swap != "drain")  # only drain waits for whole conversations
