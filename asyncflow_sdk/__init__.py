@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .plugins import hookimpl as hookimpl
     from .queue import StreamDataLoader as StreamDataLoader
     from .queue.replaying import replay as replay
+    from .service import Trainer as Trainer
     from .types import GRPO as GRPO
     from .types import Batch as Batch
     from .types import Checkpoint as Checkpoint
@@ -109,6 +110,7 @@ _WHERE = {
     "StepResult": "interfaces",
     "StreamDataLoader": "queue",
     "TrainEngine": "interfaces",
+    "Trainer": "service",
     "VersionSpan": "types",
     "WeightUpdate": "interfaces",
     "Weights": "types",

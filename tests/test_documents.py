@@ -226,6 +226,14 @@ def test_example_tool_use(tmp_path: Path, start: Path) -> None:
     assert observed > calls  # "none", for the most part
 
 
+def test_example_service_loop(tmp_path: Path, start: Path) -> None:
+    script = REPOSITORY / "examples" / "service_loop.py"
+    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")
+    assert "step 1: reward" in out
+    assert "version 2" in out
+    assert "put=128, live=0" in out
+
+
 def test_example_queue_alone(tmp_path: Path) -> None:
     out = python(tmp_path, str(REPOSITORY / "examples" / "queue_alone.py"))
     assert "{'a': 1.0, 'bb': 2.0, 'ccc': 3.0}" in out

@@ -1,0 +1,133 @@
+"""The AsyncFlow paper's service interface (arXiv 2507.01663) over a run: five calls, for people who bring their own trainer.
+
+with af.serve("runs/mine", max_staleness=1) as run, af.Trainer(run) as trainer:
+    trainer.init_engines(af.Rollout("transformers", model=path, group_size=8), af.Stage(exact_match, gives=["reward"]), batch_size=64)
+    trainer.put_prompts_data(prompts, group_size=8, key="epoch-0")
+    for _ in range(steps):
+        step = trainer.get_experience_data()
+        loss = train(step.to_torch())                        # your code
+        trainer.weight_sync_notify(model.named_parameters())
+        trainer.put_experience_data(step)
+
+Each is a call or two of ``Run``, its queue and its publisher, which stay at hand as ``trainer.run``: nothing is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy.typing as npt
+
+from .errors import ConfigError, DeadlineExceeded, Ended
+from .interfaces import TRAIN_COLUMNS
+from .queue import LeasedBatch, Rows
+from .weights import WeightPublisher
+from .workflow import Rollout, Run, Stage, load_prompts
+from .workflow.data import Prompts
+
+
+class Trainer:
+    """The five calls of the paper's trainer, over ``run``, which may be served here or connected to. ``timeout_s``: the longest
+    that a call waits, where it is not said otherwise; then DeadlineExceeded says for whom. ``transport``, ``options``:
+    of the weights, as ``run.weight_publisher`` takes them. One thread calls it. ``run`` is closed by whoever opened it."""
+
+    def __init__(self, run: Run, *, timeout_s: float = 600.0, transport: str = "shm", **options: Any) -> None:
+        self.run = run
+        self._timeout_s = timeout_s
+        self._transport, self._options = transport, options
+        self._publisher: WeightPublisher | None = None
+        self._trained = -1  # version of the step that was got last
+
+    def init_engines(
+        self,
+        *engines: Rollout | Stage,
+        batch_size: int | None = None,
+        columns: Sequence[str] = TRAIN_COLUMNS,
+        weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        **task: Any,
+    ) -> None:
+        """Start engines, and declare the task "train" of steps of ``batch_size`` rows with ``columns`` (None: somebody else
+        does). ``weights``: published as version 0, from which rollouts then start; without them rollouts start from the
+        model they were given. ``task``: of ``queue.declare``, such as ``sampler``. Raises ConfigError, PluginError."""
+        if batch_size is not None:
+            self.run.queue.declare("train", needs=columns, batch_rows=batch_size, **{"lease_s": 86400.0, **task})
+        elif task:
+            raise ConfigError(f"{', '.join(task)} belongs to the task of training: give batch_size with it")
+        for engine in engines:
+            self.run.start(engine, **({"needs_first": weights is not None} if isinstance(engine, Rollout) else {}))
+        if weights is not None:
+            self.weight_sync_notify(weights)
+
+    def put_prompts_data(
+        self,
+        prompts: Prompts,
+        *,
+        group_size: int,
+        column: str = "prompt",
+        key: str = "",
+        timeout_s: float | None = None,
+    ) -> Rows:
+        """Put each prompt ``group_size`` times: columns by name, records, or the path of a file of them, with ``column``. The same
+        ``key`` adds nothing the second time. Waits while the queue is full. Raises what ``queue.put`` raises."""
+        data = load_prompts(prompts, column)
+        return self.run.queue.put(dict(data), group_size=group_size, key=key, timeout_s=self._left(timeout_s))
+
+    def get_experience_data(
+        self,
+        task: str = "train",
+        columns: Sequence[str] | None = None,
+        count: int = 1,
+        *,
+        timeout_s: float | None = None,
+    ) -> LeasedBatch:
+        """Lease rows of ``task`` that have all it needs: of "train" one whole step, of others up to ``count``. ``columns``:
+        those to be read. They come again, to whoever asks, unless ``put_experience_data`` follows. Raises what ``queue.get``
+        raises: Ended after the last; and what made a worker of this run fail."""
+        try:
+            batch = self.run.queue.get(task, count, columns=columns, timeout_s=self._left(timeout_s))
+        except (Ended, DeadlineExceeded):
+            self.run.check()
+            raise
+        if batch.index >= 0:
+            self._trained = batch.version
+        return batch
+
+    def put_experience_data(
+        self,
+        batch: LeasedBatch,
+        columns: Mapping[str, Any] | None = None,
+        *,
+        index: npt.ArrayLike | None = None,
+        filtered: npt.ArrayLike | None = None,
+    ) -> None:
+        """Write ``columns`` of rows that were got, and be done with them; without columns, be done with them. ``index``,
+        ``filtered``: as of ``batch.complete``. Columns have the types of the first that were written: SchemaError for others."""
+        batch.complete(columns, index=index, filtered=filtered)
+
+    def weight_sync_notify(
+        self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]], *, version: int | None = None
+    ) -> int:
+        """Make ``weights`` the current version; rollouts fetch it while they generate, and load it at their next safe point.
+        Returns its number: by default the one that the last step trained towards, and 0 before a step. Blocks for one copy;
+        waits for nobody who loads. Raises what ``WeightPublisher.publish`` raises."""
+        if self._publisher is None:
+            self._publisher = self.run.weight_publisher(self._transport, **self._options)
+        return self._publisher.publish(self._trained + 1 if version is None else version, weights).version
+
+    def close(self) -> None:
+        """Wait until what was published is current, and give the publisher's role up. Idempotent."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _left(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else timeout_s
