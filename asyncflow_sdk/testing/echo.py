@@ -185,8 +185,10 @@ class EchoRollout(RolloutEngine):
 def _answer(request: Request) -> npt.NDArray[np.int32]:
     """The prompt, as far as it may go. A response that goes on repeats the prompt that it answers."""
     ids = request.prompt_ids[: len(request.prompt_ids) - request.drawn]
-    ends = np.flatnonzero(np.isin(ids, request.sampling.stop_ids))
-    return ids[: ends[0] + 1 if len(ends) else None][request.drawn :][: request.sampling.max_tokens]
+    if request.sampling.stop_ids:
+        ends = np.flatnonzero(np.isin(ids, request.sampling.stop_ids))
+        ids = ids[: ends[0] + 1 if len(ends) else None]
+    return ids[request.drawn :][: request.sampling.max_tokens]
 
 
 class EchoTrain(TrainEngine):
