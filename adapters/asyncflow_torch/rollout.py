@@ -89,20 +89,17 @@ class TransformersEngine(RolloutEngine):
                 if isinstance(parcel, EngineError):
                     left = 0
                     raise parcel
-                finished = parcel.finished
-                for row in parcel.rows:
+                finished, rows = parcel.finished, parcel.rows
+                starts, ends = (finished.token_ids.offsets[at:][rows].tolist() for at in (0, 1))
+                index, stopped = finished.index[rows].tolist(), finished.stopped[rows].tolist()
+                for i, start, end, stop in zip(index, starts, ends, stopped, strict=True):
                     left -= 1
-                    tokens = finished.token_ids[row]
                     yield Completion(
-                        int(finished.index[row]),
-                        token_ids=tokens,
-                        logprobs=finished.logprobs[row],
-                        finish_reason="aborted"
-                        if finished.aborted
-                        else "stop"
-                        if finished.stopped[row]
-                        else "length",
-                        spans=spans_of(parcel.switches, len(tokens)),
+                        i,
+                        token_ids=finished.token_ids.values[start:end],
+                        logprobs=finished.logprobs.values[start:end],
+                        finish_reason="aborted" if finished.aborted else "stop" if stop else "length",
+                        spans=spans_of(parcel.switches, end - start),
                     )
         finally:
             if left:

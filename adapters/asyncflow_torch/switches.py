@@ -23,6 +23,8 @@ def switched(switches: Switches, token: int, version: int) -> Switches:
 
 def spans_of(switches: Switches, length: int) -> tuple[VersionSpan, ...]:
     """The spans of a response of ``length`` tokens, which may have been interrupted right after the last switch."""
+    if len(switches) == 1 and length:
+        return (VersionSpan(switches[0][1], 0, length),)
     ends = [*(token for token, _ in switches[1:]), length]
     spans = (VersionSpan(version, token, end) for (token, version), end in zip(switches, ends, strict=False))
     return tuple(span for span in spans if span.start < span.end)

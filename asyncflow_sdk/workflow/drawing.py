@@ -123,6 +123,8 @@ class Drawing:
             raise EngineError(f"{self._name} gave {tokens} tokens with {len(completion.logprobs)} log-probs")
         if aborted and (tokens > request.sampling.max_tokens or self._open.is_set()):
             raise EngineError(f"{self._name} gave up response {completion.index} after {tokens} tokens, unasked")
+        if completion.spans == ((version, 0, tokens),):
+            return  # as nearly all are
         if self._engine.capabilities.token_versions:
             ends = [0, *(span.end for span in completion.spans)]
             if [span.start for span in completion.spans] != ends[:-1] or ends[-1] != tokens:
