@@ -44,6 +44,7 @@ class Noticing(State):
         if len(values) != len(ids) or (len(values) and int(values.min()) < 0):
             return False
         self.rows.length[self.rows.at(ids)] = values
+        self.lengths_known = True
         return True
 
     def _note_pace(self, ids: Ids, since: float) -> None:
@@ -54,6 +55,8 @@ class Noticing(State):
     def _ended_event(self, ids: Ids, state: int, reason: str) -> ev.RowsEnded:
         """What is said of rows that end now. Their leases still hold them."""
         rows = self.rows
+        if not self.lengths_known:
+            return ev.RowsEnded(time_s=self._now, state=TERMINAL[state - 1], count=len(ids), reason=reason)
         at = rows.at(ids)
         whole = rows.length[at].astype(np.int64)
         whole = whole[whole != NONE]

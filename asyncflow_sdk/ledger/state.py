@@ -267,6 +267,7 @@ class State:
         self._stepped = False  # a step has closed, and nobody looked yet at what is late now
         self._excused: list[tuple[str, Ids]] = []  # rows of tasks that take whole groups, that ended unready
         self.ages: cmd.StepAges | None = None
+        self.lengths_known = False  # of any response
         self.pace = [0, 0.0]  # tokens and seconds of responses that were generated whole
         self._keys = KeyedPuts()
         self.letters = Letters()
