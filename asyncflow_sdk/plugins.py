@@ -59,7 +59,7 @@ class HookSpecs:
     @hookspec
     def asyncflow_adapters(self) -> Iterable[AdapterSpec]:
         """Return the adapters of this plugin. Called once; must not import an engine."""
-        raise NotImplementedError
+        raise NotImplementedError("pluggy reads this signature and never calls it: plugins have bodies of their own")
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def test_options_of_the_publisher_itself_pass() -> None:
 def test_a_device_that_is_not_there_is_missed_before_anything_starts() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("this machine has a CUDA device, so nothing is missed here")
     for weights in (af.Weights(transport="cuda-ipc"), af.Weights(transport="dist", options={"backend": "nccl"})):
         with pytest.raises(ConfigError, match="CUDA device.*use .*tcp"):
             echo_workflow(weights=weights)
