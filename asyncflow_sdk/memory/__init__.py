@@ -1,7 +1,7 @@
 """Shared memory: one allocator for samples and for weights, and read-only views that never change."""
 
 from .arena import Allocation, Arena, NoHole
-from .directory import SharedDirectory, remove_if_ownerless, sweep
+from .directory import SharedDirectory, directory_at, remove_if_ownerless, sweep
 from .mapper import Hold, Mapped, Mapper
 from .private import PrivateMaps
 from .room import free_memory
@@ -18,6 +18,7 @@ __all__ = [
     "PrivateMaps",
     "SharedDirectory",
     "blocks_there",
+    "directory_at",
     "free_memory",
     "remove_if_ownerless",
     "sweep",

@@ -151,6 +151,13 @@ def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
         os.close(lock)
 
 
+def directory_at(address: str) -> Path | None:
+    """The directory of the run that is served at an address of this host, as the address itself says; else None."""
+    path = Path(address.removeprefix("ipc://")).parent
+    ours = address.startswith("ipc://") and path.name.startswith(f"{PREFIX}{os.getuid()}-")
+    return path if ours else None
+
+
 def _choose_base() -> tuple[Path, str]:
     shm = Path("/dev/shm")
     with contextlib.suppress(OSError):

@@ -22,7 +22,7 @@ import msgspec
 from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError, WeightMismatch
 from ..interfaces import FATAL_STATUS, WorkerEnding
 from ..ledger import commands as cmd
-from ..memory import remove_if_ownerless
+from ..memory import directory_at, remove_if_ownerless
 from ..plugins import registry
 from ..queue import Connection, Renewing, TransferQueue, open_queue
 from ..queue._once import drive
@@ -94,8 +94,8 @@ class WorkerMain:
 
     def __init__(self, config: bytes, work: Callable[[TransferQueue], None] | None = None) -> None:
         self.config = msgspec.json.decode(config, type=WorkerConfig)
-        self.directory: Path | None = None
-        """Where the run's shared memory lies, once that is known and where it is in sight."""
+        self.directory = directory_at(self.config.address)
+        """Where the run's shared memory lies, as soon as that is known and where it is in sight."""
         self._work = work or (lambda queue: _work(queue, self.config.job))
         self._connection: Connection | None = None
         self._leaving = False

@@ -5,14 +5,23 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from echo_runs import alive, echo_workflow, until
 from functions import pinned
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
+from asyncflow_sdk.types import Sampling
 from asyncflow_sdk.types.events import Event, WorkerState
+from asyncflow_sdk.workflow.worker import RolloutJob, WorkerConfig
+
+ANY_ROLLOUT: dict[str, Any] = {
+    "engine": "echo", "model": "", "options": {}, "sampling": Sampling(), "prompt": "prompt_ids", "tokenizer": "",
+    "needs_first": False, "swap": "boundary", "verify": (),
+}  # fmt: skip
 
 
 def test_a_whole_run_in_threads(tmp_path: Path) -> None:
@@ -89,6 +98,22 @@ def test_workers_of_a_driver_killed_while_it_starts_them_end(tmp_path: Path) -> 
     assert len(pids) == 3, done.stderr
     until(lambda: not any(alive(pid) for pid in pids), "the end of all workers")
     until(lambda: not list(Path("/dev/shm").glob(f"asyncflow-{os.getuid()}-{_driver(tmp_path)}-*")), "no memory left")
+
+
+def test_a_worker_whose_driver_died_before_it_had_connected_leaves_no_memory_either() -> None:
+    code = (
+        "import os, asyncflow_sdk.memory as memory\n"
+        "print(memory.SharedDirectory().path, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    left = Path(made.stdout.strip())
+    assert left.is_dir()
+    told = msgspec.json.encode(WorkerConfig("late", f"ipc://{left}/queue", RolloutJob(**ANY_ROLLOUT), []))
+
+    subprocess.run([sys.executable, "-m", "asyncflow_sdk.workflow"], input=told + b"\n", timeout=60, check=False)
+
+    assert not left.exists()
 
 
 def _driver(tmp_path: Path) -> str:
