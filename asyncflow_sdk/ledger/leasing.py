@@ -175,15 +175,27 @@ class Leasing(Choosing):
         leased = [lease.step for lease in self.steps.task.leases.values()]
         return min([self.steps.window.step, *leased, *(step for step, _ in self.steps.closed)])
 
+    def _version_of(self, step: int) -> int:
+        """The version that a step trains: no lower than whoever leased it was told, nor than follows from what was told of
+        steps before it. Numbers may have been further ahead of steps then than they are now."""
+        assert self.steps is not None
+        told = (lease.newest + step - lease.step for lease in self.steps.task.leases.values() if lease.step <= step)
+        return max([self.lineage.version(step), *told])
+
     def _acknowledged(self, lease: Held) -> None:
-        """Of a step that was leased before a rollback: what it was trained to went with the versions given up, so the version
-        that took their place is trained no earlier than at what comes next, unless something was published after it.
-        Likewise of a step that was leased again."""
+        """A step was; is the version that is current trained no earlier than at what comes next, unless something was published
+        after it? Of a step that was leased before a rollback it is: what it was trained to went with the versions given up. Of
+        one that is in the weights rolled back to, that was leased again, or that made the first version, as well."""
         lineage, last = self.lineage, self.lineage.last
-        if last.resumed == NONE:
-            past = lease.stretch < len(lineage.stretches) and self.version == last.first
-        else:  # later steps may have been acknowledged before it
-            past = lease.step == last.resumed and self.version == last.first
+        if self.version != last.first:
+            return
+        before = lease.stretch < len(lineage.stretches)
+        if last.resumed != NONE:  # later steps may have been acknowledged before it
+            past = lease.step == last.resumed
+        elif last.rolled_back:
+            past = before or lease.step < lineage.step(last.parent)
+        else:
+            past = before and lease.newest < self.version
         if past:
             last.shift = min(last.shift, self.version - self._next_to_train())
             self._wake_replicas()
@@ -216,7 +228,7 @@ class Leasing(Choosing):
         ):  # what it was trained to is current, but for its word
             self.lineage.resume(self.version, step)
         if version is None:
-            version = NONE if step == NONE else self.lineage.version(step)
+            version = NONE if step == NONE else self._version_of(step)
         else:
             session.claimed = False
         held = Held(token, name, session.id, ids, self._now, until, len(ids), step, crew)

@@ -28,6 +28,11 @@ class Stretch:
     resumed: int = -1
     lost: bool = False
 
+    @property
+    def rolled_back(self) -> bool:
+        """Whether it gives up what came after its parent, on purpose: that was one version at least."""
+        return not self.lost and self.first - self.parent > 1
+
 
 class Lineage:
     """Costs follow the number of rollbacks and of trainers that died, never that of versions."""
@@ -68,7 +73,7 @@ class Lineage:
 
     def rolled_back(self, version: int) -> bool:
         """Whether this version was given up on purpose, so that nothing it generated may be trained."""
-        gone = any(not s.lost and s.parent < version < s.first for s in self.stretches)
+        gone = any(s.rolled_back and s.parent < version < s.first for s in self.stretches)
         return gone and self.given_up(version)
 
     def follows(self, version: int, other: int) -> bool:

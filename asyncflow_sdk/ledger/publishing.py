@@ -141,7 +141,7 @@ class Publishing(Intake):
         if self.steps is None or self.version == NONE:
             return
         step = self._in_training()
-        most = max(self.lineage.version(step), self.version) + 1
+        most = max(self.version, self._version_of(step)) + 1
         if version > most:
             raise ConfigError(
                 f"version {version} cannot be published: {self.version} is current and step {step} is not trained yet, so the"
@@ -169,7 +169,7 @@ class Publishing(Intake):
     def _why_taken(self, version: int) -> str:
         """What a trainer may not have known that publishes what it trained to since."""
         last = self.lineage.last
-        if not last.parent < version <= last.first:
+        if not last.parent < version <= last.first or not (last.lost or last.rolled_back):
             return ""
         if last.lost:
             return f". Training went on from step {last.first - last.shift}, whose version is {last.first}: number from there"

@@ -51,7 +51,7 @@ class Session:
 @dataclass
 class Held:
     """A lease. ``left``: rows still to be completed. ``crew``: of a team's, who has which rows of it. ``stretch``: of the
-    lineage, when it was given. ``newest``: version that its replica has loaded since."""
+    lineage, when it was given. ``newest``: version that its replica has loaded since, or that it was told its step trains."""
 
     token: int
     task: str

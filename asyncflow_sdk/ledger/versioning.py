@@ -56,7 +56,8 @@ class Versioning(Publishing):
             self.failing.pop(session.id, None)
         self._take_back_younger(session, command.version)
         for lease in session.leases.values():
-            lease.newest = max(lease.newest, command.version)
+            if self.tasks[lease.task].spec.admits:
+                lease.newest = max(lease.newest, command.version)
         if self.lineage.rolled_back(command.version):
             self._expire_held(session, command.version)
         if self.committed != self.version:

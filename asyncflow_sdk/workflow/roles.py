@@ -119,10 +119,6 @@ class _Versions:
             self._last = self._publisher.publish(version, self._engine.named_weights(), probe=probe).version
         except ConfigError:
             current = self._queue.status().version
-            if current + 1 < version:  # a rollback moved the numbers after the step was leased
-                self._last = self._publisher.publish(current + 1, self._engine.named_weights(), probe=probe).version
-                self._warn(f"version {version} is published as {current + 1}, since a rollback came before it")
-                return
             if current < version:
                 raise
             self._warn(f"version {current} was made current by a rollback, and version {version} is not published")

@@ -181,10 +181,11 @@ class NaiveLeases(NaiveRows, ABC):
             return
         rows = {i for i, r in self.live().items() if r.step == min(full) and r.state[task.name] == "open"}
         self.resume(min(full))
+        version = self.version_of(min(full))
         ids = self._leased(session, task, outcome)
         assert set(ids) == rows, "a step is leased whole, the oldest first"
         assert outcome.step == min(full)
-        assert outcome.version == outcome.step + self.shift()
+        assert outcome.version == version
 
     def _lease_admitted(self, session: int, task: TaskSpec, c: cmd.Lease, outcome: Any) -> None:
         """Rows no step takes come as they are; the others as the rule allows."""
@@ -290,7 +291,7 @@ class NaiveLeases(NaiveRows, ABC):
             self.rows[i].state[task.name] = "leased"
             self.rows[i].token[task.name] = outcome.token
         assert {self.rows[i].partition for i in ids} == {outcome.partition} or task.batch_rows is not None
-        lease = Lease(task.name, session, ids, self.now + task.lease_s, crew, outcome.version, len(self.rollbacks))
+        lease = Lease(task.name, session, ids, self.now + task.lease_s, crew, outcome.version, len(self.turns))
         self.leases[outcome.token] = lease
         if task.admits:
             self.claimed.discard(session)

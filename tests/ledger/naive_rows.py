@@ -53,7 +53,7 @@ class Lease:
     expires: float
     crew: Crew | None = None
     newest: int = -1  # version its replica has loaded since
-    rollbacks: int = 0  # before it was given
+    turns: int = 0  # of the versions, before it was given
 
     def part(self, rank: int) -> list[int]:
         return self.ids if self.crew is None else self.crew.rows[rank]
@@ -92,7 +92,9 @@ class NaiveRows:
         self.trains = {-1: -1}  # version → step that trains it
         self.parents: dict[int, int] = {}
         self.resumed: tuple[int, int, int] | None = None  # step leased again, the next version, by which it is ahead
-        self.rollbacks: list[int] = []  # versions that rollbacks made
+        self.turns: list[
+            tuple[int, bool]
+        ] = []  # versions whose number is not their place, and whether a rollback made them
         self.ended_partitions: set[str] = set()
         self.last_group_size: dict[str, int] = {}  # by partition
         self.capacity_bytes: float = float("inf")
@@ -256,6 +258,15 @@ class NaiveRows:
             step += 1
         return step
 
+    def version_of(self, step: int) -> int:
+        """What a step trains; numbers that were told of it, or of one before it that is leased, stay as they are."""
+        train, versions = self.train(), [step + self.shift()]
+        for token, lease in self.leases.items():
+            earlier = self.rows[lease.ids[0]].step
+            if train is not None and lease.task == train.name and self.held(token) and earlier is not None:
+                versions += [lease.newest + step - earlier] * (earlier <= step)
+        return max(versions)
+
     def given_up(self, version: int) -> bool:
         """Whether the current version does not descend from it."""
         line = self.version
@@ -272,14 +283,21 @@ class NaiveRows:
         return min((r.step for r in open_ones if r.step is not None), default=self.step)
 
     def acknowledged(self, lease: Lease) -> None:
-        """A step was: if it was leased before the last rollback, what it was trained to is nowhere in the current version."""
+        """A step was: if it was leased before the last rollback, what it was trained to is nowhere in the current version; or
+        it is there, if that was rolled back to it. Likewise if it was leased before the version that it made had its place."""
+        acknowledged = self.rows[lease.ids[0]].step
+        assert acknowledged is not None
         if self.resumed is not None:
             step, first, ahead = self.resumed
-            if self.rows[lease.ids[0]].step == step and self.version == first:
+            if acknowledged == step and self.version == first:
                 ahead = min(ahead, self.version - self.next_to_train())
                 self.trains[first] = max(self.trains[first], first - ahead)
             return
-        if lease.rollbacks < len(self.rollbacks) and self.version == self.rollbacks[-1]:
+        if not self.turns or self.version != self.turns[-1][0]:
+            return
+        before, rolled_back = lease.turns < len(self.turns), self.turns[-1][1]
+        in_it = rolled_back and acknowledged < self.trains[self.parents[self.version]]
+        if in_it or (before and (rolled_back or lease.newest < self.version)):
             self.trains[self.version] = max(self.trains[self.version], self.next_to_train())
 
     # ---- what happens by itself

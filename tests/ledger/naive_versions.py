@@ -99,7 +99,7 @@ class NaiveVersions(NaiveLeases):
         errors = [ConfigError] if rank is None or c.version <= self.version or odd else []
         fresh = coming is None or (rank not in coming.parts and c.version != coming.version)
         if fresh and self.train() is not None and self.version >= 0:
-            errors += [ConfigError] * (c.version > max(self.in_training() + self.shift(), self.version) + 1)
+            errors += [ConfigError] * (c.version > max(self.version, self.version_of(self.in_training())) + 1)
         if self._is_error(outcome, errors):
             return
         assert rank is not None
@@ -135,8 +135,9 @@ class NaiveVersions(NaiveLeases):
                 self.parents[number], self.trains[number] = number - 1, number - self.shift()
             if self.train() is not None:
                 trained = self.in_training() + (self.version >= 0)
-                if self.version < 0 or self.trains[c.version] > trained:
+                if self.trains[c.version] > trained or (self.version < 0 and self.trains[c.version] != trained):
                     self.trains[c.version], self.resumed = trained, None
+                    self.turns.append((c.version, False))
             self.make_current(Published(c.version, c.version, parts, by, self.coming.probe))
             self.coming = None
         self._is(outcome, self.to_keep())
@@ -163,7 +164,7 @@ class NaiveVersions(NaiveLeases):
         if c.version == 0 and self.version != 0:
             self.claimed.add(session)
         for lease in self.leases.values():
-            if lease.crew is None and lease.session == session:
+            if lease.crew is None and lease.session == session and self.tasks[lease.task].admits:
                 lease.newest = max(lease.newest, c.version)
         if self.given_up(c.version):
             for token, lease in list(self.leases.items()):
@@ -239,7 +240,7 @@ class NaiveVersions(NaiveLeases):
         self.parents[number], self.trains[number] = c.version, step
         if self.coming is not None:
             self.end_coming()
-        self.rollbacks.append(number)
+        self.turns.append((number, True))
         self.resumed = None
         self.make_current(Published(number, found.source, found.parts, found.by, found.probe))
         self.committed = number if self.quorum else self.committed

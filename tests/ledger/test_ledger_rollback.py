@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ledger_queue import TOKENS, Queue, ids, part, produce, running
+from ledger_queue import TOKENS, TRAIN, Queue, ids, part, produce, running
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost, VersionGone
 from asyncflow_sdk.ledger import commands as cmd
@@ -293,6 +293,21 @@ def test_a_step_leased_before_the_rollback_and_acknowledged_after_it_holds_nothi
     queue.publish(lease.version + 1)
 
 
+def test_a_step_that_is_in_the_weights_rolled_back_to_holds_nothing_up() -> None:
+    queue, replica, judge, trainer = versions(1, max_staleness=0)
+    lease = step(queue, replica, judge, trainer, ack=False)
+    queue.publish(1)
+    roll_back(queue, 0)
+    new = roll_back(queue, 1).version  # step 0 is trained after all
+    queue.do(trainer, cmd.GiveBack(token=lease.token))
+    again = queue.lease(trainer, "train")
+    assert (again.step, again.version) == (0, new)
+    queue.complete(trainer, again)
+    queue.load(replica, new)
+    following = step(queue, replica, judge, trainer)
+    assert (following.step, following.version) == (1, new)
+
+
 def test_steps_that_were_acknowledged_without_publishing_are_past() -> None:
     queue, replica, judge, trainer = versions(1, max_staleness=2)
     step(queue, replica, judge, trainer)
@@ -317,6 +332,50 @@ def test_a_step_given_back_after_the_rollback_trains_the_new_version() -> None:
     again = queue.lease(trainer, "train")
     assert (again.step, again.version) == (1, 2)
     queue.publish(3)
+
+
+def test_a_step_leased_while_numbers_were_ahead_publishes_the_number_it_was_told() -> None:
+    queue, replica, judge, trainer = versions(1)
+    step(queue, replica, judge, trainer)
+    queue.publish(1)
+    before = step(queue, replica, judge, trainer, ack=False)  # step 1 trains version 1
+    roll_back(queue, 0)  # makes version 2
+    queue.load(replica, 2)
+    ahead = step(queue, replica, judge, trainer, ack=False)
+    assert (ahead.step, ahead.version) == (2, 3)  # step 1 may yet publish 3
+    queue.complete(trainer, before)  # it does not, so it is step 2 that trains version 2
+
+    following = step(queue, replica, judge, trainer, ack=False)
+    assert (following.step, following.version) == (3, 4)
+    with pytest.raises(ConfigError, match=r"5 cannot be published: 2 is current and step 2 is .*next number is 4;"):
+        queue.publish(5)
+    queue.publish(ahead.version + 1)
+    queue.complete(trainer, ahead)
+    queue.publish(following.version + 1)
+    queue.complete(trainer, following)
+    assert [queue.ledger.lineage.step(version) for version in (2, 4, 5)] == [2, 3, 4]
+    queue.load(replica, 5)
+    assert step(queue, replica, judge, trainer).version == 5
+
+
+def test_a_first_version_that_a_step_made_is_trained_by_the_next_step() -> None:
+    queue = Queue(TRAIN)
+    trainer = queue.join("train-0")
+    queue.put(8, response=TOKENS, reward=TOKENS)
+    first, second = queue.lease(trainer, "train"), queue.lease(trainer, "train")
+    queue.publish(first.version + 1)
+    queue.complete(trainer, first)
+    assert queue.ledger.lineage.step(1) == 1
+    queue.complete(trainer, second)  # what it was trained to comes with the next version
+    assert queue.ledger.lineage.step(1) == 1
+
+
+def test_a_number_that_is_taken_without_a_rollback_is_not_called_rolled_back_to() -> None:
+    queue, *_ = versions(1)
+    for version in (1, 2):  # no step between them: 2 stays at the place of 1
+        queue.publish(version)
+    with pytest.raises(ConfigError, match="2 is already current, and a number is never used again$"):
+        queue.publish(2)
 
 
 # ---- quorum

@@ -175,4 +175,4 @@ LedgerMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
-TestLedger = pytest.mark.timeout(3600 if LONG else 300)(LedgerMachine.TestCase)
+TestLedger = pytest.mark.timeout(3600 if LONG else 900)(LedgerMachine.TestCase)

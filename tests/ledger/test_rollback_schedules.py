@@ -152,6 +152,9 @@ class Trainer(Worker):
     seed=0, staleness=0, size=4, groups=2, steps=3, replicas=1, mortality=0.05, doubts=0.4, keep=2,
     policy="wait",
 )  # fmt: skip
+@example(  # it is rolled back to weights that the step which is leased again has trained already
+    seed=6, staleness=0, size=1, groups=1, steps=6, replicas=1, mortality=0.2, doubts=0.2, keep=2, policy="wait",
+)  # fmt: skip
 def test_a_run_that_is_rolled_back_at_any_time_trains_no_row_that_is_too_old_or_given_up(
     seed: int, staleness: int, size: int, groups: int, steps: int, replicas: int, mortality: float, doubts: float,
     keep: int, policy: str,
