@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .errors import EngineError as EngineError
     from .errors import Interrupted as Interrupted
     from .errors import LeaseLost as LeaseLost
+    from .errors import PluginError as PluginError
     from .errors import SchemaError as SchemaError
     from .errors import WorkerFailed as WorkerFailed
     from .interfaces import TRAIN_COLUMNS as TRAIN_COLUMNS
@@ -86,6 +87,7 @@ _WHERE = {
     "EngineError": "errors",
     "SchemaError": "errors",
     "ConfigError": "errors",
+    "PluginError": "errors",
     "WorkerFailed": "errors",
     "Interrupted": "errors",
     "LeaseLost": "errors",

@@ -18,6 +18,8 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, WorkerFailed
+from .options import Debug as _Debug
+from .options import NoPlugin as _NoPlugin
 from .working import worker
 
 _INSTALL_TORCH = "pip install 'asyncflow-sdk[torch]'"
@@ -63,11 +65,6 @@ def _words(error: BaseException) -> str:
     return text
 
 
-def _debug(ctx: typer.Context, value: bool) -> None:
-    if value:
-        ctx.meta["debug"] = True  # shared by a group and its commands
-
-
 def _version(value: bool) -> None:
     if value:
         from .._version import __version__
@@ -76,7 +73,6 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-_Debug = Annotated[bool, typer.Option("--debug", callback=_debug, is_eager=True, help="Show tracebacks.")]
 app = typer.Typer(
     name="asyncflow",
     cls=_Group,
@@ -94,9 +90,10 @@ def _common(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    no_plugin: _NoPlugin = None,
     debug: _Debug = False,
 ) -> None:
-    del version, debug
+    del version, no_plugin, debug
 
 
 @app.command()
@@ -118,10 +115,11 @@ def demo(
             exists=True, file_okay=False, help="Hugging Face folder to start from; skips the warm-up.", metavar="PATH"
         ),
     ] = None,
+    no_plugin: _NoPlugin = None,
     debug: _Debug = False,
 ) -> None:
     """Train a small model on this machine, live, and write a report."""
-    del debug
+    del no_plugin, debug
     out = out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} exists and is not empty: name a new directory, so that no run is overwritten")
@@ -152,10 +150,11 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Another value, such as train.lr=1e-5; may be given often."),
     ] = None,
+    no_plugin: _NoPlugin = None,
     debug: _Debug = False,
 ) -> None:
     """Run the workflow of a TOML file, live, and write a report."""
-    del debug
+    del no_plugin, debug
     from .running import run_file
 
     shown = "mermaid" if as_mermaid else "text" if only_print else ""
@@ -184,10 +183,11 @@ def serve(
     staleness_policy: Annotated[str, typer.Option(help="Of rows that take long: wait, drop, count, ....")] = "wait",
     capacity_rows: Annotated[int, typer.Option(min=1, help="Rows that may be alive at once.")] = 100_000,
     durability: Annotated[str | None, typer.Option(help="'process' or 'host': survives its kill.")] = None,
+    no_plugin: _NoPlugin = None,
     debug: _Debug = False,
 ) -> None:
     """Serve a run that workers join by hand, and say how. Ctrl-C ends it."""
-    del debug
+    del no_plugin, debug
     from .serving import serve_run
 
     feed: dict[str, Any] | None = None
@@ -230,10 +230,11 @@ def top(
 @app.command()
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run with checkpoints.")],
+    no_plugin: _NoPlugin = None,
     debug: _Debug = False,
 ) -> None:
     """Go on with a run that was killed, failed or was interrupted, from its newest checkpoint."""
-    del debug
+    del no_plugin, debug
     from ..workflow import resume as go_on
 
     result = go_on(run_dir)
@@ -244,10 +245,11 @@ def resume(
 @app.command()
 def replay(
     run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run with a journal.")],
+    no_plugin: _NoPlugin = None,
     debug: _Debug = False,
 ) -> None:
     """Carry out again, offline, what a run's journal says, and print what happened. Exit code 1 if it differs."""
-    del debug
+    del no_plugin, debug
     from ..queue.replaying import replay as carry_out
 
     found = carry_out(run_dir, told=lambda cut: typer.echo(str(cut)))
@@ -258,10 +260,11 @@ def replay(
 @app.command()
 def plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    no_plugin: _NoPlugin = None,
     debug: _Debug = False,
 ) -> None:
     """List the adapters found and what they lack. Exit code 1 if there are problems."""
-    del debug
+    del no_plugin, debug
     from .listing import Listing
 
     listing = Listing.of_this_environment()

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..plugins import Registry, registry
+from ..plugins import Registry, find_plugins
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,22 +32,17 @@ class Listing:
 
     adapters: list[Entry]
     problems: list[str]
+    blocked: list[str]
 
     @classmethod
     def of_this_environment(cls) -> Listing:
-        return cls.of(registry())
+        return cls.of(find_plugins())
 
     @classmethod
     def of(cls, found: Registry) -> Listing:
         entries: list[Entry] = []
-        problems = list(found.problems)
         for adapter in sorted(found.adapters, key=lambda a: (a.spec.kind, a.spec.name)):
             spec = adapter.spec
-            try:
-                missing = adapter.missing
-            except ValueError as error:  # a requirement pip could not read either
-                missing = ["a requirement that can be read"]
-                problems.append(f"{spec.kind} adapter {spec.name!r} of {adapter.source}: {error}")
             entries.append(
                 Entry(
                     kind=spec.kind,
@@ -55,12 +50,12 @@ class Listing:
                     source=adapter.source,
                     factory=spec.factory,
                     requires=list(spec.requires),
-                    missing=missing,
+                    missing=adapter.missing,
                     install=adapter.cure if spec.requires or spec.install else "",
-                    tested=spec.tested,
+                    tested=spec.tested_text,
                 )
             )
-        return cls(entries, problems)
+        return cls(entries, list(found.problems), list(found.blocked))
 
     def json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self)).decode()
@@ -82,6 +77,8 @@ class Listing:
         for install, names in lacking.items():
             console.print(Text.assemble(("to get ", ""), (", ".join(names), "bold"), ":"), soft_wrap=True)
             console.print(Text(f"  {install}", style="cyan"), soft_wrap=True)
+        for blocked in self.blocked:
+            console.print(Text(f"blocked: {blocked}", style="yellow"), soft_wrap=True)
         if self.problems:
             count = "1 PROBLEM" if len(self.problems) == 1 else f"{len(self.problems)} PROBLEMS"
             console.print(Text(f"\n{count}", style="bold red"))

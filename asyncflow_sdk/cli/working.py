@@ -17,6 +17,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ..errors import ConfigError
+from .options import NoPlugin
 
 ROLES = ("rollout", "stage", "train")
 
@@ -75,8 +76,10 @@ def _call(
     cpus: Annotated[list[int] | None, typer.Option(help="A CPU to be kept on; say it again for each.")] = None,
     gpus: Annotated[list[int] | None, typer.Option(help="A GPU to be used; say it again for each.")] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="How often one is started again after dying.")] = 3,
+    no_plugin: NoPlugin = None,
 ) -> None:
     """Join a running run as a rollout, a stage or a trainer. Ctrl-C leaves it: what is held is finished first."""
+    del no_plugin
     given = {"python": python, "cpus": cpus, "gpus": gpus, "max_restarts": max_restarts}
     place = {name: value for name, value in given.items() if value is not None}
     ctx.obj = _Call(address, key, file, replicas, place)

@@ -23,7 +23,7 @@ from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError, Weig
 from ..interfaces import FATAL_STATUS, WorkerEnding
 from ..ledger import commands as cmd
 from ..memory import directory_at, remove_if_ownerless
-from ..plugins import registry
+from ..plugins import plugin_choice, registry
 from ..queue import Connection, Renewing, TransferQueue, open_queue
 from ..queue._once import drive
 from ..types import GRPO, Sampling, Weights
@@ -86,6 +86,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """The driver's import path, so that a function importable there is importable here."""
     key: RunKey | None = None
     """What the driver itself came in with, from another host."""
+    plugins: dict[str, str] = msgspec.field(default_factory=plugin_choice)
+    """The variables by which the driver's plugins were chosen."""
 
 
 class WorkerMain:
@@ -110,6 +112,8 @@ class WorkerMain:
             self.directory = connection.directory
         self._connection = connection
         sys.path += [entry for entry in self.config.path if entry not in sys.path]
+        for name, value in self.config.plugins.items():  # a launcher may hand no environment on; a place's own counts
+            os.environ.setdefault(name, value)
         queue = open_queue(connection)
         Renewing(connection, TRAIN_PATIENCE_S if isinstance(self.config.job, TrainJob) else PATIENCE_S)
         try:

@@ -39,7 +39,7 @@ def execute(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def given_adapters(monkeypatch: pytest.MonkeyPatch, *adapters: Adapter, problems: tuple[str, ...] = ()) -> None:
-    monkeypatch.setattr(listing, "registry", lambda: Registry(adapters, problems))
+    monkeypatch.setattr(listing, "find_plugins", lambda: Registry(adapters, problems))
 
 
 ECHO = Adapter(AdapterSpec(kind="rollout", name="echo", factory="a:B", tested="itself"), "mine 1.0")
@@ -146,15 +146,6 @@ def test_plugins_is_loud_about_problems(monkeypatch: pytest.MonkeyPatch) -> None
     result = run("plugins")
     assert result.exit_code == 1
     assert "1 PROBLEM\n  plugin 'x' of y: ImportError: no z" in result.output
-    assert "echo" in result.output
-
-
-def test_plugins_reports_a_requirement_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = Adapter(AdapterSpec(kind="train", name="bad", factory="a:B", requires=["torch >= = 2"]), "mine 1.0")
-    given_adapters(monkeypatch, ECHO, bad)
-    result = run("plugins")
-    assert result.exit_code == 1
-    assert "train adapter 'bad' of mine 1.0" in result.output
     assert "echo" in result.output
 
 

@@ -1,0 +1,34 @@
+"""Plugins: one hook, through which engines, transports and everything else arrive.
+
+    # mine/plugin.py, named in pyproject.toml under [project.entry-points.asyncflow_sdk]
+    import asyncflow_sdk as af
+
+    @af.hookimpl
+    def asyncflow_adapters():
+        return [af.AdapterSpec(kind="rollout", name="mine", factory="mine.engine:Mine", requires=["mylib>=2"])]
+
+A plugin module is imported to list it, so it must not import its engine: the factory is a string.
+"""
+
+from .choice import ONLY, WITHOUT, plugin_choice
+from .finding import Adapter, Registry, find_plugins, registry
+from .paths import import_name, import_path
+from .spec import GROUP, AdapterSpec, HookSpecs, Kind, hookimpl, hookspec
+
+__all__ = [
+    "GROUP",
+    "ONLY",
+    "WITHOUT",
+    "Adapter",
+    "AdapterSpec",
+    "HookSpecs",
+    "Kind",
+    "Registry",
+    "find_plugins",
+    "hookimpl",
+    "hookspec",
+    "import_name",
+    "import_path",
+    "plugin_choice",
+    "registry",
+]

@@ -1,0 +1,37 @@
+"""Import paths: by which another process finds what this one was given."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ConfigError
+
+
+def import_path(function: Callable[..., Any]) -> str | None:
+    """ "module:name" by which another process can import ``function``; None when it cannot."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<locals>")
+    if module in (None, "__main__", "builtins") or "<" in name:
+        return None
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return None
+    spec = importlib.util.find_spec(module)
+    return f"{module}:{name}" if found is function and spec is not None else None
+
+
+def import_name(path: str) -> Any:
+    """What "module:name" names. Raises ConfigError saying which half was not found."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{path!r} cannot be imported: {error}") from error
+    return found
