@@ -110,6 +110,11 @@ class Lease(Batch):
         if self.rows:
             self._last = self._port.write(command, packed), count
 
+    @property
+    def finished(self) -> bool:
+        """Whether what ``finish`` said has still to be sent."""
+        return self._last is not None
+
     def _completion(
         self, columns: Mapping[str, Any] | None, index: npt.ArrayLike | None, filtered: npt.ArrayLike | None
     ) -> tuple[cmd.Complete, dict[str, Column], int]:

@@ -8,6 +8,7 @@ for step in run.consumer("train", batch_size=256):
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -15,14 +16,16 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from ..errors import Ended
+from ..errors import AsyncFlowError, Ended, WireError
 from ..queue import LeasedBatch, TransferQueue
+from ..queue._once import drive
 from ..types import events as ev
 
 
 class Consumer:
     """Iterates over leased batches until the stream ends. Each must be acknowledged (or completed) before the
-    next is asked for; one that is not is given back. ``timeout_s``: the longest it waits for one batch before
+    next is asked for; one that is not is given back. What ``finish`` said of one is sent with the request for the next, which
+    raises what is wrong with it; one may iterate again then. ``timeout_s``: the longest it waits for one batch before
     DeadlineExceeded says what is missing. ``ahead``: lease the next batch while this one is worked on, for
     loops that run to their end: what is leased ahead goes back only when the connection closes. ``ranks``: what
     ``get`` takes of a rank of a team.
@@ -40,7 +43,7 @@ class Consumer:
 
     def __iter__(self) -> Iterator[LeasedBatch]:
         if not self._ahead:
-            return self._each(self._get)
+            return self._each(self._after)
         return self._each_ahead()
 
     def _each_ahead(self) -> Iterator[LeasedBatch]:
@@ -58,8 +61,10 @@ class Consumer:
         coming: Future[LeasedBatch] = Future()
         asked.put(coming)
 
-        def take() -> LeasedBatch:
+        def take(last: LeasedBatch | None) -> LeasedBatch:
             nonlocal coming
+            if last is not None:  # the request for the next is under way
+                drive(last._close(None))
             batch = coming.result()
             coming = Future()
             asked.put(coming)
@@ -70,21 +75,36 @@ class Consumer:
         finally:
             asked.put(None)
 
-    def _each(self, take: Callable[[], LeasedBatch]) -> Iterator[LeasedBatch]:
-        connection = self._queue._port.connection
+    def _each(self, take: Callable[[LeasedBatch | None], LeasedBatch]) -> Iterator[LeasedBatch]:
+        """``take`` also sends the last word on the batch before."""
+        connection, last = self._queue._port.connection, None
         while True:
             began = time.monotonic()
             try:
-                batch = take()
+                batch = take(last)
             except Ended:
                 return
             waited = time.monotonic() - began
             if waited > 0.001:
                 connection.report(ev.Span(time_s=began, worker=connection.name, kind="wait", seconds=waited))
-            with batch:
+            with contextlib.ExitStack() as held:
+                held.enter_context(batch)
                 self.current = batch
                 yield batch
-                self.current = None
+                self.current, last = None, batch if batch.finished else None
+                if last is not None:
+                    held.pop_all()
 
-    def _get(self) -> LeasedBatch:
-        return self._queue.get(self._task, self._count, timeout_s=self._timeout_s, **self._ranks)
+    def _after(self, last: LeasedBatch | None) -> LeasedBatch:
+        try:
+            return self._get(last)
+        except WireError:
+            raise
+        except AsyncFlowError as error:
+            if last is not None:  # its last word was refused: the rows are still ours
+                drive(last._close(error))
+            raise
+
+    def _get(self, last: LeasedBatch | None = None) -> LeasedBatch:
+        """The next batch. The last word on batch ``last`` rides with the request for it."""
+        return self._queue.get(self._task, self._count, timeout_s=self._timeout_s, ack=last, **self._ranks)

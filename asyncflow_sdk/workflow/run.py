@@ -326,10 +326,10 @@ class _Watched(Consumer):
         super().__init__(queue, task, **options)
         self._run = run
 
-    def _get(self) -> LeasedBatch:
+    def _get(self, last: LeasedBatch | None = None) -> LeasedBatch:
         if self._run._ends_by_failure:
             try:
-                return super()._get()
+                return super()._get(last)
             except Ended:
                 self._run.check()
                 raise
@@ -340,7 +340,7 @@ class _Watched(Consumer):
                 left_s = began + whole_s - time.monotonic()
                 self._timeout_s = min(LOOK_S, left_s)
                 try:
-                    return super()._get()
+                    return super()._get(last)
                 except DeadlineExceeded as error:
                     if left_s <= LOOK_S:
                         why = str(error).partition(": ")[2]

@@ -91,15 +91,20 @@ class _State:
 
 
 def _each(state: _State, batch: int, work: Callable[[LeasedBatch], dict[str, Any]]) -> None:
-    for rows in Consumer(state.queue, state.task, count=batch):
-        began = time.monotonic()
-        columns = work(rows)
-        filtered = columns.pop(FILTERED, None) if FILTERED not in state.gives else None
+    """A request for each batch: what came of one is sent with the request for the next."""
+    consumer, ended = Consumer(state.queue, state.task, count=batch), False
+    while not ended:
+        unsaid = 0
         try:
-            rows.complete(columns, filtered=filtered)
+            for rows in consumer:
+                began, unsaid = time.monotonic(), rows.rows
+                columns = work(rows)
+                filtered = columns.pop(FILTERED, None) if FILTERED not in state.gives else None
+                rows.finish(columns, filtered=filtered)
+                state.done(began, rows.rows)
+            ended = True
         except LeaseLost as error:
-            state.late(rows.rows, error)
-        state.done(began, rows.rows)
+            state.late(unsaid, error)
     state.queue.flush()
 
 

@@ -131,13 +131,8 @@ def _start_stage(run: Run, plan: Plan, stage: StagePlan) -> None:
 def _barrier(run: Run, stage: StagePlan, work: Callable[..., Any]) -> None:
     """A stage that begins when the whole step is there."""
     with af.connect(run.address, name=stage.task) as own:
-        while True:
-            try:
-                batch = own.queue.get(stage.task, stage.rows, at_least=stage.rows, timeout_s=LIMIT_S)
-            except af.Ended:
-                return
-            with batch:
-                batch.complete({stage.gives: work(**batch)})
+        for batch in own.queue.stream(stage.task, stage.rows, at_least=stage.rows, timeout_s=LIMIT_S):
+            batch.finish({stage.gives: work(**batch)})
 
 
 def _start_replicas(address: str, plan: Plan) -> list[subprocess.Popen[bytes]]:
