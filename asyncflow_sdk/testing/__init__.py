@@ -2,6 +2,7 @@
 keep to."""
 
 from .echo import EchoRollout, EchoTrain
+from .kit import TIERS, Check, CheckFailed, Conformance, EchoPolicy, Policy, Report, Result, checks_of
 from .latency import Decoding, RolloutLatency
 from .samplers import check_sampler
 from .staleness import check_staleness_policy
@@ -9,13 +10,22 @@ from .timed import TimedRollout, TimedTrain
 from .transports import check_transport
 
 __all__ = [
+    "TIERS",
+    "Check",
+    "CheckFailed",
+    "Conformance",
     "Decoding",
+    "EchoPolicy",
     "EchoRollout",
     "EchoTrain",
+    "Policy",
+    "Report",
+    "Result",
     "RolloutLatency",
     "TimedRollout",
     "TimedTrain",
     "check_sampler",
     "check_staleness_policy",
     "check_transport",
+    "checks_of",
 ]

@@ -46,6 +46,8 @@ class EchoRollout(RolloutEngine):
     ``ignore_at`` is said to be taken, and is not.
     """
 
+    conformance_policy = "asyncflow_sdk.testing:EchoPolicy"
+
     def __init__(
         self,
         model: str = "",
@@ -197,6 +199,8 @@ class EchoTrain(TrainEngine):
     ``delay_s``: of a step. ``fail_at``: raise at this step, for tests of failure. ``shifted``: versions are no longer as many
     steps as their number says, since there was a rollback: then rows only must not come from a mixture.
     """
+
+    conformance_policy = "asyncflow_sdk.testing:EchoPolicy"
 
     def __init__(
         self,

@@ -1,0 +1,129 @@
+"""HuggingFacePolicy: a model folder as the conformance kit knows it, its answers computed one sequence at a time.
+
+policy = HuggingFacePolicy()                       # a small Llama of its own, random
+policy = HuggingFacePolicy("models/mine")          # yours, in float32
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from asyncflow_sdk.testing import Policy
+from asyncflow_sdk.types import from_torch, to_torch
+
+from .demo.model import BOS, EOS, PAD, tokenizer
+from .policy import context_of, load_policy, named_weights, no_progress_bar, vocabulary_of
+
+Ids = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float64]
+Weights = Mapping[str, npt.NDArray[Any]]
+
+
+def tiny_model(folder: Path, *, seed: int = 0, ends: bool = False, **options: Any) -> str:
+    """Write a random Llama of two layers (hidden size 64, heads of 32, 43 tokens) and its tokenizer; returns the path.
+
+    ``ends``: whether it has an end token; without, responses are as long as they may be. ``options``: of LlamaConfig.
+    """
+    config: dict[str, Any] = {
+        "vocab_size": 43, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256, "tie_word_embeddings": False,
+        # far from uniform, so that what is drawn, and by which weights, shows
+        "initializer_range": 0.2, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS if ends else None,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]), no_progress_bar():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**config | options))
+        model.generation_config = GenerationConfig(
+            pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS if ends else None
+        )
+        model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+class HuggingFacePolicy(Policy):
+    """``folder``: a Hugging Face model folder; None makes `tiny_model` in a temporary one. Computes in float32 on the CPU.
+
+    Version 0 is the folder's. Every later one adds to each weight random numbers of its own spread, seeded by version and name.
+    """
+
+    def __init__(self, folder: str | None = None, *, dtype: str = "float32") -> None:
+        if folder is None:
+            self._made = tempfile.TemporaryDirectory(prefix="asyncflow-policy-")
+            folder = tiny_model(Path(self._made.name))
+        self._folder = folder
+        model = load_policy(folder, dtype=dtype, device="cpu")
+        self.vocabulary, self.context = vocabulary_of(model), context_of(model) or 1024
+        self._first = {name: from_torch(tensor).copy() for name, tensor in named_weights(model)}
+        self._model = load_policy(folder, dtype="float32", device="cpu") if dtype != "float32" else model
+        self._model.requires_grad_(False)
+        self._targets = dict(named_weights(self._model))
+        self._held = 0
+        self._versions = functools.lru_cache(maxsize=4)(self._changed)
+        self._responses = functools.lru_cache(maxsize=256)(self._greedy)
+        self._answers = functools.lru_cache(maxsize=64)(self._all_logprobs)
+
+    @property
+    def folder(self) -> str:
+        return self._folder
+
+    def tensors(self, version: int) -> Weights:
+        return self._versions(version)
+
+    def logprobs(self, version: int, prompt: Ids, response: Ids, temperature: float = 1.0) -> Logprobs:
+        ids = np.concatenate([prompt, response]).astype(np.int64)
+        rows = self._answers(version, ids.tobytes(), temperature)[len(prompt) - 1 : -1]
+        return np.asarray(rows[np.arange(len(response)), ids[len(prompt) :]], np.float64)
+
+    def next_logprobs(self, version: int, prompt: Ids, temperature: float = 1.0) -> Logprobs:
+        return np.asarray(self._answers(version, prompt.astype(np.int64).tobytes(), temperature)[-1])
+
+    def greedy(self, version: int, prompt: Ids, max_tokens: int) -> Ids:
+        return self._responses(version, prompt.astype(np.int64).tobytes(), max_tokens)
+
+    def _greedy(self, version: int, prompt: bytes, max_tokens: int) -> Ids:
+        self._hold(version)
+        ids = torch.from_numpy(np.frombuffer(prompt, np.int64).copy())[None]
+        with torch.inference_mode():
+            drawn = self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, min_new_tokens=0
+            )
+        return np.asarray(drawn[0, ids.shape[1] :].numpy(), np.int32)
+
+    def _hold(self, version: int) -> None:
+        if self._held != version:
+            for name, array in self.tensors(version).items():
+                self._targets[name].copy_(to_torch(np.array(array)))
+            self._held = version
+
+    def _all_logprobs(self, version: int, ids: bytes, temperature: float) -> Logprobs:
+        """Of each token after each position: float64 (length, vocabulary)."""
+        self._hold(version)
+        with torch.inference_mode():
+            tokens = torch.from_numpy(np.frombuffer(ids, np.int64).copy())[None]
+            logits = self._model(input_ids=tokens, use_cache=False).logits[0].double()
+        return np.asarray(torch.log_softmax(logits / (temperature or 1.0), -1).numpy())
+
+    def _changed(self, version: int) -> Weights:
+        if version == 0:
+            return self._first
+        return {name: _noisy(name, array, version) for name, array in self._first.items()}
+
+
+def _noisy(name: str, array: npt.NDArray[Any], version: int) -> npt.NDArray[Any]:
+    if not np.issubdtype(array.dtype, np.floating) and array.dtype.kind != "V":
+        return array
+    random = np.random.default_rng([version, zlib.crc32(name.encode())])
+    plain = array.astype(np.float32)
+    spread = float(plain.std()) or 0.1 * float(np.abs(plain).mean()) or 0.1
+    return (plain + spread * random.standard_normal(plain.shape, np.float32)).astype(array.dtype)

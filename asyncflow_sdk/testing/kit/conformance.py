@@ -1,0 +1,250 @@
+"""Conformance: an engine held to its interface, check by check, with or without pytest.
+
+kit = Conformance("rollout", "mine.engine:Mine", options={"threads": 1})
+
+@kit.parametrize                     # under pytest: one test a check
+def test_contract(check):
+    check()
+
+report = kit.run(print)              # without
+report.level                         # "full": all that apply of the tiers basic and full have passed
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..._version import __version__
+from ...errors import ConfigError, PluginError
+from ...plugins import Kind, import_name, registry
+from .check import TIERS, Check, CheckFailed, DoesNotApply, Result, known_checks
+from .policy import Policy
+from .rollout_lab import RolloutLab
+
+HUGGING_FACE = "asyncflow_torch.reference:HuggingFacePolicy"
+LIMIT_S = 100.0
+_MODULES = {"rollout": ("rollout_basic", "rollout_full")}
+
+
+class Lab(Protocol):
+    """Holds what is checked, of one kind. One thread calls it."""
+
+    def ask(self, body: Callable[[Any], Any], what: str) -> None:
+        """Run a check. Raises what it raises; CheckFailed when it does not end."""
+
+    def renew(self) -> None:
+        """A check failed: the next one gets a new engine."""
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+
+
+_LABS: dict[str, Callable[..., Lab]] = {"rollout": RolloutLab}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of all checks of an engine. ``level``: the highest tier that it has reached: every check of it and of those below
+    it passed or does not apply. "" is none; a failure that was expected is one."""
+
+    kind: str
+    engine: str
+    results: tuple[Result, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed but what was expected to."""
+        return not any(result.bad for result in self.results)
+
+    @property
+    def level(self) -> str:
+        reached = ""
+        for tier in TIERS:
+            asked = [result for result in self.results if result.check.tier == tier]
+            whole = {each.name for each in known_checks(self.kind, [tier])} == {each.check.name for each in asked}
+            if not asked or not whole or any(r.outcome not in ("passed", "does not apply") for r in asked):
+                return reached
+            reached = tier
+        return reached
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        results = [result.to_dict() for result in self.results]
+        return {
+            "sdk": __version__, "kind": self.kind, "engine": self.engine, "level": self.level, "ok": self.ok,
+            "results": results,
+        }  # fmt: skip
+
+
+class Conformance:
+    """The checks of one engine.
+
+    ``engine``: an adapter's name, "module:attribute", or the factory itself; ``options``: its options. ``policy``: whose answers
+    it must give: a `Policy`, or "module:attribute" of one; by default what the factory names as its ``conformance_policy``, else a small
+    Hugging Face model (``model``: the folder of another one). ``tiers``, ``only``: which checks, by tier or name.
+    ``expected``: those that fail, each with the reason; one that passes all the same is a failure. ``tolerance``: of log-probs.
+    ``limit_s``: no check takes longer. Raises ConfigError and PluginError. Not thread-safe.
+    """
+
+    def __init__(
+        self, kind: Kind, engine: str | Callable[..., Any], *, options: Mapping[str, Any] | None = None,
+        policy: Policy | str | None = None, model: str | None = None, tiers: Sequence[str] = ("basic", "full"),
+        only: Sequence[str] = (), expected: Mapping[str, str] | None = None, tolerance: float = 1e-4,
+        limit_s: float = LIMIT_S,
+    ) -> None:  # fmt: skip
+        checks = checks_of(kind)
+        self.kind, self.engine = kind, engine if isinstance(engine, str) else _name_of(engine)
+        self.expected = dict(expected or {})
+        _known("tier", tiers, TIERS)
+        for names in (only, self.expected):
+            _known(f"check of {kind} engines", names, [each.name for each in checks])
+        for name, reason in self.expected.items():
+            if not reason:
+                raise ConfigError(f"check {name!r} is expected to fail, and no reason is given")
+        self.checks = tuple(each for each in checks if (each.name in only if only else each.tier in tiers))
+        if not self.checks:
+            raise ConfigError(f"no check is left: there is none of {kind} engines in {', '.join(only or tiers)}")
+        self._named, self._policy, self._model = engine, policy, model
+        self._options = dict(options or {})
+        self._tolerance, self._limit_s = tolerance, limit_s
+        self._lab: Lab | None = None
+
+    def run(self, on_result: Callable[[Result], Any] = lambda _: None) -> Report:
+        """Ask every check, one after another; ``on_result`` hears of each as it ends."""
+        try:
+            return Report(self.kind, self.engine, tuple(self._each(on_result)))
+        finally:
+            self.close()
+
+    def _each(self, on_result: Callable[[Result], Any]) -> Iterator[Result]:
+        for each in self.checks:
+            result = self.ask(each)
+            on_result(result)
+            yield result
+
+    def ask(self, check: Check) -> Result:
+        """What comes of one check. Raises ConfigError and PluginError for an engine that cannot be had at all."""
+        if self._lab is None:
+            self._lab = self._make_lab()
+        began, reason = time.monotonic(), self.expected.get(check.name)
+        try:
+            self._lab.ask(check.body, f"check {check.name!r}")
+        except DoesNotApply as why:
+            return Result(check, "does not apply", str(why))
+        except Exception as error:
+            self._lab.renew()
+            spent = time.monotonic() - began
+            if reason is not None:
+                return Result(check, "failed as expected", reason, spent)
+            return Result(check, "failed", _said(error), spent)
+        spent = time.monotonic() - began
+        if reason is not None:
+            text = f"it was expected to fail ({reason}); take the expectation out"
+            return Result(check, "passed unexpectedly", text, spent)
+        return Result(check, "passed", "", spent)
+
+    def __iter__(self) -> Iterator[BoundCheck]:
+        return (BoundCheck(self, each) for each in self.checks)
+
+    @property
+    def parametrize(self) -> Any:
+        """A mark for a pytest function with the parameter ``check``, which it calls."""
+        import pytest
+
+        atexit.register(self.close)
+        return pytest.mark.parametrize("check", list(self), ids=str)
+
+    def close(self) -> None:
+        """Free the engine. Idempotent; another check makes another."""
+        lab, self._lab = self._lab, None
+        if lab is not None:
+            lab.close()
+
+    def _make_lab(self) -> Lab:
+        factory: Callable[..., Any]
+        if isinstance(self._named, str):
+            factory = registry().get(self.kind, self._named).load()
+        else:
+            factory = self._named
+        return _LABS[self.kind](
+            factory, self._find_policy(factory), self._options, tolerance=self._tolerance, limit_s=self._limit_s
+        )
+
+    def _find_policy(self, factory: Any) -> Policy:
+        policy = self._policy or (None if self._model else getattr(factory, "conformance_policy", None))
+        if policy is None:
+            try:
+                made = import_name(HUGGING_FACE)(self._model)
+            except ConfigError as error:
+                raise PluginError(
+                    f"to know right answers the kit computes them with transformers: {error}. Install it with:"
+                    " pip install 'asyncflow-sdk[torch]'; or give an engine of another kind of model a policy of its own"
+                ) from error
+        else:
+            made = import_name(policy) if isinstance(policy, str) else policy
+            made = made() if isinstance(made, type) else made
+        if not isinstance(made, Policy):
+            raise ConfigError(f"{policy!r} is {made!r}, no asyncflow_sdk.testing.Policy")
+        return made
+
+
+class BoundCheck:
+    """One check of one engine, to be called."""
+
+    def __init__(self, kit: Conformance, check: Check) -> None:
+        self.kit, self.check = kit, check
+
+    def __call__(self) -> None:
+        """Raises CheckFailed with what went wrong, what it means and where to look. Under pytest one that does not apply is
+        skipped, and one that fails as expected is an expected failure."""
+        result = self.kit.ask(self.check)
+        if self.check is self.kit.checks[-1]:
+            self.kit.close()
+        if result.bad:
+            raise CheckFailed(
+                f"{result.detail}\n  asks: {self.check.asks}\n  means: {self.check.means}\n  look at: {self.check.look}"
+            )
+        if result.outcome == "does not apply":
+            _pytest("skip", result.detail)
+        elif result.outcome == "failed as expected":
+            _pytest("xfail", result.detail)
+
+    def __str__(self) -> str:
+        return self.check.name
+
+
+def checks_of(kind: str) -> tuple[Check, ...]:
+    """Every check there is of a kind. Raises ConfigError for a kind that has none."""
+    if kind not in _MODULES:
+        raise ConfigError(f"there are no checks of kind {kind!r}; there are of {', '.join(_MODULES)}")
+    for module in _MODULES[kind]:
+        importlib.import_module(f"{__package__}.{module}")
+    return known_checks(kind)
+
+
+def _pytest(what: str, reason: str) -> None:
+    import sys
+
+    if "_pytest" in sys.modules:
+        getattr(importlib.import_module("pytest"), what)(reason)
+
+
+def _known(what: str, names: Iterable[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"no {what} is named {name!r}; there are {', '.join(known)}")
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, AssertionError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _name_of(factory: Callable[..., Any]) -> str:
+    return f"{getattr(factory, '__module__', '?')}:{getattr(factory, '__qualname__', repr(factory))}"

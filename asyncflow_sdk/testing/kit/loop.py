@@ -1,0 +1,77 @@
+"""A thread with an event loop, as an engine has it in its worker; whoever waits for it does so to a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import sys
+import threading
+import traceback
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from .check import CheckFailed
+
+T = TypeVar("T")
+_SHOWN = 6
+
+
+class LoopThread:
+    """``call`` from any thread but its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="engine-loop")
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T], limit_s: float, what: str) -> T:
+        """What ``work`` comes to. Raises CheckFailed, saying where it stands, when it does not end within ``limit_s`` seconds."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(limit_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # a TimeoutError of its own
+                return future.result()
+            where = self._where()
+            future.cancel()
+            raise CheckFailed(f"{what} did not end within {limit_s:g} s; {where}") from None
+
+    def close(self) -> None:
+        """Cancel what is left and stop. A loop that is blocked is left behind."""
+
+        async def cancel() -> None:
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=5.0) if left else None
+            await self._loop.shutdown_asyncgens()
+
+        try:
+            self.call(cancel(), 10.0, "cancelling what was left")
+        except CheckFailed:
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _where(self) -> str:
+        """What the thread does: it is blocked in some call, or waits for tasks that wait."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame)
+        if stack and not any(part.name in ("select", "poll") and "selectors" in part.filename for part in stack[-2:]):
+            return "the event loop is blocked in " + _said(stack)
+        waits = []
+        for task in asyncio.all_tasks(self._loop):
+            frames = task.get_stack(limit=1)
+            if frames:
+                waits.append(
+                    f"{frames[-1].f_code.co_qualname if sys.version_info >= (3, 11) else frames[-1].f_code.co_name} (line {frames[-1].f_lineno})"
+                )
+        return f"what is awaited: {', '.join(waits[:_SHOWN]) or 'nothing'}"
+
+
+def _said(stack: traceback.StackSummary) -> str:
+    return " < ".join(
+        f"{part.name} ({part.filename.rsplit('/', 1)[-1]}:{part.lineno})" for part in stack[: -_SHOWN - 1 : -1]
+    )

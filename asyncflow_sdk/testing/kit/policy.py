@@ -1,0 +1,73 @@
+"""Policy: a model whose every answer is known, so that an engine that holds it can be told right from wrong."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..echo import weights
+
+Ids = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float64]
+
+
+class Policy(abc.ABC):
+    """Versions 0, 1, 2, ... of one model. Version 0 is what an engine loads from ``folder``; others reach it as updates, and
+    differ from each other in every weight so much that their answers do.
+
+    ``vocabulary``: token ids run below it. ``context``: the most tokens of prompt and response.
+    """
+
+    vocabulary: int
+    context: int
+
+    @property
+    @abc.abstractmethod
+    def folder(self) -> str:
+        """What an engine's factory is given as ``model``."""
+
+    @abc.abstractmethod
+    def tensors(self, version: int) -> Mapping[str, npt.NDArray[Any]]:
+        """The weights of a version, by the names of the checkpoint, tied ones once; bfloat16 and the like by ml_dtypes."""
+
+    @abc.abstractmethod
+    def logprobs(self, version: int, prompt: Ids, response: Ids, temperature: float = 1.0) -> Logprobs:
+        """Of each token of ``response`` after ``prompt``: natural log, float64 (length,), over the whole vocabulary."""
+
+    @abc.abstractmethod
+    def greedy(self, version: int, prompt: Ids, max_tokens: int) -> Ids:
+        """The most likely response, with the end token if it comes to one."""
+
+    def next_logprobs(self, version: int, prompt: Ids, temperature: float = 1.0) -> Logprobs | None:
+        """Of each token as the next one: (vocabulary,). None where answers are not drawn."""
+        return None
+
+    def prompts(self, count: int, *, longest: int = 12, seed: int = 0) -> Sequence[Ids]:
+        """Prompts of 2 to ``longest`` tokens."""
+        random = np.random.default_rng(seed)
+        low = min(3, self.vocabulary - 1)  # below are padding, begin and end
+        return [
+            random.integers(low, self.vocabulary, random.integers(2, longest + 1)).astype(np.int32)
+            for _ in range(count)
+        ]
+
+
+class EchoPolicy(Policy):
+    """What `EchoRollout` and `EchoTrain` are: a response repeats its prompt, its log-probs are minus the version."""
+
+    vocabulary = 1000
+    context = 4096
+    folder = ""
+
+    def tensors(self, version: int) -> Mapping[str, npt.NDArray[Any]]:
+        return weights(version)
+
+    def logprobs(self, version: int, prompt: Ids, response: Ids, temperature: float = 1.0) -> Logprobs:
+        return np.full(len(response), -float(version))
+
+    def greedy(self, version: int, prompt: Ids, max_tokens: int) -> Ids:
+        return prompt[:max_tokens]

@@ -1,0 +1,261 @@
+"""What every run needs of a rollout engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+
+import numpy as np
+
+from ...errors import EngineError
+from ...interfaces import RolloutEngine
+from .check import DoesNotApply, check, expect
+from .rollout_lab import RolloutLab, descendants
+
+DRAWS = 256
+SIGMAS = 5.0
+
+
+@check(
+    "rollout", "basic",
+    means="the workflow believes what an engine says of itself: it would pick a way of swapping weights that the engine cannot do",
+    look="the `capabilities` of the engine, and which of interrupt, logprobs, held_weights it defines",
+)  # fmt: skip
+async def capabilities(lab: RolloutLab) -> None:
+    """What the engine says of itself makes sense, and it has the methods that go with it."""
+    engine, can = lab.engine, lab.engine.capabilities
+    known = {"drain", "partial", "in_flight"}
+    expect(
+        can.swap and set(can.swap) <= known,
+        f"capabilities.swap is {set(can.swap)}; it is one or more of {sorted(known)}",
+    )
+    expect(
+        isinstance(can.max_rows, int) and can.max_rows >= 1,
+        f"capabilities.max_rows is {can.max_rows!r}, not a whole number from 1",
+    )
+    expect(
+        can.context is None or can.context >= 2,
+        f"capabilities.context is {can.context!r}: a prompt and a response need 2 tokens",
+    )
+    expect(
+        "in_flight" not in can.swap or can.token_versions,
+        'swap "in_flight" needs token_versions: else nobody knows which version drew which token',
+    )
+    for flag, method in (
+        (can.logprobs, "logprobs"),
+        (can.held_weights, "held_weights"),
+        ("partial" in can.swap, "interrupt"),
+    ):
+        has = getattr(type(engine), method) is not getattr(RolloutEngine, method)
+        expect(has or not flag, f"its capabilities promise {method}(), which it does not define")
+
+
+@check(
+    "rollout", "basic",
+    means="rows are lost or counted twice, or columns do not fit together: the run waits for rows that never come",
+    look="generate(): yield one Completion for each of the n responses",
+)  # fmt: skip
+async def completions(lab: RolloutLab) -> None:
+    """Each of n responses comes once, whole, with a log-prob for each token and a reason for its end."""
+    prompts = lab.policy.prompts(3, seed=1)
+    for n in {1, min(4, lab.rows)}:
+        for prompt in prompts:
+            await lab.answer(lab.request(prompt, n, temperature=1.0, seed=n))
+
+
+@check(
+    "rollout", "basic",
+    means="the run trains on what the model did not say",
+    look="how the prompt reaches the engine (token ids, never re-tokenised), positions, the attention mask, the model's dtype",
+)  # fmt: skip
+async def greedy(lab: RolloutLab) -> None:
+    """At temperature 0 the tokens, one prompt after another, are those that a reference gives for the same weights."""
+    for prompt in lab.policy.prompts(4, seed=2):
+        await lab.check_greedy([prompt])
+
+
+@check(
+    "rollout", "basic",
+    means="prompts that run at the same time change each other's answers, so that no result can be repeated or explained",
+    look="padding, attention masks and positions of batches with prompts of different lengths",
+)  # fmt: skip
+async def company(lab: RolloutLab) -> None:
+    """Prompts of different lengths, asked for at once, are answered as each of them is alone."""
+    await lab.check_greedy(lab.policy.prompts(min(lab.rows, 8), longest=24, seed=3), when=" in company")
+
+
+@check(
+    "rollout", "basic",
+    means="the importance ratio of every token is wrong: training drifts or collapses, and nothing says why",
+    look="log-probs are natural logs over the whole vocabulary, with the request's temperature applied and no other processor",
+)  # fmt: skip
+async def logprobs(lab: RolloutLab) -> None:
+    """Log-probs of drawn tokens are those of the policy at the temperature they were drawn at."""
+    for temperature in (1.0, 0.7, 1.3):
+        for seed, prompt in enumerate(lab.policy.prompts(2, seed=4)):
+            for got in await lab.answer(lab.request(prompt, min(4, lab.rows), temperature=temperature, seed=seed)):
+                lab.check_logprobs(prompt, got, temperature=temperature)
+
+
+@check(
+    "rollout", "basic",
+    means="the tokens come from another distribution than their log-probs say, or a group's responses are all the same: a biased or empty gradient",
+    look="defaults of the engine that cut the draw (top_k, top_p, repetition penalties of generation_config.json), the seed",
+)  # fmt: skip
+async def draws(lab: RolloutLab) -> None:
+    """Tokens are drawn from the distribution that their log-probs are of, each response for itself."""
+    prompt = lab.policy.prompts(1, seed=5)[0]
+    temperature = 1.3
+    wanted = lab.policy.next_logprobs(lab.version, prompt, temperature)
+    if wanted is None:
+        raise DoesNotApply("this policy's answers are not drawn")
+    seen: list[int] = []
+    for seed in range(-(-DRAWS // lab.rows)):
+        group = await lab.answer(
+            lab.request(prompt, lab.rows, temperature=temperature, max_tokens=1, seed=1000 + seed)
+        )
+        seen += [int(np.asarray(got.token_ids)[0]) for got in group]
+    share = np.exp(wanted)
+    mean = float((share * wanted).sum())
+    error = float(np.sqrt((share * (wanted - mean) ** 2).sum() / len(seen)))
+    have = float(wanted[seen].mean())
+    expect(
+        abs(have - mean) <= SIGMAS * error + 1e-9,
+        f"of {len(seen)} tokens drawn at temperature {temperature:g} the mean log-prob is {have:.4f}; the policy's is"
+        f" {mean:.4f} ± {error:.4f}: they are drawn from a {'narrower' if have > mean else 'wider'} distribution",
+    )
+
+
+@check(
+    "rollout", "basic",
+    means="responses run past their end, or lose the token that ends them, which then is never learned",
+    look="stop_ids and the model's end token: the token that ends a response is its last one",
+)  # fmt: skip
+async def stops(lab: RolloutLab) -> None:
+    """A response ends at a stop token, which it includes, or at max_tokens; and says which of the two it was."""
+    for prompt in lab.policy.prompts(2, seed=6):
+        whole = lab.policy.greedy(lab.version, prompt, 8)
+        (short,) = await lab.answer(lab.request(prompt, max_tokens=1))
+        lab.check_response(prompt, short, whole[:1], when=" with max_tokens=1")
+        if len(whole) == 8:
+            (full,) = await lab.answer(lab.request(prompt, max_tokens=8))
+            expect(
+                full.finish_reason == "length",
+                f"a response of max_tokens tokens says it ended for {full.finish_reason!r}, not length",
+            )
+        stop = int(whole[len(whole) // 2])
+        wanted = whole[: whole.tolist().index(stop) + 1]
+        (ended,) = await lab.answer(lab.request(prompt, max_tokens=8, stop_ids=(stop,)))
+        lab.check_response(prompt, ended, wanted, when=f" with stop_ids=({stop},)")
+        expect(
+            ended.finish_reason == "stop",
+            f"a response that ends at stop token {stop} says it ended for {ended.finish_reason!r}, not stop",
+        )
+
+
+@check(
+    "rollout", "basic",
+    means="one bad prompt ends the run, or is answered with something else than was asked, or hangs",
+    look="raise EngineError before the request reaches the engine, and for errors the engine answers with",
+)  # fmt: skip
+async def bad_requests(lab: RolloutLab) -> None:
+    """Requests that cannot be answered are refused with EngineError, and those that run beside them do not notice."""
+    context = lab.context
+    good = lab.policy.prompts(2, seed=7)
+    bad = {
+        "an empty prompt": lab.request(np.zeros(0, np.int32)),
+        f"a prompt longer than the context of {context}": lab.request(np.resize(good[0], context + 1), max_tokens=1),
+    }
+    beside = asyncio.create_task(lab.check_greedy(good, when=" beside bad requests"))
+    for what, request in bad.items():
+        try:
+            got = await lab.answer(request)
+        except EngineError:
+            continue
+        except AssertionError:
+            raise
+        except Exception as error:
+            expect(
+                False, f"{what} raised {type(error).__name__} ({error}), not EngineError: the worker would end for it"
+            )
+        else:
+            expect(False, f"{what} was answered with {np.asarray(got[0].token_ids).tolist()[:8]}, not refused")
+    await beside
+    await lab.check_greedy(good, when=" after bad requests")
+
+
+@check(
+    "rollout", "basic",
+    means="while it generates, the worker renews no lease, fetches no weights and hears of no end: leases run out, and rows are generated twice",
+    look="blocking calls in generate(): they belong in a thread (asyncio.to_thread), which must let the interpreter's lock go",
+)  # fmt: skip
+async def does_not_block(lab: RolloutLab) -> None:
+    """While the engine generates, its event loop is free for others."""
+    turns, most = 0, lab.context - 16
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.002)
+            turns += 1
+
+    tokens = min(32, most)
+    while True:
+        counting = asyncio.create_task(count())
+        turns, began = 0, time.monotonic()
+        await lab.answers([lab.request(p, max_tokens=tokens) for p in lab.policy.prompts(min(lab.rows, 4), seed=8)])
+        spent = time.monotonic() - began
+        counting.cancel()
+        if spent > 0.2 or tokens >= most:
+            break
+        tokens = min(2 * tokens, most)
+    wanted = (
+        spent / 0.002 / 50
+    )  # a fiftieth of what an idle loop has: a share, so that a slow machine does not matter
+    expect(
+        turns >= min(wanted, 20) or spent < 0.02,
+        f"in {spent:.2f} s of generating, the event loop came round {turns} times",
+    )
+
+
+@check(
+    "rollout", "basic",
+    means="the run goes on with old weights while it says that they are new: every token's version is a lie",
+    look="load_weights(): each tensor is written where the engine computes from, also into fused, repacked and tied copies",
+)  # fmt: skip
+async def update(lab: RolloutLab) -> None:
+    """After load_weights() every answer, and every log-prob, is of the new weights."""
+    prompts = lab.policy.prompts(3, seed=9)
+    await lab.check_greedy(prompts)
+    await lab.update()
+    await lab.check_greedy(prompts, when=" after the update")
+
+
+@check(
+    "rollout", "basic",
+    means="workers of a run that has ended stay, with their memory and their GPUs",
+    look="close(): join threads, end processes, and what still waits for an answer gets EngineError",
+)  # fmt: skip
+def closes(lab: RolloutLab) -> None:
+    """close() ends what the engine started: threads that would keep the process alive, and processes."""
+    lab.close()
+    threads, children = set(threading.enumerate()), set(descendants(os.getpid()))
+    lab.start()
+
+    lab.ask(_one, "a request")
+    lab.close()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        left = [t.name for t in threading.enumerate() if t not in threads and not t.daemon and t.is_alive()]
+        processes = set(descendants(os.getpid())) - children
+        if not left and not processes:
+            return
+        time.sleep(0.05)
+    expect(not left, f"threads {left} are still alive after close(), and keep the process from ending")
+    expect(not processes, f"processes {sorted(processes)} are still alive after close()")
+
+
+async def _one(lab: RolloutLab) -> None:
+    await lab.answer(lab.request(lab.policy.prompts(1)[0]))

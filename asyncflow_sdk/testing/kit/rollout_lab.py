@@ -1,0 +1,279 @@
+"""RolloutLab: a rollout engine under check, with the policy that it is known to hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...interfaces import Completion, Request, RolloutEngine, WeightUpdate
+from ...types import Sampling
+from .check import CheckFailed, expect
+from .loop import LoopThread
+from .policy import Policy
+from .updates import HeldUpdate
+
+LIMIT_S = 60.0
+Ids = npt.NDArray[np.int32]
+
+
+class RolloutLab:
+    """Makes the engine, keeps it over checks that it stands, and knows which version it holds.
+
+    ``make``: the factory, called with ``model=`` the policy's folder and ``options``. ``tolerance``: how far log-probs may be
+    from the policy's. ``limit_s``: nothing that an engine is asked takes longer. Closed by ``close``.
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], policy: Policy, options: Mapping[str, Any], *, tolerance: float = 1e-4,
+        limit_s: float = LIMIT_S,
+    ) -> None:  # fmt: skip
+        self.policy, self.tolerance, self.limit_s = policy, tolerance, limit_s
+        self.version = 0
+        """What the engine holds, or, after a load that failed, what it held before."""
+        self._make, self._options = make, dict(options)
+        self._engine: RolloutEngine | None = None
+        self._loop: LoopThread | None = None
+
+    # ---- for the runner
+
+    def ask(self, body: Callable[[RolloutLab], Any], what: str) -> None:
+        """Run a check, on the engine's loop if it is a coroutine function; the engine is made if there is none. Raises what
+        the check raises."""
+        if self._engine is None:
+            self.start()
+        if not inspect.iscoroutinefunction(inspect.unwrap(body)):
+            body(self)
+            return
+        assert self._loop is not None
+        self._loop.call(self._body(body), self.limit_s, what)
+
+    async def _body(self, body: Callable[[RolloutLab], Any]) -> None:
+        await body(self)
+
+    def start(self) -> None:
+        """Make the engine, on its loop. Raises what its factory raises."""
+        self._loop = LoopThread()
+        engine = self._loop.call(self._made(), max(self.limit_s, 600.0), "making the engine")
+        expect(
+            isinstance(engine, RolloutEngine), f"the factory made {engine!r}, which is no asyncflow_sdk.RolloutEngine"
+        )
+        self._engine, self.version = engine, 0
+
+    async def _made(self) -> Any:
+        return self._make(model=self.policy.folder, **self._options)
+
+    def renew(self) -> None:
+        """After a failed check nobody knows what the engine is like: the next check gets a new one."""
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def close(self) -> None:
+        """Raises what closing the engine raises."""
+        engine, self._engine = self._engine, None
+        loop, self._loop = self._loop, None
+        try:
+            if engine is not None and loop is not None:
+                loop.call(engine.close(), self.limit_s, "close()")
+        finally:
+            if loop is not None:
+                loop.close()
+
+    # ---- for checks
+
+    @property
+    def engine(self) -> RolloutEngine:
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def rows(self) -> int:
+        """How many responses a check asks for at once at most."""
+        return min(self.engine.capabilities.max_rows, 16)
+
+    @property
+    def context(self) -> int:
+        return min(self.policy.context, self.engine.capabilities.context or self.policy.context)
+
+    def request(
+        self, prompt: Ids, n: int = 1, *, temperature: float = 0.0, max_tokens: int = 8, **more: Any
+    ) -> Request:
+        """Greedy unless told."""
+        seed, stop_ids = more.pop("seed", None), more.pop("stop_ids", ())
+        sampling = Sampling(temperature=temperature, max_tokens=max_tokens, stop_ids=stop_ids)
+        return Request(np.asarray(prompt, np.int32), sampling, n, seed, **more)
+
+    async def answer(self, request: Request, *, aborted: bool = False) -> list[Completion]:
+        """All responses, by index, their form looked at. ``aborted``: whether they may be."""
+        got: dict[int, Completion] = {}
+        async with contextlib.aclosing(self.engine.generate(request)) as completions:  # type: ignore[type-var]
+            async for completion in completions:
+                check_form(self, request, completion, aborted=aborted)
+                expect(completion.index not in got, f"response {completion.index} of {request.n} came twice")
+                got[completion.index] = completion
+        missing = sorted(set(range(request.n)) - set(got))
+        expect(not missing, f"of n={request.n} responses, {missing} never came")
+        return [got[index] for index in range(request.n)]
+
+    async def answers(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """Of requests made at once, no more rows than the engine takes."""
+        return await asyncio.gather(*(self.answer(request) for request in requests))
+
+    async def update(self, version: int | None = None) -> int:
+        """Have the engine load a version, by default one that it never had. Returns its number."""
+        version = self.version + 1 if version is None else version
+        update = self.make_update(version)
+        taken = await self.load(update)
+        expect(
+            taken == set(update.tensors),
+            f"load_weights returned {_names(taken)}; the version has {_names(set(update.tensors))}",
+        )
+        return version
+
+    def make_update(self, version: int, tensors: Mapping[str, Any] | None = None, **options: Any) -> HeldUpdate:
+        """The version's own tensors unless others are given."""
+        return HeldUpdate(version, tensors or self.policy.tensors(version), self.engine.weight_name, **options)
+
+    async def load(self, update: WeightUpdate) -> Set[str]:
+        """Raises what the engine raises; ``version`` is the update's afterwards. The update is released."""
+        try:
+            taken = await self.engine.load_weights(update)
+        finally:
+            update.release()
+        self.version = update.version
+        return set(taken)
+
+    async def check_greedy(self, prompts: Sequence[Ids], *, max_tokens: int = 8, when: str = "") -> None:
+        """Greedy responses, asked for at once, are the policy's, and so are their log-probs."""
+        requests = [self.request(prompt, max_tokens=max_tokens) for prompt in prompts]
+        for prompt, (got,) in zip(prompts, await self.answers(requests), strict=True):
+            self.check_response(prompt, got, self.policy.greedy(self.version, prompt, max_tokens), when=when)
+
+    def check_response(self, prompt: Ids, got: Completion, wanted: Ids, *, when: str = "") -> None:
+        ids = np.asarray(got.token_ids)
+        if ids.tolist() != wanted.tolist():
+            raise CheckFailed(
+                f"greedy tokens{when} are {ids.tolist()}, and version {self.version} gives {wanted.tolist()}"
+                f" for the prompt {prompt.tolist()}{self._whose(prompt, ids)}"
+            )
+        self.check_logprobs(prompt, got, when=when)
+
+    def check_logprobs(self, prompt: Ids, got: Completion, *, temperature: float = 1.0, when: str = "") -> None:
+        """Those of a response are the policy's under the version held now."""
+        ids = np.asarray(got.token_ids, np.int32)
+        wanted = self.policy.logprobs(self.version, prompt, ids, temperature)
+        apart = np.abs(np.asarray(got.logprobs, np.float64) - wanted)
+        if not len(ids) or apart.max() <= self.tolerance:
+            return
+        at = int(apart.argmax())
+        raise CheckFailed(
+            f"log-probs{when} are up to {apart[at]:.3g} from those of version {self.version} at temperature"
+            f" {temperature:g} (token {at}: {float(got.logprobs[at]):.6g}, not {wanted[at]:.6g};"
+            f" {self.tolerance:g} is allowed){self._likeness(prompt, ids, np.asarray(got.logprobs), temperature)}"
+        )
+
+    def _whose(self, prompt: Ids, ids: Ids) -> str:
+        """Of which earlier version greedy tokens are."""
+        for version in range(self.version - 1, max(self.version - 4, -1), -1):
+            if len(ids) and self.policy.greedy(version, prompt, len(ids)).tolist() == ids.tolist():
+                return f": those are of version {version}"
+        return ""
+
+    def _likeness(self, prompt: Ids, ids: Ids, have: npt.NDArray[Any], temperature: float) -> str:
+        """What log-probs would be right for."""
+        for other in (1.0, 0.7, 1.5):
+            if other != temperature and _near(
+                have, self.policy.logprobs(self.version, prompt, ids, other), self.tolerance
+            ):
+                return f": they are those at temperature {other:g}"
+        for version in range(self.version - 1, max(self.version - 4, -1), -1):
+            if _near(have, self.policy.logprobs(version, prompt, ids, temperature), self.tolerance):
+                return f": they are those of version {version}"
+        return ""
+
+
+def check_form(lab: RolloutLab, request: Request, got: Completion, *, aborted: bool = False) -> None:
+    """Whatever is in a response: it is of the form that the queue takes."""
+    expect(isinstance(got, Completion), f"generate yielded {got!r}, which is no asyncflow_sdk.Completion")
+    said = f"response {got.index} of n={request.n}"
+    expect(
+        isinstance(got.index, int) and 0 <= got.index < request.n,
+        f"{said}: its index is none of 0 to {request.n - 1}",
+    )
+    ids, logprobs = np.asarray(got.token_ids), np.asarray(got.logprobs)
+    expect(
+        ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size),
+        f"{said}: token_ids are {ids.dtype}{list(ids.shape)}, not one row of integers",
+    )
+    expect(logprobs.shape == ids.shape, f"{said}: {ids.size} tokens have log-probs of shape {list(logprobs.shape)}")
+    expect(
+        ids.size <= request.sampling.max_tokens,
+        f"{said}: {ids.size} tokens, and max_tokens is {request.sampling.max_tokens}",
+    )
+    reasons = ("stop", "length", "aborted") if aborted else ("stop", "length")
+    expect(
+        got.finish_reason in reasons,
+        f"{said}: finish_reason is {got.finish_reason!r}, not one of {', '.join(reasons)}",
+    )
+    expect(ids.size or aborted, f"{said}: it has no tokens, and none was asked to end early")
+    outside = ids[(ids < 0) | (ids >= lab.policy.vocabulary)] if ids.size else ids
+    expect(
+        not outside.size, f"{said}: token {outside[:1].tolist()} is not in the vocabulary of {lab.policy.vocabulary}"
+    )
+    wrong = logprobs[~(logprobs <= 1e-4)] if logprobs.size else logprobs
+    expect(
+        not wrong.size,
+        f"{said}: a log-prob is {wrong[:1].tolist()}; they are natural logs of probabilities, 0 or less",
+    )
+    check_spans(lab, said, got)
+
+
+def check_spans(lab: RolloutLab, said: str, got: Completion) -> None:
+    """Of engines with ``token_versions``: they cover the tokens, in order, without gaps."""
+    if not lab.engine.capabilities.token_versions:
+        expect(not got.spans, f"{said}: it has version spans, and the engine's capabilities say it has none")
+        return
+    at = 0
+    for span in got.spans:
+        expect(span.start == at < span.end, f"{said}: spans {list(got.spans)} do not follow each other from token 0")
+        at = span.end
+    expect(at == len(got.token_ids), f"{said}: spans cover {at} of {len(got.token_ids)} tokens")
+
+
+def resident_bytes() -> int:
+    """Of this process and its children: memory that is its own (anonymous, resident)."""
+    return sum(_resident(pid) for pid in [os.getpid(), *descendants(os.getpid())])
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below a process, as far as they are still to be seen."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                for child in map(int, file.read().split()):
+                    found += [child, *descendants(child)]
+    return found
+
+
+def _resident(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        for line in file:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+def _near(one: npt.NDArray[Any], other: npt.NDArray[np.float64], tolerance: float) -> bool:
+    return bool(np.abs(one - other).max() <= tolerance) if len(one) else False
+
+
+def _names(names: Set[str]) -> str:
+    shown = ", ".join(sorted(map(str, names))[:4])
+    return f"{len(names)} names ({shown}{', ...' if len(names) > 4 else ''})"

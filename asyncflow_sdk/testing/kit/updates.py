@@ -1,0 +1,63 @@
+"""Updates without a transport: a version in plain memory, as an engine is given one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...interfaces import Fetched, WeightUpdate
+from ...types import Chunk, Manifest
+from ...types.manifest import digest
+from ...weights.update import Update
+from ..ends import layout
+
+BUCKET = 1 << 20
+
+
+class HeldUpdate(WeightUpdate):
+    """A version like those that transports fetch, with which a check can do what memory may suffer.
+
+    ``breaks_after``: so many tensors come, then iterating raises OSError. ``scribble`` overwrites all its bytes, as the next
+    version in the same memory would.
+    """
+
+    def __init__(
+        self, version: int, tensors: Mapping[str, npt.NDArray[Any]], rename: Callable[[str], str] | None = None,
+        *, breaks_after: int | None = None,
+    ) -> None:  # fmt: skip
+        infos, sizes = layout(tensors, 1 << 26)
+        self._chunks = [np.zeros(size, np.uint8) for size in sizes]
+        for info in infos:
+            raw = np.ascontiguousarray(tensors[info.name]).reshape(-1).view(np.uint8)
+            self._chunks[info.chunk][info.offset : info.offset + info.nbytes] = raw
+        chunks = tuple(Chunk(len(chunk), _digests(chunk)) for chunk in self._chunks)
+        whole = Update(version, [Fetched(Manifest(version, tuple(infos), chunks, BUCKET), self._chunks)], rename)
+        self.version, self.tensors, self.root, self._whole = version, whole.tensors, whole.root, whole
+        self._breaks_after = breaks_after
+
+    def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        return self._breaking(self._whole.arrays())
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return self._breaking(iter(self._whole))
+
+    def release(self) -> None:
+        self._whole.release()
+
+    def scribble(self) -> None:
+        for chunk in self._chunks:
+            chunk[:] = 0x3F
+
+    def _breaking(self, tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for number, each in enumerate(tensors):
+            if number == self._breaks_after:
+                raise OSError(f"version {self.version}: told to break off before tensor {each[0]!r}")
+            yield each
+
+
+def _digests(chunk: npt.NDArray[np.uint8]) -> tuple[bytes, ...]:
+    view = memoryview(chunk)  # type: ignore[arg-type]
+    return tuple(digest(view[start : start + BUCKET]) for start in range(0, len(chunk), BUCKET))

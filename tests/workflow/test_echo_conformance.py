@@ -1,0 +1,45 @@
+"""Echo engines keep to the contract of real ones, in each way of taking weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncflow_sdk.testing import Conformance
+from asyncflow_sdk.testing.kit.conformance import BoundCheck
+
+plain = Conformance("rollout", "echo")
+flying = Conformance("rollout", "echo", options={"in_flight": True, "partial": True, "token_s": 0.001})
+
+
+@plain.parametrize
+def test_echo_conforms(check: BoundCheck) -> None:
+    check()
+
+
+@flying.parametrize
+def test_echo_conforms_while_requests_run(check: BoundCheck) -> None:
+    check()
+
+
+def test_an_expected_failure_that_passes_is_a_failure() -> None:
+    kit = Conformance("rollout", "echo", only=["greedy"], expected={"greedy": "it was broken once"})
+
+    report = kit.run()
+
+    assert not report.ok
+    assert report.results[0].outcome == "passed unexpectedly"
+    with pytest.raises(AssertionError, match="take the expectation out"):
+        next(iter(kit))()
+
+
+def test_a_failure_that_is_expected_keeps_the_level_down() -> None:
+    kit = Conformance(
+        "rollout", "echo", options={"ignore_at": 1}, expected={"update": "version 1 is ignored, as it was told"},
+        only=["greedy", "update"],
+    )  # fmt: skip
+
+    report = kit.run()
+
+    assert [result.outcome for result in report.results] == ["passed", "failed as expected"]
+    assert report.ok
+    assert report.level == ""
