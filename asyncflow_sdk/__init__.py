@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .algorithms import GRPO as GRPO
     from .cli.live import LiveView as LiveView
     from .cli.report import write_report as write_report
     from .errors import AsyncFlowError as AsyncFlowError
@@ -26,17 +27,21 @@ if TYPE_CHECKING:
     from .errors import SchemaError as SchemaError
     from .errors import WorkerFailed as WorkerFailed
     from .interfaces import TRAIN_COLUMNS as TRAIN_COLUMNS
+    from .interfaces import Algorithm as Algorithm
     from .interfaces import Candidates as Candidates
     from .interfaces import Capabilities as Capabilities
     from .interfaces import Completion as Completion
     from .interfaces import Filling as Filling
     from .interfaces import Launcher as Launcher
+    from .interfaces import PackedTokens as PackedTokens
     from .interfaces import Place as Place
     from .interfaces import Request as Request
     from .interfaces import RolloutEngine as RolloutEngine
     from .interfaces import Sampler as Sampler
     from .interfaces import StalenessPolicy as StalenessPolicy
     from .interfaces import StepResult as StepResult
+    from .interfaces import TrackedRun as TrackedRun
+    from .interfaces import Tracker as Tracker
     from .interfaces import TrainEngine as TrainEngine
     from .interfaces import WeightUpdate as WeightUpdate
     from .interfaces import WorkerEnding as WorkerEnding
@@ -47,7 +52,6 @@ if TYPE_CHECKING:
     from .queue import StreamDataLoader as StreamDataLoader
     from .queue.replaying import replay as replay
     from .service import Trainer as Trainer
-    from .types import GRPO as GRPO
     from .types import Batch as Batch
     from .types import Checkpoint as Checkpoint
     from .types import Probe as Probe
@@ -83,6 +87,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "TRAIN_COLUMNS": "interfaces",
     "AdapterSpec": "plugins",
+    "Algorithm": "interfaces",
     "AsyncFlowError": "errors",
     "EngineError": "errors",
     "SchemaError": "errors",
@@ -99,7 +104,7 @@ _WHERE = {
     "Capabilities": "interfaces",
     "Completion": "interfaces",
     "Filling": "interfaces",
-    "GRPO": "types",
+    "GRPO": "algorithms",
     "Probe": "types",
     "Ragged": "types",
     "Request": "interfaces",
@@ -111,12 +116,15 @@ _WHERE = {
     "StalenessPolicy": "interfaces",
     "StepResult": "interfaces",
     "StreamDataLoader": "queue",
+    "TrackedRun": "interfaces",
+    "Tracker": "interfaces",
     "TrainEngine": "interfaces",
     "Trainer": "service",
     "VersionSpan": "types",
     "WeightUpdate": "interfaces",
     "Weights": "types",
     "Launcher": "interfaces",
+    "PackedTokens": "interfaces",
     "Place": "interfaces",
     "WorkerEnding": "interfaces",
     "WorkerHandle": "interfaces",

@@ -90,7 +90,7 @@ def check_tokens(batch: Batch, *, vocabulary: int, context: int | None) -> None:
     _refuse(batch, responses.lengths == 0, "have an empty response")
     for name, column in (("prompt_ids", prompts), ("response_ids", responses)):
         outside = (column.values < 0) | (column.values >= vocabulary)
-        _refuse(batch, _any_in_row(outside, column), f"have {name} outside the vocabulary of {vocabulary}")
+        _refuse(batch, any_in_row(outside, column), f"have {name} outside the vocabulary of {vocabulary}")
     if context is not None:
         longer = prompts.lengths + responses.lengths > context
         _refuse(batch, longer, f"are longer than the model's context of {context} tokens")
@@ -104,17 +104,17 @@ def check_training(batch: Batch) -> None:
     _refuse(batch, ~np.isfinite(rewards), "have a reward that is no finite number")
     unequal = logprobs.lengths != batch.ragged("response_ids").lengths
     _refuse(batch, unequal, "do not have one log-prob for each response token")
-    _refuse(batch, _any_in_row(~np.isfinite(logprobs.values), logprobs), "have log-probs that are not finite")
+    _refuse(batch, any_in_row(~np.isfinite(logprobs.values), logprobs), "have log-probs that are not finite")
     mask = loss_mask(batch)
     if mask is None:
         return
     _refuse(batch, mask.lengths != logprobs.lengths, "do not have one value of the loss mask for each response token")
     odd = (mask.values != 0) & (mask.values != 1)
-    _refuse(batch, _any_in_row(odd, mask), "have a loss mask of other values than 0 and 1")
-    _refuse(batch, ~_any_in_row(mask.values != 0, mask), "have no token that the loss mask has trained")
+    _refuse(batch, any_in_row(odd, mask), "have a loss mask of other values than 0 and 1")
+    _refuse(batch, ~any_in_row(mask.values != 0, mask), "have no token that the loss mask has trained")
 
 
-def _any_in_row(flags: npt.NDArray[np.bool_], column: Ragged) -> npt.NDArray[np.bool_]:
+def any_in_row(flags: npt.NDArray[np.bool_], column: Ragged) -> npt.NDArray[np.bool_]:
     """Whether any element of a row is flagged: bool (rows,)."""
     counts = np.concatenate([[0], np.cumsum(flags)])
     return np.asarray(counts[column.offsets[1:]] > counts[column.offsets[:-1]])

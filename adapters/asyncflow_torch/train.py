@@ -1,4 +1,4 @@
-"""TorchEngine: trains a Hugging Face model with GRPO and AdamW in this process.
+"""TorchEngine: trains a Hugging Face model with AdamW in this process, by GRPO or any other algorithm.
 
 engine = TorchEngine("runs/demo/model", lr=2e-4)
 result = engine.train_step(batch)                        # result.metrics["reward"]
@@ -16,14 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.errors import ConfigError, EngineError
-from asyncflow_sdk.interfaces import StepResult, TrainEngine
-from asyncflow_sdk.types import GRPO, Batch, Ragged, loss_mask
+from asyncflow_sdk.interfaces import Algorithm, PackedTokens, StepResult, TrainEngine
+from asyncflow_sdk.types import Batch, Ragged, loss_mask
 
 from . import checkpoint
 from .collate import check_tokens, check_training, micro_batches
 from .logprobs import batch_logprobs, response_logprobs
-from .losses import group_advantages, grpo_loss
+from .packing import PerToken, checked_advantages, extra_columns
 from .policy import context_of, export_policy, load_policy, named_weights, vocabulary_of
 
 
@@ -40,7 +41,7 @@ class TorchEngine(TrainEngine):
         self,
         model: str,
         *,
-        algorithm: GRPO | None = None,
+        algorithm: Algorithm | None = None,
         lr: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
@@ -77,17 +78,17 @@ class TorchEngine(TrainEngine):
     def train_step(self, batch: Batch) -> StepResult:
         """One AdamW step on the rows of ``batch``, whole groups.
 
-        Where every row has advantage 0 no step is made, and ``rows_used`` is 0. Metrics over all rows:
-        reward, reward_std, response_tokens (mean length), rows_used; over the tokens trained, which are those of
-        the column loss_mask where there is one: tokens (how many), loss, grad_norm (before clipping), clip_fraction, logprob_drift and entropy (both under the
-        weights before the step). Raises EngineError, the weights unchanged, when the gradient is not finite.
+        Where the algorithm drops rows of advantage 0 and all are, no step is made, and ``rows_used`` is 0. Metrics over all
+        rows: reward, reward_std, response_tokens (mean length), rows_used; over the tokens trained, which are those of the
+        column loss_mask where there is one: tokens (how many), loss, grad_norm (before clipping), entropy (under the weights before
+        the step), and the algorithm's own. Raises EngineError, the weights unchanged, when the gradient is not finite.
         """
         check_tokens(batch, vocabulary=self._vocabulary, context=self._context)
         check_training(batch)
-        advantages = group_advantages(batch.array("reward"), batch.groups, self._algorithm)
+        advantages = checked_advantages(self._algorithm.advantages(batch), batch, self._algorithm)
         used = np.ones(batch.rows, np.bool_)
         if self._algorithm.drop_zero_advantage:
-            used = advantages != 0
+            used = advantages.nonzero
         rewards = batch.array("reward").astype(np.float64)
         metrics = {
             "reward": float(rewards.mean()),
@@ -98,28 +99,32 @@ class TorchEngine(TrainEngine):
         }
         if used.any():
             chosen = np.flatnonzero(used)
-            metrics |= self._step(batch.take(chosen), advantages[chosen])
+            metrics |= self._step(batch.take(chosen), advantages.take(chosen))
         return StepResult(metrics, None if used.all() else ~used)
 
-    def _step(self, batch: Batch, advantages: npt.NDArray[np.float32]) -> dict[str, float]:
-        mask, behaviour = loss_mask(batch), batch.ragged("logprobs")
-        if mask is not None:
-            behaviour = _masked(behaviour, mask)
+    def _step(self, batch: Batch, advantages: PerToken) -> dict[str, float]:
+        mask = loss_mask(batch)
+        behaviour = PerToken.of(batch.ragged("logprobs")).masked(mask)
+        advantages = advantages.masked(mask)
+        columns = {name: each.masked(mask) for name, each in extra_columns(self._algorithm.needs, batch).items()}
         lengths = behaviour.lengths
         total = int(lengths.sum())
         sums: dict[str, Any] = defaultdict(float)
         self._optimizer.zero_grad()
         for part in micro_batches(batch, tokens=self._micro_batch_tokens, device=self._device, mask=mask):
             stats = response_logprobs(self._model, part, temperature=self._temperature)
-            loss, measured = grpo_loss(
-                stats.logprobs,
-                self._tensor(behaviour.take(part.rows).values),
-                self._tensor(np.repeat(advantages[part.rows], lengths[part.rows])),
-                self._algorithm,
-                total_tokens=total,
-            )
+            rows = np.repeat(np.arange(len(part.rows)), lengths[part.rows])
+            loss, measured = self._algorithm.loss(
+                PackedTokens(
+                    logprobs=stats.logprobs, behaviour=self._tensor(behaviour.of_rows(part.rows)),
+                    advantages=self._tensor(advantages.of_rows(part.rows)),
+                    rows=torch.from_numpy(rows).to(self._device), row_count=len(part.rows),
+                    total_tokens=total, total_rows=batch.rows,
+                    columns={name: self._tensor(each.of_rows(part.rows)) for name, each in columns.items()},
+                )
+            )  # fmt: skip
             loss.backward()
-            measured |= {"loss": loss.detach(), "entropy": stats.entropy.sum() / total}
+            measured = {**measured, "loss": loss.detach(), "entropy": stats.entropy.sum() / total}
             for name, value in measured.items():
                 sums[name] += value
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
@@ -153,12 +158,6 @@ class TorchEngine(TrainEngine):
 
     def _tensor(self, values: npt.NDArray[np.float32]) -> Any:
         return torch.from_numpy(values.astype(np.float32)).to(self._device)
-
-
-def _masked(column: Ragged, mask: Ragged) -> Ragged:
-    """The values of the tokens that the mask has."""
-    chosen = mask.values.astype(np.bool_)
-    return Ragged(column.values[chosen], np.concatenate([[0], np.cumsum(chosen)])[mask.offsets])
 
 
 def _check_positive(**options: float | None) -> None:

@@ -183,6 +183,9 @@ def serve(
     staleness_policy: Annotated[str, typer.Option(help="Of rows that take long: wait, drop, count, ....")] = "wait",
     capacity_rows: Annotated[int, typer.Option(min=1, help="Rows that may be alive at once.")] = 100_000,
     durability: Annotated[str | None, typer.Option(help="'process' or 'host': survives its kill.")] = None,
+    tracker: Annotated[
+        list[str] | None, typer.Option(help="Tracks the run; may be given often.", metavar="NAME")
+    ] = None,
     no_plugin: _NoPlugin = None,
     debug: _Debug = False,
 ) -> None:
@@ -195,7 +198,7 @@ def serve(
         feed = {"prompts": prompts, "group_size": group_size, "column": column, "epochs": epochs, "seed": seed}
     serve_run(
         directory, address, Console(), feed, steps=steps, max_staleness=max_staleness, staleness_policy=staleness_policy,
-        capacity_rows=capacity_rows,        durability=durability,
+        capacity_rows=capacity_rows, durability=durability, trackers=tracker or [],
     )  # fmt: skip
 
 

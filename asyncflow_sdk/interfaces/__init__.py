@@ -1,5 +1,6 @@
 """What plugins implement: abstract classes and their promises, nothing else."""
 
+from .algorithm import Algorithm, PackedTokens
 from .launcher import (
     FATAL_STATUS,
     Launcher,
@@ -13,6 +14,7 @@ from .launcher import (
 from .rollout import Capabilities, Completion, Request, RolloutEngine
 from .sampler import Candidates, Sampler
 from .staleness import Filling, StalenessPolicy
+from .tracker import TrackedRun, Tracker
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
 from .weights import (
     Fetched,
@@ -28,6 +30,7 @@ from .weights import (
 __all__ = [
     "FATAL_STATUS",
     "TRAIN_COLUMNS",
+    "Algorithm",
     "Candidates",
     "Capabilities",
     "Completion",
@@ -36,6 +39,7 @@ __all__ = [
     "Host",
     "Launcher",
     "OnFailure",
+    "PackedTokens",
     "Place",
     "Request",
     "RolloutEngine",
@@ -44,6 +48,8 @@ __all__ = [
     "StalenessPolicy",
     "StepResult",
     "TensorType",
+    "TrackedRun",
+    "Tracker",
     "TrainEngine",
     "WeightReceiver",
     "WeightSender",

@@ -30,8 +30,8 @@ class StepResult:
 class TrainEngine(abc.ABC):
     """Trains the policy on batches of whole groups.
 
-    Made by its plugin's factory as ``factory(model=PATH, algorithm=CONFIG, **options)`` in the worker's
-    process. Not thread-safe: one thread calls it.
+    Made by its plugin's factory as ``factory(model=PATH, algorithm=ALGORITHM, **options)`` in the worker's
+    process, with an ``Algorithm``. Not thread-safe: one thread calls it.
     """
 
     @abc.abstractmethod

@@ -3,7 +3,7 @@
 from .ages import TokenAges, token_ages
 from .batch import Batch
 from .columns import Column, ColumnSpec, Values, pack, unpack
-from .config import GRPO, Checkpoint, Sampling, Staleness, Weights
+from .config import Checkpoint, Sampling, Staleness, Weights
 from .dtypes import carrier, dtype_name, from_torch, to_torch
 from .events import Event
 from .lengths import Lengths
@@ -23,7 +23,6 @@ from .spans import (
 )
 
 __all__ = [
-    "GRPO",
     "LOSS_MASK",
     "VERSION_SPANS",
     "Batch",

@@ -1,4 +1,4 @@
-"""What users choose: staleness, sampling, the algorithm. Frozen and keyword-only; checked when made."""
+"""What users choose: staleness, sampling, weights, checkpoints. Frozen and keyword-only; checked when made."""
 
 from __future__ import annotations
 
@@ -60,27 +60,6 @@ class Sampling:
             raise ConfigError(f"stop_ids are token ids from 0, not {list(self.stop_ids)}")
         if self.top_k < 0:
             raise ConfigError(f"top_k must be 0 (off) or more, not {self.top_k}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPO:
-    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3) with the clip-higher range and the
-    token-mean loss of DAPO (arXiv 2503.14476, eq. 8), no KL term.
-
-    Advantage of a row: (reward - mean of its group) / (standard deviation of its group + ``epsilon``);
-    ``normalize_std=False`` leaves the division out. Rows whose advantage is zero carry no gradient and are
-    dropped before the forward pass (``drop_zero_advantage``), counted as filtered.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    normalize_std: bool = True
-    epsilon: float = 1e-4
-    drop_zero_advantage: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.clip_low < 1 or self.clip_high < 0:
-            raise ConfigError(f"clip range [1 - {self.clip_low}, 1 + {self.clip_high}] is empty or negative")
 
 
 @dataclass(frozen=True, kw_only=True)

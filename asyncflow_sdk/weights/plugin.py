@@ -1,4 +1,4 @@
-"""The transports, samplers, staleness policies and launchers that come with the SDK."""
+"""The transports, samplers, staleness policies, algorithms and launchers that come with the SDK."""
 
 from ..plugins import AdapterSpec, hookimpl
 
@@ -40,5 +40,6 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             factory="asyncflow_sdk.workflow.launch:ProcessLauncher",
             tested="Linux 6.18",
         ),
+        AdapterSpec(kind="algorithm", name="grpo", factory="asyncflow_sdk.algorithms.grpo:GRPO"),
         AdapterSpec(kind="launcher", name="thread", factory="asyncflow_sdk.workflow.threads:ThreadLauncher"),
     ]

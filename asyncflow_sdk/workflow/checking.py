@@ -22,6 +22,7 @@ from .policy import rows_needed
 from .specs import Rollout, Stage, Train
 from .supervise import launcher_named
 from .text import Text
+from .tracking import check_tracker
 from .work import Generate, Logprobs
 
 AHEAD_STEPS = 3
@@ -106,6 +107,9 @@ def problems_of(flow: Workflow) -> Problems:
             _check_temperature(rollout, flow.train)
     with problems.kept("weights"):
         _check_weights(flow)
+    for number, tracker in enumerate(flow.trackers):
+        with problems.kept("trackers", number):
+            check_tracker(tracker)
     return problems
 
 
@@ -144,12 +148,9 @@ def _check_numbers(flow: Workflow, problems: Problems) -> None:
             " checkpoint has lost what it learned; say checkpoint=af.Checkpoint(every=50), or leave max_restarts out",
             "train", "max_restarts",
         )  # fmt: skip
-    if size == 1 and getattr(flow.train.algorithm, "drop_zero_advantage", False):
-        problems.add(
-            "group_size is 1: an advantage relative to the group is then always 0 and nothing would be"
-            " learned; use groups of 2 or more",
-            "rollout", 0, "group_size",
-        )  # fmt: skip
+    if flow.train.algorithm is not None:
+        with problems.kept("rollout", 0, "group_size"):
+            flow.train.algorithm.check(group_size=size)
 
 
 def _check_place(where: str, place: Place, problems: Problems, *key: str | int) -> None:

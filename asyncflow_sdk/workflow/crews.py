@@ -220,7 +220,7 @@ def _job(
     if isinstance(spec, Train):
         often = checkpoint or Checkpoint()
         return TrainJob(
-            spec.engine, spec.model, spec.algorithm, spec.options, export, weights or spec.weights or _DEFAULT,
+            spec.engine, spec.model, spec.algorithm_spec, spec.options, export, weights or spec.weights or _DEFAULT,
             checkpoints, often.every, often.keep,
         )  # fmt: skip
     work = spec.job() or FunctionWork("")  # what runs here is not looked up

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, Ended
-from ..interfaces import TRAIN_COLUMNS, OnFailure
+from ..interfaces import TRAIN_COLUMNS, OnFailure, TrackedRun
 from ..ledger import Audit
 from ..ledger import commands as cmd
 from ..queue import Connection, LeasedBatch, QueueServer, Recovered, TransferQueue, open_queue
@@ -37,6 +37,7 @@ from .crews import Crews
 from .data import Feeder, Prompts, load_prompts
 from .specs import Rollout, Stage, Train
 from .supervise import Worker
+from .tracking import Tracking
 from .waiting import Stall, what_stands
 
 LOOK_S = 5.0
@@ -58,6 +59,7 @@ class Run:
         self._updates: list[OwnUpdates] = []
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self.failure: BaseException | None = None
+        self._tracking: Tracking | None = None
         mark = "" if server is not None else f"{connection.session}."  # others start workers of the same roles
         logs = (directory or Path(".")) / "logs"
         self._crews = Crews(self.queue, self._near, mark, logs, self.fail, on_failure)
@@ -258,11 +260,18 @@ class Run:
                 updates.close()
             self.finish() if end else self.stop_workers()
         finally:
+            if self._tracking is not None:
+                self._tracking.close()
             self._connection.close()
             if self._server is not None:
                 if self.directory is not None:
                     remove_addresses(self.directory, self._server.addresses)
                 self._server.close()
+
+    def track(self, tracking: Tracking, about: TrackedRun) -> None:
+        """Have trackers hear of this run, until it is closed. Of ``serve``."""
+        self._tracking = tracking
+        tracking.start(about, self._crews.report)
 
     def finish(self) -> None:
         """Stop the workers started from here. The process that serves ends the stream, too, and cancels rows that no

@@ -7,18 +7,19 @@ with af.connect("tcp://10.0.0.1:7000", key="run.key") as run: ...               
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import ConfigError
-from ..interfaces import OnFailure, Sampler, check_on_failure
+from ..interfaces import OnFailure, Sampler, TrackedRun, check_on_failure
 from ..queue import Connection, QueueServer
 from ..types import Batch, Event
 from ..wire import MAX_BYTES, ServerKeys, on_loopback, server_keys
 from .address import find_address, write_addresses
 from .policy import Policy, find_policy
 from .run import Run
+from .tracking import Tracked, Tracking, trackers_of
 
 
 def serve(
@@ -43,6 +44,8 @@ def serve(
     samplers: Mapping[str, Callable[..., Sampler]] | None = None,
     on_failure: OnFailure = "stop",
     staleness_policy: Policy = "wait",
+    trackers: Tracked | Sequence[Tracked] = (),
+    description: Mapping[str, Any] | None = None,
 ) -> Run:
     """Serve a run from this process. ``directory``: where workers log. ``address``: also listen there
     (``tcp://127.0.0.1:0`` picks a port); a socket of the run is always there. ``capacity_bytes``: of payload alive
@@ -64,6 +67,9 @@ def serve(
     ``samplers``: those of this process by name, beside the installed ones. ``on_failure``: whether the run stops when a
     worker started here has failed for good, or goes on while one of its role is left.
 
+    ``trackers``: those that are to hear of the run: names of installed ones, classes, either with options (("mine", {"project": "x"})),
+    or ``Tracker`` objects; they need a directory. ``description``: what they are told of it, as JSON holds it.
+
     ``max_staleness``: versions that a trained token may be old. ``staleness_policy``: what becomes of rows that take long:
     "wait", "drop", "count", or another; see ``Staleness``. A class of this process is handed over again by whoever
     goes on with a durable run.
@@ -83,9 +89,15 @@ def serve(
         raise ConfigError(f'a run of durability "{durability}" needs a directory for its journal')
     journal = path / "journal" if path is not None and (durability or (path / "journal").is_dir()) else None
     keys = _keys(path, address, key)
+    made = trackers_of(trackers)
+    if made and path is None:
+        raise ConfigError(
+            "trackers are opened with the directory of the run, and this one has none: serve(DIR, trackers=...)"
+        )
+    tracking = Tracking(made) if made else None
     policy, own = find_policy(staleness_policy)
     server = QueueServer(
-        [address] if address else [], on_event=on_event, on_step=on_step, journal=journal, durability=durability,
+        [address] if address else [], on_event=_both(on_event, tracking), on_step=on_step, journal=journal, durability=durability,
         keys=keys, max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history,
     )  # fmt: skip
     try:
@@ -101,6 +113,13 @@ def serve(
             )  # fmt: skip
         if path is not None:
             write_addresses(path, server.addresses)
+        if tracking is not None and path is not None:
+            limits = {"steps": steps, "max_staleness": max_staleness}
+            about = TrackedRun(
+                directory=path, description=limits if description is None else description,
+                resumed=server.recovered is not None,
+            )  # fmt: skip
+            run.track(tracking, about)
     except BaseException:
         server.close()
         raise
@@ -123,6 +142,17 @@ def connect(
     ConfigError, AccessDenied, ServerLost, ProtocolError.
     """
     return Run(Connection(find_address(address), name, key=key, shared_memory=shared_memory, timeout_s=timeout_s))
+
+
+def _both(one: Callable[[Event], None] | None, other: Tracking | None) -> Callable[[Event], None] | None:
+    if one is None or other is None:
+        return one or other
+
+    def hear(event: Event) -> None:
+        other(event)
+        one(event)
+
+    return hear
 
 
 def _keys(directory: Path | None, address: str | None, key: str | os.PathLike[str] | None) -> ServerKeys | None:

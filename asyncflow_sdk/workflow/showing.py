@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from .checking import AHEAD_STEPS, dataflow, name_of
 from .dataflow import PROMPTS
 from .policy import rule_of
 from .specs import Rollout, Stage, Train
+from .tracking import label_of
 from .work import Generate, Logprobs
 
 if TYPE_CHECKING:
@@ -40,12 +42,13 @@ def described(flow: Workflow) -> dict[str, Any]:
         ],
         "train": {
             "engine": flow.train.engine, "model": flow.train.model, "options": flow.train.options,
-            "algorithm": {type(flow.train.algorithm).__name__: msgspec.to_builtins(flow.train.algorithm)},
+            "algorithm": _algorithm(flow.train),
             "needs": flow.train.needs, "place": _placed(flow.train.place, 0),
         },
         "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in dataflow(flow).edges],
         "batch_size": flow.batch_size, "steps": flow.steps, "epochs": flow.epochs, "seed": flow.seed,
         "capacity_rows": flow.capacity_rows, "on_failure": flow.on_failure, "stall_timeout_s": flow.stall_timeout_s,
+        "trackers": [label_of(each) for each in flow.trackers],
         "staleness": rule_of(flow.staleness), "weights": msgspec.to_builtins(flow.weights),
         "choices": choices(flow),
     }  # fmt: skip
@@ -113,8 +116,16 @@ def _stage(stage: Stage) -> str:
 
 
 def _train(train: Train) -> str:
-    algorithm = type(train.algorithm).__name__
+    (algorithm,) = _algorithm(train)
     return f"engine {train.engine}{_of(train.model)}, {algorithm}{_options(train.options)}{_where(train.place, 0)}"
+
+
+def _algorithm(train: Train) -> dict[str, Any]:
+    """Its name and options."""
+    made = train.algorithm
+    if made is not None and dataclasses.is_dataclass(made):
+        return {type(made).__name__: msgspec.to_builtins(dataclasses.asdict(made))}
+    return {train.algorithm_spec.label: train.algorithm_spec.options}
 
 
 def _of(model: str) -> str:
@@ -146,6 +157,10 @@ def choices(flow: Workflow) -> dict[str, str]:
         if flow.on_failure == "stop"
         else "the run goes on without a worker that has failed for good",
     }
+    if flow.trackers:
+        found["trackers"] = (
+            f"{', '.join(map(label_of, flow.trackers))}: each in a thread of the driver; one that fails is left out"
+        )
     for rollout in flow.rollouts:
         if rollout.prompt != "prompt_ids":
             found[f"{rollout.task} {rollout.engine}".strip()] = (

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError
-from ..interfaces import TRAIN_COLUMNS, OnFailure, Place
+from ..algorithms import algorithm_spec, make_algorithm
+from ..errors import ConfigError, PluginError
+from ..interfaces import TRAIN_COLUMNS, Algorithm, OnFailure, Place
 from ..ledger import TaskSpec
 from ..ledger.commands import SamplerSpec
 from ..plugins import import_name, import_path
 from ..queue import TransferQueue
-from ..types import GRPO, LOSS_MASK, VERSION_SPANS, Sampling, Weights
+from ..types import LOSS_MASK, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 from .agent import Agent
 from .describing import Described
@@ -251,7 +252,12 @@ class Stage(Described):
 
 class Train(Described):
     """Trains with the train engine ``engine``, found through the hook. ``weights``: how each version is published; in a workflow
-    that is the workflow's. ``needs``: columns beside TRAIN_COLUMNS that its batches have. ``options`` are the engine's own."""
+    that is the workflow's. ``needs``: columns that its batches have beside TRAIN_COLUMNS and those of its algorithm.
+    ``options`` are the engine's own.
+
+    ``algorithm``: the name of an installed one ("grpo"), "module:Class", a class, one of these with options
+    (("grpo", {"clip_high": 0.3})), or an Algorithm that is a dataclass; GRPO by default. One that only the interpreter ``python``
+    has is made there, and what it needs is to be said in ``needs``."""
 
     kind: Literal["train"] = "train"
     task = "train"
@@ -275,9 +281,17 @@ class Train(Described):
     ) -> None:
         self.engine, self.model = engine_name(engine), str(model)
         self.options = plain_options(self.engine, options)
-        self.needs = (*TRAIN_COLUMNS, *(name for name in needs if name not in TRAIN_COLUMNS))
         self.weights = weights
-        self.algorithm = algorithm if algorithm is not None else GRPO()
+        self.algorithm_spec = algorithm_spec(algorithm)
+        self.algorithm: Algorithm | None = None
+        """As it is here; None where only its worker has it."""
+        try:
+            self.algorithm = make_algorithm(self.algorithm_spec)
+        except PluginError:
+            if python is None:
+                raise
+        own = self.algorithm.needs if self.algorithm is not None else ()
+        self.needs = tuple(dict.fromkeys((*TRAIN_COLUMNS, *own, *needs)))
         self.place = Place(
             python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
             gpus=tuple(gpus), on_failure=on_failure,

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from ..algorithms import GRPO
 from ..errors import ConfigError, DeadlineExceeded, Ended, EngineError, LeaseLost, SchemaError
 from ..interfaces import Request, RolloutEngine, TrainEngine
 from ..plugins import import_name
 from ..queue import AsyncLeasedBatch, Connection, LeasedBatch, TransferQueue
 from ..queue.leased import Lease
-from ..types import GRPO, Batch, Ragged, Sampling
+from ..types import Batch, Ragged, Sampling
 from ..types import events as ev
 from ..types.columns import pack
 from .consumer import Consumer

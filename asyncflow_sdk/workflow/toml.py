@@ -28,8 +28,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigError, PluginError
-from ..plugins import import_name
-from ..types import GRPO
+from ..plugins import import_name, registry
 from .checking import Key, telling
 from .positions import positions
 from .specs import Rollout, Stage, Train
@@ -41,7 +40,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ALGORITHMS = {"GRPO": GRPO}
 _WORKS = {"logprobs": Logprobs, "generate": Generate}
 _SPECS = (Rollout, Stage, Train)
 
@@ -132,7 +130,9 @@ class _File:
         before = len(self._wrong)
         signature = inspect.signature(make)
         named = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
-        hints = typing.get_type_hints(make if dataclasses.is_dataclass(make) else make.__init__)
+        plain = isinstance(make, type) and not dataclasses.is_dataclass(make)
+        of = typing.cast(Any, make).__init__ if plain else make
+        hints = typing.get_type_hints(of)
         options = len(named) < len(signature.parameters)
         arguments = {}
         for name, value in table.items():
@@ -173,6 +173,8 @@ class _File:
         name, members = key[-1], _members(hint)
         if key == ("prompts",):
             return self._prompts(value, key)
+        if key == ("trackers",):
+            return self._trackers(value, key)
         if name == "algorithm":
             return self._algorithm(value, key)
         if name == "work" and isinstance(value, dict):
@@ -234,14 +236,33 @@ class _File:
         return found() if callable(found) else found
 
     def _algorithm(self, value: Any, key: Key) -> Any:
+        """Made where it is installed, so that what is wrong is told with its line; else its name and options."""
         table = {"name": value} if isinstance(value, str) else value
-        name = table.get("name", "GRPO") if isinstance(table, dict) else "GRPO"
-        if name not in ALGORITHMS:
-            self._say(key, f"{_dotted(key)}: no algorithm is named {name!r}; known are {', '.join(ALGORITHMS)}")
+        if not isinstance(table, dict) or not isinstance(name := table.get("name", "grpo"), str):
+            self._say(key, f"{_dotted(key)} is a name, or a table with a name and options, not {_kind(value)}")
             raise _Misfit
-        if isinstance(table, dict):
-            table = {n: v for n, v in table.items() if n != "name"}
-        return self._made(ALGORITHMS[name], table, key)
+        options = {n: v for n, v in table.items() if n != "name"}
+        try:
+            factory = registry().get("algorithm", name).load()
+        except PluginError as error:
+            if "python" in self.values.get(str(key[0]), {}):
+                return name, self._located(options)
+            self._say(key, f"{_dotted(key)}: {error}")
+            raise _Misfit from None
+        return self._made(factory, options, key)
+
+    def _trackers(self, value: Any, key: Key) -> list[Any]:
+        """Names, and tables with a name and options."""
+        made: list[Any] = []
+        for number, each in enumerate(value if isinstance(value, list) else [value]):
+            name = each.get("name") if isinstance(each, dict) else each
+            if not isinstance(name, str):
+                where = (*key, number)
+                self._say(where, f"{_dotted(where)} is a name, or a table with a name and options")
+                raise _Misfit
+            options = {n: self._located(v) for n, v in each.items() if n != "name"} if isinstance(each, dict) else {}
+            made.append((name, options) if options else name)
+        return made
 
     def _work(self, table: dict[str, Any], key: Key) -> Any:
         kinds = [kind for kind in _WORKS if kind in table]

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..algorithms import AlgorithmSpec, make_algorithm
 from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError, WeightMismatch
 from ..interfaces import FATAL_STATUS, WorkerEnding
 from ..ledger import commands as cmd
@@ -26,7 +27,7 @@ from ..memory import directory_at, remove_if_ownerless
 from ..plugins import plugin_choice, registry
 from ..queue import Connection, Renewing, TransferQueue, open_queue
 from ..queue._once import drive
-from ..types import GRPO, Sampling, Weights
+from ..types import Sampling, Weights
 from ..types import events as ev
 from ..wire import RunKey
 from .work import AgentWork, Work
@@ -66,7 +67,7 @@ class StageJob(msgspec.Struct, frozen=True, tag="stage"):
 class TrainJob(msgspec.Struct, frozen=True, tag="train"):
     engine: str
     model: str
-    algorithm: GRPO
+    algorithm: AlgorithmSpec
     options: dict[str, Any]
     export: str
     weights: Weights
@@ -185,7 +186,9 @@ def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob) -> None:
             concurrency=job.concurrency, groups=job.groups,
         )  # fmt: skip
     elif isinstance(job, TrainJob):
-        engine = make_engine("train", job.engine, model=job.model, algorithm=job.algorithm, **job.options)
+        engine = make_engine(
+            "train", job.engine, model=job.model, algorithm=make_algorithm(job.algorithm), **job.options
+        )
         _state(connection, "ready")
         checkpoints = Checkpoints(queue, Path(job.checkpoints), job.keep) if job.checkpoints else None
         roles.train(

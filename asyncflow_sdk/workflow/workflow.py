@@ -37,6 +37,7 @@ from .serving import serve
 from .showing import described, drawn, shown
 from .specs import Rollout, Stage, Train
 from .supervise import Worker
+from .tracking import Tracked, several
 from .waiting import Stall
 
 FINISH_S = 30.0
@@ -67,7 +68,7 @@ class Workflow(Described):
     stops or goes on when a worker has failed for good. ``capacity_rows``: most rows alive at once; None: what the
     batch and the staleness ask for. ``checkpoint``: how often a checkpoint is made, so that ``resume`` goes on with the run
     after whatever died, and a trainer that is started again (``max_restarts``) after itself. ``stall_timeout_s``: when no step was
-    trained for so long, the run ends and says who waits for what.
+    trained for so long, the run ends and says who waits for what. ``trackers``: those that hear of the run, see ``serve``.
     Raises ConfigError when made, for everything that can be known before a process starts, all of it at once; PluginError
     where an engine is missing and nothing else is wrong.
     """
@@ -90,6 +91,7 @@ class Workflow(Described):
         capacity_rows: int | None = None,
         checkpoint: Checkpoint | None = None,
         stall_timeout_s: float = 3600.0,
+        trackers: Tracked | Sequence[Tracked] = (),
     ) -> None:
         self.rollouts = (rollout,) if isinstance(rollout, Rollout) else tuple(rollout)
         if not self.rollouts:
@@ -106,6 +108,7 @@ class Workflow(Described):
         self.stages = (*([reward] if reward is not None else []), *stages)
         self.on_failure = Place(on_failure=on_failure).on_failure or "stop"
         self.checkpoint, self.stall_timeout_s = checkpoint, stall_timeout_s
+        self.trackers = several(trackers)
         self.data = load_prompts(prompts, self.rollout.prompt)
         ahead = batch_size * (self.staleness.max_staleness + AHEAD_STEPS)
         self.capacity_rows = ahead if capacity_rows is None else capacity_rows
@@ -197,6 +200,7 @@ class Workflow(Described):
             on_failure=self.on_failure,
             checkpoints=self.checkpoint is not None, durability=None if self.checkpoint is None else "process",
             history=self.checkpoint is not None and self.checkpoint.history,
+            trackers=self.trackers, description=self.describe() if self.trackers else None,
         )  # fmt: skip
         completed = False
         try:

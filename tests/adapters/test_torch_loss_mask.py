@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.errors import SchemaError
-from asyncflow_sdk.types import GRPO, Batch, Ragged
+from asyncflow_sdk.types import Batch, Ragged
 from asyncflow_torch.collate import check_training
-from asyncflow_torch.losses import group_advantages
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def _naive(folder: str, batch: Batch) -> tuple[float, dict[str, Any], int]:
     """Loss (DAPO's eq. 8), gradients and number of drawn tokens: row by row, token by token."""
     config = GRPO()
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    advantages = group_advantages(batch.array("reward"), batch.groups, config)
+    advantages = config.advantages(batch)
     names = ("prompt_ids", "response_ids", "logprobs", "loss_mask")
     terms = []
     for row in range(batch.rows):

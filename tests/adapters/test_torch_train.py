@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError
-from asyncflow_sdk.types import GRPO, Batch
+from asyncflow_sdk.types import Batch
 
 
 def _weights(engine: Any) -> dict[str, Any]:

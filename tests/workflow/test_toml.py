@@ -58,7 +58,7 @@ gives = ["said"]
 [train]
 engine = "echo"
 needs = ["busy", "ref_logprobs", "said", "second_response_ids"]
-algorithm = { name = "GRPO", clip_high = 0.3 }
+algorithm = { name = "grpo", clip_high = 0.3 }
 
 [staleness]
 max_staleness = 2
@@ -150,7 +150,8 @@ train = { engine = "echo" }
         ('{ engine = "echo" }', '"echo"', ["6:1: train is a table, not text"]),
         ('{ engine = "echo" }', '{ engine = "ech" }', ["6:11: no train adapter is named 'ech'"]),
         ('{ engine = "echo" }', "{ delay_s = 1 }", ["6:1: train.engine is missing"]),
-        ('{ engine = "echo" }', '{ engine = "echo", algorithm = "PPO" }', ["6:28: train.algorithm: no algorithm is named 'PPO'"]),
+        ('{ engine = "echo" }', '{ engine = "echo", algorithm = "PPO" }', ["6:28: train.algorithm: no algorithm adapter is named 'PPO'"]),
+        ('{ engine = "echo" }', '{ engine = "echo", algorithm = { clip_hi = 1 } }', ["6:42: there is no key train.algorithm.clip_hi; did you mean 'clip_high'"]),
         ('{ engine = "echo" }', '{ engine = "echo" }\n[staleness]\nmax_staleness = -1', ["7:2: max_staleness must be 0"]),
         (
             '{ engine = "echo" }', '{ engine = "echo" }\n[[stages]]\nwork = "functions:doubled"\ntask = "a"\nneeds = ["rewards"]',

@@ -1,0 +1,98 @@
+"""Numbers of response tokens, packed row after row, as an algorithm's loss gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncflow_sdk.errors import EngineError, SchemaError
+from asyncflow_sdk.interfaces import TRAIN_COLUMNS, Algorithm
+from asyncflow_sdk.types import Batch, Ragged
+
+from .collate import any_in_row
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """One number for each token of the rows, which have ``lengths`` tokens. ``values``: of each token, packed, or of each row
+    (``by_row``), whose tokens all have it."""
+
+    values: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int64]
+    by_row: bool
+
+    @classmethod
+    def of(cls, column: Ragged) -> PerToken:
+        return cls(column.values, column.lengths, by_row=False)
+
+    @property
+    def nonzero(self) -> npt.NDArray[np.bool_]:
+        """Whether any token of a row has another number than 0: bool (rows,)."""
+        return self.values != 0 if self.by_row else any_in_row(self.values != 0, self._ragged)
+
+    def take(self, rows: npt.NDArray[np.int64]) -> PerToken:
+        """Of these rows."""
+        values = self.values[rows] if self.by_row else self._ragged.take(rows).values
+        return PerToken(values, self.lengths[rows], self.by_row)
+
+    def of_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Of the tokens of these rows, packed."""
+        part = self.take(rows)
+        return np.repeat(part.values, part.lengths) if self.by_row else part.values
+
+    def masked(self, mask: Ragged | None) -> PerToken:
+        """Of the tokens that the mask has; None: of all."""
+        if mask is None:
+            return self
+        chosen = mask.values.astype(np.bool_)
+        lengths = np.diff(np.concatenate([[0], np.cumsum(chosen)])[mask.offsets])
+        return PerToken(self.values if self.by_row else self.values[chosen], lengths, self.by_row)
+
+    @property
+    def _ragged(self) -> Ragged:
+        return Ragged.from_lengths(self.values, self.lengths)
+
+
+def checked_advantages(given: Any, batch: Batch, algorithm: Algorithm) -> PerToken:
+    """What an algorithm said. Raises EngineError, which names it, for what is no advantage."""
+    name, lengths = type(algorithm).__name__, batch.ragged("response_ids").lengths
+    if isinstance(given, Ragged):
+        if not np.array_equal(given.lengths, lengths):
+            raise EngineError(f"{name}.advantages gave other lengths than the responses'")
+        found = PerToken(given.values.astype(np.float32), lengths, by_row=False)
+    else:
+        values = np.asarray(given, np.float32)
+        if values.shape != (batch.rows,):
+            raise EngineError(f"{name}.advantages gave an array {values.shape} for {batch.rows} rows")
+        found = PerToken(values, lengths, by_row=True)
+    if not np.isfinite(found.values).all():
+        raise EngineError(f"{name}.advantages gave numbers that are not finite; the weights are as before")
+    return found
+
+
+def extra_columns(needs: Iterable[str], batch: Batch) -> dict[str, PerToken]:
+    """What an algorithm needs beside what every engine reads. Raises SchemaError for columns that are not there, and for those
+    that have neither a number a row nor one a response token."""
+    lengths = batch.ragged("response_ids").lengths
+    found = {}
+    for name in needs:
+        if name in TRAIN_COLUMNS:
+            continue
+        if name not in batch.columns:
+            raise SchemaError(
+                f"the algorithm needs column {name!r}, which the batch lacks; say needs=[{name!r}] of the trainer's task"
+            )
+        column = batch[name]
+        if isinstance(column, Ragged) and np.array_equal(column.lengths, lengths):
+            found[name] = PerToken.of(column)
+        elif isinstance(column, np.ndarray) and column.ndim == 1:
+            found[name] = PerToken(column, lengths, by_row=True)
+        else:
+            raise SchemaError(
+                f"column {name!r} is {batch.spec(name)}; an algorithm is given columns with a number a row or a response token"
+            )
+    return found

@@ -1,0 +1,79 @@
+"""Algorithm: what rows are worth, and the loss of their tokens. One for all train engines that compute log-probs.
+
+    @dataclass(frozen=True)
+    class Reinforce(af.Algorithm):                           # a user's own, in a module that workers can import
+        baseline: float = 0.5                                # its options are its fields
+
+        def advantages(self, batch):
+            return batch.array("reward") - self.baseline
+
+        def loss(self, tokens):
+            ratio = (tokens.logprobs - tokens.behaviour).exp()
+            return -(ratio * tokens.advantages).sum() / tokens.total_tokens, {}
+
+    af.Train("torch", model=path, algorithm=Reinforce(baseline=0.2))
+
+It is registered as an adapter of kind "algorithm", and then chosen by its name and options: ``algorithm=("reinforce", {...})``.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..types import Batch, Ragged
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTokens:
+    """Response tokens of some rows of a step, packed row after row; those that ``loss_mask`` leaves out are not among them.
+    Tensors of the engine's framework, on its device, float32 (tokens,) where nothing else is said. Later SDKs may add fields.
+
+    ``logprobs``: of the policy being trained, the only one with gradient. ``behaviour``: of the policy that drew them.
+    ``advantages``: of each token. ``rows``: int64, the row of each token, from 0 to ``row_count`` - 1: sums over rows are
+    ``tensor.new_zeros(row_count).index_add(0, rows, tensor)``. ``columns``: what the algorithm ``needs`` beside
+    TRAIN_COLUMNS, by name; of a column with one number a row, that number for each token. ``total_tokens``,
+    ``total_rows``: of the whole step, of which these are a part.
+    """
+
+    logprobs: Any
+    behaviour: Any
+    advantages: Any
+    rows: Any
+    row_count: int
+    total_tokens: int
+    total_rows: int
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Algorithm(abc.ABC):
+    """Turns rewards into advantages, and log-probs into a loss. Keeps nothing from step to step; any thread may call it.
+
+    A dataclass, so that it travels to the trainer's worker: fields that JSON can hold, which are its options. ``needs``: columns
+    that it reads beside TRAIN_COLUMNS; a workflow has them given to its trainer. ``drop_zero_advantage``: rows whose
+    advantages are all 0 are left out of the forward pass, and counted as filtered.
+    """
+
+    needs: tuple[str, ...] = ()
+    drop_zero_advantage: bool = False
+
+    def check(self, *, group_size: int) -> None:
+        """Raises ConfigError, before anything starts, for a run that it cannot train. Optional."""
+
+    @abc.abstractmethod
+    def advantages(self, batch: Batch) -> npt.NDArray[np.floating[Any]] | Ragged:
+        """Of a whole step, with all rows of each group (``batch.groups``): one a row, floating point (rows,), or ragged, one
+        for each response token. Finite, else the step is refused."""
+
+    @abc.abstractmethod
+    def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
+        """The loss of some of a step's tokens, a scalar with gradient, and metrics by name: numbers or scalars without.
+
+        Called for each part of a step; losses, gradients and metrics of the parts are added up, so means are over
+        ``tokens.total_tokens`` or ``total_rows``.
+        """

@@ -1,0 +1,65 @@
+"""Algorithms as a user writes them, in a module that workers can import."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+import asyncflow_sdk as af
+
+
+@dataclass(frozen=True)
+class Reinforce(af.Algorithm):
+    """One number a row, no clip; a penalty by a column of the reference's log-probs."""
+
+    baseline: float = 0.5
+    beta: float = 0.1
+    needs = ("ref_logprobs",)
+
+    def check(self, *, group_size):
+        if group_size > 100:
+            raise af.ConfigError("groups of more than 100 are too much for Reinforce")
+
+    def advantages(self, batch):
+        return batch.array("reward") - self.baseline
+
+    def loss(self, tokens):
+        ratio = (tokens.logprobs - tokens.behaviour).exp()
+        penalty = (tokens.logprobs - tokens.columns["ref_logprobs"]).square().sum() / tokens.total_tokens
+        loss = -(ratio * tokens.advantages).sum() / tokens.total_tokens + self.beta * penalty
+        return loss, {"penalty": penalty.detach(), "rows": tokens.row_count}
+
+
+@dataclass(frozen=True)
+class Sequences(af.Algorithm):
+    """Advantages of tokens, a mean over rows, and ratios of whole rows; rows without an advantage are left out."""
+
+    discount: float = 0.9
+    drop_zero_advantage: bool = True
+
+    def advantages(self, batch):
+        lengths = batch.ragged("response_ids").lengths
+        back = np.concatenate([np.arange(n)[::-1] for n in lengths])
+        return af.Ragged.from_lengths(np.repeat(batch.array("reward"), lengths) * self.discount**back, lengths)
+
+    def loss(self, tokens):
+        zeros = tokens.logprobs.new_zeros(tokens.row_count)
+        count = zeros.index_add(0, tokens.rows, tokens.logprobs * 0 + 1)
+        ratio = (zeros.index_add(0, tokens.rows, tokens.logprobs - tokens.behaviour) / count).exp()
+        gain = zeros.index_add(0, tokens.rows, tokens.advantages) / count
+        return -(ratio * gain).sum() / tokens.total_rows, {"share": tokens.row_count / tokens.total_rows}
+
+
+class Bad(Sequences):
+    """Gives what is no advantage: ``discount`` says which."""
+
+    def advantages(self, batch):
+        rows = batch.rows
+        return {0: np.zeros(rows + 1), 1: np.full(rows, np.nan), 2: af.Ragged.of([[1.0]] * rows)}[int(self.discount)]
+
+
+class NoDataclass(af.Algorithm):
+    def advantages(self, batch):
+        return batch.array("reward")
+
+    def loss(self, tokens):
+        return tokens.logprobs.sum(), {}

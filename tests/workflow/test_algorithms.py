@@ -1,0 +1,148 @@
+"""Algorithms by name, class, path and instance: checked here, made in the trainer's worker, made again by who resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from algorithm_engines import Penalised
+from echo_runs import echo_workflow
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError, PluginError
+from asyncflow_sdk.plugins import finding
+
+TRAINED = "algorithm_engines:ShowTrain"
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The algorithm "penalised" is installed."""
+    info = tmp_path / "site" / "penalising-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: penalising\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[asyncflow_sdk]\npenalising = penalising\n")
+    (tmp_path / "site" / "penalising.py").write_text(
+        "import asyncflow_sdk as af\n@af.hookimpl\ndef asyncflow_adapters(sdk):\n"
+        "    return [af.AdapterSpec(kind='algorithm', name='penalised', factory='algorithm_engines:Penalised')]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    finding._registry.cache_clear()
+    yield
+    finding._registry.cache_clear()
+
+
+def trained_by(directory: Path, algorithm: Any, **train: Any) -> str:
+    """What the engine in the trainer's worker was given."""
+    flow = echo_workflow(steps=1, train=af.Train(TRAINED, algorithm=algorithm, **train))
+    flow.run(directory)
+    return (directory / "model" / "algorithm").read_text()
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Penalised(beta=0.25),
+        (Penalised, {"beta": 0.25}),
+        "algorithm_engines:Quarter",
+        ["penalised", {"beta": 0.25}],
+    ],
+)
+def test_the_workers_engine_gets_what_was_asked_for(tmp_path: Path, plugin: None, algorithm: Any) -> None:
+    assert trained_by(tmp_path / "run", algorithm) == "Penalised(beta=0.25)"
+
+
+def test_without_one_it_is_grpo(tmp_path: Path) -> None:
+    assert trained_by(tmp_path / "run", None, launcher="thread") == repr(af.GRPO())
+    assert af.Train("echo", algorithm=("grpo", {"clip_high": 0.3})).algorithm == af.GRPO(clip_high=0.3)
+
+
+def test_columns_that_it_needs_are_given_to_the_trainer_and_asked_of_the_workflow() -> None:
+    with pytest.raises(ConfigError, match="task 'train' needs 'ref_logprobs'.*, which nobody gives"):
+        echo_workflow(train=af.Train("echo", algorithm="algorithm_engines:Referring"))
+    flow = echo_workflow(
+        train=af.Train("echo", algorithm="algorithm_engines:Referring"),
+        stages=[af.Stage(af.Logprobs("echo"), gives=["ref_logprobs"])],
+    )
+    assert flow.train.needs[-1] == "ref_logprobs"
+    assert "Referring" in str(flow)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (("grpo", {"clip_hi": 1}), "algorithm 'grpo' has no option 'clip_hi'; did you mean 'clip_high'"),
+        (("grpo", {"clip_low": 2}), "clip range .* is empty"),
+        ("ppo", "no algorithm adapter is named 'ppo'; installed: grpo"),
+        ("builtins:dict", "is a dict, which is no asyncflow_sdk.Algorithm"),
+        ("algorithm_engines:Nothing", "importing 'algorithm_engines:Nothing' failed"),
+        (3, "an algorithm is a name, a class, either with options, or an Algorithm, not 3"),
+        (Penalised(beta={1, 2}), None),  # type: ignore[arg-type]
+        (Penalised(beta=object()), "options travel as JSON"),  # type: ignore[arg-type]
+        (("grpo", [1]), "an algorithm is a name"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_starts(algorithm: Any, message: str | None) -> None:
+    if message is None:
+        af.Train("echo", algorithm=algorithm)
+        return
+    with pytest.raises((ConfigError, PluginError), match=message):
+        af.Train("echo", algorithm=algorithm)
+
+
+def test_one_that_no_worker_can_make_again_is_refused() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Local(Penalised):
+        pass
+
+    class Plain(af.Algorithm):
+        def advantages(self, batch: Any) -> Any: ...
+        def loss(self, tokens: Any) -> Any: ...
+
+    with pytest.raises(ConfigError, match="Local cannot be imported by the trainer's worker"):
+        af.Train("echo", algorithm=Local())
+    with pytest.raises(ConfigError, match="is no dataclass, whose fields could travel"):
+        af.Train("echo", algorithm=Plain())
+
+
+def test_it_is_asked_whether_it_can_train_the_groups() -> None:
+    rollout = af.Rollout("echo", group_size=1, prompt="prompt_ids")
+    with pytest.raises(ConfigError, match="group_size is 1"):
+        echo_workflow(rollout=rollout)
+    echo_workflow(rollout=rollout, train=af.Train("echo", algorithm=Penalised()))
+
+
+def test_one_that_only_another_interpreter_has_is_made_there(tmp_path: Path) -> None:
+    flow = echo_workflow(train=af.Train("echo", algorithm=("theirs", {"x": 1}), python=sys.executable))
+    assert flow.train.algorithm is None
+    assert flow.describe()["train"]["algorithm"] == {"theirs": {"x": 1}}
+    with pytest.raises(af.WorkerFailed, match="no algorithm adapter is named 'theirs'"):
+        flow.run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("algorithm", [Penalised(beta=0.5), ("algorithm_engines:Penalised", {"beta": 0.5})])
+def test_a_run_that_is_resumed_has_it_again(tmp_path: Path, algorithm: Any) -> None:
+    from asyncflow_sdk.workflow.resuming import again, write_description
+
+    flow = echo_workflow(train=af.Train(TRAINED, algorithm=algorithm), checkpoint=af.Checkpoint())
+    write_description(flow, tmp_path)
+    assert again(tmp_path).train.algorithm == Penalised(beta=0.5)
+
+
+def test_a_file_says_it_with_a_name_and_options(tmp_path: Path, plugin: None) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'steps = 1\nbatch_size = 4\nreward = "functions:length"\nprompts = { prompt_ids = [[1], [2]] }\n'
+        'rollout = { engine = "echo", prompt = "prompt_ids", group_size = 4 }\n'
+        'train = { engine = "echo", algorithm = { name = "penalised", beta = 0.75 } }\n'
+    )
+    assert af.load_workflow(file).train.algorithm == Penalised(beta=0.75)
+    assert af.load_workflow(file, {"train.algorithm.beta": "0.5"}).train.algorithm == Penalised(beta=0.5)
+    assert af.load_workflow(file, {"train.algorithm": "grpo"}).train.algorithm == af.GRPO()
+    with pytest.raises(ConfigError, match=r"train.algorithm.betta=1: there is no key .*; did you mean 'beta'"):
+        af.load_workflow(file, {"train.algorithm.betta": "1"})
+    elsewhere = {"train.algorithm.name": "theirs", "train.python": sys.executable}
+    assert af.load_workflow(file, elsewhere).train.algorithm_spec.options == {"beta": 0.75}
