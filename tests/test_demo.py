@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,6 +69,25 @@ def test_its_rollout_killed_half_way_it_finishes_and_no_row_is_trained_twice(tmp
     assert summary["balanced"]
     assert summary["steps"] == 12
     assert af.staleness_of(tmp_path / "run").values.max() <= 1
+
+
+@pytest.mark.timeout(400)
+def test_the_example_whose_processes_are_killed_ends_by_itself_and_learns(tmp_path: Path, start: Path) -> None:
+    script = Path(__file__).parent.parent / "examples" / "survive_kills.py"
+    command = [sys.executable, str(script), "run", "--model", str(start), "--steps", "24", "--every-steps", "9"]
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    said = done.stdout
+    assert done.returncode == 0, said + done.stderr
+    assert re.search(r"^killed +(rollout-[01]: \d, )+server: 1, train-0: 1$", said, re.M), said
+    assert re.search(r"^ended +completed, 24 of 24 steps in the weights$", said, re.M), said
+    assert re.search(rf"^rows trained +{24 * 128}, 0 of them twice$", said, re.M), said
+    assert re.search(rf"^audit +Audit\(put={24 * 128}, live=0,.*balanced: True$", said, re.M), said
+    assert re.search(r"^journal +\d+ records carried out again, 0 with other answers$", said, re.M), said
+    assert re.search(r"^staleness +at most 1$", said, re.M), said
+    first, last = map(float, re.findall(r"^reward +(\S+) -> (\S+)", said, re.M)[0])
+    assert last > first, said
 
 
 def test_the_trained_model_is_a_model_folder(tmp_path: Path, start: Path) -> None:

@@ -75,6 +75,15 @@ class Resuming(Losing):
             self._finish(dropped, FILTERED, NO_GRADIENT)
         self._consume(ids, at)
 
+    def acknowledged_steps(self) -> list[tuple[int, Ids]]:
+        """Those that no checkpoint covers, with their rows."""
+        if self.steps is None:
+            return []
+        task, rows = self.steps.task.spec.name, self.rows
+        return [
+            (step, ids) for step, ids in self.steps.whole.items() if (rows.task(task, "state")[rows.at(ids)] == DONE).all()
+        ]  # fmt: skip
+
     def _resume(self, session: Session, command: cmd.Resume) -> cmd.Reply:
         if self.checkpoints and self.steps is None and command.step == 0:
             return cmd.Resumed(step=0, version=NONE, publish=False, again=0)

@@ -108,13 +108,7 @@ class Carrying:
             and not self._replaying
             and any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
         ):
-            step, ids, groups, completed_at = trained
-            try:
-                read = self._keep(ids, groups, completed_at)
-            except Exception:  # too many open files, a segment that is gone: what follows must be done all the same
-                _log.exception("the rows of step %d cannot be kept for reading", step)
-            else:
-                self._tell(self._on_step, step, read)
+            self._tell_step(*trained)
         if not self._replaying:
             for event in effects.events:
                 self._emit(self._clock.told(event))
@@ -212,6 +206,21 @@ class Carrying:
         ids = ids if lease.crew is None else lease.ids
         rows, at = self.ledger.rows, self.ledger.rows.at(ids)
         return lease.step, ids, rows.first[at], rows.current[at]
+
+    def _tell_again(self) -> None:
+        """Acknowledged steps whose rows are held: whoever was told of them may have died with its server before it had read them."""
+        rows = self.ledger.rows
+        for step, ids in self.ledger.acknowledged_steps() if self._on_step is not None else ():
+            at = rows.at(ids)
+            self._tell_step(step, ids, rows.first[at], rows.current[at])
+
+    def _tell_step(self, step: int, ids: Ids, groups: Ids, completed_at: Ids) -> None:
+        try:
+            read = self._keep(ids, groups, completed_at)
+        except Exception:  # too many open files, a segment that is gone: what follows must be done all the same
+            _log.exception("the rows of step %d cannot be kept for reading", step)
+        else:
+            self._tell(self._on_step, step, read)
 
     def _keep(self, ids: Ids, groups: Ids, completed_at: Ids) -> Callable[[], Batch]:
         """A way to read rows with every column they have, in any thread, also after their memory was freed.

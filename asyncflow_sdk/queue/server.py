@@ -45,7 +45,7 @@ class QueueServer(Carrying):
 
     ``on_event``, and ``on_step`` with the number of an acknowledged step and a function that reads its rows
     (every column they have; in any thread, once), are called in the server's thread and must return at
-    once. What they raise is logged and changes nothing. ``keys``: for the addresses that are tcp.
+    once. Of a server that comes back, steps that no checkpoint covers are told again. What they raise is logged and changes nothing. ``keys``: for the addresses that are tcp.
     ``max_call_bytes``: of the largest call taken, with its payload where that comes over the socket.
 
     ``journal``: a directory where every input is kept before its answer leaves, so that a server that is made with it
@@ -109,6 +109,7 @@ class QueueServer(Carrying):
             else:
                 self._wire.watch(session, pid, key)
         if start:
+            self._tell_again()
             self._wire.start()
 
     def _note(self, text: str, level: str) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,16 @@ COMPLETED_AT, PUBLISH_LAG = "completed_at", "publish_lag"
 Sink = Callable[[Event], None]
 
 
+class _Known(msgspec.Struct):
+    """A step as it was written. JSON has no NaN: such a metric is null."""
+
+    step: int
+    metrics: dict[str, float | None]
+
+
 class Recorder:
-    """Writes in a thread of its own, so that neither the queue nor a trainer waits for the disk. ``sinks`` are
+    """Writes in a thread of its own, so that neither the queue nor a trainer waits for the disk; but that a step was trained is
+    written before it is acknowledged, so that a run that is killed and goes on has every step. ``sinks`` are
     called there too, one event at a time. ``again``: go on with what is there. A sink or a disk that fails stops being used, and is named once."""
 
     def __init__(self, directory: Path, sinks: list[Sink], *, again: bool = False) -> None:
@@ -51,7 +59,8 @@ class Recorder:
             raise ConfigError(f"{directory} already holds a run; choose another directory, or move it away")
         (directory / "steps").mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        self._sinks: list[Callable[[Event], None]] = [self._write, *sinks]
+        self._sinks = list(sinks)
+        self._torn = False  # events.jsonl cannot be written any more
         self._log = (directory / "events.jsonl").open("ab")
         self._inbox: queue.SimpleQueue[Event | tuple[int, Callable[[], Batch]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
@@ -81,14 +90,19 @@ class Recorder:
         for line in lines.splitlines():
             with contextlib.suppress(msgspec.MsgspecError):
                 if b'"event":"step"' in line:
-                    self._trained(msgspec.json.decode(line, type=ev.StepTrained))
+                    known = msgspec.json.decode(line, type=_Known)
+                    self._trained(known.step, known.metrics)
                 elif b'"event":"rows"' in line:
                     self.tally.lengths.add(msgspec.json.decode(line, type=ev.RowsEnded))
 
-    def _trained(self, event: ev.StepTrained) -> None:
-        self._rewards[event.step] = event.metrics.get("reward", float("nan"))
+    def _trained(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        reward = metrics.get("reward")
+        self._rewards[step] = float("nan") if reward is None else reward
+        self.staleness_max = max(self.staleness_max, int(metrics.get("staleness_max") or 0))
 
     def event(self, event: Event) -> None:
+        if isinstance(event, ev.StepTrained):
+            self._write(event, at_once=True)
         self._inbox.put(event)
 
     def step(self, step: int, read: Callable[[], Batch]) -> None:
@@ -110,7 +124,8 @@ class Recorder:
         try:
             self._log.close()
         except OSError as error:
-            self.errors.append(f"events.jsonl is not whole: {error}")
+            if not self._torn:
+                self.errors.append(f"events.jsonl is not whole: {error}")
 
     def _run(self) -> None:
         while (item := self._inbox.get()) is not None:
@@ -122,11 +137,15 @@ class Recorder:
                     self.errors.append(f"step {item[0]} was not recorded: {error}")
                 continue
             if isinstance(item, ev.StepTrained):
-                self._trained(item)
+                self._trained(item.step, item.metrics)
+            else:
+                self._write(item)
             self.tally.add(item)
             self._tell(item)
         if bias := self.tally.lengths.bias:
-            self._tell(ev.Note(time_s=time.monotonic(), text=bias, level="warning"))
+            note = ev.Note(time_s=time.monotonic(), text=bias, level="warning")
+            self._write(note)
+            self._tell(note)
             self.errors.append(bias)
 
     def _tell(self, event: Event) -> None:
@@ -137,15 +156,22 @@ class Recorder:
                 self._sinks.remove(sink)
                 self.errors.append(f"{getattr(sink, '__qualname__', sink)} failed and was left out: {error!r}")
 
-    def _write(self, event: Event) -> None:
-        self._log.write(msgspec.json.encode(event) + b"\n")
-        if self._inbox.empty():
-            self._log.flush()
+    def _write(self, event: Event, at_once: bool = False) -> None:
+        """In any thread: a line of its own."""
+        if self._torn:
+            return
+        try:
+            self._log.write(msgspec.json.encode(event) + b"\n")
+            if at_once or self._inbox.empty():
+                self._log.flush()
+        except Exception as error:
+            self._torn = True
+            self.errors.append(f"events.jsonl is not whole: {error}")
 
     def _record(self, step: int, batch: Batch) -> None:
         if VERSION_SPANS in batch:
             ages = batch.ages(step)
-            self.tally.step(ages)
+            self.tally.step(step, ages)
             self.staleness_max = max(self.staleness_max, int(ages.total.max(initial=0)))
         lags = np.array(list(self.tally.lags.values()), np.int64)
         write_batch(self._directory / "steps" / f"{step:06d}.npz", batch, **{PUBLISH_LAG: lags})

@@ -291,8 +291,12 @@ class Run:
         self._crews.stop()
 
     def join_workers(self, timeout_s: float) -> None:
-        """Wait for workers to end by themselves, then stop those that have not; a warning says which, and what stands still."""
+        """Wait for workers to end by themselves, then stop those that have not; a warning says which, and what stands still.
+        Where no row is left to work on, those that have died are not started again."""
         until = time.monotonic() + timeout_s
+        if not self.audit().live:
+            for worker in self._crews.workers:
+                worker.finish()
         for worker in self._crews.workers:
             worker.ended.wait(max(0.0, until - time.monotonic()))
         late = [worker.name for worker in self._crews.workers if not worker.ended.is_set()]

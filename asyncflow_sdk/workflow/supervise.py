@@ -16,7 +16,9 @@ from ..types import events as ev
 
 BACKOFF_S = 0.5
 BACKOFF_MOST_S = 30.0
-FORGIVEN_S = 10 * BACKOFF_MOST_S
+FORGIVEN = 10
+"""A worker that ran so many times as long as it was waited for is started again as soon as one that died for the first time."""
+FORGIVEN_S = FORGIVEN * BACKOFF_MOST_S
 """A worker that ran for so long has its restarts back (seconds)."""
 GRACE_S = 5.0
 
@@ -53,6 +55,7 @@ class Worker:
         self.name, self.role, self.order = order.name, role, order
         self._launcher, self._boss = launcher, boss
         self._stopping = threading.Event()
+        self._last = threading.Event()  # it is not started again
         self._lock = threading.Lock()
         self.ended = threading.Event()
         self.leaving = False
@@ -73,12 +76,13 @@ class Worker:
     def stop(self) -> None:
         """Tell the worker to end at once: what it holds goes back. Does not wait."""
         self._stopping.set()
+        self._last.set()
         with self._lock:
             self._handle.stop()
 
     def leave(self, grace_s: float) -> None:
         """It has been told that it will be given nothing more: it is not started again, and ended after ``grace_s``."""
-        self.leaving = True
+        self.finish()
 
         def see_out() -> None:
             if not self.ended.wait(grace_s):
@@ -87,11 +91,17 @@ class Worker:
 
         threading.Thread(target=see_out, name=f"leave-{self.name}", daemon=True).start()
 
+    def finish(self) -> None:
+        """What it works for is over: it is not started again, nor waited for where it has died."""
+        self.leaving = True
+        self._last.set()
+
     def join(self, timeout_s: float) -> bool:
         """Wait for the worker's end; kill it when that takes longer. Returns whether it ended by itself."""
         if self.ended.wait(timeout_s):
             return True
         self._stopping.set()
+        self._last.set()
         with self._lock:
             self._handle.kill()
         self.ended.wait(GRACE_S)
@@ -107,9 +117,10 @@ class Worker:
             self._boss.ended(self)
 
     def _keep_running(self) -> None:
-        place, restarts = self.order.place, 0
+        place, restarts, wait_s = self.order.place, 0, 0.0
         while True:
             began, ending = time.monotonic(), self._wait()
+            lived_s = time.monotonic() - began
             if ending.status or self._stopping.is_set():
                 self._boss.gone(
                     self, f"its worker {_how(ending.status)}" if ending.status else "its worker was stopped"
@@ -117,17 +128,17 @@ class Worker:
             if not ending.status or self._stopping.is_set() or self.leaving:
                 self._say("stopped")
                 return
-            if time.monotonic() - began > FORGIVEN_S:
+            if lived_s > FORGIVEN_S:
                 restarts = 0
             if ending.comes_again or restarts >= place.max_restarts:
                 again = f" after {restarts} restarts" if restarts else ""
                 self._fail(_how(ending.status) + again, ending.text)
                 return
-            wait_s = min(BACKOFF_MOST_S, BACKOFF_S * 2**restarts)
+            wait_s = back_off(wait_s, lived_s)
             restarts += 1
             again = f"restart {restarts} of {place.max_restarts} in {wait_s:g} s"
             self._say("restarting", f"{_how(ending.status)}; {again}")
-            if self._stopping.wait(wait_s) or self.leaving:
+            if self._last.wait(wait_s):
                 self._say("stopped")
                 return
             handle = self._launcher.start(self.order)
@@ -151,6 +162,14 @@ class Worker:
         self._boss.report(
             ev.WorkerState(time_s=time.monotonic(), worker=self.name, state=state, pid=self.pid, detail=detail)
         )
+
+
+def back_off(waited_s: float, lived_s: float) -> float:
+    """How long to wait before a worker that has died is started again (seconds). ``waited_s``: the time before, 0 at first;
+    ``lived_s``: how long it ran since."""
+    if not waited_s or lived_s > FORGIVEN * waited_s:
+        return BACKOFF_S
+    return min(BACKOFF_MOST_S, 2 * waited_s)
 
 
 def _how(status: int) -> str:

@@ -2,7 +2,7 @@
 
 tally = Tally()
 tally.add(event)            # every event of the run, in order
-tally.step(ages)            # of every step that is acknowledged
+tally.step(step, ages)      # of every step that is acknowledged; of one that is trained again, what it was trained with last
 tally.summary()             # {"staleness": ..., "publish_lag": ..., "lengths": ...}
 """
 
@@ -32,10 +32,14 @@ class _Ages:
     sum: int = 0
     most: int = 0
 
-    def add(self, ages: npt.NDArray[np.int64]) -> None:
-        self.tokens += len(ages)
-        self.sum += int(ages.sum())
-        self.most = max(self.most, int(ages.max(initial=0)))
+    @classmethod
+    def of(cls, ages: npt.NDArray[np.int64]) -> _Ages:
+        return cls(len(ages), int(ages.sum()), int(ages.max(initial=0)))
+
+    def join(self, other: _Ages) -> None:
+        self.tokens += other.tokens
+        self.sum += other.sum
+        self.most = max(self.most, other.most)
 
     def plain(self) -> dict[str, Any]:
         return {"mean": round(self.sum / self.tokens, 4) if self.tokens else None, "max": self.most}
@@ -150,7 +154,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.lengths = LengthTally()
-        self._ages = {"total": _Ages(), "in_flight": _Ages(), "in_queue": _Ages()}
+        self._steps: dict[int, dict[str, _Ages]] = {}
         self._lags: dict[str, _Lag] = {}
         self._published = -1
         self._last_s = 0.0
@@ -168,10 +172,9 @@ class Tally:
             known.until(event.time_s, self._published)
             known.loaded = event.version
 
-    def step(self, ages: TokenAges) -> None:
-        self._ages["total"].add(ages.total)
-        self._ages["in_flight"].add(ages.in_flight)
-        self._ages["in_queue"].add(ages.in_queue)
+    def step(self, step: int, ages: TokenAges) -> None:
+        of = {"total": ages.total, "in_flight": ages.in_flight, "in_queue": ages.in_queue}
+        self._steps[step] = {name: _Ages.of(values) for name, values in of.items()}
 
     @property
     def lags(self) -> dict[str, int]:
@@ -181,8 +184,12 @@ class Tally:
     def summary(self) -> dict[str, Any]:
         """Staleness in versions by tokens trained, publish lag by replica over time, lengths in tokens."""
         self._until(self._last_s)
+        total = {"total": _Ages(), "in_flight": _Ages(), "in_queue": _Ages()}
+        for step in self._steps.values():
+            for name, ages in step.items():
+                total[name].join(ages)
         return {
-            "staleness": {name: ages.plain() for name, ages in self._ages.items()},
+            "staleness": {name: ages.plain() for name, ages in total.items()},
             "publish_lag": {
                 name: {"mean": round(lag.area / max(lag.since - lag.begun, 1e-9), 4), "max": lag.most}
                 for name, lag in self._lags.items()

@@ -1,6 +1,7 @@
-"""A run to be killed and gone on with: ``python resume_driver.py DIRECTORY run|resume``. Prints its workers' pids as they start,
-and each step."""
+"""A run to be killed and gone on with: ``python resume_driver.py DIRECTORY MODULE[:POLICY]|resume``, where MODULE has the function
+``workflow``. Prints its workers' pids as they start, and each step."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -19,10 +20,10 @@ def show(event: object) -> None:
 
 if __name__ == "__main__":
     directory, what = sys.argv[1:3]
-    if what == "run":
-        from test_resuming import workflow
-
-        workflow().run(directory, on_event=show)
-    else:
+    if what == "resume":
         af.resume(directory, on_event=show)
+    else:
+        module, _, policy = what.partition(":")
+        changes = {"staleness": af.Staleness(policy=policy)} if policy else {}
+        importlib.import_module(module).workflow(**changes).run(directory, on_event=show)
     print("done", flush=True)

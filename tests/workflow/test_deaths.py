@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from echo_runs import alive, echo_workflow, segments, trained_rows, until
-from functions import frozen_once, length, slow_as_said
+from functions import frozen_once, length, slow_as_said, slow_length
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
 from asyncflow_sdk.testing.echo import weights
 from asyncflow_sdk.types.events import Event, LeaseReturned, Note, StepTrained, WorkerState
+from asyncflow_sdk.workflow import supervise
 
 
 class Killer:
@@ -60,6 +61,29 @@ def test_one_of_two_replicas_dies_and_its_rows_move_on(tmp_path: Path) -> None:
     assert result.summary["rows"]["consumed"] == 30 * 16
     returned = [e for e in killer.events if isinstance(e, LeaseReturned) and "process ended" in e.reason]
     assert {e.worker for e in returned} <= {"rollout-1"}
+
+
+def test_a_run_that_is_through_does_not_wait_for_a_worker_that_would_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "BACKOFF_S", 3600.0)
+    killer = Killer("rollout-1", at=[3])
+
+    echo_workflow(rollout={"replicas": 2}, train={"delay_s": 0.02}).run(tmp_path / "run", on_event=killer)
+
+    assert killer.killed == 1
+    assert not [e.text for e in killer.events if isinstance(e, Note) and "did not end within" in e.text]
+
+
+def test_a_worker_that_dies_after_the_last_step_is_started_again_for_the_rows_that_are_left(tmp_path: Path) -> None:
+    killer = Killer("aside-0", at=[3])
+    aside = af.Stage(slow_length, task="aside", gives=["length"], batch=1)
+
+    result = echo_workflow(steps=4, stages=[aside]).run(tmp_path / "run", on_event=killer)
+
+    assert killer.killed == 1
+    assert result.summary["rows"]["consumed"] == 4 * 16
+    assert result.summary["reasons"] == {}
 
 
 def test_a_worker_that_keeps_dying_ends_the_run_with_its_name(tmp_path: Path) -> None:

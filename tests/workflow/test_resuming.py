@@ -144,7 +144,7 @@ def test_a_run_that_is_killed_as_a_whole_again_and_again_trains_what_it_would_ha
 ) -> None:
     # given a run that dies four times, at any moment: with all its workers, or alone
     chance = random.Random(seed)
-    directory, what, deaths, trained = tmp_path / "run", "run", 0, 0
+    directory, what, deaths, trained = tmp_path / "run", "test_resuming", 0, 0
     pids = []
     for _ in range(4):
         driver = Driver(directory, what)
@@ -167,7 +167,7 @@ def test_a_run_that_is_killed_as_a_whole_again_and_again_trains_what_it_would_ha
 
 
 def test_a_run_is_resumed_by_one_process_at_a_time_and_a_complete_one_is_done_already(tmp_path: Path) -> None:
-    driver = Driver(tmp_path / "run", "run")
+    driver = Driver(tmp_path / "run", "test_resuming")
     assert driver.follow(steps=2)
 
     with pytest.raises(ConfigError, match=f"is being run by process {driver.process.pid}"):
@@ -182,7 +182,7 @@ def test_a_run_is_resumed_by_one_process_at_a_time_and_a_complete_one_is_done_al
 
 
 def test_an_interrupted_run_can_be_resumed(tmp_path: Path, whole: Counter[tuple[int, ...]]) -> None:
-    driver = Driver(tmp_path / "run", "run")
+    driver = Driver(tmp_path / "run", "test_resuming")
     assert driver.follow(steps=7)
     driver.process.send_signal(signal.SIGINT)
     driver.close()

@@ -97,11 +97,35 @@ def test_a_worker_is_started_again_so_often_and_no_more(tmp_path: Path) -> None:
     assert boss.dead == ["its worker was killed by SIGKILL"] * 3
 
 
+def test_it_is_waited_for_longer_each_time_unless_it_worked_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "BACKOFF_S", 0.5)
+    waits = [0.0]
+    for lived_s in [0.1, 1.0, 9.0, 2.0, 41.0, 0.1, *[0.1] * 5]:
+        waits.append(supervise.back_off(waits[-1], lived_s))
+
+    assert waits[1:] == [0.5, 1.0, 2.0, 4.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+
+
 def test_a_worker_that_ends_well_after_it_died_is_through(tmp_path: Path) -> None:
     boss = supervised(tmp_path, af.WorkerEnding(1, "once"), af.WorkerEnding(0))
 
     assert boss.states == ["restarting", "stopped"]
     assert not boss.errors
+
+
+def test_a_worker_that_has_died_is_not_waited_for_when_all_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "BACKOFF_S", 3600.0)
+    boss = Boss()
+    order = af.WorkerOrder(name="w", config=b"", place=af.Place(), log=tmp_path / "log")
+    worker = Worker(Scripted(af.WorkerEnding(-9)), order, "role", boss)
+
+    worker.finish()
+
+    assert worker.ended.wait(10)
+    assert not worker.lost
+    assert boss.states[-1] == "stopped"
 
 
 def test_a_launcher_that_cannot_start_a_worker_again_is_named(tmp_path: Path) -> None:

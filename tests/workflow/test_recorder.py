@@ -1,0 +1,100 @@
+"""What a recorder has written when its process is killed, and what the next one knows of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from waiting import until
+
+import asyncflow_sdk as af
+from asyncflow_sdk.types import Event
+from asyncflow_sdk.types.events import Note, StepTrained
+from asyncflow_sdk.workflow.recorder import Recorder
+
+
+def step(number: int, **metrics: float) -> StepTrained:
+    return StepTrained(time_s=1.0 + number, worker="train-0", step=number, version=number, metrics=metrics)
+
+
+def test_that_a_step_was_trained_is_written_before_anything_else_happens(tmp_path: Path) -> None:
+    # given a listener that hangs, and events that wait behind it
+    go_on = threading.Event()
+    recorder = Recorder(tmp_path, [lambda event: go_on.wait(60) and None])
+    for number in range(3):
+        recorder.event(Note(time_s=0.0, text=f"{number}"))
+
+    recorder.event(step(0, reward=0.5))
+
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "step"] == [0]
+    go_on.set()
+    recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert sorted(line["event"] for line in lines) == ["note", "note", "note", "step"]
+
+
+def test_a_recorder_that_goes_on_knows_every_step_also_of_a_loss_that_was_no_number(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, [])
+    recorder.event(step(0, reward=0.5, staleness_max=3.0))
+    recorder.event(step(1, reward=math.nan, loss=math.nan))
+    recorder.close()
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"event":"step","step":')  # torn
+
+    again = Recorder(tmp_path, [], again=True)
+    again.event(step(0, reward=0.75, loss=0.0))  # trained again
+    again.close()
+
+    assert (again.steps, again.staleness_max) == (2, 3)
+    np.testing.assert_equal(again.rewards, [0.75, math.nan])
+
+
+def test_a_disk_that_fails_is_named_once_and_listeners_go_on_hearing(tmp_path: Path) -> None:
+    heard: list[Event] = []
+    recorder = Recorder(tmp_path, [heard.append])
+    recorder._log.close()
+
+    recorder.event(step(0, reward=0.5))
+    recorder.event(step(1, reward=0.5))
+    until(lambda: len(heard) == 2, "both being heard")
+    recorder.close()
+
+    assert len(recorder.errors) == 1
+    assert "events.jsonl is not whole" in recorder.errors[0]
+    assert recorder.steps == 2
+
+
+def test_a_run_that_comes_back_tells_the_steps_again_that_no_checkpoint_covers(tmp_path: Path) -> None:
+    # given four steps, of which a checkpoint covers one, when nobody has read their rows
+    with af.serve(tmp_path / "run", durability="process", checkpoints=True) as run:
+        run.queue.declare("train", needs=["x"], batch_rows=2)
+        run.queue.put({"x": np.arange(10.0)})
+        for number in range(4):
+            run.queue.get("train").ack()
+            if number < 2:
+                run.checkpoint(lambda path: None, keep=2)
+        run.queue.get("train")
+    told: dict[int, list[float]] = {}
+    # when
+    with af.serve(tmp_path / "run", on_step=lambda step, read: told.update({step: read()["x"].tolist()})) as run:
+        # then those, with their values; not one that is leased
+        assert told == {1: [2.0, 3.0], 2: [4.0, 5.0], 3: [6.0, 7.0]}
+        run.queue.end(cancel=True)
+        for step in run.consumer("train"):
+            step.ack()
+        run.checkpoint(lambda path: None, keep=1)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_directory_that_holds_a_run_is_gone_on_with_only_where_that_is_meant(tmp_path: Path, again: bool) -> None:
+    Recorder(tmp_path, []).close()
+    if again:
+        Recorder(tmp_path, [], again=True).close()
+        return
+    with pytest.raises(af.ConfigError, match="already holds a run"):
+        Recorder(tmp_path, [])
