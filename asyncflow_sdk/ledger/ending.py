@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from .commands import Ids
+from .commands import TERMINAL, Ids
 from .noticing import Noticing
 from .rows import DONE, LEASED, LIVE, NONE, READY, TASK_STATES, WAITING
 from .state import CANCELLED, Held
+
+REASONS, REASON_LETTERS = 200, 300
+"""So many different reasons are told apart, by so much of their first lines: a run may go on for long."""
 
 
 class Ending(Noticing):
@@ -48,6 +51,7 @@ class Ending(Noticing):
         """``through``: the rows are of this partition, and every task that takes them is through with them."""
         rows = self.rows
         at = rows.at(ids)
+        reason = self._told_as(TERMINAL[state - 1], reason)
         ended = self._ended_event(ids, state, reason)
         for name, task in self.tasks.items():
             if through is not None:
@@ -81,6 +85,11 @@ class Ending(Noticing):
             self.reasons[f"{ended.state}: {reason}"] += len(ids)
         self._effects.events.append(ended)
         self._dirty.update(("put", "wanted"))
+
+    def _told_as(self, state: str, reason: str) -> str:
+        """By which reason rows are counted: the first line of theirs, unless there are too many others."""
+        line = reason.partition("\n")[0][:REASON_LETTERS]
+        return line if len(self.reasons) < REASONS or f"{state}: {line}" in self.reasons else "other reasons"
 
     def _tell_lost(self, lease: Held, ids: Ids) -> None:
         """Rows of a lease have ended: whoever holds it and wants to hear of that, does."""

@@ -384,7 +384,7 @@ class Leasing(Choosing):
                     self._count_fit(task, given_up, -1)
                     rows.todo[rows.at(given_up)] -= 1
                     self._through(task, given_up)
-                    self.reasons[f"skipped: {tries}"] += len(given_up)
+                    self.reasons[f"skipped: {self._told_as('skipped', tries)}"] += len(given_up)
                     self._consume(given_up, rows.at(given_up))
                 state = rows.task(name, "state")[rows.at(ids)]
                 ids = ids[(rows.state[rows.at(ids)] == LIVE) & (state == READY)]

@@ -1,7 +1,7 @@
 """What the ledger remembers of rows that are gone: keys of puts, and groups that failed with the reasons.
 
 Both are bounded: a key is remembered while rows of its put live, and of the last ``KEYS`` keyed puts; of failed
-groups the last ``LETTERS``, of one group the last ``REASONS`` reasons.
+groups the last ``LETTERS``, of one group the last ``REASONS`` reasons, ``LETTER`` letters of each.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .rows import LIVE, Rows
 KEYS = 100_000
 LETTERS = 1000
 REASONS = 16
+LETTER = 5000
 
 
 class KeyedPuts:
@@ -79,7 +80,7 @@ class Letters:
     def blame(self, firsts: Ids, reason: str) -> None:
         """Groups (by their first rows) lost a lease."""
         for first in np.unique(firsts).tolist():
-            self._reasons.setdefault(first, deque(maxlen=REASONS)).append(reason)
+            self._reasons.setdefault(first, deque(maxlen=REASONS)).append(reason[:LETTER])
 
     def failed(self, **group: Any) -> None:
         """A group failed for good."""

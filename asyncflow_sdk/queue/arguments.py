@@ -62,6 +62,13 @@ def check_name(what: str, name: Any) -> None:
         _check_text(what, name)
 
 
+def plain_text(text: str, most: int = 4000) -> str:
+    """Text that can be sent, whatever an exception made it of; of one that is too long the beginning and the end."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _check_text(name: str, value: str) -> None:
     try:
         value.encode()

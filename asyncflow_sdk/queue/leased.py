@@ -25,6 +25,7 @@ from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..types import Batch, Column
 from ._once import drive, sync
+from .arguments import plain_text
 from .blocks import pack_columns
 from .connection import Letter, Port
 
@@ -173,7 +174,7 @@ class Lease(Batch):
             cmd.GiveBack(
                 token=self.token,
                 index=None if rows is None else rows.tobytes(),
-                reason=reason,
+                reason=plain_text(reason) if isinstance(reason, str) else reason,
                 blame=blame,
                 rank=self.rank,
             )
@@ -206,7 +207,7 @@ class Lease(Batch):
                 await self._post_last()
         if self._left <= 0:
             return
-        reason = _LEFT if error is None else _said(error)
+        reason = _LEFT if error is None else said(error)
         try:
             await self._give_back(reason=reason, blame=isinstance(error, Exception))
         except LeaseLost:
@@ -214,13 +215,13 @@ class Lease(Batch):
                 raise
 
 
-def _said(error: BaseException) -> str:
-    """What an exception says, in text that can be sent, whatever it says."""
+def said(error: BaseException) -> str:
+    """What an exception says, whatever it does when it is asked."""
     try:
         text = str(error)
     except Exception as wrong:
         text = f"its text cannot be made: {type(wrong).__name__}"
-    return f"{type(error).__name__}: {text}".encode("utf-8", "replace").decode()
+    return f"{type(error).__name__}: {text}"
 
 
 class AsyncLeasedBatch(Lease):

@@ -22,6 +22,8 @@ import numpy.typing as npt
 from ..errors import AsyncFlowError, ConfigError, EngineError, SchemaError
 from ..interfaces import Completion, Request
 from ..plugins import import_name, import_path
+from ..queue.arguments import plain_text
+from ..queue.leased import said
 from ..types import Sampling, VersionSpan, pack
 from .completing import Answer, Ids
 from .drawing import Deliver, joined_spans, spans_of
@@ -245,8 +247,8 @@ class Agent:
         if turns.failure is not None:
             raise turns.failure
         if error is not None:
-            trace = "".join(traceback.format_exception(error, limit=-FRAMES)).rstrip()
-            raise AgentFailed(f"agent {self.name}() raised {type(error).__name__}: {error}\n{trace}")
+            trace = plain_text("".join(traceback.format_exception(error, limit=-FRAMES)).rstrip())
+            raise AgentFailed(f"agent {self.name}() raised {plain_text(said(error), 1000)}\n{trace}")
         try:
             return turns.answer(self._checked(task.result()))
         except AgentFailed as failed:

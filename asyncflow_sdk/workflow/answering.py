@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ConfigError, DeadlineExceeded, EngineError, LeaseLost
 from ..interfaces import Completion, Request, RolloutEngine
 from ..queue import AsyncLeasedBatch, Connection
+from ..queue.arguments import plain_text
 from ..types import Sampling
 from ..types import events as ev
 from .agent import Agent, AgentFailed, Turns
@@ -133,7 +134,7 @@ class Answering:
         if len(self._refused) >= GIVE_UP_AFTER:
             text = f"{len(self._refused)} prompts in a row were refused, the last because: {error}"
             raise ConfigError(text) from error
-        self._note(f"a prompt was refused: {error}", "warning")
+        self._note(plain_text(f"a prompt was refused: {error}"), "warning")
 
     def _finished(self, work: Work, waiting: set[int], row: int, answer: Answer) -> None:
         waiting.discard(row)

@@ -21,7 +21,7 @@ from pathlib import Path
 from .._version import __version__
 from ..errors import ConfigError
 from ..interfaces import FATAL_STATUS, Launcher, Place, WorkerEnding, WorkerHandle, WorkerOrder
-from .worker import LAST_WORDS
+from .worker import LAST_WORDS, THROUGH
 
 TAIL_BYTES = 64 << 10
 _NO_MODULE = re.compile(r"No module named '?[\w.]+'?(?=\)?\s*$)")
@@ -78,7 +78,7 @@ class _Process(WorkerHandle):
         self._process, self._line, self._log, self._python = process, line, log, python
         self._lock = threading.Lock()
         self._began = log.stat().st_size
-        self._ended = False
+        self._ended = self._told = False
 
     def wait(self) -> WorkerEnding:
         status = self._process.wait()
@@ -88,7 +88,9 @@ class _Process(WorkerHandle):
             words = self._last_words()
             self._line.close()
         if not status:
-            return WorkerEnding(0)
+            if self._told or words == THROUGH:
+                return WorkerEnding(0)
+            return WorkerEnding(1, "its process exited with status 0 before the stream had ended")
         if words:
             return WorkerEnding(status, words)
         tail = _tail(self._log, self._began)
@@ -101,6 +103,7 @@ class _Process(WorkerHandle):
     def stop(self) -> None:
         with self._lock, contextlib.suppress(OSError):
             if not self._ended:
+                self._told = True
                 self._line.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:

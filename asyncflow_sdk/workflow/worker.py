@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -27,6 +29,7 @@ from ..memory import directory_at, remove_if_ownerless
 from ..plugins import plugin_choice, registry
 from ..queue import Connection, Renewing, TransferQueue, open_queue
 from ..queue._once import drive
+from ..queue.arguments import plain_text
 from ..types import Sampling, Weights
 from ..types import events as ev
 from ..wire import RunKey
@@ -37,6 +40,8 @@ PATIENCE_S, TRAIN_PATIENCE_S = 3600.0, 86400.0
 """For so long a worker may complete nothing before what it holds is others' (seconds)."""
 LAST_WORDS = 32 << 10
 """Most bytes that a worker says of its end: so many fit into a socket that nobody reads yet."""
+THROUGH = "through"
+"""The last word of a worker that ended with the stream. A process that something made exit with status 0 does not say it."""
 
 
 class RolloutJob(msgspec.Struct, frozen=True, tag="rollout"):
@@ -163,13 +168,13 @@ def main() -> int:
     threading.Thread(target=_end_with_driver, args=(worker,), daemon=True).start()
     ending = worker.run()
     with contextlib.suppress(OSError):  # a pipe cannot be answered on
-        os.write(0, ending.text.encode()[-LAST_WORDS:])
+        os.write(0, (ending.text if ending.status else THROUGH).encode()[-LAST_WORDS:])
     return ending.status
 
 
 def _ending(error: BaseException) -> WorkerEnding:
     traceback.print_exception(error)
-    text = "".join(traceback.format_exception(error, limit=-12))
+    text = plain_text("".join(traceback.format_exception(error, limit=-12)), LAST_WORDS // 4)
     return WorkerEnding(FATAL_STATUS if isinstance(error, FATAL) else 1, text)
 
 
@@ -251,4 +256,13 @@ def _end_with_driver(worker: WorkerMain) -> None:
         pass
     if worker.directory is not None:
         remove_if_ownerless(worker.directory, wait_s=5.0)  # the lock falls a moment after the pipe
+    if _is_gone(0) and os.getpgid(0) == os.getpid():  # what this worker started: a driver that lives would end it
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)
+
+
+def _is_gone(line: int) -> bool:
+    """Whether nobody has the other end of a socket any more; who only asks to stop has."""
+    looked = select.poll()
+    looked.register(line, 0)
+    return any(what & select.POLLHUP for _, what in looked.poll(0))

@@ -10,7 +10,8 @@ from ledger_queue import LAST, PLAIN, TEXT, TOKENS, Queue, ids, running
 
 from asyncflow_sdk.errors import DeadlineExceeded, LeaseLost, SchemaError
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger import pack_ids, remembering
+from asyncflow_sdk.ledger import ending, pack_ids, remembering
+from asyncflow_sdk.types.events import RowsEnded
 
 
 def put(queue: Queue, groups: int, size: int = 1, nbytes: int = 0, **more: Any) -> Any:
@@ -36,6 +37,20 @@ def test_cancelled_rows_end_with_their_groups_and_leave_the_queue() -> None:
     assert ids(queue.lease(queue.admin, "plain")) == [0, 1, 4, 5]
     assert queue.audit().cancelled == 2
     assert queue.audit().reasons == {"cancelled: cancelled by request": 2}
+
+
+def test_reasons_that_are_all_different_take_up_no_more_than_so_many() -> None:
+    queue = Queue(PLAIN, LAST, capacity=4096)
+    put(queue, 1000)
+
+    for row in range(1000):
+        cancel(queue, row, reason=f"row {row} raised\nTraceback " + "x" * 10_000)
+
+    reasons = queue.audit().reasons
+    assert (reasons["cancelled: row 0 raised"], reasons["cancelled: other reasons"]) == (1, 800)
+    assert (len(reasons), sum(reasons.values())) == (ending.REASONS + 1, 1000)
+    told = {event.reason for event in queue.events if isinstance(event, RowsEnded)}
+    assert {f"cancelled: {reason}" for reason in told} == set(reasons)
 
 
 def test_a_holder_of_cancelled_rows_learns_which_it_lost() -> None:

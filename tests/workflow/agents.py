@@ -30,6 +30,13 @@ async def fails_at_five(turns, prompt_ids):
     return 1.0
 
 
+async def says_no_text(turns, prompt_ids):
+    await turns.generate()
+    if prompt_ids[0] == 5:
+        raise ValueError("\ud800" + "x" * 20_000)
+    return 1.0
+
+
 async def never_ends(turns, prompt_ids):
     await turns.generate()
     if prompt_ids[0] == 5:

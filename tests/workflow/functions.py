@@ -25,6 +25,10 @@ def nan(response_ids):
     return [math.nan for _ in response_ids]
 
 
+def says_no_text(response_ids):
+    raise ValueError("\ud800")
+
+
 def too_few(response_ids):
     return [1.0]
 
@@ -39,6 +43,17 @@ def two_columns(response_ids):
 
 def exits(response_ids):
     sys.exit(0)
+
+
+def vanishes(response_ids):
+    """As libraries do that end the process themselves."""
+    os._exit(0)
+
+
+def starts_others(response_ids):
+    """Each call leaves a process behind, which its log names."""
+    print("started", subprocess.Popen(["sleep", "3600"]).pid, flush=True)
+    return length(response_ids)
 
 
 def frozen_once(response_ids):

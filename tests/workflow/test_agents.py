@@ -97,6 +97,7 @@ def test_a_conversation_ends_where_the_context_does(run: af.Run) -> None:
             600,
             ["agent fails_at_five() raised LookupError: no such tool", "line", "raise LookupError"],
         ),
+        ("says_no_text", 600, ["agent says_no_text() raised ValueError: \\ud800xxx", "xxx ... xxx"]),
         ("never_ends", 0.3, ["agent never_ends() did not end in 0.3 s"]),
         ("silent", 600, ["agent silent(): its model never said anything"]),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from echo_runs import echo_workflow
-from functions import exits, length, nan, raises, too_few
+from functions import exits, length, nan, raises, says_no_text, too_few, vanishes
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, PluginError, WorkerFailed
@@ -163,6 +163,16 @@ def test_prompts_from_a_file_name_the_bad_line(tmp_path: Path) -> None:
 def test_a_function_that_exits_the_process_is_a_failure_and_not_the_end(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="reward-0"):
         echo_workflow(reward=af.Stage(exits, task="reward", max_restarts=1)).run(tmp_path / "run")
+
+
+def test_a_process_that_exits_with_status_0_before_the_end_has_failed(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"reward-0.* after 1 restarts\nits process exited with status 0 before"):
+        echo_workflow(reward=af.Stage(vanishes, task="reward", max_restarts=1)).run(tmp_path / "run")
+
+
+def test_what_an_exception_says_need_not_be_unicode(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"says_no_text\(\) raised ValueError: \\ud800"):
+        echo_workflow(reward=af.Stage(says_no_text, task="reward")).run(tmp_path / "run")
 
 
 def test_a_group_larger_than_the_engine_takes_is_named(tmp_path: Path) -> None:

@@ -105,10 +105,10 @@ def test_a_trainer_that_fails_ends_the_run_with_its_traceback_and_keeps_the_data
     assert '"balanced": true' in summary
 
 
-def driver(directory: Path, steps: int = 100_000) -> "subprocess.Popen[str]":
+def driver(directory: Path, steps: int = 100_000, reward: str = "length") -> "subprocess.Popen[str]":
     script = Path(__file__).parent / "driver.py"
     return subprocess.Popen(
-        [sys.executable, str(script), str(directory), str(steps)],
+        [sys.executable, str(script), str(directory), str(steps), reward],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -168,6 +168,18 @@ def test_a_killed_driver_takes_its_workers_and_its_memory_with_it(tmp_path: Path
 
     until(lambda: not [pid for pid in pids if alive(pid)], "the end of all workers")
     until(lambda: not segments(process.pid), "the removal of shared memory")
+
+
+def test_a_killed_driver_takes_what_its_workers_started_with_it(tmp_path: Path) -> None:
+    process = driver(tmp_path / "run", reward="starts_others")
+    read_until(process, "step 0")
+
+    process.kill()
+    process.communicate()
+
+    started = [int(line.split()[1]) for line in (tmp_path / "run/logs/reward-0.log").read_text().splitlines()]
+    assert started
+    until(lambda: not [pid for pid in started if alive(pid)], "the end of what a worker had started")
 
 
 def test_a_frozen_worker_loses_its_rows_and_what_it_sends_when_it_thaws_is_refused(tmp_path: Path) -> None:
