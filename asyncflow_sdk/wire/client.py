@@ -102,7 +102,7 @@ class Client:
         """From now on requests end with ServerLost when this process, the server's, does; if it can be seen."""
         self._server = _Server(pid, key)
 
-    def ask(self, body: bytes, timeout_s: float, grace_s: float = GRACE_S) -> bytes:
+    def ask(self, body: bytes, timeout_s: float, grace_s: float | None = None) -> bytes:
         """Send and wait. Raises ServerLost when no answer comes in ``timeout_s`` and a grace, when the server's
         process ends, or on close; AccessDenied."""
         return self.exchange(body, timeout_s, grace_s=grace_s).body
@@ -113,7 +113,7 @@ class Client:
         timeout_s: float,
         frames: Sequence[Any] = (),
         *,
-        grace_s: float = GRACE_S,
+        grace_s: float | None = None,
         since: int | None = None,
     ) -> Reply:
         """The same with payload: contiguous buffers, which must not change before this returns or raises. ``since``:
@@ -129,7 +129,7 @@ class Client:
         seq, began, tracker = self._numbering.begin(), time.monotonic(), None
         try:
             until = (
-                began + max(0.0, timeout_s) + grace_s
+                began + max(0.0, timeout_s) + (GRACE_S if grace_s is None else grace_s)
             )  # not a number waits for nothing, and must not wait for ever
             while True:
                 if tracker is None or tracker.done:
@@ -263,10 +263,13 @@ class Client:
         return False
 
     def _lost(self, began: float) -> ServerLost:
-        return ServerLost(
-            f"{self.address} gave no answer in {time.monotonic() - began:.0f} s; does its process still live"
-            f"{', and does the network reach it' if transport_of(self.address) == 'tcp' else ''}?"
-        )
+        took_s = time.monotonic() - began
+        if self._server.fd >= 0:
+            why = f"its process {self._server.pid} lives; is it frozen, or out of time?"
+        else:
+            network = ", and does the network reach it" if transport_of(self.address) == "tcp" else ""
+            why = f"does its process still live{network}?"
+        return ServerLost(f"{self.address} gave no answer in {took_s:.1f} s; {why}")
 
     def _interrupted(self) -> WireError:
         return WireError(f"a request to {self.address} was interrupted")

@@ -237,7 +237,7 @@ class Run:
             if left_s <= 0:
                 late = stall is not None and stall.left_s <= 0
                 why = str(stall) if late else f"after {timeout_s:g} s: {worker.name} has not ended"
-                raise DeadlineExceeded(f"{why}; {what_stands(self.queue.status())}")
+                raise DeadlineExceeded(f"{why}; {what_stands(self.queue.status(), worker.name)}")
             self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
             self._changed.clear()
         self.check()

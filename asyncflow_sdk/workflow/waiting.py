@@ -12,12 +12,19 @@ MOST = 5
 """So many who wait are named."""
 
 
-def what_stands(report: StatusReport) -> str:
-    """Who waits for what and since when; where nobody does, who has held rows the longest."""
-    waits = [f"{name} waits {why}" for name, why in report.waiting.items()]
+def what_stands(report: StatusReport, worker: str = "") -> str:
+    """Who waits for what and since when; where nobody does, who has held rows the longest. ``worker``: what it waits for, or
+    holds, comes first."""
+    own = [
+        f"{each.name} has held {each.rows} rows of task {each.task!r} for {each.held_s:.1f} s"
+        for each in report.sessions
+        if each.name == worker and each.rows
+    ]
+    first = sorted(report.waiting, key=lambda name: name != worker)
+    waits = [f"{name} waits {report.waiting[name]}" for name in first]
     more = f"; {len(waits) - MOST} more wait" if len(waits) > MOST else ""
-    if waits:
-        return "; ".join(waits[:MOST]) + more
+    if own or waits:
+        return "; ".join([*own, *waits[:MOST]]) + more
     held = report.oldest
     if held is not None:
         return f"nobody waits for the queue; {held.name} has held {held.rows} rows of task {held.task!r} for {held.since_s:.1f} s"

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,11 @@ PROMPTS = [{"prompt_ids": [1, 2, n]} for n in range(8)]
 
 
 class Command:
-    """A command that runs until it ends, with what it has printed so far."""
+    """A command that runs until it ends, with what it has printed so far. ``within``: what starts it on another host."""
 
-    def __init__(self, *arguments: str, cwd: Path) -> None:
+    def __init__(self, *arguments: str, cwd: Path, within: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [*ASYNCFLOW, *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*within, *ASYNCFLOW, *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         self.said = ""
 

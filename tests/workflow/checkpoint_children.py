@@ -59,6 +59,13 @@ def write_on_a_full_disk(directory: str, in_words: bool) -> None:
     hear()
 
 
+def serve_and_wait(directory: str) -> None:
+    """Serve a run until it is told to end."""
+    with af.serve(directory, checkpoints=True) as run:
+        say(run.address)
+        hear()
+
+
 def serve_until_killed(directory: str, prompts: int) -> None:
     """Serve a run with rows for a trainer; or the same once more."""
     import numpy as np

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoint_children import serve_and_wait
+from children import Child
 from echo_runs import echo_workflow
-from functions import stuck
+from functions import doubled, stuck
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
+from asyncflow_sdk.queue import connection
+from asyncflow_sdk.wire import client
 
 
 @pytest.fixture
@@ -110,6 +117,53 @@ def test_a_worker_that_does_not_end_is_named_with_what_it_waits_for(run: af.Run)
         DeadlineExceeded, match=r"after 0\.1 s: after-0 has not ended; .*after-0 waits after .*: task 'after'"
     ):
         run.wait(worker, timeout_s=0.1)
+
+
+def test_a_worker_that_is_frozen_is_named_with_what_it_holds_and_leaves_when_it_is_told_to(
+    run: af.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where its log goes
+    stage = af.Stage(doubled, task="after", needs=["reward"], gives=["again"])
+    (worker,) = run.start(stage)
+    until(lambda: worker.name in run.queue.status().waiting, "that it waits for rows")
+    os.kill(worker.pid, signal.SIGSTOP)
+    run.queue.put({"reward": [1.0]})
+    until(lambda: run.queue.status().rows["after"].get("leased"), "that it holds one")
+
+    with pytest.raises(
+        DeadlineExceeded, match=r"after 0\.1 s: after-0 has not ended; .*after-0 has held 1 rows of task 'after' for"
+    ):
+        run.wait(worker, timeout_s=0.1)
+
+    assert run.scale(stage, 0, grace_s=0.1) == []  # does not wait for it
+    assert worker.ended.wait(60)
+    until(lambda: not run.queue.status().rows["after"].get("leased"), "that its row is another's to have")
+
+
+def test_a_run_whose_server_is_frozen_is_named_by_what_asks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "CALL_S", 0.2)
+    monkeypatch.setattr(client, "GRACE_S", 0.3)
+    with Child(serve_and_wait, str(tmp_path / "run")) as server:
+        address = server.hear()
+        monkeypatch.chdir(tmp_path)
+        with af.connect(address, timeout_s=30) as run:
+            (worker,) = run.start(af.Stage(doubled, task="after", needs=["reward"], gives=["again"]))
+            server.stop()
+            for call in (lambda: run.checkpoint(lambda path: None, directory=tmp_path), run.audit):
+                with pytest.raises(
+                    ServerLost,
+                    match=re.escape(address) + rf" gave no answer in \d\.\d s; its process {server.pid} lives",
+                ):
+                    call()
+
+            assert run.scale("after", 0, grace_s=0.1) == []
+
+            assert worker.ended.wait(60)
+            server.resume()
+        server.say("end")
+        assert server.wait() == 0
 
 
 def test_a_run_in_which_nothing_is_trained_ends_and_says_why(tmp_path: Path) -> None:
