@@ -1,0 +1,1 @@
+"""CTranslate2 as a rollout engine of AsyncFlow SDK."""
