@@ -6,12 +6,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo test test-ray fuzz lint bench-demo bench-queue bench-weights bench-overlap clean
+.PHONY: help install demo test test-ray test-contrib fuzz lint bench-demo bench-queue bench-weights bench-overlap clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
 	@echo "make test        run the whole test suite"
 	@echo "make test-ray    the launcher for Ray, against a real Ray in an environment of its own"
+	@echo "make test-contrib  the engines and trackers of contrib/, against their real libraries"
 	@echo "make lint        ruff, mypy, import contracts"
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
@@ -82,6 +83,17 @@ RAY ?= .venv-ray/.ready
 test-ray: .venv-ray/.tests
 	cd contrib/asyncflow_ray && OMP_NUM_THREADS=1 ../../.venv-ray/bin/python -m pytest $(ARGS)
 
+# The other packages of contrib, each with the library it is for.
+CONTRIB := asyncflow_ctranslate2 asyncflow_accelerate asyncflow_tensorboard
+.venv-contrib/.tests: pyproject.toml $(CONTRIB:%=contrib/%/pyproject.toml)
+	$(PYTHON) -m venv .venv-contrib
+	.venv-contrib/bin/python -m pip install --quiet '$(TORCH)'
+	.venv-contrib/bin/python -m pip install --quiet -e '.[torch]' $(CONTRIB:%=-e contrib/%) tensorboard 'pytest>=8' 'pytest-timeout>=2.3'
+	touch $@
+
+test-contrib: .venv-contrib/.tests
+	for package in $(CONTRIB); do (cd contrib/$$package && OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)) || exit 1; done
+
 bench-weights: install $(RAY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)
 
@@ -89,4 +101,4 @@ bench-overlap: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overlap $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .mypy_cache .ruff_cache .pytest_cache .hypothesis

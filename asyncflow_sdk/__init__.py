@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .errors import LeaseLost as LeaseLost
     from .errors import PluginError as PluginError
     from .errors import SchemaError as SchemaError
+    from .errors import WeightMismatch as WeightMismatch
     from .errors import WorkerFailed as WorkerFailed
     from .interfaces import TRAIN_COLUMNS as TRAIN_COLUMNS
     from .interfaces import Algorithm as Algorithm
@@ -91,6 +92,7 @@ _WHERE = {
     "AsyncFlowError": "errors",
     "EngineError": "errors",
     "SchemaError": "errors",
+    "WeightMismatch": "errors",
     "ConfigError": "errors",
     "PluginError": "errors",
     "WorkerFailed": "errors",

@@ -1,0 +1,1 @@
+"""Accelerate as a train engine of AsyncFlow SDK."""

@@ -1,0 +1,145 @@
+"""AccelerateEngine: trains a Hugging Face model with Accelerate, which brings devices, mixed precision and its own checkpoints.
+
+af.Train("accelerate", model="models/mine", lr=1e-5, mixed_precision="bf16", algorithm=af.GRPO())
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from accelerate import Accelerator
+
+import asyncflow_sdk as af
+from asyncflow_sdk.types import loss_mask
+
+
+class AccelerateEngine(af.TrainEngine):
+    """One process. ``model``: a Hugging Face folder; ``lr``: of AdamW; ``mixed_precision``: "no", "bf16" or "fp16", as Accelerate
+    takes it; ``micro_batch_rows``: of a forward pass. ``temperature``: the rollouts'.
+
+    `save` writes what Accelerate does, with pickled parts: a checkpoint is as trusted as code.
+    """
+
+    def __init__(
+        self, model: str, *, algorithm: af.Algorithm | None = None, lr: float = 1e-6, mixed_precision: str = "no",
+        max_grad_norm: float = 1.0, micro_batch_rows: int = 32, temperature: float = 1.0, cpu: bool = False,
+    ) -> None:  # fmt: skip
+        transformers.utils.logging.disable_progress_bar()
+        self._accelerator = Accelerator(mixed_precision=mixed_precision, cpu=cpu)
+        self._algorithm, self._source = algorithm or af.GRPO(), Path(model)
+        self._max_grad_norm, self._rows, self._temperature = max_grad_norm, micro_batch_rows, temperature
+        plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self._model, self._optimizer = self._accelerator.prepare(plain, optimizer)
+        self._plain = plain
+
+    # ---- training
+
+    def train_step(self, batch: af.Batch) -> af.StepResult:
+        self._check(batch)
+        worth = np.asarray(self._algorithm.advantages(batch), np.float32)
+        if not np.isfinite(worth).all():
+            raise af.SchemaError("advantages are not finite: a reward is not a number")
+        used = worth != 0 if self._algorithm.drop_zero_advantage else np.ones(batch.rows, np.bool_)
+        metrics = {"reward": float(batch.array("reward").mean()), "rows_used": float(used.sum())}
+        if used.any():
+            metrics |= self._step(batch.take(np.flatnonzero(used)), worth[used])
+        return af.StepResult(metrics, None if used.all() else ~used)
+
+    def _step(self, batch: af.Batch, worth: np.ndarray[Any, Any]) -> dict[str, float]:
+        given, behaviour = loss_mask(batch), batch.ragged("logprobs")
+        mask = np.ones(len(behaviour.values), np.bool_) if given is None else given.values.astype(np.bool_)
+        offsets, total, sums = behaviour.offsets, int(mask.sum()), {"tokens": float(mask.sum())}
+        self._optimizer.zero_grad()
+        for start in range(0, batch.rows, self._rows):
+            rows = np.arange(start, min(start + self._rows, batch.rows))
+            logprobs = self._logprobs(batch.take(rows))
+            part = slice(int(offsets[rows[0]]), int(offsets[rows[-1] + 1]))
+            kept = self._tensor(mask[part])
+            row = np.repeat(np.arange(len(rows)), np.diff(offsets)[rows])
+            loss, measured = self._algorithm.loss(
+                af.PackedTokens(
+                    logprobs=logprobs[kept], behaviour=self._tensor(behaviour.values[part])[kept],
+                    advantages=self._tensor(worth[rows][row])[kept], rows=self._tensor(row)[kept],
+                    row_count=len(rows), total_tokens=total, total_rows=batch.rows,
+                )
+            )  # fmt: skip
+            self._accelerator.backward(loss)
+            for name, value in {**measured, "loss": loss.detach()}.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
+        if not torch.isfinite(norm):
+            raise af.EngineError(f"the gradient's norm is {float(norm)}; no step was made")
+        self._optimizer.step()
+        return sums | {"grad_norm": float(norm)}
+
+    def logprobs(self, batch: af.Batch) -> af.Ragged:
+        self._check(batch, training=False)
+        with torch.no_grad():
+            parts = [
+                self._logprobs(batch.take(range(at, min(at + self._rows, batch.rows))))
+                for at in range(0, batch.rows, self._rows)
+            ]
+        values = torch.cat(parts).float().cpu().numpy()
+        return af.Ragged(values, batch.ragged("response_ids").offsets)
+
+    def _logprobs(self, batch: af.Batch) -> Any:
+        """Of all response tokens, row after row: float32 (tokens,). Rows are padded on the right, which a causal model does not see."""
+        prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
+        ends = prompts.lengths + responses.lengths
+        ids = np.zeros((batch.rows, int(ends.max())), np.int64)
+        at = np.arange(ids.shape[1])
+        ids[at < prompts.lengths[:, None]] = prompts.values
+        answered = (at >= prompts.lengths[:, None]) & (at < ends[:, None])
+        ids[answered] = responses.values
+        tokens = self._tensor(ids)
+        logits = self._model(input_ids=tokens, use_cache=False).logits.float() / self._temperature
+        each = torch.log_softmax(logits[:, :-1], -1).gather(-1, tokens[:, 1:, None])[..., 0]
+        return each[self._tensor(answered[:, 1:])]
+
+    def _check(self, batch: af.Batch, *, training: bool = True) -> None:
+        if training and not np.isfinite(batch.array("reward")).all():
+            raise af.SchemaError("a reward is not a finite number")
+        responses, vocabulary = batch.ragged("response_ids"), self._plain.config.vocab_size
+        if not responses.lengths.all() or not batch.ragged("prompt_ids").lengths.all():
+            raise af.SchemaError("a prompt or a response has no tokens")
+        for name in ("prompt_ids", "response_ids"):
+            ids = batch.ragged(name).values
+            if ids.min() < 0 or ids.max() >= vocabulary:
+                raise af.SchemaError(f"column {name!r} has tokens outside of the vocabulary of {vocabulary}")
+        if training and (batch.ragged("logprobs").lengths != responses.lengths).any():
+            raise af.SchemaError("column 'logprobs' has not one number for each response token")
+        if training and not np.isfinite(batch.ragged("logprobs").values).all():
+            raise af.SchemaError("column 'logprobs' has numbers that are not finite")
+
+    def _tensor(self, values: np.ndarray[Any, Any]) -> Any:
+        return torch.from_numpy(np.array(values)).to(self._accelerator.device)
+
+    # ---- weights and checkpoints
+
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()
+        for name, tensor in self._plain.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:  # tied weights once
+                seen.add(id(tensor))
+                yield name, tensor.detach()
+
+    def save(self, path: Path) -> None:
+        self._accelerator.save_state(str(path))
+
+    def load(self, path: Path) -> None:
+        self._accelerator.load_state(str(path))
+
+    def export(self, path: Path) -> None:
+        self._plain.save_pretrained(path)
+        for file in (*self._source.glob("tokenizer*"), *self._source.glob("special_tokens_map.json")):
+            shutil.copy2(file, path / file.name)
+
+    def close(self) -> None:
+        self._accelerator.free_memory()

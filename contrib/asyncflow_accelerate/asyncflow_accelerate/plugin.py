@@ -1,0 +1,17 @@
+"""What this package adds to AsyncFlow."""
+
+import asyncflow_sdk as af
+
+
+@af.hookimpl
+def asyncflow_adapters() -> list[af.AdapterSpec]:
+    return [
+        af.AdapterSpec(
+            kind="train",
+            name="accelerate",
+            factory="asyncflow_accelerate.engine:AccelerateEngine",
+            requires=["accelerate>=1.0", "transformers>=5", "torch>=2.6"],
+            install="pip install asyncflow-accelerate",
+            tested="accelerate 1.15 on a CPU, one process",
+        )
+    ]

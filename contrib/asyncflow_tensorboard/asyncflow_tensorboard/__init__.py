@@ -1,0 +1,1 @@
+"""A TensorBoard tracker for AsyncFlow SDK."""

@@ -1,0 +1,17 @@
+"""What this package adds to AsyncFlow."""
+
+import asyncflow_sdk as af
+
+
+@af.hookimpl
+def asyncflow_adapters() -> list[af.AdapterSpec]:
+    return [
+        af.AdapterSpec(
+            kind="tracker",
+            name="tensorboard",
+            factory="asyncflow_tensorboard.tracker:TensorBoardTracker",
+            requires=["tensorboardX>=2.6"],
+            install="pip install asyncflow-tensorboard",
+            tested="tensorboardX 2.6.5, read by tensorboard 2.21",
+        )
+    ]

@@ -1,0 +1,54 @@
+"""TensorBoardTracker: the numbers of a run as TensorBoard shows them.
+
+af.Workflow(..., trackers=["tensorboard"])               # then: tensorboard --logdir runs
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboardX import SummaryWriter
+
+import asyncflow_sdk as af
+
+
+class TensorBoardTracker(af.Tracker):
+    """``directory``: where the event files go; by default "tensorboard" in the run's. ``flush_s``: how often they are written.
+
+    Names are "train/reward" and so on; "version" is the version trained. The run's description is a text.
+    A step that is trained again after a resume replaces what was shown of it and of later ones.
+    """
+
+    def __init__(self, directory: str | None = None, flush_s: float = 5.0) -> None:
+        if flush_s <= 0:
+            raise af.ConfigError(f"flush_s must be above 0, not {flush_s}")
+        self._directory, self._flush_s, self._last = directory, flush_s, -1
+
+    def open(self, run: af.TrackedRun) -> None:
+        self._place = Path(self._directory) if self._directory else run.directory / "tensorboard"
+        self._writer: SummaryWriter | None = None
+        if not run.resumed:  # else it is there already
+            text = json.dumps(run.description, indent=2, default=str)
+            self._new(None).add_text("run", "\n".join(f"    {line}" for line in text.splitlines()))
+
+    def log(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        writer = self._new(step) if self._writer is None or step <= self._last else self._writer
+        self._last = step
+        for name, value in metrics.items():
+            writer.add_scalar(f"train/{name}", value, step)
+        writer.add_scalar("version", version, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _new(self, purge_step: int | None) -> SummaryWriter:
+        """Another file. Its name has the second in it, so two of one second would be one."""
+        self.close()
+        files = len(list(self._place.glob("*tfevents*")))
+        self._writer = SummaryWriter(
+            str(self._place), purge_step=purge_step, flush_secs=self._flush_s, filename_suffix=f".{files:04}"
+        )
+        return self._writer
