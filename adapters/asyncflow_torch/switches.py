@@ -9,6 +9,8 @@ All responses to a request have drawn equally many tokens while they run, so tha
 
 from __future__ import annotations
 
+import functools
+
 from asyncflow_sdk.types import VersionSpan
 
 Switches = tuple[tuple[int, int], ...]
@@ -21,6 +23,7 @@ def switched(switches: Switches, token: int, version: int) -> Switches:
     return kept if kept and kept[-1][1] == version else (*kept, (token, version))
 
 
+@functools.lru_cache(1024)  # rows that end together have the same
 def spans_of(switches: Switches, length: int) -> tuple[VersionSpan, ...]:
     """The spans of a response of ``length`` tokens, which may have been interrupted right after the last switch."""
     if len(switches) == 1 and length:

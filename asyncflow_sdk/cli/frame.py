@@ -2,7 +2,7 @@
 
     for line in frame(board, title="demo", now_s=time.monotonic(), width=80, height=24): ...
 
-Lines are laid out by hand: a table of rich costs more CPU than all of this, twice a second for hours.
+Lines are laid out by hand: a table of rich costs more CPU than all of this, second after second for hours.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     with LiveView(total_steps=300, title="demo") as view:
         run(..., sinks=[view])          # view(event), from any thread
 
-On a terminal the picture is drawn twice a second. In a pipe or in CI it is one line every ten steps, and
+On a terminal the picture is drawn once a second. In a pipe or in CI it is one line every ten steps, and
 not more than one in ten seconds. Warnings, errors and what happens to workers is said at once in both.
 """
 
@@ -26,7 +26,7 @@ from .board import Board
 from .frame import frame
 from .lines import duration, number, printable
 
-REFRESH_S = 0.5
+REFRESH_S = 1.0
 LINE_STEPS = 10
 LINE_S = 10.0
 _SILENCE_S = 60.0

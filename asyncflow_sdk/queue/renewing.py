@@ -3,6 +3,7 @@ work does, because they are renewed while it gets on."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _PARTS = 3
 """A lease is renewed when one of so many parts of its time is over, so that two may be missed."""
+_MOST = 1000
+"""So many leases may have ended before those that are over are forgotten."""
 
 
 class Renewing:
@@ -33,6 +36,8 @@ class Renewing:
         self._left: dict[tuple[int, int], int] = {}
         self._moved = time.monotonic()  # last progress that was seen
         self._news = threading.Condition()
+        self._until = math.inf
+        """When it looks again: a lease that is due later need not wake it."""
         connection.on_lease = self._leased
         threading.Thread(target=self._run, name="renewing", daemon=True).start()
 
@@ -40,7 +45,8 @@ class Renewing:
         with self._news:
             self._held[lease.token, lease.rank] = weakref.ref(lease)
             self._moved = time.monotonic()
-            self._news.notify()
+            if lease._since + lease.lease_s / _PARTS < self._until or len(self._held) > _MOST:
+                self._news.notify()
 
     def _run(self) -> None:
         while True:
@@ -63,6 +69,7 @@ class Renewing:
                 first = min((lease._since + lease.lease_s / _PARTS for lease in held), default=None)
                 if first is None or first > now:
                     del held
+                    self._until = math.inf if first is None else first
                     self._news.wait(None if first is None else first - now)
                     continue
                 due = [lease for lease in held if lease._since + lease.lease_s / _PARTS <= now]

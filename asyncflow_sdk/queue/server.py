@@ -33,7 +33,7 @@ from .measuring import Measuring
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
 from .recovery import Recovered
 
-STATUS_EVERY_S = 0.5
+STATUS_EVERY_S = 1.0
 LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetCut, cmd.GetPut)
 """Commands that change nothing."""
 _log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ flash_attn_varlen(q, k, v, ragged.cu_seqlens, ...)   # the packed form attention
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -120,7 +121,12 @@ class Ragged:
         return row
 
     def __iter__(self) -> Iterator[Array]:
-        return (self[i] for i in range(len(self)))
+        return (self.values[start:end] for start, end in itertools.pairwise(self.offsets.tolist()))
+
+    def tolist(self) -> list[list[Any]]:
+        """A list of plain numbers (of lists of them) for each row."""
+        values = self.values.tolist()
+        return [values[start:end] for start, end in itertools.pairwise(self.offsets.tolist())]
 
     def __repr__(self) -> str:
         return f"Ragged({len(self)} rows, {len(self.values)} values, {self.values.dtype})"

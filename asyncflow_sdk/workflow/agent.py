@@ -24,7 +24,7 @@ from ..interfaces import Completion, Request
 from ..plugins import import_name, import_path
 from ..queue.arguments import plain_text
 from ..queue.leased import said
-from ..types import Sampling, VersionSpan, pack
+from ..types import Ragged, Sampling, VersionSpan, pack
 from .completing import Answer, Ids
 from .drawing import Deliver, joined_spans, spans_of
 from .text import Text
@@ -192,7 +192,7 @@ class Turns:
         return self._text
 
     def _said(self, ids: Ids) -> str:
-        return self._text.decode([ids])[0] if self._text is not None else ""
+        return self._text.decode(Ragged.of([ids]))[0] if self._text is not None else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,6 +171,7 @@ class Answering:
         if not task.cancelled() and task.exception() is not None and self.failure is None:
             self.failure = task.exception()
         if not work.tasks:
+            self._completing.through()
             cpu_s, self._cpu_s = self._engine.cpu_s - self._cpu_s, self._engine.cpu_s
             self.span(
                 "generate", work.began, rows=work.batch.rows, tokens=work.tokens, version=work.version, cpu_s=cpu_s

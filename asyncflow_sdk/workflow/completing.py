@@ -1,9 +1,11 @@
-"""Completing: finished responses become columns, and go to the ledger together: all that finished in one turn of the event
-loop, in one command a lease."""
+"""Completing: finished responses become columns, and go to the ledger together, in one command a lease: at once when a lease
+is through or nothing was sent for a while, else with what finishes in the next moment."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +20,8 @@ from ..types import LOSS_MASK, VERSION_SPANS, Ragged, one_version
 from .drawing import spans_of
 from .text import Text
 
+EVERY_S = 0.1
+"""So far apart are commands for leases that are not through: responses of a few tokens end all the time (seconds)."""
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
@@ -64,7 +68,7 @@ class Completing:
     def __init__(self, prefix: str, text: Text | None, *, prompt_ids: bool, late: Callable[[str], None]) -> None:
         self._prefix, self._text, self._prompt_ids, self._late = prefix, text, prompt_ids, late
         self._finished: dict[int, Work] = {}
-        self._wanted = asyncio.Event()
+        self._wanted, self._through = asyncio.Event(), asyncio.Event()
         self.held = asyncio.Lock()
         """While it is held nothing is completed."""
 
@@ -74,6 +78,10 @@ class Completing:
         work.tokens += len(answer.response.token_ids)
         self._finished[work.batch.token] = work
         self._wanted.set()
+
+    def through(self) -> None:
+        """A lease is: nothing more comes of it, so what is finished goes now."""
+        self._through.set()
 
     @property
     def finished(self) -> list[Work]:
@@ -86,10 +94,16 @@ class Completing:
 
     async def run(self) -> None:
         """Complete what finishes until cancelled."""
+        clock, sent_s = asyncio.get_running_loop().time, -math.inf
         while True:
             await self._wanted.wait()
             await asyncio.sleep(0)  # whoever the engine woke in this turn adds its rows first
+            if not self._through.is_set() and (left_s := sent_s + EVERY_S - clock()) > 0:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._through.wait(), left_s)
             self._wanted.clear()
+            self._through.clear()
+            sent_s = clock()
             await self.now()
 
     async def now(self) -> None:
@@ -122,7 +136,7 @@ class Completing:
             VERSION_SPANS: _spans(answers, ids.lengths),
         }
         if self._text is not None:
-            columns["response"] = self._text.decode(list(ids))
+            columns["response"] = self._text.decode(ids)
         masks = [answer.mask for answer in answers if answer.mask is not None]
         if masks:
             columns[LOSS_MASK] = _ragged(masks, np.bool_)

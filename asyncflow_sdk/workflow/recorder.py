@@ -11,6 +11,7 @@ logs/               what each worker wrote
 from __future__ import annotations
 
 import contextlib
+import io
 import queue
 import threading
 import time
@@ -38,6 +39,10 @@ from .tally import Tally
 
 MOST_WAITING = 256
 CLOSE_S = 60.0
+GATHER_S = 0.05
+"""Events come in bursts: so long they are gathered, since each wake-up takes the interpreter from the queue's server."""
+IN_MEMORY_BYTES = 16 << 20
+"""A step up to this size is put together in memory and written at once: its file has many small parts."""
 COMPLETED_AT, PUBLISH_LAG = "completed_at", "publish_lag"
 Sink = Callable[[Event], None]
 
@@ -63,6 +68,7 @@ class Recorder:
         self._torn = False  # events.jsonl cannot be written any more
         self._log = (directory / "events.jsonl").open("ab")
         self._inbox: queue.SimpleQueue[Event | tuple[int, Callable[[], Batch]] | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._rewards: dict[int, float] = {}  # by step: one that was trained again counts once
         self.staleness_max = 0
@@ -116,6 +122,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is left. A sink that blocks is not waited for longer than a minute."""
+        self._closing.set()
         self._inbox.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -128,7 +135,7 @@ class Recorder:
                 self.errors.append(f"events.jsonl is not whole: {error}")
 
     def _run(self) -> None:
-        while (item := self._inbox.get()) is not None:
+        while (item := self._next()) is not None:
             if isinstance(item, tuple):
                 self._waiting -= 1
                 try:
@@ -147,6 +154,11 @@ class Recorder:
             self._write(note)
             self._tell(note)
             self.errors.append(bias)
+
+    def _next(self) -> Event | tuple[int, Callable[[], Batch]] | None:
+        if self._inbox.empty():
+            self._closing.wait(GATHER_S)
+        return self._inbox.get()
 
     def _tell(self, event: Event) -> None:
         for sink in list(self._sinks):
@@ -192,7 +204,12 @@ def write_batch(path: Path, batch: Batch, **more: Any) -> None:
         if column.offsets is not None:
             arrays[f"{name}.offsets"] = column.offsets
     with path.with_suffix(".part").open("wb") as part:
-        np.savez(part, **arrays)
+        if sum(array.nbytes for array in arrays.values()) > IN_MEMORY_BYTES:
+            np.savez(part, **arrays)
+        else:
+            whole = io.BytesIO()
+            np.savez(whole, **arrays)
+            part.write(whole.getbuffer())
     path.with_suffix(".part").replace(path)
 
 

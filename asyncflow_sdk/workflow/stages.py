@@ -236,8 +236,8 @@ class _Generating:
     async def _complete(self, rows: AsyncLeasedBatch, done: dict[int, Any]) -> None:
         if not done:
             return
-        ids = list(done.values())
-        column = self._text.decode(ids) if self._text is not None else Ragged.of(ids)
+        ids = Ragged.of(list(done.values()))
+        column = self._text.decode(ids) if self._text is not None else ids
         try:
             await rows.complete({self._state.gives[0]: column}, index=list(done))
         except LeaseLost as error:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PluginError
+from ..types import Ragged
 
 
 class Text:
@@ -27,6 +28,6 @@ class Text:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
         return [np.array(e.ids, np.int32) for e in encoded]
 
-    def decode(self, ids: Sequence[npt.NDArray[np.int32]]) -> list[str]:
+    def decode(self, ids: Ragged) -> list[str]:
         """Text without special tokens."""
-        return list(self._tokenizer.decode_batch([row.tolist() for row in ids], skip_special_tokens=True))
+        return list(self._tokenizer.decode_batch(ids.tolist(), skip_special_tokens=True))

@@ -124,3 +124,8 @@ def test_a_token_is_as_old_as_the_steps_between_also_where_numbers_were_skipped(
 
     assert token_steps(spans).tolist() == [3]
     assert token_steps(later, ((-1, 0), (7, 5), (9, 6))).tolist() == [4, 2, 3]
+
+
+def test_rows_as_plain_lists() -> None:
+    assert Ragged.of([[1, 2], [], [3]], np.int32).tolist() == [[1, 2], [], [3]]
+    assert [row.tolist() for row in Ragged.of([[1, 2], [], [3]], np.int32)] == [[1, 2], [], [3]]
