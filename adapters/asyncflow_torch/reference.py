@@ -61,14 +61,14 @@ class HuggingFacePolicy(Policy):
         if folder is None:
             self._made = tempfile.TemporaryDirectory(prefix="asyncflow-policy-")
             folder = tiny_model(Path(self._made.name))
-        self._folder = folder
+        self._folder, self._dtype = folder, dtype
         model = load_policy(folder, dtype=dtype, device="cpu")
         self.vocabulary, self.context = vocabulary_of(model), context_of(model) or 1024
         self._first = {name: from_torch(tensor).copy() for name, tensor in named_weights(model)}
         self._model = load_policy(folder, dtype="float32", device="cpu") if dtype != "float32" else model
         self._model.requires_grad_(False)
         self._targets = dict(named_weights(self._model))
-        self._held = 0
+        self._held: int | Weights = 0
         self._versions = functools.lru_cache(maxsize=4)(self._changed)
         self._responses = functools.lru_cache(maxsize=256)(self._greedy)
         self._answers = functools.lru_cache(maxsize=64)(self._all_logprobs)
@@ -84,6 +84,18 @@ class HuggingFacePolicy(Policy):
         ids = np.concatenate([prompt, response]).astype(np.int64)
         rows = self._answers(version, ids.tobytes(), temperature)[len(prompt) - 1 : -1]
         return np.asarray(rows[np.arange(len(response)), ids[len(prompt) :]], np.float64)
+
+    def logprobs_of(self, tensors: Weights, prompt: Ids, response: Ids) -> Logprobs:
+        if self._held is not tensors:
+            self._write(tensors)
+            self._held = tensors
+        ids = np.concatenate([prompt, response]).astype(np.int64)
+        rows = self._scored(ids, 1.0)[len(prompt) - 1 : -1]
+        return np.asarray(rows[np.arange(len(response)), ids[len(prompt) :]], np.float64)
+
+    def read(self, folder: Path) -> Weights:
+        model = load_policy(str(folder), dtype=self._dtype, device="cpu")
+        return {name: from_torch(tensor) for name, tensor in named_weights(model)}
 
     def next_logprobs(self, version: int, prompt: Ids, temperature: float = 1.0) -> Logprobs:
         return np.asarray(self._answers(version, prompt.astype(np.int64).tobytes(), temperature)[-1])
@@ -101,16 +113,22 @@ class HuggingFacePolicy(Policy):
         return np.asarray(drawn[0, ids.shape[1] :].numpy(), np.int32)
 
     def _hold(self, version: int) -> None:
-        if self._held != version:
-            for name, array in self.tensors(version).items():
-                self._targets[name].copy_(to_torch(np.array(array)))
+        if not isinstance(self._held, int) or self._held != version:
+            self._write(self.tensors(version))
             self._held = version
+
+    def _write(self, tensors: Weights) -> None:
+        for name, target in self._targets.items():
+            target.copy_(to_torch(np.array(tensors[name])))
 
     def _all_logprobs(self, version: int, ids: bytes, temperature: float) -> Logprobs:
         """Of each token after each position: float64 (length, vocabulary)."""
         self._hold(version)
+        return self._scored(np.frombuffer(ids, np.int64), temperature)
+
+    def _scored(self, ids: npt.NDArray[np.int64], temperature: float) -> Logprobs:
         with torch.inference_mode():
-            tokens = torch.from_numpy(np.frombuffer(ids, np.int64).copy())[None]
+            tokens = torch.from_numpy(ids.copy())[None]
             logits = self._model(input_ids=tokens, use_cache=False).logits[0].double()
         return np.asarray(torch.log_softmax(logits / (temperature or 1.0), -1).numpy())
 

@@ -15,7 +15,8 @@ from ..types import Batch, Ragged
 
 TRAIN_COLUMNS = ("prompt_ids", "response_ids", "logprobs", "version_spans", "reward")
 """What a train engine reads: prompt_ids, response_ids: ragged int32; logprobs: ragged float32, of the
-response under the policy that drew it; version_spans: ragged int64 (3,); reward: fixed floating point."""
+response under the policy that drew it; version_spans: ragged int64 (3,); reward: fixed floating point. A batch may have the
+column loss_mask too (ragged bool, one value a response token): where it is False, a token is read and not trained."""
 
 
 @dataclass(frozen=True)

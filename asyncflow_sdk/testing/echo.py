@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import EngineError, WeightMismatch
+from ..errors import EngineError, SchemaError, WeightMismatch
 from ..interfaces import Capabilities, Completion, Request, RolloutEngine, StepResult, TrainEngine, WeightUpdate
 from ..interfaces.rollout import Swap
 from ..types import Batch, Ragged, VersionSpan, loss_mask, token_versions
@@ -219,6 +219,10 @@ class EchoTrain(TrainEngine):
 
         if self.steps == self._fail_at:
             raise RuntimeError(f"told to fail at step {self.steps}")
+        if not np.isfinite(batch.array("reward")).all():
+            raise SchemaError("rows have a reward that is no finite number")
+        if (batch.ragged("logprobs").lengths != batch.ragged("response_ids").lengths).any():
+            raise SchemaError("rows do not have one log-prob for each response token")
         made_by = -batch.ragged("logprobs").values
         named = token_versions(batch.ragged("version_spans")).values
         if (mask := loss_mask(batch)) is not None:

@@ -5,8 +5,22 @@ from __future__ import annotations
 from asyncflow_sdk.testing.kit.conformance import BoundCheck, Conformance
 
 rollout = Conformance("rollout", "transformers", options={"threads": 1, "max_rows": 32})
+train = Conformance("train", "torch", options={"threads": 1, "lr": 1e-3})
+parts = Conformance(
+    "train", "torch", options={"threads": 1, "micro_batch_tokens": 64}, only=["row_order", "companions"]
+)
 
 
 @rollout.parametrize
 def test_the_rollout_engine_conforms(check: BoundCheck) -> None:
+    check()
+
+
+@train.parametrize
+def test_the_train_engine_conforms(check: BoundCheck) -> None:
+    check()
+
+
+@parts.parametrize
+def test_the_train_engine_conforms_in_micro_batches(check: BoundCheck) -> None:
     check()

@@ -8,6 +8,7 @@ from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.testing.kit.conformance import BoundCheck
 
 plain = Conformance("rollout", "echo")
+training = Conformance("train", "echo")
 flying = Conformance("rollout", "echo", options={"in_flight": True, "partial": True, "token_s": 0.001})
 
 
@@ -18,6 +19,11 @@ def test_echo_conforms(check: BoundCheck) -> None:
 
 @flying.parametrize
 def test_echo_conforms_while_requests_run(check: BoundCheck) -> None:
+    check()
+
+
+@training.parametrize
+def test_the_train_engine_conforms(check: BoundCheck) -> None:
     check()
 
 

@@ -25,10 +25,11 @@ from ...plugins import Kind, import_name, registry
 from .check import TIERS, Check, CheckFailed, DoesNotApply, Result, known_checks
 from .policy import Policy
 from .rollout_lab import RolloutLab
+from .train_lab import TrainLab
 
 HUGGING_FACE = "asyncflow_torch.reference:HuggingFacePolicy"
 LIMIT_S = 100.0
-_MODULES = {"rollout": ("rollout_basic", "rollout_full")}
+_MODULES = {"rollout": ("rollout_basic", "rollout_full"), "train": ("train_basic", "train_full")}
 
 
 class Lab(Protocol):
@@ -44,7 +45,7 @@ class Lab(Protocol):
         """Free everything. Idempotent."""
 
 
-_LABS: dict[str, Callable[..., Lab]] = {"rollout": RolloutLab}
+_LABS: dict[str, Callable[..., Lab]] = {"rollout": RolloutLab, "train": TrainLab}
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class LoopThread:
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame)
         if stack and not any(part.name in ("select", "poll") and "selectors" in part.filename for part in stack[-2:]):
-            return "the event loop is blocked in " + _said(stack)
+            return "the event loop is blocked in " + said(stack)
         waits = []
         for task in asyncio.all_tasks(self._loop):
             frames = task.get_stack(limit=1)
@@ -71,7 +71,8 @@ class LoopThread:
         return f"what is awaited: {', '.join(waits[:_SHOWN]) or 'nothing'}"
 
 
-def _said(stack: traceback.StackSummary) -> str:
+def said(stack: traceback.StackSummary) -> str:
+    """The innermost calls of a stack, the last one first."""
     return " < ".join(
         f"{part.name} ({part.filename.rsplit('/', 1)[-1]}:{part.lineno})" for part in stack[: -_SHOWN - 1 : -1]
     )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import abc
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..echo import weights
+from .check import DoesNotApply
 
 Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float64]
+Tensors = Mapping[str, npt.NDArray[Any]]
 
 
 class Policy(abc.ABC):
@@ -24,6 +28,8 @@ class Policy(abc.ABC):
 
     vocabulary: int
     context: int
+    learns: bool = True
+    """Whether training on rewards changes its answers by them."""
 
     @property
     @abc.abstractmethod
@@ -31,7 +37,7 @@ class Policy(abc.ABC):
         """What an engine's factory is given as ``model``."""
 
     @abc.abstractmethod
-    def tensors(self, version: int) -> Mapping[str, npt.NDArray[Any]]:
+    def tensors(self, version: int) -> Tensors:
         """The weights of a version, by the names of the checkpoint, tied ones once; bfloat16 and the like by ml_dtypes."""
 
     @abc.abstractmethod
@@ -45,6 +51,14 @@ class Policy(abc.ABC):
     def next_logprobs(self, version: int, prompt: Ids, temperature: float = 1.0) -> Logprobs | None:
         """Of each token as the next one: (vocabulary,). None where answers are not drawn."""
         return None
+
+    def logprobs_of(self, tensors: Tensors, prompt: Ids, response: Ids) -> Logprobs:
+        """As ``logprobs`` at temperature 1, under weights that are given. Checks of train engines need it, and no others."""
+        raise DoesNotApply(f"{type(self).__name__} has no logprobs_of(), which answers by given weights")
+
+    def read(self, folder: Path) -> Tensors:
+        """The weights in a model folder that a train engine has exported, named as in ``tensors``."""
+        raise DoesNotApply(f"{type(self).__name__} has no read(), which reads an exported model folder")
 
     def prompts(self, count: int, *, longest: int = 12, seed: int = 0) -> Sequence[Ids]:
         """Prompts of 2 to ``longest`` tokens."""
@@ -62,12 +76,19 @@ class EchoPolicy(Policy):
     vocabulary = 1000
     context = 4096
     folder = ""
+    learns = False
 
-    def tensors(self, version: int) -> Mapping[str, npt.NDArray[Any]]:
+    def tensors(self, version: int) -> Tensors:
         return weights(version)
 
     def logprobs(self, version: int, prompt: Ids, response: Ids, temperature: float = 1.0) -> Logprobs:
         return np.full(len(response), -float(version))
+
+    def logprobs_of(self, tensors: Tensors, prompt: Ids, response: Ids) -> Logprobs:
+        return np.full(len(response), -float(tensors["scale"]))
+
+    def read(self, folder: Path) -> Tensors:
+        return weights(json.loads((folder / "echo.json").read_text())["steps"])
 
     def greedy(self, version: int, prompt: Ids, max_tokens: int) -> Ids:
         return prompt[:max_tokens]

@@ -1,0 +1,172 @@
+"""A softmax bigram: the smallest policy that learns, and a train engine of it in numpy that is right in every way.
+
+A token's log-prob depends on the one before it: log softmax(table[before] + bias). The engine trains by GRPO with momentum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncflow_sdk.algorithms import GRPO
+from asyncflow_sdk.errors import ConfigError, SchemaError
+from asyncflow_sdk.interfaces import StepResult, TrainEngine
+from asyncflow_sdk.testing import Policy
+from asyncflow_sdk.types import Batch, Ragged, loss_mask
+
+VOCABULARY, CONTEXT = 24, 256
+
+
+def weights(version: int) -> dict[str, Any]:
+    random = np.random.default_rng([version, 7])
+    return {
+        "table.weight": random.normal(0, 1, (VOCABULARY, VOCABULARY)).astype(np.float32),
+        "bias": random.normal(0, 1, VOCABULARY).astype(np.float32),
+    }
+
+
+def log_softmax(tensors: Mapping[str, Any], before: Any) -> Any:
+    """Of every token after each of ``before``: float64 (len(before), vocabulary)."""
+    logits = tensors["table.weight"][before].astype(np.float64) + tensors["bias"]
+    logits -= logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+class BigramPolicy(Policy):
+    vocabulary, context, folder = VOCABULARY, CONTEXT, "bigram"
+
+    def tensors(self, version: int) -> dict[str, Any]:
+        return weights(version)
+
+    def logprobs(self, version: int, prompt: Any, response: Any, temperature: float = 1.0) -> Any:
+        return self.logprobs_of(weights(version), prompt, response)
+
+    def logprobs_of(self, tensors: Mapping[str, Any], prompt: Any, response: Any) -> Any:
+        before = np.concatenate([prompt[-1:], response[:-1]])
+        return log_softmax(tensors, before)[np.arange(len(response)), response]
+
+    def greedy(self, version: int, prompt: Any, max_tokens: int) -> Any:
+        drawn = [int(prompt[-1])]
+        for _ in range(max_tokens):
+            drawn.append(int(log_softmax(weights(version), drawn[-1:])[0].argmax()))
+        return np.array(drawn[1:], np.int32)
+
+    def read(self, folder: Path) -> dict[str, Any]:
+        with np.load(folder / "model.npz") as stored:
+            return dict(stored)
+
+
+@dataclass
+class Tokens:
+    """Response tokens, packed: the token before each, itself, and the row that it is in."""
+
+    before: Any
+    ids: Any
+    rows: Any
+
+
+class BigramTrain(TrainEngine):
+    conformance_policy = "bigram:BigramPolicy"
+
+    def __init__(self, model: str, *, algorithm: Any, lr: float = 1.0, momentum: float = 0.9) -> None:
+        if type(algorithm) is not GRPO:
+            raise ConfigError(f"this engine trains by GRPO only, not by {algorithm!r}")
+        self.algorithm, self.lr, self.momentum = algorithm, lr, momentum
+        self.weights = weights(0)
+        self.speed = {name: np.zeros_like(array) for name, array in self.weights.items()}
+
+    # ---- a step, in parts that wrong engines do otherwise
+
+    def train_step(self, batch: Batch) -> StepResult:
+        self.check(batch)
+        advantages = self.advantages(batch)
+        tokens = self.tokens(batch)
+        kept = self.kept(batch, tokens) & (advantages[tokens.rows] != 0)
+        coefficients = np.where(kept, self.coefficients(batch, tokens, advantages), 0.0)
+        self.descend(tokens, coefficients / max(self.count(tokens, kept, advantages), 1))
+        return StepResult({"reward": float(batch.array("reward").mean())}, self.filtered(advantages))
+
+    def check(self, batch: Batch) -> None:
+        self.check_tokens(batch)
+        rewards, logprobs = batch.array("reward"), batch.ragged("logprobs")
+        if not np.isfinite(rewards).all() or not np.isfinite(logprobs.values).all():
+            raise SchemaError("a reward or a log-prob is not finite")
+        if (logprobs.lengths != batch.ragged("response_ids").lengths).any():
+            raise SchemaError("a response has not as many log-probs as tokens")
+
+    def check_tokens(self, batch: Batch) -> None:
+        prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
+        for column in (prompts, responses):
+            if (column.values < 0).any() or (column.values >= VOCABULARY).any():
+                raise SchemaError("a token is not in the vocabulary")
+        if (prompts.lengths + responses.lengths > CONTEXT).any():
+            raise SchemaError("a row is longer than the context")
+
+    def advantages(self, batch: Batch) -> Any:
+        return self.algorithm.advantages(batch)
+
+    def tokens(self, batch: Batch) -> Tokens:
+        prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
+        before = np.roll(responses.values, 1)
+        before[responses.offsets[:-1]] = prompts.values[prompts.offsets[1:] - 1]
+        return Tokens(before, responses.values, np.repeat(np.arange(batch.rows), responses.lengths))
+
+    def kept(self, batch: Batch, tokens: Tokens) -> Any:
+        mask = loss_mask(batch)
+        return np.ones(len(tokens.ids), bool) if mask is None else mask.values
+
+    def coefficients(self, batch: Batch, tokens: Tokens, advantages: Any) -> Any:
+        """The loss by each token's log-prob, times minus the number of tokens."""
+        of_token = advantages[tokens.rows]
+        ratio = np.exp(self.scores(tokens) - self.behaviour(batch, tokens))
+        low, high = 1 - self.algorithm.clip_low, 1 + self.algorithm.clip_high
+        clipped = np.where(of_token > 0, ratio > high, ratio < low)
+        return np.where(clipped, 0.0, ratio * of_token)
+
+    def behaviour(self, batch: Batch, tokens: Tokens) -> Any:
+        return batch.ragged("logprobs").values
+
+    def count(self, tokens: Tokens, kept: Any, advantages: Any) -> Any:
+        return kept.sum()
+
+    def filtered(self, advantages: Any) -> Any:
+        return None if advantages.all() else advantages == 0
+
+    def descend(self, tokens: Tokens, coefficients: Any) -> None:
+        by_logit = -np.exp(log_softmax(self.weights, tokens.before)) * coefficients[:, None]
+        by_logit[np.arange(len(tokens.ids)), tokens.ids] += coefficients
+        gradient = {"table.weight": np.zeros((VOCABULARY, VOCABULARY)), "bias": by_logit.sum(0)}
+        np.add.at(gradient["table.weight"], tokens.before, by_logit)
+        for name, array in self.weights.items():
+            self.speed[name] = (self.momentum * self.speed[name] + gradient[name]).astype(np.float32)
+            array += np.float32(self.lr) * self.speed[name]
+
+    # ---- the rest of the interface
+
+    def scores(self, tokens: Tokens) -> Any:
+        return log_softmax(self.weights, tokens.before)[np.arange(len(tokens.ids)), tokens.ids].astype(np.float32)
+
+    def logprobs(self, batch: Batch) -> Ragged:
+        self.check_tokens(batch)
+        return Ragged(self.scores(self.tokens(batch)), batch.ragged("response_ids").offsets)
+
+    def named_weights(self) -> Iterable[tuple[str, Any]]:
+        return self.weights.items()
+
+    def save(self, path: Path) -> None:
+        np.savez(path / "state.npz", **self.weights, **{f"speed/{name}": array for name, array in self.speed.items()})
+        (path / "saved.json").write_text(json.dumps({"lr": self.lr}))
+
+    def load(self, path: Path) -> None:
+        with np.load(path / "state.npz") as stored:
+            self.weights = {name: stored[name] for name in self.weights}
+            self.speed = {name: stored[f"speed/{name}"] for name in self.weights}
+
+    def export(self, path: Path) -> None:
+        path.mkdir(parents=True)
+        np.savez(path / "model.npz", **self.weights)
