@@ -33,7 +33,7 @@ class Trainer:
     that a call waits, where it is not said otherwise; then DeadlineExceeded says for whom. ``transport``, ``options``:
     of the weights, as ``run.weight_publisher`` takes them. One thread calls it. ``run`` is closed by whoever opened it."""
 
-    def __init__(self, run: Run, *, timeout_s: float = 600.0, transport: str = "shm", **options: Any) -> None:
+    def __init__(self, run: Run, *, timeout_s: float = 600.0, transport: str = "auto", **options: Any) -> None:
         self.run = run
         self._timeout_s = timeout_s
         self._transport, self._options = transport, options

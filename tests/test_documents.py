@@ -154,6 +154,36 @@ def test_the_launcher_of_the_documents_is_found_and_starts_workers(tmp_path: Pat
     assert "gpus= is not for launcher 'nice'" in out
 
 
+def test_the_plugin_of_the_reference_has_an_algorithm_and_a_tracker_that_work(tmp_path: Path, start: Path) -> None:
+    (code,) = blocks("plugin_hook")
+    (tmp_path / "mine.py").write_text(code)
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[asyncflow_sdk]\nmine = mine\n")
+    (tmp_path / "use.py").write_text(
+        given(start) + "from functions import exact_match\n"
+        "af.Workflow(\n"
+        "    prompts=prompts, rollout=af.Rollout('transformers', model=model, group_size=4, sampling=af.Sampling(max_tokens=4)),\n"
+        "    reward=exact_match, train=af.Train('torch', model=model, algorithm=('reinforce', {'baseline': 0.25})),\n"
+        "    batch_size=16, steps=2, trackers=['lines'],\n"
+        ").run('run')\n"
+    )
+    (tmp_path / "functions.py").write_text(
+        "def exact_match(response, answer):\n    return [float(a == b) for a, b in zip(response, answer)]\n"
+    )
+
+    listed = json.loads(python(tmp_path, "-m", "asyncflow_sdk.cli", "plugins", "--json", path=tmp_path))
+    python(tmp_path, "use.py", path=tmp_path)
+
+    assert [a["install"] for a in listed["adapters"] if a["name"] == "far"] == ["pip install 'mine[far]'"]
+    assert len((tmp_path / "run" / "lines.txt").read_text().splitlines()) == 2
+    steps = [
+        line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if '"event":"step"' in line
+    ]
+    assert all('"ratio":' in line for line in steps)
+
+
 def test_example_own_loop(tmp_path: Path, start: Path) -> None:
     script = REPOSITORY / "examples" / "own_loop.py"
     out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")

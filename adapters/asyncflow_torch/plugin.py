@@ -6,7 +6,7 @@ from asyncflow_sdk.plugins import AdapterSpec, hookimpl
 
 _REQUIRES = ["torch>=2.6", "transformers>=5"]
 _INSTALL = "pip install 'asyncflow-sdk[torch]'"
-_TESTED = "torch 2.13, transformers 5.23, on a CPU"
+_TESTED = ["torch==2.13.*", "transformers==5.23.*"]
 
 
 @hookimpl
@@ -20,6 +20,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES,
             install=_INSTALL,
             tested=_TESTED,
+            can={"swap": ["drain", "partial", "in_flight"]},
         ),
         AdapterSpec(
             kind="train",
@@ -36,6 +37,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES[:1],
             install=_INSTALL,
             tested="torch 2.13 with gloo, on a CPU; nccl has not been run",
+            can={"hosts": "many", "encodings": ["full"]},
         ),
         AdapterSpec(
             kind="transport",
@@ -44,5 +46,6 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES[:1],
             install=_INSTALL,
             tested="its refusal without CUDA; it has not been run on a GPU",
+            can={"hosts": "one", "encodings": ["full"]},
         ),
     ]

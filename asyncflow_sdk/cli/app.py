@@ -33,6 +33,7 @@ Typical uses:
   asyncflow serve runs/NAME    serve a run that workers join by hand
   asyncflow top runs/NAME      see who waits for what in a running queue
   asyncflow plugins            see which engines are installed, or missing
+  asyncflow doctor FILE.toml   see what will not work, before it is run
   asyncflow report runs/NAME   write the report page of a run again
 """
 
@@ -276,6 +277,36 @@ def plugins(
     else:
         listing.print(Console())
     raise typer.Exit(1 if listing.problems else 0)
+
+
+@app.command()
+def doctor(
+    what: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[PATH]...", help="Workflows (FILE.toml), whose interpreters are looked into; runs and keys."
+        ),
+    ] = None,
+    python: Annotated[
+        list[str] | None, typer.Option(help="An interpreter of workers; say it again for each.", metavar="PATH")
+    ] = None,
+    address: Annotated[
+        list[str] | None, typer.Option(help="Where a run is to be served, as tcp://0.0.0.0:7000.", metavar="ADDRESS")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    no_plugin: _NoPlugin = None,
+    debug: _Debug = False,
+) -> None:
+    """Say what is installed where, and what will not work. Exit code 1 if something will not."""
+    del no_plugin, debug
+    from .doctor import examine
+
+    examination = examine(what or [], python or [], address or [])
+    if as_json:
+        typer.echo(examination.json())
+    else:
+        examination.print(Console())
+    raise typer.Exit(0 if examination.fine else 1)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from ..ledger import StatusReport
-from ..types.events import Event, Note, Status, StepTrained, WorkerState
+from ..types.events import Chosen, Event, Note, Status, StepTrained, WorkerState
 from ..workflow import Run, serve
 from .lines import printable
 from .live import LiveView
@@ -105,6 +105,8 @@ class _Lines:
     def __call__(self, event: Event) -> None:
         if isinstance(event, WorkerState):
             self._say(f"worker {event.worker}: {event.state} {event.detail}".rstrip())
+        elif isinstance(event, Chosen):
+            self._say(f"{event.worker or 'driver'}: {event.what} {event.chosen}: {event.reason}")
         elif isinstance(event, Note) and event.level != "info":
             self._say(
                 f"{event.level} ({event.worker}): {event.text}" if event.worker else f"{event.level}: {event.text}"

@@ -148,7 +148,7 @@ def train(
     model: _Model = "",
     batch_size: Annotated[int, typer.Option(min=0, help="Rows of a step; 0 where the task is declared already.")] = 0,
     export: Annotated[str, typer.Option(help="Folder for the model in the end.", metavar="PATH")] = "",
-    transport: Annotated[str, typer.Option(help="By which new weights travel.")] = "tcp",
+    transport: Annotated[str, typer.Option(help="By which new weights travel.")] = "auto",
     options: _Set = None,
 ) -> None:
     """Train, and publish each version."""

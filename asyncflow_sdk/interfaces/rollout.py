@@ -34,6 +34,7 @@ class Capabilities:
     else each response is of the one version loaded. ``max_rows``: responses generated at once.
     ``context``: the most tokens of prompt and response together; None if the engine does not know.
     ``logprobs``, ``held_weights``: it has the methods of these names, which prove what it loaded.
+    ``transports``: the only ones that it can take weights by; None: any.
     """
 
     swap: Set[Swap] = frozenset({"drain"})
@@ -42,6 +43,7 @@ class Capabilities:
     context: int | None = None
     logprobs: bool = False
     held_weights: bool = False
+    transports: Set[str] | None = None
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,14 @@ class Host:
     world_size: int = 1
     run: str = ""
 
+    @property
+    def elsewhere(self) -> str:
+        """Why other members of the run may not see the memory of this host; "" where all do."""
+        if self.directory is None:
+            return "the run's memory is not in sight of this process"
+        loopback = self.address.startswith("127.") or self.address in ("::1", "localhost")
+        return "" if loopback else f"the run is served to other hosts, which reach this one at {self.address}"
+
 
 class WeightTransport(abc.ABC):
     """A way to move weights. Made as ``factory(**options)`` with the options of ``weight_publisher`` at the publishing end, and

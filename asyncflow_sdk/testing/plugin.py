@@ -8,6 +8,11 @@ def asyncflow_adapters() -> list[AdapterSpec]:
     return [
         AdapterSpec(kind="rollout", name="echo", factory="asyncflow_sdk.testing.echo:EchoRollout"),
         AdapterSpec(kind="train", name="echo", factory="asyncflow_sdk.testing.echo:EchoTrain"),
-        AdapterSpec(kind="rollout", name="timed", factory="asyncflow_sdk.testing.timed:TimedRollout"),
+        AdapterSpec(
+            kind="rollout",
+            name="timed",
+            factory="asyncflow_sdk.testing.timed:TimedRollout",
+            can={"swap": ["drain", "in_flight"]},
+        ),
         AdapterSpec(kind="train", name="timed", factory="asyncflow_sdk.testing.timed:TimedTrain"),
     ]

@@ -66,6 +66,9 @@ class Batch(Mapping[str, Values]):
             self._unpacked[name] = unpack(self._column(name))
         return self._unpacked[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
     def array(self, name: str) -> Array:
         """A fixed column: (n, *shape)."""
         value = self[name]

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from .dtypes import check_floating
 from .probe import Probe, plain_probe
 
-SwapPolicy = Literal["drain", "boundary", "partial", "in_flight"]
+SwapPolicy = Literal["auto", "drain", "boundary", "partial", "in_flight"]
 Proof = Literal["probe", "held"]
 
 
@@ -68,16 +68,17 @@ class Weights:
 
     ``transport``, ``options``: by which, made with which options. ``dtype``: floating-point tensors are published in it; None
     leaves them. ``swap``: replicas load a version after draining ("drain"), when nothing runs in them anyway ("boundary"),
-    interrupting what runs, which goes on after ("partial"), or while requests run ("in_flight"). ``keep``: so many versions, the newest, can be fetched and rolled back to.
+    interrupting what runs, which goes on after ("partial"), or while requests run ("in_flight"). "auto", of either: what all of the
+    run can do, chosen before anything starts and told with the reason. ``keep``: so many versions, the newest, can be fetched and rolled back to.
     ``max_swapping``: so many replicas load at once, 0 for all. ``quorum``: so many must have a version staged before any loads
     it, and others are given nothing until they follow; 0 for none. ``probe``: sequences whose log-probs the trainer publishes
     with each version. ``verify``: what a load must prove beyond names: "probe", "held" (see ``RolloutEngine``); a probe
     is compared unasked by engines that can.
     """
 
-    transport: str = "shm"
+    transport: str = "auto"
     dtype: str | None = None
-    swap: SwapPolicy = "drain"
+    swap: SwapPolicy = "auto"
     keep: int = 2
     max_swapping: int = 0
     quorum: int = 0

@@ -131,6 +131,15 @@ class Status(_Event, frozen=True, tag="status"):
     bytes: int = 0
 
 
+class Chosen(_Event, frozen=True, tag="chosen"):
+    """What was chosen for ``what`` (transport, encoding, swap, ...), and why: by the driver, or by the worker whose engine was
+    to be asked."""
+
+    what: str
+    chosen: str
+    reason: str
+
+
 class Note(_Event, frozen=True, tag="note"):
     """A message for people. ``level``: info, warning or error."""
 
@@ -150,5 +159,6 @@ Event: TypeAlias = (
     | LeaseReturned
     | Balanced
     | Status
+    | Chosen
     | Note
 )

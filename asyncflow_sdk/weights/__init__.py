@@ -1,7 +1,8 @@
 """WeightSync: moves and verifies versions of the weights; the ledger says which is current."""
 
 from .host import host_of
-from .loading import Loading, check_swap
+from .loading import Loading
+from .negotiating import AUTO, Choice, check_fetching, check_swap, choose_encoding, choose_swap, choose_transport
 from .own_loop import OwnUpdate, OwnUpdates
 from .prefetch import Staged
 from .proof import check_held, check_names, check_probe
@@ -12,6 +13,8 @@ from .update import Update
 from .updates import WeightUpdates
 
 __all__ = [
+    "AUTO",
+    "Choice",
     "Loading",
     "OwnUpdate",
     "OwnUpdates",
@@ -22,10 +25,14 @@ __all__ = [
     "Update",
     "WeightPublisher",
     "WeightUpdates",
+    "check_fetching",
     "check_held",
     "check_names",
     "check_probe",
     "check_swap",
+    "choose_encoding",
+    "choose_swap",
+    "choose_transport",
     "host_of",
     "transport_named",
 ]

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from ..errors import ConfigError, DeadlineExceeded, VersionGone, WeightError, WeightMismatch
-from ..interfaces import Capabilities, RolloutEngine
-from ..types.config import check_policy, check_proofs
+from ..interfaces import RolloutEngine
+from .negotiating import check_verify
 from .prefetch import Staged, in_thread, said
 from .proof import check_held, check_names, check_probe
 from .updates import WeightUpdates
@@ -132,29 +132,3 @@ class Loading:
             whole.release()
             raise
         return whole
-
-
-def check_swap(name: str, can: Capabilities, swap: str) -> None:
-    """Raises ConfigError with the reason unless an engine can be given new weights so."""
-    check_policy(swap)
-    can_do = ", ".join(sorted(can.swap)) or "nothing"
-    if (swap if swap in ("partial", "in_flight") else "drain") not in can.swap:
-        how = {"in_flight": "while requests run", "partial": "between the parts of a response"}.get(
-            swap, "after draining"
-        )
-        raise ConfigError(f'{name} cannot load weights {how}, which swap="{swap}" does; it can: {can_do}')
-    if swap == "in_flight" and not can.token_versions:
-        raise ConfigError(f'{name} does not say which version drew which token, and swap="in_flight" needs that')
-
-
-def check_verify(name: str, can: Capabilities, verify: Sequence[str], *, running: bool) -> None:
-    """Raises ConfigError with the reason unless an engine can prove so what it loaded."""
-    check_proofs(verify)
-    if "probe" in verify and not can.logprobs:
-        raise ConfigError(f'{name} cannot score given responses, which verify="probe" asks for')
-    if "probe" in verify and running:
-        raise ConfigError(
-            'verify="probe" needs an engine in which nothing runs: it does not go with swap="in_flight"'
-        )
-    if "held" in verify and not can.held_weights:
-        raise ConfigError(f'{name} does not hold weights as they were published, which verify="held" asks for')

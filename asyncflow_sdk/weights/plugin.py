@@ -18,13 +18,25 @@ POLICIES = {"wait": "Wait", "drop": "Drop", "count": "Count"}
 def asyncflow_adapters() -> list[AdapterSpec]:
     return [
         AdapterSpec(
-            kind="transport", name="shm", factory="asyncflow_sdk.weights.shm:ShmTransport", tested="Linux 6.18"
+            kind="transport",
+            name="shm",
+            factory="asyncflow_sdk.weights.shm:ShmTransport",
+            tested="Linux 6.18",
+            can={"hosts": "one", "encodings": ["mapped"]},
         ),
         AdapterSpec(
-            kind="transport", name="file", factory="asyncflow_sdk.weights.file:FileTransport", tested="Linux 6.18"
+            kind="transport",
+            name="file",
+            factory="asyncflow_sdk.weights.file:FileTransport",
+            tested="Linux 6.18",
+            can={"hosts": "many", "encodings": ["full"]},
         ),
         AdapterSpec(
-            kind="transport", name="tcp", factory="asyncflow_sdk.weights.tcp:TcpTransport", tested="Linux 6.18"
+            kind="transport",
+            name="tcp",
+            factory="asyncflow_sdk.weights.tcp:TcpTransport",
+            tested="Linux 6.18",
+            can={"hosts": "many", "encodings": ["full", "delta"]},
         ),
         *(
             AdapterSpec(kind="sampler", name=name, factory=f"asyncflow_sdk.ledger.samplers:{factory}")
@@ -38,8 +50,14 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             kind="launcher",
             name="process",
             factory="asyncflow_sdk.workflow.launch:ProcessLauncher",
+            can={"hosts": "one"},
             tested="Linux 6.18",
         ),
         AdapterSpec(kind="algorithm", name="grpo", factory="asyncflow_sdk.algorithms.grpo:GRPO"),
-        AdapterSpec(kind="launcher", name="thread", factory="asyncflow_sdk.workflow.threads:ThreadLauncher"),
+        AdapterSpec(
+            kind="launcher",
+            name="thread",
+            factory="asyncflow_sdk.workflow.threads:ThreadLauncher",
+            can={"hosts": "one"},
+        ),
     ]

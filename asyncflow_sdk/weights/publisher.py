@@ -46,6 +46,7 @@ from ..types.probe import plain_probe
 from .arguments import pairs, version_number
 from .hashing import Hashing
 from .host import host_of
+from .negotiating import AUTO, choose_transport
 from .publication import Publication
 from .writing import DtypePolicy, Rename, Writer
 
@@ -86,7 +87,7 @@ def check_publishing(transport: str, options: Mapping[str, Any]) -> None:
 class WeightPublisher:
     """Publishes versions for a trainer, or for rank ``rank`` of ``world_size`` that each publish a part. Not thread-safe.
 
-    ``dtype``: in which floating-point tensors are published, or a function from name and dtype to dtype. ``rename``: from the
+    ``transport``: "auto" is shm where all of the run are on this host, else tcp. ``dtype``: in which floating-point tensors are published, or a function from name and dtype to dtype. ``rename``: from the
     engine's names to those of the checkpoint. ``digests`` False: nothing can be verified. ``timeout_s``: how long the delivery
     of a version may hold up the next. ``options``: of the transport. One live publisher a run: raises ConfigError for
     another, for a dtype that is not one of floating-point numbers, and for what the transport cannot do.
@@ -95,7 +96,7 @@ class WeightPublisher:
     def __init__(
         self,
         queue: TransferQueue,
-        transport: str = "shm",
+        transport: str = AUTO,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -113,6 +114,8 @@ class WeightPublisher:
         self._dtype, self._rename, self._digests = dtype, rename, digests
         name = f"{self._connection.session}-{next(_publishers)}"
         host = host_of(self._connection, name, rank=rank, world_size=world_size)
+        if transport == AUTO:
+            transport = self.transport = choose_transport(host.elsewhere, {}).chosen
         made = transport_named(transport, **options)
         self._sizes: Sequence[int] = ()
         self._delivery: Publication | None = None

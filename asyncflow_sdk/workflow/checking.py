@@ -16,8 +16,10 @@ import numpy as np
 from ..errors import AsyncFlowError, ConfigError, PluginError
 from ..interfaces import Place
 from ..plugins import registry
+from ..weights import AUTO
 from ..weights.publisher import check_publishing
 from .dataflow import Dataflow, Node
+from .planning import planned
 from .policy import rows_needed
 from .specs import Rollout, Stage, Train
 from .supervise import launcher_named
@@ -105,6 +107,7 @@ def problems_of(flow: Workflow) -> Problems:
             _check_lengths(flow, rollout)
         with problems.kept("rollout", number, "sampling"):
             _check_temperature(rollout, flow.train)
+    flow.plan = planned(flow, problems)
     with problems.kept("weights"):
         _check_weights(flow)
     for number, tracker in enumerate(flow.trackers):
@@ -260,10 +263,9 @@ def _check_weights(flow: Workflow) -> None:
             f"quorum={flow.weights.quorum} replicas must have a version staged before any loads it, and there are"
             f" {replicas}"
         )
-    if flow.train.place.python is None and not flow.train.place.env:  # as it will be in the trainer's process
-        check_publishing(flow.weights.transport, flow.weights.options)
-    else:
-        registry().get("transport", flow.weights.transport)
+    here = flow.train.place.python is None and not flow.train.place.env  # as it will be in the trainer's process
+    if here and flow.plan.transport != AUTO:  # else it was told already why there is none
+        check_publishing(flow.plan.transport, flow.weights.options)
     temperature = flow.train.options.get("temperature", 1.0)
     if flow.weights.probe is not None and temperature != 1.0:
         raise ConfigError(

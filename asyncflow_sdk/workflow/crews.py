@@ -20,6 +20,7 @@ from ..queue import TransferQueue
 from ..queue._once import drive
 from ..types import Checkpoint, Event, Weights
 from ..types import events as ev
+from ..weights import AUTO
 from .resuming import own_path
 from .specs import Rollout, Stage, Train
 from .supervise import GRACE_S, Worker, launcher_named
@@ -207,15 +208,16 @@ class _OwnThread(ThreadLauncher):
 
 def _job(
     spec: Spec, needs_first: bool = False, weights: Weights | None = None, export: str = "",
-    checkpoint: Checkpoint | None = None, checkpoints: str = "",
+    checkpoint: Checkpoint | None = None, checkpoints: str = "", swap: str = "",
 ) -> Job:  # fmt: skip
-    """``checkpoints``: the folder that a trainer's are in, where there are any."""
+    """``swap``: what was chosen for a rollout. ``checkpoints``: the folder that a trainer's are in, where there are any."""
     if isinstance(spec, Rollout):
         how = weights or _DEFAULT
         return RolloutJob(
             spec.engine, spec.model, spec.options, spec.sampling, spec.prompt, spec.tokenizer, needs_first,
-            spec.swap or how.swap, tuple(how.verify if spec.verify is None else spec.verify), spec.task,
+            swap or spec.swap or how.swap, tuple(how.verify if spec.verify is None else spec.verify), spec.task,
             spec.prefix, spec.agent.job() if spec.agent is not None else None,
+            "" if how.transport == AUTO else how.transport,
         )  # fmt: skip
     if isinstance(spec, Train):
         often = checkpoint or Checkpoint()

@@ -19,7 +19,7 @@ from ..interfaces import RolloutEngine
 from ..queue import AsyncLeasedBatch, TransferQueue
 from ..types import Sampling
 from ..types import events as ev
-from ..weights import Loading, Staged, WeightUpdates, check_swap
+from ..weights import Loading, Staged, WeightUpdates, choose_swap
 from .agent import Agent
 from .answering import Answering
 from .completing import Completing
@@ -40,7 +40,7 @@ class Producer:
     ``prompt``: the column of prompts; "prompt_ids" holds token ids, any other holds text, and ``text`` is the folder of its
     tokenizer. ``prefix``: what the names of the columns it gives begin with. ``agent``: answers each row by a conversation.
     ``needs_first``: generate nothing before a published version is loaded; else the engine's own weights count as version 0.
-    ``swap``: when new versions are loaded: "drain", "boundary", "partial" or "in_flight". ``verify``: what a load
+    ``swap``: when new versions are loaded: "drain", "boundary", "partial" or "in_flight"; "auto": as the engine can. ``verify``: what a load
     must prove beyond the names of its tensors: "probe", "held". Raises ConfigError, with the reason, for what the engine
     cannot do.
     """
@@ -57,7 +57,7 @@ class Producer:
         text: Text | str | Path | None = None,
         agent: Agent | Callable[..., Awaitable[Any]] | None = None,
         needs_first: bool = False,
-        swap: str = "drain",
+        swap: str = "auto",
         verify: Sequence[str] = (),
     ) -> None:
         if text is not None and not isinstance(text, Text):
@@ -66,10 +66,22 @@ class Producer:
             raise ConfigError(f"column {prompt!r} is text; a producer needs a tokenizer to encode it")
         if agent is not None and not isinstance(agent, Agent):
             agent = Agent(function=agent)
-        check_swap(type(engine).__name__, engine.capabilities, swap)
+        can = engine.capabilities
+        chosen = choose_swap(type(engine).__name__, can.swap, swap, token_versions=can.token_versions, verify=verify)
         self._queue, self._engine, self._task = queue, engine, task
         self._spec = rollout_task(task, prompt, prefix, text is not None, agent)
         self._connection = queue._port.connection
+        if swap == "auto":
+            self._connection.report(
+                ev.Chosen(
+                    time_s=time.monotonic(),
+                    worker=self._connection.name,
+                    what=chosen.what,
+                    chosen=chosen.chosen,
+                    reason=chosen.reason,
+                )
+            )
+        swap = chosen.chosen
         self._wake = asyncio.Event()
         """There is something to look at: a version, a failure, room, an engine that is idle."""
         wake = self._wake.set

@@ -165,8 +165,9 @@ class Run:
         feeder.start()
         return feeder
 
-    def weight_publisher(self, transport: str = "shm", **options: Any) -> WeightPublisher:
-        """The publishing end for a trainer in this process. ``options``: of ``WeightPublisher`` (rank, world_size, dtype, ...),
+    def weight_publisher(self, transport: str = "auto", **options: Any) -> WeightPublisher:
+        """The publishing end for a trainer in this process. ``transport``: "auto" is shm where all of the run are on
+        this host, else tcp. ``options``: of ``WeightPublisher`` (rank, world_size, dtype, ...),
         and of the transport. Raises ConfigError where another publishes, and for a transport that cannot work from here."""
         return WeightPublisher(self.queue, transport, **options)
 
@@ -272,6 +273,10 @@ class Run:
         """Have trackers hear of this run, until it is closed. Of ``serve``."""
         self._tracking = tracking
         tracking.start(about, self._crews.report)
+
+    def tell(self, event: ev.Event) -> None:
+        """Have those who listen to the run hear of something. Raises nothing."""
+        self._crews.report(event)
 
     def finish(self) -> None:
         """Stop the workers started from here. The process that serves ends the stream, too, and cancels rows that no

@@ -49,7 +49,7 @@ def described(flow: Workflow) -> dict[str, Any]:
         "batch_size": flow.batch_size, "steps": flow.steps, "epochs": flow.epochs, "seed": flow.seed,
         "capacity_rows": flow.capacity_rows, "on_failure": flow.on_failure, "stall_timeout_s": flow.stall_timeout_s,
         "trackers": [label_of(each) for each in flow.trackers],
-        "staleness": rule_of(flow.staleness), "weights": msgspec.to_builtins(flow.weights),
+        "staleness": rule_of(flow.staleness), "weights": msgspec.to_builtins(dataclasses.replace(flow.weights, transport=flow.plan.transport)),
         "choices": choices(flow),
     }  # fmt: skip
 
@@ -152,7 +152,8 @@ def choices(flow: Workflow) -> dict[str, str]:
         + (" (synchronous)" if not late else "")
         + f": {rule['promise']}",
         "capacity_rows": f"{flow.capacity_rows} rows alive at once" + _capacity(flow),
-        "weights": f"by {flow.weights.transport}, loaded {_SWAPS[flow.weights.swap]}; {flow.weights.keep} versions are kept",
+        **{choice.what: str(choice) for choice in flow.plan.choices},
+        "weights": f"{flow.weights.keep} versions are kept, to be fetched and rolled back to",
         "on_failure": "the run stops when a worker has failed for good"
         if flow.on_failure == "stop"
         else "the run goes on without a worker that has failed for good",
@@ -182,14 +183,6 @@ def choices(flow: Workflow) -> dict[str, str]:
             f"the prompts last for {min(steps, flow.steps)} of {flow.steps} steps, fewer if rows are filtered"
         )
     return found
-
-
-_SWAPS = {
-    "drain": "when nothing runs any more",
-    "boundary": "when nothing runs anyway",
-    "partial": "interrupting what runs, which goes on after",
-    "in_flight": "while requests run",
-}
 
 
 def _capacity(flow: Workflow) -> str:

@@ -32,6 +32,8 @@ from ..queue._once import drive
 from ..queue.arguments import plain_text
 from ..types import Sampling, Weights
 from ..types import events as ev
+from ..weights import check_fetching
+from ..weights.host import host_of
 from ..wire import RunKey
 from .work import AgentWork, Work
 
@@ -57,6 +59,8 @@ class RolloutJob(msgspec.Struct, frozen=True, tag="rollout"):
     task: str = "rollout"
     prefix: str = ""
     agent: AgentWork | None = None
+    transport: str = ""
+    """By which weights will come; "" where nobody knows yet."""
 
 
 class StageJob(msgspec.Struct, frozen=True, tag="stage"):
@@ -216,7 +220,11 @@ async def _rollout(queue: TransferQueue, job: RolloutJob) -> None:
         queue, engine, task=job.task, prefix=job.prefix, sampling=job.sampling, prompt=job.prompt, text=text, needs_first=job.needs_first,
         swap=job.swap, verify=job.verify, agent=agent,
     )  # fmt: skip
-    _state(queue._port.connection, "ready")
+    connection = queue._port.connection
+    if job.transport:
+        host = host_of(connection, f"{connection.session}-trial")
+        check_fetching(f"engine {job.engine!r}", engine.capabilities, job.transport, host)
+    _state(connection, "ready")
     await producer.run()
 
 

@@ -12,6 +12,7 @@ result = af.Workflow(
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import threading
 import time
@@ -27,9 +28,11 @@ from ..errors import AsyncFlowError, ConfigError, Interrupted, WorkerFailed
 from ..interfaces import OnFailure, Place
 from ..ledger import Audit
 from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Weights
+from ..types import events as ev
 from .checking import AHEAD_STEPS, problems_of
 from .data import Feeder, Prompts, load_prompts
 from .describing import Described
+from .planning import Plan
 from .recorder import Recorder, Sink
 from .resuming import again, alone, read_summary, write_description
 from .run import Run, task_arguments
@@ -72,6 +75,9 @@ class Workflow(Described):
     Raises ConfigError when made, for everything that can be known before a process starts, all of it at once; PluginError
     where an engine is missing and nothing else is wrong.
     """
+
+    plan: Plan
+    """By what weights travel and when they are loaded, with the reasons."""
 
     def __init__(
         self,
@@ -203,6 +209,8 @@ class Workflow(Described):
             trackers=self.trackers, description=self.describe() if self.trackers else None,
         )  # fmt: skip
         completed = False
+        for choice in self.plan.choices:
+            run.tell(ev.Chosen(time_s=time.monotonic(), what=choice.what, chosen=choice.chosen, reason=choice.reason))
         try:
             trainer = self._start(run, directory)
             run.wait(trainer, stall=stall)
@@ -221,12 +229,13 @@ class Workflow(Described):
         run.queue.declare(**task_arguments(spec))
         for stage in self.stages:
             run.start(stage)
-        for rollout in self.rollouts:
-            run.start(rollout, needs_first=True, weights=self.weights)
+        weights = dataclasses.replace(self.weights, transport=self.plan.transport)
+        for rollout, swap in zip(self.rollouts, self.plan.swaps, strict=True):
+            run.start(rollout, needs_first=True, weights=weights, swap=swap)
         kept: dict[str, Any] = {}
         if self.checkpoint is not None:
             kept = {"checkpoint": self.checkpoint, "checkpoints": str((directory / "checkpoints").absolute())}
-        (trainer,) = run.start(self.train, export=str(directory / "model"), weights=self.weights, **kept)
+        (trainer,) = run.start(self.train, export=str(directory / "model"), weights=weights, **kept)
         Feeder(
             run.queue, self.data, group_size=self.rollout.group_size, chunk=self.batch_size // self.rollout.group_size,
             seed=self.seed, on_failure=run.fail, epochs=self.epochs,

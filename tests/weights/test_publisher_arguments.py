@@ -99,7 +99,7 @@ def test_transports_and_options_that_are_not_there_are_refused(served: Served) -
     with pytest.raises(ConfigError, match="transport 'shm' has no option 'port'; it has none"):
         WeightPublisher(served.client(), port=7)
     with pytest.raises(ConfigError, match="not in sight of this process"):
-        WeightPublisher(served.client(shared_memory=False))
+        WeightPublisher(served.client(shared_memory=False), "shm")
     for rank, size in ((1, 1), (-1, 2)):
         with pytest.raises(ConfigError, match=f"rank {rank} of {size} cannot publish"):
             WeightPublisher(served.client(), rank=rank, world_size=size)

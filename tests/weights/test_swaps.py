@@ -297,7 +297,7 @@ def test_published_names_become_the_engines() -> None:
             {"swap": "partial"},
             "EchoRollout cannot load weights between the parts of a response.*it can: drain",
         ),
-        (EchoRollout(), {"swap": "later"}, "swap is one of drain, boundary, partial, in_flight, not 'later'"),
+        (EchoRollout(), {"swap": "later"}, "swap is one of auto, drain, boundary, partial, in_flight, not 'later'"),
         (EchoRollout(), {"verify": ["hash"]}, "verify is a list of 'probe' and 'held', not"),
         (EchoRollout(), {"verify": "held"}, "verify is a list of"),
         (EchoRollout(proves=False), {"verify": ["held"]}, "EchoRollout does not hold weights as they were published"),

@@ -273,7 +273,7 @@ def test_a_rollback_in_a_running_workflow(tmp_path: Path) -> None:
         ({"keep": 0}, "keep must be 1 or more"),
         ({"quorum": -1}, "quorum are 0 .off. or more"),
         ({"quorum": 2}, "quorum=2 replicas must have a version staged .* there are 1"),
-        ({"swap": "never"}, "swap is one of drain, boundary, partial, in_flight, not 'never'"),
+        ({"swap": "never"}, "swap is one of auto, drain, boundary, partial, in_flight, not 'never'"),
         ({"verify": ["probe"]}, "verify asks for a probe, and there is none"),
         ({"verify": ["digest"]}, "verify is a list of 'probe' and 'held'"),
         ({"probe": af.Probe(((1,),), ())}, "as many prompts as responses"),

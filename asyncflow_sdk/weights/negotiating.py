@@ -1,0 +1,139 @@
+"""Negotiating: how weights travel and when they are loaded, where nobody said so, and whether what was said can work.
+
+Engines and transports declare what they can (``Capabilities``; ``can`` of an AdapterSpec). What is chosen comes with its reason; what
+cannot work is refused with it, by the driver as far as it knows, else by the engine's worker before it takes a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError
+from ..interfaces import Capabilities, Host, WeightReceiver
+from ..plugins import registry
+from ..types.config import check_policy, check_proofs
+
+AUTO = "auto"
+TRANSPORTS = ("shm", "tcp")
+"""Those that are chosen unasked where they fit, the best first; others only where an engine takes nothing else."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, for which thing, and why."""
+
+    what: str
+    chosen: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.chosen}: {self.reason}"
+
+
+def choose_transport(elsewhere: str, only: Mapping[str, Collection[str]], *, asked: str = AUTO) -> Choice:
+    """``elsewhere``: why some may not see this host's memory; "" where all do. ``only``: of engines that cannot take weights by any
+    transport, those they can. Raises ConfigError with the reason for each that was looked at; PluginError for one that was
+    asked for and is not installed."""
+    if asked != AUTO:
+        registry().get("transport", asked)
+        why_not = _unfit(asked, "", only)  # whoever asks for it knows where it will be
+        if why_not:
+            raise ConfigError(f"transport={asked!r} cannot work: {why_not}")
+        return Choice("transport", asked, "as asked")
+    wanted = [name for names in only.values() for name in names]
+    refused: list[str] = []
+    for name in dict.fromkeys((*TRANSPORTS, *wanted)):
+        if registry().find("transport", name) is None:
+            refused.append(f"{name}: it is not installed")
+            continue
+        why_not = _unfit(name, elsewhere, only)
+        if not why_not:
+            return Choice("transport", name, "; ".join(refused) or "everything is on this host, so nothing is moved")
+        refused.append(f"{name}: {why_not}")
+    raise ConfigError(f"no transport can work: {'; '.join(refused)}")
+
+
+def _unfit(name: str, elsewhere: str, only: Mapping[str, Collection[str]]) -> str:
+    """Why a transport cannot be taken; "" if it can."""
+    adapter = registry().find("transport", name)
+    if elsewhere and adapter is not None and adapter.spec.said("hosts") == ("one",):
+        return f"it works on one host, and {elsewhere}"
+    for engine, names in only.items():
+        if name not in names:
+            return f"{engine} cannot take weights by {name}, only by {', '.join(sorted(names)) or 'nothing'}"
+    return ""
+
+
+def choose_encoding(transport: str, keep: int, options: Mapping[str, Any]) -> Choice | None:
+    """How bytes travel by a transport; None where nobody knows."""
+    adapter = registry().find("transport", transport)
+    can = adapter.spec.said("encodings") if adapter is not None else None
+    if can is None:
+        return None
+    if can == ("mapped",):
+        return Choice("encoding", "mapped", f"{transport} moves nothing")
+    if "delta" not in can:
+        return Choice("encoding", "full", f"{transport} has no other")
+    if keep < 2:
+        return Choice("encoding", "full", "keep=1, and a delta is against the version before, which is not kept")
+    if options.get("delta_bytes") == 0:
+        return Choice("encoding", "full", "delta_bytes=0")
+    return Choice("encoding", "delta", "without loss, wherever it is smaller than the whole")
+
+
+def choose_swap(
+    name: str, can: Set[str], asked: str = AUTO, *, token_versions: bool = True, verify: Sequence[str] = ()
+) -> Choice:
+    """When an engine loads new weights. ``can``: as in ``Capabilities.swap``. Raises ConfigError for what it cannot do."""
+    if asked != AUTO:
+        check_swap(name, Capabilities(swap=frozenset(can), token_versions=token_versions), asked)  # type: ignore[arg-type]
+        return Choice("swap", asked, "as asked")
+    if "drain" in can:
+        return Choice("swap", "drain", f"{name} can, and each response is of one version then")
+    if "partial" in can:
+        return Choice("swap", "partial", f"{name} cannot load after draining")
+    if "in_flight" in can and token_versions and "probe" not in verify:
+        return Choice("swap", "in_flight", f"{name} can load in no other way")
+    but = {True: "", False: ", and does not say which version drew which token"}[token_versions]
+    but += ', and verify="probe" needs an engine in which nothing runs' if "probe" in verify else ""
+    raise ConfigError(
+        f"{name} cannot be given new weights: it can load them {', '.join(sorted(can)) or 'never'}{but}"
+    )
+
+
+def check_swap(name: str, can: Capabilities, swap: str) -> None:
+    """Raises ConfigError with the reason unless an engine can be given new weights so."""
+    check_policy(swap)
+    can_do = ", ".join(sorted(can.swap)) or "nothing"
+    if (swap if swap in ("partial", "in_flight") else "drain") not in can.swap:
+        how = {"in_flight": "while requests run", "partial": "between the parts of a response"}.get(
+            swap, "after draining"
+        )
+        raise ConfigError(f'{name} cannot load weights {how}, which swap="{swap}" does; it can: {can_do}')
+    if swap == "in_flight" and not can.token_versions:
+        raise ConfigError(f'{name} does not say which version drew which token, and swap="in_flight" needs that')
+
+
+def check_verify(name: str, can: Capabilities, verify: Sequence[str], *, running: bool) -> None:
+    """Raises ConfigError with the reason unless an engine can prove so what it loaded."""
+    check_proofs(verify)
+    if "probe" in verify and not can.logprobs:
+        raise ConfigError(f'{name} cannot score given responses, which verify="probe" asks for')
+    if "probe" in verify and running:
+        raise ConfigError(
+            'verify="probe" needs an engine in which nothing runs: it does not go with swap="in_flight"'
+        )
+    if "held" in verify and not can.held_weights:
+        raise ConfigError(f'{name} does not hold weights as they were published, which verify="held" asks for')
+
+
+def check_fetching(name: str, can: Capabilities, transport: str, host: Host) -> None:
+    """Raises ConfigError, PluginError unless an engine in this process can get weights by a transport."""
+    if can.transports is not None and transport not in can.transports:
+        takes = ", ".join(sorted(can.transports)) or "nothing"
+        raise ConfigError(f"{name} cannot take weights by {transport}, only by {takes}; say Weights(transport=...)")
+    made = registry().get("transport", transport).load()()
+    receiver: WeightReceiver = made.receiver(host)
+    receiver.close()
