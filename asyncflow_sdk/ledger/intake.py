@@ -114,6 +114,9 @@ class Intake(Teaming):
             self._dirty.add("wanted")
         self._judge_puts()  # one that waits may have become impossible
         live = live[taken]
+        if self.checkpoints:  # what only a checkpoint was missing to, this task has still to do
+            at = rows.at(live)
+            self.held -= int(np.count_nonzero((rows.todo[at] == 0) & (rows.step[at] >= self.covered)))
         rows.todo[rows.at(live)] += 1
         for partition, part in self._by_partition(live):
             task.undone[partition] = len(part)

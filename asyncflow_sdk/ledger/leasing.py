@@ -343,7 +343,7 @@ class Leasing(Choosing):
         if not session.lost:
             session.lost = session.lost or []
             return None
-        ids, session.lost = np.concatenate(session.lost), []
+        ids, session.lost = np.unique(np.concatenate(session.lost)), []  # one may have been leased by several tasks
         return cmd.Lost(ids=pack_ids(ids))
 
     def _return(self, lease: Held, ids: Ids, reason: str, blame: bool) -> None:

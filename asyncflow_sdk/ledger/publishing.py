@@ -133,6 +133,8 @@ class Publishing(Intake):
                 f"version {version} cannot be published: {self.version} is already current, and a number is never used again"
                 f"{self._why_taken(version)}"
             )
+        if version < self.lineage.last.first and self.lineage.last.lost:
+            raise ConfigError(f"version {version} cannot be published{self._why_taken(version)}")
         if version > MAX_NUMBER:
             raise ConfigError(f"version {version} is past the largest number, {MAX_NUMBER}")
 

@@ -146,13 +146,15 @@ class Resuming(Losing):
         current = self.version
         if current == NONE:
             return NONE, False
-        if current == parent and current in self.versions and self.lineage.step(current) == step:
+        there = current in self.versions and not self.lineage.given_up(current)
+        if current == parent and there and self.lineage.step(current) == step:
             return current, False  # nothing was published since
         number = current + 1
         if self.announced is not None:
             number = max(number, self.announced.version + 1)
             self._forget_announced(f"was withdrawn: {who} goes on with step {step}")
         self.lineage.roll_back(number, parent, step, lost=True)
+        self._dirty.add("swap")  # what a replica waits to load may be lost
         lost = f"versions {parent + 1} to {number - 1} are lost" if number - parent > 1 else "no version is lost"
         text = f"{who} goes on with step {step} as version {number}, after version {parent}; {lost}"
         self._effects.events.append(ev.Note(time_s=self._now, text=text, level="warning"))

@@ -96,6 +96,8 @@ def check_counters(ledger: Ledger) -> None:
         assert all(team.asking or team.leases for team in teams)
     if ledger.steps is not None:
         _check_window(ledger, live)
+    unsure = [i for i in live if rows.todo[i] == 0 and ledger.checkpoints and rows.step[i] >= ledger.covered]
+    assert ledger.held == len(unsure)
 
 
 def _check_window(ledger: Ledger, live: list[int]) -> None:

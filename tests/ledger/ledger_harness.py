@@ -184,8 +184,8 @@ class Fair:
 
     def _publish_what_is_due(self, role: str) -> bool:
         naive = self.harness.naive
-        due = min([r.step for r in naive.live().values() if r.step is not None], default=naive.step)
-        if naive.version >= 0 and naive.trains[naive.version] >= due:
+        due = naive.next_to_train()
+        if naive.version >= 0 and naive.trains[naive.version] >= due and naive.planned is None:
             return False
         number = due + naive.shift() if naive.version >= 0 else 0
         for session in list(naive.ranks.values()):  # others give the role up
@@ -207,10 +207,13 @@ class Fair:
         leased = isinstance(got, cmd.Leased)
         if leased:
             assert first == PARKED
-            filtered = b"\0\0\0\0" if got.step % 2 else None
+            filtered = (
+                b"\0\0\0\0" if got.step % 2 and got.ids else None
+            )  # of a step that came back in part, it may have none
             for rank in (1, 0):
                 done = cmd.Complete(token=got.token, columns={}, rank=rank, filtered=filtered)
-                assert isinstance(self.harness.send(ranks[rank], done), cmd.Completed)
+                said = self.harness.send(ranks[rank], done)
+                assert isinstance(said, cmd.Completed), said
                 self.harness.send(ranks[rank], cmd.Leave())
             return True
         for session in ranks:
@@ -231,6 +234,15 @@ class Fair:
         assert isinstance(done, cmd.Completed | cmd.Done), done
         return True
 
+    def _cover(self, session: int) -> bool:
+        """Make a checkpoint of all that is acknowledged; whether it makes anything final."""
+        naive = self.harness.naive
+        before = naive.covered
+        if naive.checkpoints and naive.train() is not None:
+            step = naive.next_to_train()
+            self.harness.send(session, cmd.Checkpoint(step=step, covers=step))
+        return naive.covered > before
+
     def finish(self, rounds: int = 400) -> None:
         """Bring the run to its end. Fails if it cannot be brought there."""
         harness, ledger = self.harness, self.harness.ledger
@@ -248,7 +260,7 @@ class Fair:
             if ledger.ended and not harness.naive.live():
                 break
             moved = [self.turn(role) for role in self.roles if role == "feeder" or role in ledger.tasks]
-            if not any(moved):
+            if not any(moved) and not self._cover(admin):
                 deadline = ledger.next_deadline()
                 if deadline is None and not ledger.ended:
                     harness.send(admin, cmd.End())

@@ -83,6 +83,7 @@ class MachineRun(RuleBasedStateMachine):
             steps=draw(st.sampled_from([None, 6, 3, 2]), "steps"),
             staleness=draw(st.sampled_from([None, None, PolicySpec("drop"), PolicySpec("count")]), "policy"),
             capacity_bytes=draw(st.sampled_from([None, None, 600, 60]), "bytes"),
+            checkpoints=draw(st.sampled_from([None, None, True]), "checkpoints"),
             row_bytes=draw(st.sampled_from([None, None, 10]), "bytes of a row"),
             keep_versions=draw(st.sampled_from([None, 1, 3, 4]), "versions kept"),
             max_swapping=draw(st.sampled_from([None, None, 1, 2]), "replicas that load at once"),

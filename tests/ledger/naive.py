@@ -10,13 +10,13 @@ from typing import Any
 
 from naive_leases import PARKED
 from naive_rows import Row
-from naive_versions import NaiveVersions
+from naive_training import NaiveTraining
 
 from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost, PluginError, SchemaError
 from asyncflow_sdk.ledger import commands as cmd
 
 
-class Naive(NaiveVersions):
+class Naive(NaiveTraining):
     def judge(self, session: int, command: Any, outcome: Any) -> None:
         """Assert that ``outcome`` (a reply, an error or PARKED) is right now, and carry it out."""
         if isinstance(command, cmd.Join):
@@ -40,7 +40,7 @@ class Naive(NaiveVersions):
             errors.append(ConfigError)
         if (c.max_staleness is not None and c.max_staleness < 0) or (c.steps is not None and c.steps < 1):
             errors.append(ConfigError)
-        if train is not None and (c.max_staleness, c.steps, c.staleness) != (None, None, None):
+        if train is not None and (c.max_staleness, c.steps, c.staleness, c.checkpoints) != (None,) * 4:
             errors.append(ConfigError)
         if c.staleness is not None and c.staleness.name not in ("wait", "drop", "count"):
             errors.append(PluginError)
@@ -50,6 +50,7 @@ class Naive(NaiveVersions):
         self.capacity = self.capacity if c.capacity_rows is None else c.capacity_rows
         self.max_staleness = self.max_staleness if c.max_staleness is None else c.max_staleness
         self.steps = self.steps if c.steps is None else c.steps
+        self.checkpoints = self.checkpoints if c.checkpoints is None else c.checkpoints
         self.policy = self.policy if c.staleness is None else c.staleness.name
         self.capacity_bytes = self.capacity_bytes if c.capacity_bytes is None else c.capacity_bytes
         self.row_bytes = self.row_bytes if c.row_bytes is None else c.row_bytes
@@ -71,6 +72,8 @@ class Naive(NaiveVersions):
         if not task.lease_s > 0 or task.max_attempts < 1:
             errors.append(ConfigError)
         if task.admits and (self.rollouts() or task.batch_rows is not None):
+            errors.append(ConfigError)
+        if task.batch_rows is not None and self.checkpoints and task.gives:
             errors.append(ConfigError)
         if task.batch_rows is not None:
             sizes = {len(row.group) for row in self.live().values() if task.takes(row.partition)}
@@ -118,7 +121,9 @@ class Naive(NaiveVersions):
         others_first = bool(waiting) and waiting[0].command is not c
         step_lacks_rows = trains and not self.finished and self.unselected < self.free
         no_bytes = self.charged > 0 and self.charged + max(count * self.reserve(), c.nbytes) > self.capacity_bytes
-        if len(self.live()) + count > self.capacity or ((others_first or no_bytes) and not step_lacks_rows):
+        if len(self.live()) - self.kept_back() + count > self.capacity or (
+            (others_first or no_bytes) and not step_lacks_rows
+        ):
             self._is(outcome, PARKED)
             return
         reserve = self.reserve()

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from naive_rows import Crew, Lease, NaiveRows, Parked
+from naive_lineage import NaiveLineage
+from naive_rows import Crew, Lease, Parked
 
 from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost, SchemaError, WriteOnceError
 from asyncflow_sdk.ledger import TaskSpec
@@ -16,7 +17,7 @@ from asyncflow_sdk.ledger import commands as cmd
 PARKED = "parked"
 
 
-class NaiveLeases(NaiveRows, ABC):
+class NaiveLeases(NaiveLineage, ABC):
     claimed: set[int]
 
     @abstractmethod
@@ -215,14 +216,21 @@ class NaiveLeases(NaiveRows, ABC):
             self._is(outcome, load_first)
             return
         if (decided := self.must_load(session)) is not None:
-            self._is(outcome, cmd.LoadFirst(version=decided))
+            self._is(outcome, cmd.LoadFirst(version=decided) if decided != loaded else PARKED)
             return
         ready = [i for i in self.ready(task, partition) if self.trained(self.rows[i])]
         again = [i for i in ready if self.rows[i].deadline is not None]
         if again:  # rows whose producer was lost: begun with a version that must not be newer than this replica's
-            fits = {self.rows[i].group for i in again if (self.rows[i].version or 0) <= loaded}
-            if not fits or (len(fits) < len({self.rows[i].group for i in again}) and outcome == load_first):
-                self._is(outcome, load_first)
+            begun = {
+                self.rows[i].group: {
+                    self.rows[m].version or 0 for m in again if self.rows[m].group == self.rows[i].group
+                }
+                for i in again
+            }
+            fits = {group for group, by in begun.items() if all(self.follows(loaded, version) for version in by)}
+            refused = load_first if self.version > loaded else PARKED
+            if not fits or (len(fits) < len(begun) and outcome == refused):
+                self._is(outcome, refused)
                 return
             ids = self._leased(session, task, outcome)
             group = self.rows[ids[0]].group
@@ -328,6 +336,8 @@ class NaiveLeases(NaiveRows, ABC):
             errors.append(SchemaError)
         if len(self.named_columns | set(c.columns)) > 64:
             errors.append(SchemaError)
+        if task.batch_rows is not None and self.checkpoints and c.columns:
+            errors.append(SchemaError)
         if any(name in self.rows[i].columns for i in mine for name in c.columns):
             errors.append(WriteOnceError)
         if self._is_error(outcome, errors):
@@ -350,7 +360,7 @@ class NaiveLeases(NaiveRows, ABC):
                 self.rows[i].newest = lease.newest
         for i in {ids[at] for at in dropped} & set(mine):
             if task.batch_rows is not None:
-                self.rows[i].ended = "filtered"
+                self.drop_trained(i)
             else:
                 self._end_group(i, "filtered")
         if task.batch_rows is not None:
@@ -380,7 +390,7 @@ class NaiveLeases(NaiveRows, ABC):
             for i in lease.ids:
                 self._done(i, self.tasks[lease.task])
             for i in {i for ids in crew.dropped.values() for i in ids}:
-                self.rows[i].ended = "filtered"
+                self.drop_trained(i)
             self.acknowledged(lease)
 
     def _giveback(self, session: int, c: cmd.GiveBack, outcome: Any) -> None:
@@ -397,6 +407,18 @@ class NaiveLeases(NaiveRows, ABC):
         self._return(c.token, [part[at] for at in named], c.blame)
         if lease.crew is not None and self.tasks[lease.task].batch_rows is None:
             self._saw(lease.crew, c.rank, [part[at] for at in named])
+
+    def _awaitlost(self, session: int, c: cmd.AwaitLost, outcome: Any) -> None:
+        untold = self.listening.setdefault(session, set())
+        if not untold:
+            self._is(outcome, PARKED)
+            return
+        assert isinstance(outcome, cmd.Lost), outcome
+        told = cmd.unpack_ids(outcome.ids).tolist()
+        assert told, "nothing was lost"
+        assert len(set(told)) == len(told), "each row is told once"
+        assert set(told) <= untold
+        untold -= set(told)
 
     def _renew(self, session: int, c: cmd.Renew, outcome: Any) -> None:
         lease = self._lease_of(session, c.token, c.rank)

@@ -27,6 +27,7 @@ class Row:
     deadline: int | None = None
     newest: int | None = None  # version its replica had loaded when it completed the row
     step: int | None = None
+    fate: str | None = None  # how a row of a step that no checkpoint covers will end, if not consumed
     ended: str | None = None
 
 
@@ -90,15 +91,15 @@ class NaiveRows:
         self.ended = False
         self.published: list[Any] = []  # versions, as they became current
         self.trains = {-1: -1}  # version → step that trains it
-        self.parents: dict[int, int] = {}
-        self.resumed: tuple[int, int, int] | None = None  # step leased again, the next version, by which it is ahead
-        self.turns: list[
-            tuple[int, bool]
-        ] = []  # versions whose number is not their place, and whether a rollback made them
         self.ended_partitions: set[str] = set()
         self.last_group_size: dict[str, int] = {}  # by partition
         self.capacity_bytes: float = float("inf")
         self.row_bytes = 0
+        self.checkpoints = False
+        self.covered = 0
+        self.listening: dict[
+            int, set[int]
+        ] = {}  # by session that wants to hear which of its leased rows ended: those untold
         self.became_ready: dict[int, int] = {}  # first id of a group -> when it became ready for the step
 
     # ---- what can be seen by looking at the rows
@@ -235,75 +236,11 @@ class NaiveRows:
         rows = [row for row in self.live().values() if partition in (None, row.partition)]
         return all(row.state[task.name] in ("done", "apart") for row in rows)
 
-    # ---- versions
-
-    def shift(self) -> int:
-        """By which versions are ahead of the steps that train them."""
-        if self.resumed is not None and self.version < self.resumed[1]:
-            return self.resumed[2]
-        return self.version - self.trains[self.version]
-
-    def resume(self, step: int) -> None:
-        """A step is leased: if it was published already, it takes the next number."""
-        if self.version > step + self.shift():
-            self.resumed = step, self.version + 1, self.version - step
-
-    def in_training(self) -> int:
-        """The first step that was not published, as far as one can tell."""
-        train = self.train()
-        assert train is not None
-        waiting = {r.step for r in self.live().values() if r.state[train.name] == "open"} - {None, self.step}
-        step = self.next_to_train()
-        while self.version > step + self.shift() and step + 1 < self.step and step + 1 not in waiting:
-            step += 1
-        return step
-
-    def version_of(self, step: int) -> int:
-        """What a step trains; numbers that were told of it, or of one before it that is leased, stay as they are."""
-        train, versions = self.train(), [step + self.shift()]
-        for token, lease in self.leases.items():
-            earlier = self.rows[lease.ids[0]].step
-            if train is not None and lease.task == train.name and self.held(token) and earlier is not None:
-                versions += [lease.newest + step - earlier] * (earlier <= step)
-        return max(versions)
-
-    def given_up(self, version: int) -> bool:
-        """Whether the current version does not descend from it."""
-        line = self.version
-        while line > max(version, -1):
-            line = self.parents[line]
-        return line != version and -1 < version <= self.version
-
-    def next_to_train(self) -> int:
-        train = self.train()
-        assert train is not None
-        open_ones = [
-            r for r in self.live().values() if r.step is not None and r.state[train.name] in ("open", "leased")
-        ]
-        return min((r.step for r in open_ones if r.step is not None), default=self.step)
-
-    def acknowledged(self, lease: Lease) -> None:
-        """A step was: if it was leased before the last rollback, what it was trained to is nowhere in the current version; or
-        it is there, if that was rolled back to it. Likewise if it was leased before the version that it made had its place."""
-        acknowledged = self.rows[lease.ids[0]].step
-        assert acknowledged is not None
-        if self.resumed is not None:
-            step, first, ahead = self.resumed
-            if acknowledged == step and self.version == first:
-                ahead = min(ahead, self.version - self.next_to_train())
-                self.trains[first] = max(self.trains[first], first - ahead)
-            return
-        if not self.turns or self.version != self.turns[-1][0]:
-            return
-        before, rolled_back = lease.turns < len(self.turns), self.turns[-1][1]
-        in_it = rolled_back and acknowledged < self.trains[self.parents[self.version]]
-        if in_it or (before and (rolled_back or lease.newest < self.version)):
-            self.trains[self.version] = max(self.trains[self.version], self.next_to_train())
-
     # ---- what happens by itself
 
     def drop(self, session: int, blame: bool) -> None:
         """A session left, or its process died."""
+        self.listening.pop(session, None)
         if session in self.loaded:
             self.parked = [p for p in self.parked if p.session != session]
             for token, lease in self.leases.items():
@@ -372,16 +309,46 @@ class NaiveRows:
                 if begun and row.state[rollout.name] != "apart":
                     self._done(i, rollout)
 
+    def through(self, row: Row) -> bool:
+        """Whether every task is through with a row."""
+        return all(s in ("done", "apart") for s in row.state.values())
+
+    def may_train_again(self, row: Row) -> bool:
+        """Whether a row of a full step lives on, whatever is said of it."""
+        return self.checkpoints and row.step is not None and row.step >= self.covered
+
+    def kept_back(self) -> int:
+        """Rows that live only because their step may be trained again."""
+        return sum(self.through(row) and self.may_train_again(row) for row in self.live().values())
+
     def _consume(self) -> bool:
         through = [
-            row
-            for row in self.live().values()
-            if all(s in ("done", "apart") for s in row.state.values())
+            i
+            for i, row in self.live().items()
+            if self.through(row)
             and any(not t.gives and t.takes(row.partition) for t in self.tasks.values())
+            and not self.may_train_again(row)
         ]
-        for row in through:
-            row.ended = "consumed"
+        for i in through:
+            self.end(i, "consumed")
         return bool(through)
+
+    def end(self, i: int, how: str) -> None:
+        """A row ends. Whoever has it leased, and wants to, will hear of it."""
+        self.rows[i].ended = how
+        for task, state in self.rows[i].state.items():
+            if state == "leased":
+                lease = self.leases[self.rows[i].token[task]]
+                for session in [lease.session] if lease.crew is None else lease.crew.members:
+                    if session in self.listening:
+                        self.listening[session].add(i)
+
+    def drop_trained(self, i: int) -> None:
+        """A row of a step is acknowledged as one that was of no use."""
+        if self.may_train_again(self.rows[i]):
+            self.rows[i].fate = "filtered"
+        else:
+            self.end(i, "filtered")
 
     def _select_one(self) -> bool:
         train = self.train()
@@ -431,9 +398,9 @@ class NaiveRows:
         return True
 
     def _cancel(self, filling: bool) -> None:
-        for row in self.live().values():
+        for i, row in self.live().items():
             if self.trained(row) and (row.step is None or (filling and row.step == self.step)):
-                row.ended = "cancelled"
+                self.end(i, "cancelled")
 
     def _done(self, i: int, task: TaskSpec) -> None:
         self.rows[i].state[task.name] = "done"
@@ -444,7 +411,7 @@ class NaiveRows:
         for m in self.rows[i].group:
             row = self.rows[m]
             if row.ended is None and (row.step is None or (row.step == self.step and not self.finished)):
-                row.ended = how
+                self.end(m, how)
 
     def _return(self, token: int, ids: list[int], blame: bool) -> None:
         lease = self.leases[token]

@@ -51,6 +51,9 @@ class NaiveVersions(NaiveLeases):
     def rank_of(self, session: int) -> int | None:
         return next((rank for rank, holder in self.ranks.items() if holder == session), None)
 
+    def taken(self, version: int) -> bool:
+        return version <= self.version or (self.planned is not None and version < self.planned.number)
+
     def end_coming(self) -> None:
         assert self.coming is not None
         self.unheard |= set(self.coming.parts)
@@ -96,7 +99,7 @@ class NaiveVersions(NaiveLeases):
             (rank in coming.parts and c.version == coming.version)
             or (rank not in coming.parts and c.version < coming.version and coming.said != {rank})
         )
-        errors = [ConfigError] if rank is None or c.version <= self.version or odd else []
+        errors = [ConfigError] if rank is None or self.taken(c.version) or odd else []
         fresh = coming is None or (rank not in coming.parts and c.version != coming.version)
         if fresh and self.train() is not None and self.version >= 0:
             errors += [ConfigError] * (c.version > max(self.version, self.version_of(self.in_training())) + 1)
@@ -117,7 +120,7 @@ class NaiveVersions(NaiveLeases):
 
     def _publish(self, session: int, c: cmd.Publish, outcome: Any) -> None:
         rank, errors = self.rank_of(session), []
-        if rank is None or c.version <= self.version or (self.coming is not None and rank in self.coming.parts):
+        if rank is None or self.taken(c.version) or (self.coming is not None and rank in self.coming.parts):
             errors.append(ConfigError)
         elif self.coming is None or self.coming.version != c.version:
             errors.append(VersionGone if self.withdrawn == c.version else ConfigError)
@@ -131,13 +134,13 @@ class NaiveVersions(NaiveLeases):
             ranks = range(self.world_size)
             parts = tuple(self.coming.parts[r] for r in ranks)
             by = tuple(self.ranks[r] for r in ranks)
-            for number in range(self.version + 1, c.version + 1):
-                self.parents[number], self.trains[number] = number - 1, number - self.shift()
+            self.number_to(c.version)
             if self.train() is not None:
                 trained = self.in_training() + (self.version >= 0)
                 if self.trains[c.version] > trained or (self.version < 0 and self.trains[c.version] != trained):
                     self.trains[c.version], self.resumed = trained, None
                     self.turns.append((c.version, False))
+            self.planned = None
             self.make_current(Published(c.version, c.version, parts, by, self.coming.probe))
             self.coming = None
         self._is(outcome, self.to_keep())
@@ -157,6 +160,10 @@ class NaiveVersions(NaiveLeases):
         if self._is_error(outcome, [ConfigError] if not 0 <= c.version <= max(self.version, 0) else []):
             return
         self._is(outcome, cmd.Done())
+        for token, lease in list(self.leases.items()):
+            mine = lease.crew is None and lease.session == session and self.tasks[lease.task].admits
+            if mine and c.version > lease.newest and not self.follows(c.version, lease.newest):
+                self._return(token, self.held(token), blame=False)
         self.loaded[session] = c.version
         self.claimed.discard(session)
         if session in self.failed and c.version >= self.failed[session]:
@@ -166,7 +173,7 @@ class NaiveVersions(NaiveLeases):
         for lease in self.leases.values():
             if lease.crew is None and lease.session == session and self.tasks[lease.task].admits:
                 lease.newest = max(lease.newest, c.version)
-        if self.given_up(c.version):
+        if self.rolled_back(c.version):
             for token, lease in list(self.leases.items()):
                 if lease.crew is None and lease.session == session and self.tasks[lease.task].admits:
                     for i in self.held(token):
@@ -235,15 +242,13 @@ class NaiveVersions(NaiveLeases):
         number, step = max(self.version, self.coming.version if self.coming else -1) + 1, self.trains[self.version]
         if self.train() is not None:
             step = self.next_to_train()
-        for skipped in range(self.version + 1, number):
-            self.parents[skipped], self.trains[skipped] = skipped - 1, skipped - self.shift()
+        self.number_to(number - 1)
         self.parents[number], self.trains[number] = c.version, step
         if self.coming is not None:
             self.end_coming()
         self.turns.append((number, True))
-        self.resumed = None
+        self.resumed = self.planned = None
         self.make_current(Published(number, found.source, found.parts, found.by, found.probe))
-        self.committed = number if self.quorum else self.committed
         before = len(self.live())
         for i, row in self.live().items():
             if self.generated_by_what_is_given_up(i, row):
@@ -255,10 +260,13 @@ class NaiveVersions(NaiveLeases):
         for token, lease in self.leases.items():
             if self.tasks[lease.task].admits and i in self.held(token):
                 by.add(lease.newest)
-        return any(self.given_up(version) for version in by if version is not None)
+        return any(self.rolled_back(version) for version in by if version is not None)
 
     def make_current(self, version: Published) -> None:
+        before = self.version
         self.published.append(version)
+        if self.quorum and self.given_up(before):
+            self.committed = version.version  # decided at once
         self.kept = [*self.kept, version][-self.keep_versions :]
         self.withdrawn = None
 
