@@ -264,6 +264,12 @@ def test_example_service_loop(tmp_path: Path, start: Path) -> None:
     assert "put=128, live=0" in out
 
 
+def test_example_own_engine(tmp_path: Path) -> None:
+    out = python(tmp_path, str(REPOSITORY / "examples" / "own_engine.py"))
+    assert "failed" not in out
+    assert "level reached: full" in out
+
+
 def test_example_queue_alone(tmp_path: Path) -> None:
     out = python(tmp_path, str(REPOSITORY / "examples" / "queue_alone.py"))
     assert "{'a': 1.0, 'bb': 2.0, 'ccc': 3.0}" in out

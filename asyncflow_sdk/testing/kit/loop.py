@@ -7,7 +7,7 @@ import concurrent.futures
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from .check import CheckFailed
@@ -21,10 +21,16 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="engine-loop")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="engine-loop")
         self._thread.start()
 
-    def call(self, work: Coroutine[Any, Any, T], limit_s: float, what: str) -> T:
+    def _run(self) -> None:
+        # A thread inherits this from the one that starts it, and a worker's is none: else no check would see threads
+        # that keep a process alive. How this one itself is treated was settled when it was started.
+        threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
+        self._loop.run_forever()
+
+    def call(self, work: Coroutine[Any, Any, T], limit_s: float, what: str | Callable[[], str]) -> T:
         """What ``work`` comes to. Raises CheckFailed, saying where it stands, when it does not end within ``limit_s`` seconds."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -34,7 +40,8 @@ class LoopThread:
                 return future.result()
             where = self._where()
             future.cancel()
-            raise CheckFailed(f"{what} did not end within {limit_s:g} s; {where}") from None
+            said = what if isinstance(what, str) else what()
+            raise CheckFailed(f"{said} did not end within {limit_s:g} s; {where}") from None
 
     def close(self) -> None:
         """Cancel what is left and stop. A loop that is blocked is left behind."""
@@ -45,6 +52,7 @@ class LoopThread:
                 task.cancel()
             await asyncio.wait(left, timeout=5.0) if left else None
             await self._loop.shutdown_asyncgens()
+            await self._loop.shutdown_default_executor()
 
         try:
             self.call(cancel(), 10.0, "cancelling what was left")
@@ -57,9 +65,10 @@ class LoopThread:
 
     def _where(self) -> str:
         """What the thread does: it is blocked in some call, or waits for tasks that wait."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = traceback.extract_stack(frame)
-        if stack and not any(part.name in ("select", "poll") and "selectors" in part.filename for part in stack[-2:]):
+        alive = threading.Event()
+        self._loop.call_soon_threadsafe(alive.set)
+        if not alive.wait(1.0):
+            stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
             return "the event loop is blocked in " + said(stack)
         waits = []
         for task in asyncio.all_tasks(self._loop):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import Any
 
 import numpy as np
 
-from ...errors import EngineError
+from ...errors import EngineError, WeightError
 from ...interfaces import Completion
 from ...weights.proof import check_held
-from .check import check, expect, needs
-from .rollout_lab import RolloutLab, resident_bytes
+from .check import CheckFailed, check, expect, needs
+from .rollout_lab import Ids, RolloutLab, resident_bytes
 
-UPDATES, GROWN = 12, 3.0
+UPDATES, LOADED_BYTES = (6, 400), 64 << 20
+"""So many versions are loaded to see whether memory grows: as many as make this many bytes, within bounds."""
+CANCELLED = 64
+GROWN, ALLOCATOR_BYTES = 3.0, 8 << 20
 
 
 @check(
@@ -59,15 +63,16 @@ async def misshapen_tensor(lab: RolloutLab) -> None:
     """A tensor of another shape is refused."""
     version = lab.version + 1
     tensors = dict(lab.policy.tensors(version))
-    name = max(
-        (n for n, a in tensors.items() if a.ndim == 2 and a.shape[0] != a.shape[1]), key=lambda n: tensors[n].size
-    )
-    for shaped in (np.ascontiguousarray(tensors[name].T), np.ascontiguousarray(tensors[name][1:])):
-        update = lab.make_update(version, {**tensors, name: shaped})
+    name = max((n for n, a in tensors.items() if a.ndim == 2), key=lambda n: tensors[n].size)
+    right = tensors[name]
+    for shaped in (right.T, right[1:], right.reshape(-1)):
+        if shaped.shape == right.shape:
+            continue
+        update = lab.make_update(version, {**tensors, name: np.ascontiguousarray(shaped)})
         taken = await _refused(lab, update)
         expect(
             taken is None or lab.engine.weight_name(name) not in taken,
-            f"{name!r} was taken as {list(shaped.shape)}, and the model has {list(tensors[name].shape)}",
+            f"{name!r} was taken as {list(shaped.shape)}, and the model has {list(right.shape)}",
         )
     await _sound(lab, version, "a misshapen version")
 
@@ -88,8 +93,17 @@ async def torn_update(lab: RolloutLab) -> None:
             taken is None,
             f"load_weights() returned, as if all was well, when tensor {breaks_after} of {count} could not be read",
         )
-        with contextlib.suppress(EngineError):  # it may refuse, in so many words
+        try:
             await lab.check_greedy(prompts, when=" after a load that broke off")
+        except EngineError:
+            pass  # it may refuse, in so many words
+        except CheckFailed as failed:
+            new = (
+                "it is on the new version" if f"of version {version}" in str(failed) else "it answers from a mixture"
+            )
+            raise CheckFailed(
+                f"{failed}. The load broke off before tensor {breaks_after} of {count}: {new}, and does not refuse"
+            ) from None
     await lab.update(before)
     await lab.check_greedy(prompts, when=" after the version before was loaded again")
     await lab.update(version)
@@ -133,23 +147,30 @@ async def memory(lab: RolloutLab) -> None:
     nbytes = sum(array.nbytes for array in lab.policy.tensors(lab.version).values())
     first = lab.version + 1
 
+    count = int(np.clip(LOADED_BYTES // nbytes, *UPDATES))
+
     async def some(count: int) -> None:
         for number in range(count):
             await lab.update(first + number % 2)
-            await lab.check_greedy(prompt)
+            if number % (1 + count // UPDATES[0]) == 0:
+                await lab.check_greedy(prompt)
 
-    await some(4)
-    before = resident_bytes()
-    await some(UPDATES)
-    grown = resident_bytes() - before
-    allowed = int(GROWN * nbytes) + (24 << 20)
-    if grown > allowed:  # an allocator may have grown once
+    began = time.monotonic()
+    await some(2 * UPDATES[0])
+    each_s = (time.monotonic() - began) / (2 * UPDATES[0])
+    count = max(min(count, int(lab.limit_s / 20 / each_s)), UPDATES[0])
+    allowed = int(GROWN * nbytes) + ALLOCATOR_BYTES
+    for _ in range(3):  # what leaks grows each time, an allocator does not
+        lab.doing = f"loading {count} versions"
         before = resident_bytes()
-        await some(UPDATES)
+        await some(count)
         grown = resident_bytes() - before
+        if grown <= allowed:
+            return
     expect(
-        grown <= allowed,
-        f"{UPDATES} updates of a model of {nbytes >> 10} KB took {grown >> 20} MB that did not come back",
+        False,
+        f"{count} updates of a model of {nbytes >> 10} KB took {grown >> 20} MB that did not come back:"
+        f" {grown / count / nbytes:.1f} times the model each",
     )
 
 
@@ -161,29 +182,44 @@ async def memory(lab: RolloutLab) -> None:
 async def abort(lab: RolloutLab) -> None:
     """Cancelling one generation ends it and no other, and gives its room back."""
     prompts = lab.policy.prompts(3, seed=25)
-    most = min(128, lab.context - 32)
+    most = min(64, lab.context - 32)
     kept = lab.request(prompts[0], max_tokens=min(32, most))
-    for turn in range(6):
-        doomed = [
-            asyncio.create_task(lab.answer(lab.request(prompts[1], max(lab.rows // 2, 1), temperature=1.0, max_tokens=most, seed=turn)))
-            for _ in range(2)
-        ]  # fmt: skip
+    many = lab.request(prompts[1], max((lab.rows - 1) // 2, 1), temperature=1.0, max_tokens=most, seed=1)
+    whole_s = await lab.timed([many])
+    for turn in range(4):
         beside = asyncio.create_task(lab.answer(kept))
-        for _ in range(turn):  # at once, then later and later
-            await asyncio.sleep(0.005)
+        doomed = [asyncio.create_task(lab.answer(many)) for _ in range(2)]
+        await asyncio.sleep(whole_s * turn / 4)  # at once, then later and later
         for task in doomed:
             task.cancel()
+        lab.doing = "waiting for generations to end that were cancelled"
         for ended in await asyncio.gather(*doomed, return_exceptions=True):
             cancelled = isinstance(ended, (asyncio.CancelledError, list))  # a list: it had ended before
             expect(cancelled, f"a generation that was cancelled raised {ended!r}")
-        ((got,),) = await asyncio.gather(beside)
-        lab.check_response(
-            prompts[0],
-            got,
-            lab.policy.greedy(lab.version, prompts[0], kept.sampling.max_tokens),
-            when=" beside one that was cancelled",
+        lab.doing = "waiting for a generation beside others that were cancelled: was it ended with them?"
+        try:
+            (got,) = await beside
+        except Exception as error:
+            raise CheckFailed(f"cancelling a generation ended another one too: {error}") from error
+        wanted = lab.policy.greedy(lab.version, prompts[0], kept.sampling.max_tokens)
+        lab.check_response(prompts[0], got, wanted, when=" beside one that was cancelled")
+        lab.doing = "waiting for as many responses as there is room for: that of cancelled ones has not come back"
+        await lab.check_greedy(lab.policy.prompts(lab.rows, seed=26), when=" after generations were cancelled")
+    longer = lab.request(prompts[1], many.n, temperature=1.0, max_tokens=min(4 * most, lab.context - 16), seed=1)
+    for _ in range(CANCELLED):
+        task = asyncio.create_task(lab.answer(longer))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    try:  # were they still decoded, there would be work for more than CANCELLED times whole_s
+        await asyncio.wait_for(lab.answer(lab.request(prompts[2], max_tokens=1)), CANCELLED * whole_s / 8)
+    except asyncio.TimeoutError:
+        expect(
+            False,
+            f"after {CANCELLED} generations were cancelled, each longer than one of {whole_s:.2g} s, one token takes more than"
+            f" {CANCELLED * whole_s / 8:.2g} s: what is cancelled is still decoded to its end",
         )
-    await lab.check_greedy(lab.policy.prompts(lab.rows, seed=26), when=" after generations were cancelled")
 
 
 @check(
@@ -210,33 +246,37 @@ async def versions(lab: RolloutLab) -> None:
 @needs(lambda lab: "in_flight" in lab.engine.capabilities.swap, "it takes no weights while requests run")
 async def update_in_flight(lab: RolloutLab) -> None:
     """Weights that come while requests run: each token's span and log-prob are of the version that drew it."""
-    prompts, tokens, mixed = lab.policy.prompts(min(4, lab.rows), seed=28), lab.context - 32, 0
+    prompts, tokens, mixed = lab.policy.prompts(min(4, lab.rows), seed=28), min(96, lab.context - 32), 0
+    requests = [lab.request(p, temperature=1.0, max_tokens=tokens, seed=1) for p in prompts]
+    whole_s = await lab.timed(requests)
     for turn in range(8):
         old, new = lab.version, lab.version + 1
-        running = asyncio.create_task(
-            lab.answers([lab.request(p, temperature=1.0, max_tokens=tokens, seed=turn) for p in prompts])
-        )
-        await asyncio.sleep(0.01 * turn)
+        running = asyncio.create_task(lab.answers(requests))
+        await asyncio.sleep(whole_s * ((turn + 1) % 8) / 8)
         await lab.update(new)
         for prompt, (got,) in zip(prompts, await running, strict=True):
-            ids = np.asarray(got.token_ids, np.int32)
             mixed += len({span.version for span in got.spans}) > 1
-            for span in got.spans:
-                expect(span.version in (old, new), f"a span names version {span.version}; {old} and {new} were held")
-                wanted = lab.policy.logprobs(
-                    span.version, np.concatenate([prompt, ids[: span.start]]), ids[span.start : span.end]
-                )
-                apart = float(np.abs(np.asarray(got.logprobs)[span.start : span.end] - wanted).max())
-                expect(
-                    apart <= lab.tolerance,
-                    f"tokens {span.start} to {span.end} are said to be of version {span.version}, and their log-probs are up to {apart:.3g} from its",
-                )
+            _check_mixed(lab, prompt, got, old, new)
         if mixed >= 2:
             return
     expect(
         mixed,
         "in 8 updates while requests ran, no response got tokens of both versions: the engine waits for their end",
     )
+
+
+def _check_mixed(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: int) -> None:
+    ids = np.asarray(got.token_ids, np.int32)
+    for version, start, end in got.spans:
+        expect(version in (old, new), f"a span names version {version}; {old} and {new} were held")
+        wanted = lab.policy.logprobs(version, np.concatenate([prompt, ids[:start]]), ids[start:end])
+        apart = float(np.abs(np.asarray(got.logprobs)[start:end] - wanted).max())
+        why = "drawn after it came: what was read before is not read anew by it (old keys and values)"
+        expect(
+            apart <= lab.tolerance,
+            f"tokens {start} to {end} are said to be of version {version}, and their log-probs are up to {apart:.3g}"
+            f" from its; they are {why if start else 'the first, before or after it came'}",
+        )
 
 
 @check(
@@ -247,30 +287,33 @@ async def update_in_flight(lab: RolloutLab) -> None:
 @needs(lambda lab: "partial" in lab.engine.capabilities.swap, "it cannot be interrupted")
 async def interrupted(lab: RolloutLab) -> None:
     """Responses that are interrupted come with the tokens they have, and go on where they were."""
-    prompts, tokens, cut = lab.policy.prompts(min(4, lab.rows), seed=29), min(128, lab.context - 32), 0
+    prompts, tokens = lab.policy.prompts(min(4, lab.rows), seed=29), min(96, lab.context - 32)
+    requests = [lab.request(p, max_tokens=tokens) for p in prompts]
+    whole_s = await lab.timed(requests)
+    cut = empty = 0
     for turn in range(8):
-        requests = [lab.request(p, max_tokens=tokens) for p in prompts]
         running = [asyncio.create_task(lab.answer(request, aborted=True)) for request in requests]
-        await asyncio.sleep(0.01 * turn)
+        await asyncio.sleep(whole_s * ((turn + 1) % 8) / 8)
+        lab.doing = "waiting for interrupt(), and then for what it ended"
         await lab.engine.interrupt()
+        rests = []
         for prompt, (got,) in zip(prompts, await asyncio.gather(*running), strict=True):
+            have, aborted = np.asarray(got.token_ids, np.int32), got.finish_reason == "aborted"
             wanted = lab.policy.greedy(lab.version, prompt, tokens)
-            have = np.asarray(got.token_ids, np.int32)
             lab.check_response(
-                prompt,
-                got,
-                wanted[: len(have)] if got.finish_reason == "aborted" else wanted,
-                when=" of an interrupted response",
+                prompt, got, wanted[: len(have)] if aborted else wanted, when=" of an interrupted response"
             )
-            if got.finish_reason != "aborted" or len(have) == tokens:
+            if not aborted or len(have) == tokens:
                 continue
-            cut += len(have) > 0
-            rest = lab.request(np.concatenate([prompt, have]), max_tokens=tokens - len(have), drawn=len(have))
-            (more,) = await lab.answer(rest)
-            lab.check_response(rest.prompt_ids, more, wanted[len(have) :], when=" of a response that goes on")
+            cut, empty = cut + (len(have) > 0), empty + (len(have) == 0)
+            so_far = np.concatenate([prompt, have])
+            rests.append((lab.request(so_far, max_tokens=tokens - len(have), drawn=len(have)), wanted[len(have) :]))
+        for (rest, wanted), (more,) in zip(rests, await lab.answers([rest for rest, _ in rests]), strict=True):
+            lab.check_response(rest.prompt_ids, more, wanted, when=" of a response that goes on")
         if cut >= 2:
             return
-    expect(cut, "in 8 interruptions no response came back with some of its tokens: either none or all of them")
+    expect(cut or empty, "in 8 interruptions every response ran to its end: interrupt() does not end what runs")
+    expect(cut, "in 8 interruptions every interrupted response came back empty: the tokens it had are thrown away")
 
 
 @check(
@@ -305,8 +348,21 @@ async def holds(lab: RolloutLab) -> None:
     for _ in range(2):
         version = await lab.update()
         update = lab.make_update(version)
-        check_held(update, lab.engine.held_weights())
-        update.release()
+        try:
+            check_held(update, lab.engine.held_weights())
+        except WeightError as error:
+            raise CheckFailed(f"{error}{_of_version(lab)}") from None
+        finally:
+            update.release()
+
+
+def _of_version(lab: RolloutLab) -> str:
+    for version in {max(lab.version - 1, 0), 0}:
+        update = lab.make_update(version)
+        with contextlib.suppress(Exception):
+            check_held(update, lab.engine.held_weights())
+            return f": they are those of version {version}"
+    return ""
 
 
 @check(

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,13 @@ from ...types import Sampling
 from .check import CheckFailed, expect
 from .loop import LoopThread
 from .policy import Policy
+from .signs import whose_logprobs, whose_tokens
 from .updates import HeldUpdate
 
 LIMIT_S = 60.0
+_SHOWN = 12
 Ids = npt.NDArray[np.int32]
+T = TypeVar("T")
 
 
 class RolloutLab:
@@ -37,6 +41,8 @@ class RolloutLab:
         self.policy, self.tolerance, self.limit_s = policy, tolerance, limit_s
         self.version = 0
         """What the engine holds, or, after a load that failed, what it held before."""
+        self.doing = ""
+        """What a check is at, for when it does not end: "waiting for ..."."""
         self._make, self._options = make, dict(options)
         self._engine: RolloutEngine | None = None
         self._loop: LoopThread | None = None
@@ -46,16 +52,21 @@ class RolloutLab:
     def ask(self, body: Callable[[RolloutLab], Any], what: str) -> None:
         """Run a check, on the engine's loop if it is a coroutine function; the engine is made if there is none. Raises what
         the check raises."""
+        self.doing = ""
         if self._engine is None:
             self.start()
         if not inspect.iscoroutinefunction(inspect.unwrap(body)):
             body(self)
             return
-        assert self._loop is not None
-        self._loop.call(self._body(body), self.limit_s, what)
+        self.call(self._body(body), what)
 
     async def _body(self, body: Callable[[RolloutLab], Any]) -> None:
         await body(self)
+
+    def call(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """What ``work`` comes to on the engine's loop; for checks that are no coroutine functions."""
+        assert self._loop is not None
+        return self._loop.call(work, self.limit_s, lambda: f"{what}{self.doing and f' ({self.doing})'}")
 
     def start(self) -> None:
         """Make the engine, on its loop. Raises what its factory raises."""
@@ -121,6 +132,12 @@ class RolloutLab:
         expect(not missing, f"of n={request.n} responses, {missing} never came")
         return [got[index] for index in range(request.n)]
 
+    async def timed(self, requests: Sequence[Request]) -> float:
+        """Seconds that requests take, all at once. To do something while they run, not to judge an engine by."""
+        began = time.monotonic()
+        await self.answers(requests)
+        return time.monotonic() - began
+
     async def answers(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """Of requests made at once, no more rows than the engine takes."""
         return await asyncio.gather(*(self.answer(request) for request in requests))
@@ -157,10 +174,13 @@ class RolloutLab:
 
     def check_response(self, prompt: Ids, got: Completion, wanted: Ids, *, when: str = "") -> None:
         ids = np.asarray(got.token_ids)
-        if ids.tolist() != wanted.tolist():
+        if not np.array_equal(ids, wanted):
+            alike = min(len(ids), len(wanted))
+            at = int(np.argmin(np.append(ids[:alike] == wanted[:alike], False)))
             raise CheckFailed(
-                f"greedy tokens{when} are {ids.tolist()}, and version {self.version} gives {wanted.tolist()}"
-                f" for the prompt {prompt.tolist()}{self._whose(prompt, ids)}"
+                f"greedy tokens{when} are {_some(ids, at)}, and version {self.version} gives {_some(wanted, at)} from"
+                f" token {at} on, for the prompt {_some(prompt, 0)}"
+                f"{whose_tokens(self.policy, self.version, prompt, ids)}"
             )
         self.check_logprobs(prompt, got, when=when)
 
@@ -172,30 +192,14 @@ class RolloutLab:
         if not len(ids) or apart.max() <= self.tolerance:
             return
         at = int(apart.argmax())
+        sign = whose_logprobs(
+            self.policy, self.version, prompt, ids, np.asarray(got.logprobs, np.float64), temperature, self.tolerance
+        )
         raise CheckFailed(
             f"log-probs{when} are up to {apart[at]:.3g} from those of version {self.version} at temperature"
             f" {temperature:g} (token {at}: {float(got.logprobs[at]):.6g}, not {wanted[at]:.6g};"
-            f" {self.tolerance:g} is allowed){self._likeness(prompt, ids, np.asarray(got.logprobs), temperature)}"
+            f" {self.tolerance:g} is allowed){sign}"
         )
-
-    def _whose(self, prompt: Ids, ids: Ids) -> str:
-        """Of which earlier version greedy tokens are."""
-        for version in range(self.version - 1, max(self.version - 4, -1), -1):
-            if len(ids) and self.policy.greedy(version, prompt, len(ids)).tolist() == ids.tolist():
-                return f": those are of version {version}"
-        return ""
-
-    def _likeness(self, prompt: Ids, ids: Ids, have: npt.NDArray[Any], temperature: float) -> str:
-        """What log-probs would be right for."""
-        for other in (1.0, 0.7, 1.5):
-            if other != temperature and _near(
-                have, self.policy.logprobs(self.version, prompt, ids, other), self.tolerance
-            ):
-                return f": they are those at temperature {other:g}"
-        for version in range(self.version - 1, max(self.version - 4, -1), -1):
-            if _near(have, self.policy.logprobs(version, prompt, ids, temperature), self.tolerance):
-                return f": they are those of version {version}"
-        return ""
 
 
 def check_form(lab: RolloutLab, request: Request, got: Completion, *, aborted: bool = False) -> None:
@@ -270,8 +274,9 @@ def _resident(pid: int) -> int:
     return 0
 
 
-def _near(one: npt.NDArray[Any], other: npt.NDArray[np.float64], tolerance: float) -> bool:
-    return bool(np.abs(one - other).max() <= tolerance) if len(one) else False
+def _some(ids: Ids, start: int) -> str:
+    shown = ", ".join(map(str, ids[start : start + _SHOWN].tolist()))
+    return f"[{shown}{', ...' if len(ids) > start + _SHOWN else ''}]"
 
 
 def _names(names: Set[str]) -> str:

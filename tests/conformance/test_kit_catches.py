@@ -1,0 +1,111 @@
+"""The kit catches wrong engines: each by the check that is for it, in words that name what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import wrong_engines as wrong
+from own_engine import NumpyPolicy, NumpyRollout
+
+from asyncflow_sdk.testing import Conformance
+
+CAUGHT = [
+    (wrong.PromisesScores, "capabilities", r"promise logprobs\(\), which it does not define"),
+    (wrong.FliesUnversioned, "capabilities", r'"in_flight" needs token_versions'),
+    (wrong.YieldsTwice, "completions", r"response \d came twice|response 0 of 1 came twice"),
+    (wrong.NeverYieldsTheLast, "completions", r"of n=4 responses, \[3\] never came"),
+    (wrong.FewerLogprobs, "completions", r"8 tokens have log-probs of shape \[7\]"),
+    (wrong.Probabilities, "completions", r"natural logs of probabilities"),
+    (wrong.DropsTheFirstToken, "greedy", r"those after the prompt without its first token"),
+    (wrong.PutsBeginTwice, "greedy", r"those after the prompt with token 1 put before it"),
+    (wrong.Padded, "company", r"in company are .*; asked for one by one, all are answered right"),
+    (wrong.OtherTemperature, "logprobs", r"at temperature 0\.7 .* they are those at temperature 1"),
+    (wrong.CutLogprobs, "logprobs", r"cut from the probabilities too"),
+    (wrong.BaseTwo, "logprobs", r"they are to base 2, not natural"),
+    (wrong.ShiftedLogprobs, "logprobs", r"each is that of the token beside it"),
+    (wrong.TopK, "draws", r"none was beyond the 20 likeliest, .* the draw is cut \(top_k"),
+    (wrong.Flatter, "draws", r"drawn from a wider distribution"),
+    (wrong.OneSeedForAGroup, "draws", r"100% of neighbours of one group .* the same random numbers"),
+    (wrong.OneSeedForAll, "draws", r"100% of responses of one place in groups of different seeds"),
+    (wrong.AlwaysStops, "stops", r"says it ended for 'stop', not length"),
+    (wrong.DropsTheStopToken, "stops", r"ends at stop token \d+ leaves it out"),
+    (wrong.IgnoresStops, "stops", r"goes on after stop token \d+"),
+    (wrong.AnswersNothing, "bad_requests", r"an empty prompt was answered|an empty prompt raised"),
+    (wrong.RaisesKeyError, "bad_requests", r"an empty prompt raised KeyError .*, not EngineError"),
+    (wrong.CutsLongPrompts, "bad_requests", r"longer than the context of 256 was answered"),
+    (wrong.Blocks, "does_not_block", r"came round \d+ times: generate\(\) blocks it"),
+    (wrong.IgnoresUpdates, "update", r"those are of version 0; whichever tensor comes changed, its answers stay"),
+    (wrong.TakesAllButOne, "update", r"change no answer when they come changed: mix\.bias$"),
+    (wrong.LeavesAThread, "closes", r"threads \['never-joined'\] are still alive after close\(\)"),
+    (wrong.LeavesAProcess, "closes", r"processes \[\d+\] are still alive after close\(\)"),
+    (wrong.KeepsTheCache, "stale_cache", r"of a prompt seen before the update"),
+    (wrong.SwallowsTheUnknown, "unknown_tensor", r"it took 'model\.layers\.0\.not_there\.weight', which no model has"),
+    (wrong.Reshapes, "misshapen_tensor", r"was taken as \[48, 64\], and the model has \[64, 48\]"),
+    (wrong.WritesAsItReads, "torn_update", r"broke off before tensor \d of 4: it answers from a mixture"),
+    (wrong.HidesThatItBroke, "torn_update", r"returned, as if all was well, when tensor \d of 4 could not be read"),
+    (wrong.KeepsViews, "keeps_no_view", r"after the update's memory was written over"),
+    (wrong.StopsFollowing, "updates_in_a_row", r"after version 3 are .* those are of version 2"),
+    (wrong.NeverGoesBack, "updates_in_a_row", r"EngineError: an older version"),
+    (wrong.Leaks, "memory", r"did not come back: (0\.9|1\.\d) times the model each"),
+    (wrong.LosesRoom, "abort", r"that of cancelled ones has not come back"),
+    (wrong.GoesOn, "abort", r"what is cancelled is still decoded to its end"),
+    (wrong.AbortsAll, "abort", r"cancelling a generation ended another one too"),
+    (wrong.ForgetsNeighbours, "abort", r"beside others that were cancelled: was it ended with them\?"),
+    (wrong.NamesTheNext, "versions", r"spans name versions \[2\], and 1 is held"),
+    (wrong.NamesTheFirst, "versions", r"spans name versions \[0\], and 1 is held"),
+    (wrong.OneSpan, "update_in_flight", r"are said to be of version \d+, and their log-probs are"),
+    (wrong.WaitsForTheEnd, "update_in_flight", r"no response got tokens of both versions: the engine waits for"),
+    (wrong.KeepsStates, "update_in_flight", r"not read anew by it \(old keys and values\)"),
+    (wrong.ThrowsAway, "interrupted", r"the tokens it had are thrown away"),
+    (wrong.NeverInterrupts, "interrupted", r"interrupt\(\) does not end what runs"),
+    (wrong.NumbersNew, "interrupted", r"of a response that goes on"),
+    (wrong.ScoresACopy, "scores", r"by logprobs\(\) .* they are those of version 0"),
+    (wrong.HoldsACopy, "holds", r"that the engine holds are other ones: they are those of version 0"),
+    (wrong.HoldsFused, "holds", r"the engine holds 'mix\.weight' as float32\[48, 64\]"),
+    (wrong.RefusesTheWholeContext, "whole_context", r"EngineError: too long"),
+]  # fmt: skip
+
+HANGS = {wrong.LosesRoom, wrong.ForgetsNeighbours, wrong.LeavesAThread, wrong.LeavesAProcess}
+HANG_S = 3.0
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    wrong.LeavesAThread.END.clear()
+    yield
+    wrong.LeavesAThread.END.set()
+    while wrong.LeavesAProcess.STARTED:
+        process = wrong.LeavesAProcess.STARTED.pop()
+        process.kill()
+        process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def policy() -> NumpyPolicy:
+    return NumpyPolicy()
+
+
+@pytest.mark.parametrize(("engine", "check", "reason"), CAUGHT, ids=lambda each: getattr(each, "__name__", "-"))
+def test_a_wrong_engine_is_caught(engine: type[NumpyRollout], check: str, reason: str, policy: NumpyPolicy) -> None:
+    report = Conformance(
+        "rollout", engine, policy=policy, only=[check], limit_s=HANG_S if engine in HANGS else 60.0
+    ).run()
+
+    (result,) = report.results
+    assert result.outcome == "failed"
+    assert re.search(reason, result.detail), result.detail
+
+
+def test_every_check_catches_somebody() -> None:
+    report = Conformance("rollout", NumpyRollout)
+
+    assert {check.name for check in report.checks} == {check for _, check, _ in CAUGHT}
+
+
+def test_a_right_engine_passes(policy: NumpyPolicy) -> None:
+    report = Conformance("rollout", NumpyRollout, policy=policy).run()
+
+    assert [result for result in report.results if result.outcome != "passed"] == []
+    assert report.level == "full"
