@@ -69,9 +69,8 @@ class Swapping(Versioning):
         return reply
 
     def _retire(self, session: Session, command: cmd.Retire) -> cmd.Reply:
-        reply = super()._retire(session, command)
-        self._end_swap(session.id)
-        return reply
+        self._give_up_swap(session, "it is a replica no more")
+        return super()._retire(session, command)
 
     def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:
         reply = super()._configure(session, command)
@@ -110,13 +109,27 @@ class Swapping(Versioning):
         """Nobody heard that this version may be loaded: it is staged, as before."""
         replica = self.sessions[session].replica
         if session in self.swapping and replica is not None and replica.version == version:
+            self._give_up_swap(self.sessions[session], "it asks no longer")
             replica.doing, replica.since = "staged", self._now
-            self._end_swap(session)
+
+    def _give_up_swap(self, session: Session, why: str) -> None:
+        """A replica that may load a version will not: another may."""
+        if session.id in self.swapping and session.replica is not None:
+            self._effects.events.append(
+                ev.WeightState(
+                    time_s=self._now,
+                    worker=session.name,
+                    version=session.replica.version,
+                    state="released",
+                    detail=why,
+                )
+            )
+        self._end_swap(session.id)
 
     def _end_swap(self, session: int) -> None:
         if self.swapping.pop(session, None) is not None:
             self._dirty.add("swap")
 
     def _drop_session(self, session: int, reason: str, blame: bool) -> None:
+        self._give_up_swap(self.sessions[session], reason)
         super()._drop_session(session, reason, blame)
-        self._end_swap(session)

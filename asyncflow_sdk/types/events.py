@@ -59,7 +59,8 @@ class Published(_Event, frozen=True, tag="published"):
 
 
 class WeightState(_Event, frozen=True, tag="weights"):
-    """What a replica does about a version: fetching, staged, swapping, failed. ``detail``: why. Of one staged: ``moved`` bytes
+    """What a replica does about a version: fetching, staged, swapping, released (it may load it no longer, and did not), failed.
+    ``detail``: why. Of one staged: ``moved`` bytes
     in ``seconds``, by ``encoding`` (mapped, full, delta); ``skipped``: versions passed over since the last one."""
 
     version: int

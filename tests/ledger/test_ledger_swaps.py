@@ -99,6 +99,22 @@ def test_a_permission_that_nobody_heard_of_goes_to_the_next() -> None:
     (said,) = [each for each in queue.ledger.status().sessions if each.id == one]
     assert said.weights == "staged 7"
     assert not any(isinstance(event, ev.WeightState) and event.state == "failed" for event in queue.events)
+    told = [(e.worker, e.state) for e in queue.events if isinstance(e, ev.WeightState)]
+    assert told[-3:] == [("gen-0", "swapping"), ("gen-0", "released"), ("gen-1", "swapping")]
+
+
+@pytest.mark.parametrize("how", ["retires", "leaves", "dies"])
+def test_a_replica_that_goes_before_it_loads_says_so_before_the_next_one_may(how: str) -> None:
+    queue, [one, other] = replicas(2, max_swapping=1)
+    queue.do(one, cmd.Swap(version=7))
+    swap(queue, other, 7)
+    if how == "dies":
+        queue.ledger.session_died(one, queue.now, "its process ended")
+        queue._take()
+    else:
+        queue.do(one, cmd.Retire() if how == "retires" else cmd.Leave())
+    told = [(e.worker, e.state) for e in queue.events if isinstance(e, ev.WeightState)]
+    assert told[-3:] == [("gen-0", "swapping"), ("gen-0", "released"), ("gen-1", "swapping")]
 
 
 def test_a_replica_that_has_permission_may_ask_again() -> None:

@@ -51,7 +51,9 @@ class Told:
         for event in self.events:
             if isinstance(event, WeightState) and event.state == "swapping":
                 swapping.add(event.worker)
-            elif isinstance(event, Loaded) or (isinstance(event, WeightState) and event.state == "failed"):
+            elif isinstance(event, Loaded) or (
+                isinstance(event, WeightState) and event.state in ("failed", "released")
+            ):
                 swapping.discard(event.worker)
             most = max(most, len(swapping))
         return most
