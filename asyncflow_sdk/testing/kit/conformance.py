@@ -23,13 +23,23 @@ from ..._version import __version__
 from ...errors import ConfigError, PluginError
 from ...plugins import Kind, import_name, registry
 from .check import TIERS, Check, CheckFailed, DoesNotApply, Result, known_checks
+from .plain_lab import PlainLab
 from .policy import Policy
 from .rollout_lab import RolloutLab
 from .train_lab import TrainLab
 
 HUGGING_FACE = "asyncflow_torch.reference:HuggingFacePolicy"
 LIMIT_S = 100.0
-_MODULES = {"rollout": ("rollout_basic", "rollout_full"), "train": ("train_basic", "train_full")}
+_MODULES = {
+    "rollout": ("rollout_basic", "rollout_full"),
+    "train": ("train_basic", "train_full"),
+    "transport": ("transport_checks",),
+    "sampler": ("policy_checks",),
+    "staleness": ("policy_checks",),
+    "algorithm": ("algorithm_checks",),
+    "launcher": ("launcher_checks",),
+    "tracker": ("tracker_checks",),
+}
 
 
 class Lab(Protocol):
@@ -46,6 +56,7 @@ class Lab(Protocol):
 
 
 _LABS: dict[str, Callable[..., Lab]] = {"rollout": RolloutLab, "train": TrainLab}
+"""Of those with a model; others are asked one by one."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +183,8 @@ class Conformance:
             factory = registry().get(self.kind, self._named).load()
         else:
             factory = self._named
+        if self.kind not in _LABS:
+            return PlainLab(factory, self._options, limit_s=self._limit_s)
         return _LABS[self.kind](
             factory, self._find_policy(factory), self._options, tolerance=self._tolerance, limit_s=self._limit_s
         )

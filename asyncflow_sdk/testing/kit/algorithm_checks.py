@@ -1,0 +1,186 @@
+"""Algorithms: advantages over whole groups, and a loss whose parts add up. They are asked with torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from ...interfaces import Algorithm, PackedTokens
+from ...types import Batch, Ragged
+from .check import DoesNotApply, check, expect
+from .plain_lab import PlainLab
+
+GROUPS, SIZE = 6, 4
+
+
+class _Ask:
+    """An algorithm, a step's rows for it, and its loss of them in parts."""
+
+    def __init__(self, lab: PlainLab, seed: int = 0) -> None:
+        algorithm = lab.made()
+        expect(isinstance(algorithm, Algorithm), f"the factory made {algorithm!r}, no asyncflow_sdk.Algorithm")
+        self.algorithm: Algorithm = algorithm
+        try:
+            self.torch: Any = importlib.import_module("torch")
+        except ImportError:
+            raise DoesNotApply("torch is not installed: pip install 'asyncflow-sdk[torch]'") from None
+        random = np.random.default_rng(seed)
+        rows = GROUPS * SIZE
+        lengths = random.integers(1, 9, rows)
+        self.lengths, tokens = lengths, int(lengths.sum())
+        self.behaviour = -random.gamma(1.0, 1.0, tokens).astype(np.float32)
+        self.logprobs = np.minimum(self.behaviour + 0.3 * random.standard_normal(tokens), 0.0).astype(np.float32)
+        self.columns = {name: random.standard_normal(tokens).astype(np.float32) for name in algorithm.needs}
+        given: dict[str, Any] = {
+            "prompt_ids": Ragged.of([[1, 2]] * rows), "response_ids": Ragged.from_lengths(np.ones(tokens, np.int32), lengths),
+            "logprobs": Ragged.from_lengths(self.behaviour, lengths), "reward": random.standard_normal(rows).astype(np.float32),
+        }  # fmt: skip
+        given |= {name: Ragged.from_lengths(values, lengths) for name, values in self.columns.items()}
+        self.batch = Batch.of(given, groups=np.repeat(np.arange(GROUPS), SIZE))
+
+    def advantages(self, batch: Batch | None = None) -> np.ndarray[Any, Any]:
+        """Of each token."""
+        said = self.algorithm.advantages(batch or self.batch)
+        if isinstance(said, Ragged):
+            expect(
+                said.lengths.tolist() == self.lengths.tolist(), "ragged advantages are one for each response token"
+            )
+            return said.values
+        array = np.asarray(said)
+        expect(
+            array.shape == (len(self.lengths),),
+            f"advantages are of shape {array.shape}, and there are {len(self.lengths)} rows",
+        )
+        return np.repeat(array, self.lengths)
+
+    def loss(self, parts: int) -> tuple[float, np.ndarray[Any, Any], dict[str, float]]:
+        """The loss of all tokens, its gradient by log-probs, and metrics; of so many parts of the rows, added up."""
+        torch, worth, row = (
+            self.torch,
+            self.advantages().astype(np.float32),
+            np.repeat(np.arange(len(self.lengths)), self.lengths),
+        )
+        total, sums = 0.0, dict[str, float]()
+        gradient = np.zeros(len(worth), np.float32)
+        for rows in np.array_split(np.arange(len(self.lengths)), parts):
+            kept = np.isin(row, rows)
+            logprobs = torch.tensor(self.logprobs[kept], requires_grad=True)
+            loss, metrics = self.algorithm.loss(
+                PackedTokens(
+                    logprobs=logprobs, behaviour=torch.tensor(self.behaviour[kept]), advantages=torch.tensor(worth[kept]),
+                    rows=torch.tensor(row[kept] - rows[0]), row_count=len(rows), total_tokens=len(worth),
+                    total_rows=len(self.lengths),
+                    columns={name: torch.tensor(values[kept]) for name, values in self.columns.items()},
+                )
+            )  # fmt: skip
+            expect(getattr(loss, "shape", None) == (), f"the loss is {loss!r}, no scalar tensor")
+            expect(loss.requires_grad, "the loss has no gradient by the log-probs")
+            loss.backward()
+            gradient[kept] = logprobs.grad.numpy()
+            total += float(loss.detach())
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return total, gradient, sums
+
+
+@check(
+    "algorithm", "basic",
+    means="the trainer cannot use it, or every step ends in numbers that are none",
+    look="advantages(): one a row or one a token, finite; loss(): a scalar with gradient, and metrics without",
+)  # fmt: skip
+def forms(lab: PlainLab) -> None:
+    """Advantages and loss are of the form that a train engine takes, and finite; the batch is not written into."""
+    ask = _Ask(lab)
+    before = {name: np.array(ask.batch.ragged(name).values) for name in ("response_ids", "logprobs")}
+    worth = ask.advantages()
+    expect(worth.dtype.kind == "f", f"advantages are {worth.dtype}, not floating point")
+    expect(np.isfinite(worth).all(), "an advantage is not finite")
+    loss, gradient, metrics = ask.loss(1)
+    expect(np.isfinite(loss) and np.isfinite(gradient).all(), f"the loss is {loss}, or its gradient is not finite")
+    odd = [name for name, value in metrics.items() if not np.isfinite(value)]
+    expect(not odd, f"metrics {odd} are not finite")
+    for name, values in before.items():
+        expect(np.array_equal(values, ask.batch.ragged(name).values), f"it wrote into column {name!r}")
+
+
+@check(
+    "algorithm", "basic",
+    means="the result of a step depends on how it was cut for memory: no two machines train the same",
+    look="loss(): divide by total_tokens or total_rows, never by what this part has",
+)  # fmt: skip
+def parts(lab: PlainLab) -> None:
+    """Loss, gradient and metrics of a step's parts add up to those of the whole."""
+    ask = _Ask(lab, seed=1)
+    whole, gradient, metrics = ask.loss(1)
+    for count in (2, 5, GROUPS * SIZE):
+        some, other, said = ask.loss(count)
+        expect(
+            abs(some - whole) <= 1e-4 * (1 + abs(whole)),
+            f"the losses of {count} parts add up to {some:.6g}; the whole's is {whole:.6g}",
+        )
+        expect(np.abs(other - gradient).max() <= 1e-5, f"the gradients of {count} parts are not those of the whole")
+        for name, value in metrics.items():
+            expect(
+                abs(said.get(name, np.inf) - value) <= 1e-3 * (1 + abs(value)),
+                f"metric {name!r} of {count} parts adds up to {said.get(name)}; the whole's is {value}",
+            )
+
+
+@check(
+    "algorithm", "basic",
+    means="the policy learns what was punished",
+    look="the sign of the loss: training lowers it",
+)  # fmt: skip
+def direction(lab: PlainLab) -> None:
+    """Where policy and behaviour agree, tokens of rows with a higher reward become likelier than those with a lower one."""
+    ask = _Ask(lab, seed=2)
+    ask.logprobs = ask.behaviour.copy()
+    worth, (_, gradient, _) = ask.advantages(), ask.loss(1)
+    if not np.ptp(worth):
+        raise DoesNotApply("its advantages are all the same")
+    good, bad = worth > np.median(worth), worth < np.median(worth)
+    expect(
+        (-gradient[good]).mean() > (-gradient[bad]).mean(),
+        "a step makes tokens of rows that were worth less likelier than those of rows that were worth more",
+    )
+
+
+@check(
+    "algorithm", "full",
+    means="a group's advantage depends on where its rows lie in the batch, which is chance",
+    look="advantages(): rows of a group are those with the same number in batch.groups, in any order",
+)  # fmt: skip
+def row_order(lab: PlainLab) -> None:
+    """Advantages of rows are the same in any order of the rows."""
+    ask = _Ask(lab, seed=3)
+    said = ask.algorithm.advantages(ask.batch)
+    if isinstance(said, Ragged):
+        raise DoesNotApply("its advantages are of tokens")
+    order = np.random.default_rng(4).permutation(len(ask.lengths))
+    again = ask.algorithm.advantages(ask.batch.take(order))
+    expect(
+        np.allclose(np.asarray(said)[order], np.asarray(again), atol=1e-5),
+        "the same rows in another order have other advantages",
+    )
+
+
+@check(
+    "algorithm", "full",
+    means="one token with an infinite ratio, and the step, or the model, is lost",
+    look="loss(): bound the log-ratio before exp()",
+)  # fmt: skip
+def extremes(lab: PlainLab) -> None:
+    """Log-probs very far from the behaviour's make no loss and no gradient that is not finite; equal rewards make none."""
+    ask = _Ask(lab, seed=5)
+    for apart in (200.0, -200.0):
+        ask.logprobs = (ask.behaviour + apart).astype(np.float32)
+        loss, gradient, _ = ask.loss(1)
+        expect(
+            np.isfinite(loss) and np.isfinite(gradient).all(),
+            f"log-probs {apart:g} from the behaviour's give a loss of {loss}",
+        )
+    same = {name: ask.batch[name] for name in ("prompt_ids", "response_ids", "logprobs", *ask.columns)}
+    batch = Batch.of({**same, "reward": np.ones(len(ask.lengths), np.float32)}, groups=ask.batch.groups)
+    expect(np.isfinite(ask.advantages(batch)).all(), "equal rewards in a group give advantages that are not finite")

@@ -1,0 +1,185 @@
+"""Launchers: workers of a real run are started, stopped and killed by one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from ...errors import ConfigError
+from ...interfaces import Launcher, Place, WorkerEnding, WorkerHandle, WorkerOrder
+from ...workflow import Run, serve
+from ...workflow.work import FunctionWork
+from ...workflow.worker import StageJob, WorkerConfig
+from . import functions
+from .check import DoesNotApply, check, expect
+from .plain_lab import PlainLab
+
+END_S = 60.0
+
+
+class _Stand:
+    """A served run, and workers started in it."""
+
+    def __init__(self, lab: PlainLab, run: Run, launcher: Launcher) -> None:
+        self.run, self.launcher, self._logs, self._count = run, launcher, lab.directory(), 0
+        run.queue.declare("checked", needs=["x"], gives=["answer"])
+        run.queue.declare("read", needs=["answer"])
+
+    def start(self, function: Callable[..., object]) -> WorkerHandle:
+        self._count += 1
+        work = FunctionWork(f"{function.__module__}:{function.__name__}")
+        job = StageJob(work, "checked", ("x",), ("answer",), 1, 1, False)
+        name = f"checked-{self._count}"
+        config = WorkerConfig(name, self.run.address, job, [entry for entry in sys.path if entry])
+        order = WorkerOrder(
+            name=name,
+            config=msgspec.json.encode(config),
+            place=Place(launcher="checked"),
+            log=self._logs / f"{name}.log",
+        )
+        handle = self.launcher.start(order)
+        expect(isinstance(handle, WorkerHandle), f"start() returned {handle!r}, no asyncflow_sdk.WorkerHandle")
+        return handle
+
+    def put(self, rows: int = 4) -> None:
+        self.run.queue.put({"x": [float(row) for row in range(rows)]})
+
+    def answers(self, rows: int = 4) -> list[int]:
+        """What workers gave, once all have."""
+        found: list[int] = []
+        while len(found) < rows:
+            with self.run.queue.get("read", rows - len(found), timeout_s=END_S) as batch:
+                found += batch.array("answer").tolist()
+                batch.ack()
+        return found
+
+
+@contextlib.contextmanager
+def _stand(lab: PlainLab) -> Iterator[_Stand]:
+    launcher = lab.made()
+    expect(isinstance(launcher, Launcher), f"the factory made {launcher!r}, no asyncflow_sdk.Launcher")
+    try:
+        with serve(lab.directory()) as run:
+            yield _Stand(lab, run, launcher)
+    finally:
+        launcher.close()
+
+
+def ended(handle: WorkerHandle, when: str) -> WorkerEnding:
+    """How it ended. Raises CheckFailed when it does not."""
+    endings: list[WorkerEnding | Exception] = []
+
+    def wait() -> None:
+        try:
+            endings.append(handle.wait())
+        except Exception as error:
+            endings.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(END_S)
+    expect(endings, f"wait() did not return within {END_S:g} s {when}")
+    ending = endings[0]
+    if isinstance(ending, Exception):  # counts as an end, and says nothing of it
+        return WorkerEnding(1, str(ending))
+    expect(isinstance(ending, WorkerEnding), f"wait() returned {ending!r}, no asyncflow_sdk.WorkerEnding")
+    return ending
+
+
+@check(
+    "launcher", "basic",
+    means="workers never join, and the run waits for them until its deadline",
+    look="start(): asyncflow_sdk.run_worker(order.config) in the worker's process, with its environment and import path",
+)  # fmt: skip
+def works(lab: PlainLab) -> None:
+    """Two workers that it starts join the run, do their work, and are seen to end when the stream does."""
+    with _stand(lab) as stand:
+        handles = [stand.start(functions.where) for _ in range(2)]
+        stand.put()
+        expect(len(stand.answers()) == 4, "rows were not answered")
+        stand.run.queue.end()
+        for handle in handles:
+            ending = ended(handle, "after the stream had ended")
+            expect(
+                ending.status == 0,
+                f"a worker that was through ended with status {ending.status}: {ending.text[-300:]}",
+            )
+
+
+@check(
+    "launcher", "basic",
+    means="a worker that fails is not seen, or without its traceback: the run stands still and nobody knows why",
+    look="wait(): the status of run_worker's ending, and its text",
+)  # fmt: skip
+def failing(lab: PlainLab) -> None:
+    """A worker whose work raises is seen to end, with a status other than 0 and what it raised."""
+    with _stand(lab) as stand:
+        handle = stand.start(functions.fails)
+        stand.put(1)
+        ending = ended(handle, "after the work of its worker had raised")
+        expect(ending.status != 0, "a worker whose work raised ended with status 0, as if it had been through")
+        expect(
+            functions.FAILURE in ending.text,
+            f"the ending does not say what was raised; it says {ending.text[-300:]!r}",
+        )
+
+
+@check(
+    "launcher", "basic",
+    means="a run cannot end, or be scaled down: it waits for workers that nobody can stop",
+    look="stop(): have the worker end at once, whatever it does; again, and after its end, it does nothing",
+)  # fmt: skip
+def stops(lab: PlainLab) -> None:
+    """A worker that waits for rows ends when it is stopped; stop() and kill() may be called again."""
+    with _stand(lab) as stand:
+        handle = stand.start(functions.where)
+        stand.put(1)
+        stand.answers(1)
+        handle.stop()
+        handle.stop()
+        ended(handle, "after stop()")
+        handle.stop()
+        handle.kill()
+
+
+@check(
+    "launcher", "full",
+    means="rows that a stopped worker held are lost to the run",
+    look="stop(): its process, or its thread, ends, so that its session with the queue does",
+)  # fmt: skip
+def gives_back(lab: PlainLab) -> None:
+    """What a worker holds in the middle of its work, when it is stopped and killed, another one gets."""
+    with _stand(lab) as stand:
+        first = stand.start(functions.sleeps)
+        if first.pid == os.getpid():
+            raise DoesNotApply("its workers are threads of this process, and nobody can end a thread")
+        stand.put(1)
+        while not stand.run.queue.status().rows["checked"]["leased"]:
+            threading.Event().wait(0.02)
+        first.stop()
+        first.kill()
+        ended(first, "after stop() and kill()")
+        stand.start(functions.where)
+        expect(len(stand.answers(1)) == 1, "the row was not given to another worker")
+
+
+@check(
+    "launcher", "full",
+    means="a run starts that cannot: its workers fail one after another, somewhere else, later",
+    look="check(): raise ConfigError for a Place that it cannot serve, and for nothing else",
+)  # fmt: skip
+def refuses(lab: PlainLab) -> None:
+    """A place that it can serve passes check(); one that cannot be had is refused with ConfigError, if at all."""
+    launcher = lab.made()
+    try:
+        launcher.check(Place(launcher="checked"))
+        for place in (Place(launcher="checked", python="/nowhere/python"), Place(launcher="checked", gpus=(4096,))):
+            with contextlib.suppress(ConfigError):
+                launcher.check(place)
+    finally:
+        launcher.close()

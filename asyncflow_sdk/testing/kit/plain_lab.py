@@ -1,0 +1,56 @@
+"""PlainLab: what has no model under check: transports, samplers, policies, launchers, algorithms, trackers."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .check import CheckFailed
+
+
+class PlainLab:
+    """``make``: the factory, called by each check with ``options``. Nothing is kept from check to check; ``limit_s``: none
+    takes longer."""
+
+    def __init__(self, make: Callable[..., Any], options: Mapping[str, Any], *, limit_s: float) -> None:
+        self.factory, self.options, self.limit_s = make, dict(options), limit_s
+        self._open = contextlib.ExitStack()
+
+    def made(self) -> Any:
+        """A new one, with the options."""
+        return self.factory(**self.options)
+
+    def directory(self) -> Path:
+        """An empty one, until the check has ended."""
+        return Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="asyncflow-check-")))
+
+    def ask(self, body: Callable[[Any], Any], what: str) -> None:
+        ended: list[BaseException | None] = []
+
+        def run() -> None:
+            try:
+                body(self)
+            except BaseException as error:
+                ended.append(error)
+            else:
+                ended.append(None)
+
+        thread = threading.Thread(target=run, daemon=True, name="check")
+        thread.start()
+        thread.join(self.limit_s)
+        self.renew()
+        if not ended:
+            raise CheckFailed(f"{what} did not end within {self.limit_s:g} s")
+        if ended[0] is not None:
+            raise ended[0]
+
+    def renew(self) -> None:
+        opened, self._open = self._open, contextlib.ExitStack()
+        opened.close()
+
+    def close(self) -> None:
+        self.renew()
