@@ -168,7 +168,7 @@ def algorithm(lab: TrainLab) -> None:
     batch = lab.batch((4, 3), seed=8)
     mask = np.random.default_rng(8).random(len(batch.ragged("logprobs").values)) < 0.7
     mask[batch.ragged("logprobs").offsets[1:] - 1] = True
-    batch, asked = masked(batch, mask), Opposite()
+    batch, asked = changed(masked(batch, mask), weight=np.linspace(1, 2, batch.rows)), Opposite()
     weights = np.where(mask, asked.advantages(batch).values, 0.0)
     try:
         lab.start(algorithm=asked)
@@ -188,8 +188,10 @@ def algorithm(lab: TrainLab) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Opposite(Algorithm):
-    """An advantage for each token, against the reward. ``given``: what its loss was asked, if in this process."""
+    """An advantage for each token, against the reward, and a column of its own. ``given``: what its loss was asked, if in this
+    process."""
 
+    needs = ("weight",)
     given: list[PackedTokens] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def advantages(self, batch: Batch) -> Ragged:
@@ -199,7 +201,9 @@ class Opposite(Algorithm):
 
     def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
         self.given.append(tokens)
-        return -((tokens.logprobs - tokens.behaviour).exp() * tokens.advantages).sum() / tokens.total_tokens, {}
+        weight = tokens.columns["weight"]
+        gain = (tokens.logprobs - tokens.behaviour).exp() * tokens.advantages * weight
+        return -gain.sum() / tokens.total_tokens, {}
 
 
 def _packed(lab: TrainLab, batch: Batch, mask: npt.NDArray[np.bool_], asked: Opposite) -> None:
@@ -212,6 +216,7 @@ def _packed(lab: TrainLab, batch: Batch, mask: npt.NDArray[np.bool_], asked: Opp
         name: np.concatenate([_plain(getattr(part, name)) for part in parts])
         for name in ("advantages", "behaviour", "logprobs")
     }
+    given["weight"] = np.concatenate([_plain(part.columns["weight"]) for part in parts])
     all_advantages = asked.advantages(batch).values
     order = np.argsort(given["advantages"])
     want = wanted[np.argsort(all_advantages[wanted])]
@@ -219,6 +224,7 @@ def _packed(lab: TrainLab, batch: Batch, mask: npt.NDArray[np.bool_], asked: Opp
         ("advantages", all_advantages, 1e-6),
         ("behaviour", batch.ragged("logprobs").values, 1e-6),
         ("logprobs", np.concatenate(lab.reference(batch)), lab.tolerance),
+        ("weight", np.repeat(batch.array("weight"), batch.ragged("response_ids").lengths), 1e-6),
     ):
         have = given[name][order]
         expect(

@@ -43,19 +43,23 @@ class AccelerateEngine(af.TrainEngine):
 
     def train_step(self, batch: af.Batch) -> af.StepResult:
         self._check(batch)
-        worth = np.asarray(self._algorithm.advantages(batch), np.float32)
-        if not np.isfinite(worth).all():
+        worth = _of_tokens(self._algorithm.advantages(batch), batch)
+        if not np.isfinite(worth.values).all():
             raise af.SchemaError("advantages are not finite: a reward is not a number")
-        used = worth != 0 if self._algorithm.drop_zero_advantage else np.ones(batch.rows, np.bool_)
+        used = np.ones(batch.rows, np.bool_)
+        if self._algorithm.drop_zero_advantage:
+            used = np.logical_or.reduceat(worth.values != 0, worth.offsets[:-1])
         metrics = {"reward": float(batch.array("reward").mean()), "rows_used": float(used.sum())}
         if used.any():
-            metrics |= self._step(batch.take(np.flatnonzero(used)), worth[used])
+            rows = np.flatnonzero(used)
+            metrics |= self._step(batch.take(rows), worth.take(rows))
         return af.StepResult(metrics, None if used.all() else ~used)
 
-    def _step(self, batch: af.Batch, worth: np.ndarray[Any, Any]) -> dict[str, float]:
+    def _step(self, batch: af.Batch, worth: af.Ragged) -> dict[str, float]:
         given, behaviour = loss_mask(batch), batch.ragged("logprobs")
         mask = np.ones(len(behaviour.values), np.bool_) if given is None else given.values.astype(np.bool_)
         offsets, total, sums = behaviour.offsets, int(mask.sum()), {"tokens": float(mask.sum())}
+        columns = {name: _of_tokens(batch[name], batch) for name in self._algorithm.needs}
         self._optimizer.zero_grad()
         for start in range(0, batch.rows, self._rows):
             rows = np.arange(start, min(start + self._rows, batch.rows))
@@ -66,8 +70,9 @@ class AccelerateEngine(af.TrainEngine):
             loss, measured = self._algorithm.loss(
                 af.PackedTokens(
                     logprobs=logprobs[kept], behaviour=self._tensor(behaviour.values[part])[kept],
-                    advantages=self._tensor(worth[rows][row])[kept], rows=self._tensor(row)[kept],
+                    advantages=self._tensor(worth.values[part])[kept], rows=self._tensor(row)[kept],
                     row_count=len(rows), total_tokens=total, total_rows=batch.rows,
+                    columns={name: self._tensor(each.values[part])[kept] for name, each in columns.items()},
                 )
             )  # fmt: skip
             self._accelerator.backward(loss)
@@ -109,6 +114,9 @@ class AccelerateEngine(af.TrainEngine):
         responses, vocabulary = batch.ragged("response_ids"), self._plain.config.vocab_size
         if not responses.lengths.all() or not batch.ragged("prompt_ids").lengths.all():
             raise af.SchemaError("a prompt or a response has no tokens")
+        context = getattr(self._plain.config, "max_position_embeddings", None)
+        if context and (responses.lengths + batch.ragged("prompt_ids").lengths > context).any():
+            raise af.SchemaError(f"a row is longer than the model's context of {context} tokens")
         for name in ("prompt_ids", "response_ids"):
             ids = batch.ragged(name).values
             if ids.min() < 0 or ids.max() >= vocabulary:
@@ -143,3 +151,10 @@ class AccelerateEngine(af.TrainEngine):
 
     def close(self) -> None:
         self._accelerator.free_memory()
+
+
+def _of_tokens(values: Any, batch: af.Batch) -> af.Ragged:
+    """Numbers of rows, or of their response tokens: of tokens, float32."""
+    lengths = batch.ragged("response_ids").lengths
+    packed = values.values if isinstance(values, af.Ragged) else np.repeat(np.asarray(values), lengths)
+    return af.Ragged.from_lengths(packed.astype(np.float32), lengths)
