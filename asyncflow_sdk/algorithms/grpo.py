@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ..errors import ConfigError
 from ..interfaces import Algorithm, PackedTokens
 from ..types import Batch
+from ..types.typed import check_fields
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to ± this, where the ratio is 4.9e8: no token makes a loss infinite, and one that
@@ -38,8 +39,11 @@ class GRPO(Algorithm):
     drop_zero_advantage: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.clip_low < 1 or self.clip_high < 0:
+        check_fields(self)
+        if not 0 <= self.clip_low < 1 or not self.clip_high >= 0:
             raise ConfigError(f"clip range [1 - {self.clip_low}, 1 + {self.clip_high}] is empty or negative")
+        if not self.epsilon >= 0:
+            raise ConfigError(f"epsilon is a number from 0, not {self.epsilon}")
 
     def check(self, *, group_size: int) -> None:
         if group_size == 1:

@@ -237,13 +237,11 @@ def resume(
     no_plugin: _NoPlugin = None,
     debug: _Debug = False,
 ) -> None:
-    """Go on with a run that was killed, failed or was interrupted, from its newest checkpoint."""
+    """Go on with a run that was killed, failed or was interrupted, from its newest checkpoint, live, and write a report."""
     del no_plugin, debug
-    from ..workflow import resume as go_on
+    from .running import resume_run
 
-    result = go_on(run_dir)
-    steps = result.summary["steps"]
-    typer.echo(f"{run_dir}: {result.summary['status']}, {steps} of {result.summary['steps_wanted']} steps trained")
+    resume_run(run_dir, Console())
 
 
 @app.command()

@@ -1,9 +1,11 @@
-"""``asyncflow run``: a workflow of a file, live; then the table of its summary, and the report page."""
+"""``asyncflow run`` and ``resume``: a workflow, live; then the table of its summary, and the report page."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from rich.console import Console
 
 from ..errors import ConfigError, PluginError
 from ..workflow import load_workflow
+from ..workflow.resuming import again, read_summary
 from .live import LiveView
 from .report import write_report
 from .table import summary_table
@@ -29,12 +32,45 @@ def run_file(file: Path, out: Path | None, changes: list[str], shown: str, conso
         return
     out = out or Path("runs") / time.strftime(f"{file.stem}-%Y%m%d-%H%M%S")
     console.print(str(workflow), markup=False, soft_wrap=True)
+    with (
+        _outcome_of(out, console),
+        LiveView(workflow.steps, f"asyncflow run {file.name}", console=console) as view,
+    ):
+        workflow.run(out, on_event=view)
+
+
+def resume_run(out: Path, console: Console) -> None:
+    """Go on with the run of a directory, live; of one that is complete only say so. Raises what ``Workflow.resume`` raises."""
+    workflow = again(out)
+    if read_summary(out).get("status") != "completed":
+        with (
+            _outcome_of(out, console),
+            LiveView(workflow.steps, f"asyncflow resume {out}", console=console) as view,
+        ):
+            workflow.resume_in(out, view)
+    summary = read_summary(out)
+    said = f"{out}: {summary['status']}, {summary['steps']} of {summary['steps_wanted']} steps trained"
+    console.print(said, markup=False, soft_wrap=True, highlight=False)
+
+
+@contextlib.contextmanager
+def _outcome_of(out: Path, console: Console) -> Iterator[None]:
+    """Shows how the run in here ended, however it did; not that of another, whose directory it is."""
+    before = _written(out)
     try:
-        with LiveView(workflow.steps, f"asyncflow run {file.name}", console=console) as view:
-            workflow.run(out, on_event=view)
+        yield
     finally:
-        if (out / "summary.json").is_file():
+        if _written(out) != before:
             show_outcome(out, console)
+
+
+def _written(out: Path) -> tuple[int, int] | None:
+    """Which summary there is."""
+    try:
+        found = (out / "summary.json").stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def show_outcome(out: Path, console: Console) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ..errors import ConfigError
+from ..types.typed import check_fields
 
 OnFailure = Literal["stop", "continue"]
 FATAL_STATUS = 3
@@ -41,6 +42,10 @@ class Place:
     on_failure: OnFailure | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        odd = [name for name, value in self.env.items() if not name or "=" in name or "\0" in name + value]
+        if odd:
+            raise ConfigError(f"env has {odd[0]!r}, which no environment can: names have no '=', and nothing a NUL")
         if self.max_restarts < 0:
             raise ConfigError(f"max_restarts must be 0 or more, not {self.max_restarts}")
         if self.on_failure is not None:

@@ -34,4 +34,6 @@ def import_name(path: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{path!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # what a module does when it is imported: a script, say, that ends
+        raise ConfigError(f"importing {path!r} failed: {type(error).__name__}: {error}") from error
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -9,6 +10,7 @@ from typing import Any, Literal, get_args
 from ..errors import ConfigError
 from .dtypes import check_floating
 from .probe import Probe, plain_probe
+from .typed import check_fields, check_types
 
 SwapPolicy = Literal["auto", "drain", "boundary", "partial", "in_flight"]
 Proof = Literal["probe", "held"]
@@ -26,6 +28,7 @@ class Staleness:
     policy: str | Callable[..., Any] | tuple[str | Callable[..., Any], Mapping[str, Any]] = "wait"
 
     def __post_init__(self) -> None:
+        check_types(Staleness, {"max_staleness": self.max_staleness})
         if self.max_staleness < 0:
             raise ConfigError(f"max_staleness must be 0 or more, not {self.max_staleness}")
         if isinstance(self.policy, list):  # a pair that was written down
@@ -50,9 +53,10 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be 1 or more, not {self.max_tokens}")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p}")
@@ -87,6 +91,7 @@ class Weights:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_types(Weights, {name: value for name, value in vars(self).items() if name not in ("probe", "verify")})
         if self.keep < 1:
             raise ConfigError(f"keep must be 1 or more, not {self.keep}: the version that is current is one of them")
         if self.max_swapping < 0 or self.quorum < 0:
@@ -113,6 +118,7 @@ class Checkpoint:
     history: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.every < 1 or self.keep < 1:
             raise ConfigError(f"every and keep are 1 or more, not {self.every} and {self.keep}")
 

@@ -25,6 +25,7 @@ from ..plugins import import_name, import_path
 from ..queue.arguments import plain_text
 from ..queue.leased import said
 from ..types import Ragged, Sampling, VersionSpan, pack
+from ..types.typed import check_fields
 from .completing import Answer, Ids
 from .drawing import Deliver, joined_spans, spans_of
 from .text import Text
@@ -209,6 +210,7 @@ class Agent:
     def __post_init__(self) -> None:
         if not callable(self.function) or not is_coroutine(self.function):
             raise ConfigError(f"an agent is a coroutine function: async def agent(turns, ...); {self.name} is none")
+        check_fields(self)
         if not self.timeout_s > 0:
             raise ConfigError(f"agent_timeout_s must be above 0, not {self.timeout_s}")
         if self.needs is None:

@@ -20,7 +20,7 @@ from ..types import events as ev
 from .agent import Agent, AgentFailed, Turns
 from .completing import Answer, Completing, Ids, Work
 from .drawing import WAIT_S, Drawing
-from .text import Text
+from .text import Text, token_ids
 
 GIVE_UP_AFTER = 8
 """Prompts refused in a row, with none accepted, after which a producer says so and ends."""
@@ -92,8 +92,8 @@ class Answering:
 
     def _prompts(self, batch: AsyncLeasedBatch, firsts: Any) -> list[Ids]:
         if self._prompt == "prompt_ids":
-            prompts = batch.ragged("prompt_ids")
-            return [prompts[i].astype(np.int32) for i in firsts.tolist()]
+            prompts = token_ids(batch, "prompt_ids")
+            return [prompts[i].copy() for i in firsts.tolist()]
         assert self._text is not None
         texts = batch.texts(self._prompt)
         return list(self._text.encode([texts[i] for i in firsts.tolist()]))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from ..errors import AsyncFlowError, ConfigError, PluginError
+from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError
 from ..interfaces import Place
 from ..plugins import registry
 from ..weights import AUTO
@@ -23,10 +23,11 @@ from .planning import planned
 from .policy import rows_needed
 from .specs import Rollout, Stage, Train
 from .supervise import launcher_named
-from .text import Text
+from .text import Text, token_ids
 from .tracking import check_tracker
 from .work import Generate, Logprobs
 
+MOST = 2**53
 AHEAD_STEPS = 3
 """Rows that may be alive at once, in steps beyond max_staleness: one trains, one fills, one is being fed."""
 
@@ -103,6 +104,8 @@ def problems_of(flow: Workflow) -> Problems:
     with problems.kept("capacity_rows"):
         _check_capacity(flow)
     for number, rollout in enumerate(flow.rollouts):
+        with problems.kept("prompts"):
+            _check_ids(flow, rollout)
         with problems.kept("rollout", number):
             _check_lengths(flow, rollout)
         with problems.kept("rollout", number, "sampling"):
@@ -123,6 +126,11 @@ def _stage_keys(flow: Workflow) -> list[Key]:
 
 def _check_numbers(flow: Workflow, problems: Problems) -> None:
     size = flow.rollout.group_size
+    for name in ("steps", "batch_size", "epochs", "capacity_rows"):
+        if (getattr(flow, name) or 0) > MOST:
+            problems.add(f"{name} is {getattr(flow, name)}, and at most {MOST}", name)
+    if flow.seed < 0:
+        problems.add(f"seed must be 0 or more, not {flow.seed}", "seed")
     if flow.steps < 1:
         problems.add(f"steps must be 1 or more, not {flow.steps}", "steps")
     if flow.epochs is not None and flow.epochs < 1:
@@ -286,6 +294,18 @@ def _check_temperature(rollout: Rollout, train: Train) -> None:
             f"responses are sampled at temperature {drawn:g}, but their log-probs are recomputed at {trained:g};"
             f" say Train(..., temperature={drawn:g})"
         )
+
+
+def _check_ids(flow: Workflow, rollout: Rollout) -> None:
+    """Prompts given as token ids are that."""
+    if rollout.prompt != "prompt_ids" or rollout.prompt not in flow.data:
+        return
+    try:
+        lengths = token_ids(flow.data, rollout.prompt).lengths
+    except SchemaError as error:
+        raise ConfigError(f"prompts: {error}") from None
+    if not lengths.all():
+        raise ConfigError(f"prompts: row {int((lengths == 0).argmax())} of column 'prompt_ids' is empty")
 
 
 def _check_lengths(flow: Workflow, rollout: Rollout) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import ConfigError, DeadlineExceeded, Ended
+from ..errors import ConfigError, DeadlineExceeded, Ended, SchemaError
 from ..ledger import commands as cmd
 from ..queue import TransferQueue
 from ..queue._once import drive
 from ..types import Batch
 
+_PROMPTS = "prompts are texts, records, columns by name, or the path of a .jsonl file"
 Prompts = str | Path | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
@@ -25,14 +26,20 @@ def load_prompts(prompts: Prompts, column: str = "prompt") -> Batch:
     if isinstance(prompts, (str, Path)):
         prompts = _read_jsonl(Path(prompts))
     if not isinstance(prompts, Mapping):
-        rows = list(prompts)
+        try:
+            rows = list(prompts)
+        except TypeError:
+            raise ConfigError(f"{_PROMPTS}, not {type(prompts).__name__}: {prompts!r:.80}") from None
         if all(isinstance(row, str) for row in rows):
             prompts = {column: rows}
         else:
             prompts = _columns(rows)  # type: ignore[arg-type]
     if column not in prompts:
         raise ConfigError(f"the data has no column {column!r}; it has: {', '.join(prompts) or 'none'}")
-    batch = Batch.of(prompts)
+    try:
+        batch = Batch.of(prompts)
+    except SchemaError as error:
+        raise ConfigError(f"prompts: {error}") from None
     if not batch.rows:
         raise ConfigError("the data set is empty: there is nothing to train on")
     return batch
@@ -49,13 +56,16 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             records.append(msgspec.json.decode(line, type=dict[str, Any]))
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # not JSON, or no UTF-8
             raise ConfigError(f"{path}, line {number}: not a JSON object: {error}") from None
     return records
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    names = list(rows[0])
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{_PROMPTS}; entry {number} is {type(row).__name__}: {row!r:.80}")
+    names = list(rows[0]) if rows else []
     for number, row in enumerate(rows):
         if set(row) != set(names):
             odd = ", ".join(sorted(set(row) ^ set(names)))

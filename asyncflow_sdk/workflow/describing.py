@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..plugins import import_name, import_path
+from ..types.typed import check_types
 
-TYPE, NAME, MAP = "$type", "$name", "$map"
+TYPE, NAME, MAP, FLOAT = "$type", "$name", "$map", "$float"
 
 
 class Described:
-    """Notes what it is made of, as ``asked``."""
+    """Notes what it is made of, as ``asked``. Raises ConfigError for arguments of other types than its constructor says."""
 
     asked: dict[str, Any]
 
@@ -37,11 +39,14 @@ class Described:
         for name, value in given.items():
             more = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             self.asked.update(dict(value) if more else {name: value})
+        check_types(cls, {name: value for name, value in given.items() if name in self.asked})
         return self
 
 
 def to_json(thing: Any, where: str) -> Any:
     """``thing`` as what JSON can hold. Raises ConfigError that says what cannot, and where it is."""
+    if isinstance(thing, float) and not math.isfinite(thing):  # JSON has none
+        return {FLOAT: str(thing)}
     if thing is None or isinstance(thing, (bool, int, float, str)):
         return thing
     if isinstance(thing, Path):
@@ -73,6 +78,8 @@ def from_json(data: Any, **more: Any) -> Any:
         return data
     if NAME in data:
         return import_name(data[NAME])
+    if FLOAT in data:
+        return float(data[FLOAT])
     if MAP in data:
         return {name: from_json(value) for name, value in data[MAP].items()}
     kind = import_name(data[TYPE])

@@ -34,7 +34,14 @@ def write_description(workflow: Workflow, directory: Path) -> None:
         workflow.asked.pop("prompts", None)
         described["again"] = {"path": own_path(), "workflow": to_json(workflow, "")}
         write_batch(directory / "prompts.npz", workflow.data)
-    (directory / "workflow.json").write_bytes(msgspec.json.format(msgspec.json.encode(described), indent=2))
+    write_whole(directory / "workflow.json", described)
+
+
+def write_whole(path: Path, data: Any) -> None:
+    """JSON as people read it, whole or not there, whatever dies meanwhile."""
+    part = path.with_name(f".{path.name}-{os.getpid()}")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2))
+    part.replace(path)
 
 
 def again(directory: Path) -> Workflow:
@@ -43,17 +50,22 @@ def again(directory: Path) -> Workflow:
 
     try:
         described = msgspec.json.decode((directory / "workflow.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{directory} holds no run: {error}") from None
     how = described.get("again")
     if how is None:
         raise ConfigError(f"{directory} cannot be resumed: that run was started without checkpoint=")
+    if not isinstance(how, dict) or not isinstance(how.get("path"), list) or "workflow" not in how:
+        raise ConfigError(f"{directory} holds no workflow: its workflow.json is not what was written")
     sys.path += [entry for entry in how["path"] if entry not in sys.path]
     try:
         data = read_batch(directory / "prompts.npz")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the prompts of {directory} cannot be read: {error}") from None
-    workflow = from_json(how["workflow"], prompts=dict(data))
+    try:
+        workflow = from_json(how["workflow"], prompts=dict(data))
+    except TypeError as error:  # other arguments than this SDK's constructors have
+        raise ConfigError(f"{directory} holds a workflow that cannot be made again: {error}") from error
     if not isinstance(workflow, Workflow):
         raise ConfigError(f"{directory} holds no workflow")
     return workflow
@@ -63,7 +75,7 @@ def read_summary(directory: Path) -> dict[str, Any]:
     """How a run ended; empty when it did not."""
     try:
         return msgspec.json.decode((directory / "summary.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError):
         return {}
 
 
@@ -75,10 +87,20 @@ def own_path() -> list[str]:
 
 
 @contextlib.contextmanager
+def writable(directory: Path) -> Iterator[None]:
+    """Raises ConfigError for what the operating system refuses in here."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be the directory of a run: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
 def alone(directory: Path) -> Iterator[None]:
     """This process runs what is in a directory. Raises ConfigError while another does."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    with writable(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -90,6 +91,7 @@ class Rollout(Described):
         self.swap, self.verify = swap, verify
         if group_size < 1 or replicas < 1:
             raise ConfigError(f"group_size and replicas must be 1 or more, not {group_size} and {replicas}")
+        _check_task("rollout", task, lease_s)
         self.engine, self.model = engine_name(engine), str(model)
         self.task, self.group_size, self.replicas = task, group_size, replicas
         self.prefix = ("" if task == "rollout" else f"{task}_") if prefix is None else prefix
@@ -136,6 +138,14 @@ def rollout_task(
         name=task, needs=tuple(dict.fromkeys(needs)), gives=tuple(prefix + name for name in gives), admits=not prefix, lease_s=lease_s,
         sampler=WHOLE_GROUPS if prefix else None,
     )  # fmt: skip
+
+
+def _check_task(what: str, task: str, lease_s: float) -> None:
+    """A task's name is in the names of its workers, and of the files that they log to."""
+    if not task.isprintable() or "/" in task or not 0 < len(task) <= 100:
+        raise ConfigError(f"{what} {task!r}: the name of a task is 1 to 100 letters, without '/'")
+    if not lease_s > 0:
+        raise ConfigError(f"{what} {task!r}: lease_s must be above 0, not {lease_s}")
 
 
 class Stage(Described):
@@ -194,10 +204,13 @@ class Stage(Described):
         self._check()
 
     def _check(self) -> None:
+        _check_task("stage", self.task, self.lease_s)
         if self.batch < 1 or self.concurrency < 1:
             raise ConfigError(
                 f"stage {self.task!r}: batch and concurrency are 1 or more, not {self.batch} and {self.concurrency}"
             )
+        if inspect.isgeneratorfunction(self.work) or inspect.isasyncgenfunction(self.work):
+            raise ConfigError(f"stage {self.task!r}: a function returns its values, one a row; this one yields them")
         if isinstance(self.work, Generate) and (len(self.needs), len(self.gives)) != (1, 1):
             raise ConfigError(
                 f"stage {self.task!r}: Generate needs one column of prompts and gives one of responses; say needs= and gives="

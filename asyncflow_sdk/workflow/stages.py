@@ -20,7 +20,7 @@ from ..types import Batch, Ragged, Sampling
 from ..types import events as ev
 from ..types.columns import pack
 from .consumer import Consumer
-from .text import Text
+from .text import Text, token_ids
 from .work import FunctionWork, GenerateWork, LogprobsWork, Work, is_coroutine
 
 WAIT_S = 3600.0
@@ -205,7 +205,7 @@ class _Generating:
 
     def _encoded(self, rows: AsyncLeasedBatch) -> list[Any]:
         if rows.spec(self._prompt).kind != "text":
-            return [row.astype(np.int32) for row in rows.ragged(self._prompt)]
+            return [row.copy() for row in token_ids(rows, self._prompt)]
         if self._text is None:
             raise ConfigError(
                 f"stage {self._state.task!r}: column {self._prompt!r} is text, and there is no tokenizer to encode it;"

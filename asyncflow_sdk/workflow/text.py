@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a model folder's own tokenizer.json."""
+"""Text to token ids and back, by a model folder's own tokenizer.json; and token ids that were given as such."""
 
 from __future__ import annotations
 
@@ -7,8 +7,25 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import PluginError
-from ..types import Ragged
+from ..errors import PluginError, SchemaError
+from ..types import Batch, Ragged
+
+LARGEST_ID = 2**31 - 1
+
+
+def token_ids(batch: Batch, column: str) -> Ragged:
+    """A column of token ids: int32, a row each. Raises SchemaError for one that holds anything else, which names the row."""
+    ids = batch.ragged(column)
+    if ids.values.ndim != 1 or ids.values.dtype.kind not in "iu":
+        raise SchemaError(
+            f"column {column!r} holds token ids, a list of whole numbers a row, and not {batch.spec(column)}"
+        )
+    wrong = (ids.values < 0) | (ids.values > LARGEST_ID)
+    if wrong.any():
+        first = int(wrong.argmax())
+        row = int(np.searchsorted(ids.offsets, first, side="right")) - 1
+        raise SchemaError(f"column {column!r}: row {row} has {ids.values[first]}, which is no token id")
+    return Ragged(ids.values.astype(np.int32, copy=False), ids.offsets)
 
 
 class Text:

@@ -63,7 +63,7 @@ class _File:
             self.values: dict[str, Any] = tomllib.loads(text)
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path} is no TOML: {error}") from None
         self._places: dict[Key, str] = {key: f"{path}:{line}:{at}" for key, (line, at) in positions(text).items()}
         self._wrong: dict[str, None] = {}
@@ -84,7 +84,7 @@ class _File:
                 return Workflow(**arguments)
         except (ConfigError, PluginError) as error:
             if not self._wrong:  # else it is the report itself; these are made before the checks
-                self._say(("prompts",) if arguments["rollout"] else ("rollout",), str(error))
+                self._say(_about(str(error), arguments), str(error))
             self._raise()
 
     # ---- what is wrong
@@ -221,8 +221,6 @@ class _File:
             return import_name(path)
         except ConfigError as error:
             self._say(key, f"{_dotted(key)}: {error}")
-        except Exception as error:
-            self._say(key, f"{_dotted(key)}: importing {path!r} failed: {type(error).__name__}: {error}")
         raise _Misfit
 
     def _prompts(self, value: Any, key: Key) -> Any:
@@ -233,7 +231,11 @@ class _File:
             self._say(key, f'prompts: there is no file {file}; a function is named "module:function"')
             raise _Misfit
         found = self._function(value, key)
-        return found() if callable(found) else found
+        try:
+            return found() if callable(found) else found
+        except Exception as error:
+            self._say(key, f"prompts: {value}() raised {type(error).__name__}: {error}")
+            raise _Misfit from None
 
     def _algorithm(self, value: Any, key: Key) -> Any:
         """Made where it is installed, so that what is wrong is told with its line; else its name and options."""
@@ -285,6 +287,12 @@ class _File:
         if isinstance(value, list):
             return [self._located(each) for each in value]
         return self._path(value) if isinstance(value, str) and value.startswith(("./", "../")) else value
+
+
+def _about(text: str, arguments: Mapping[str, Any]) -> Key:
+    """The argument that an error of the constructor names; those that name none are of the data."""
+    named = [name for name in arguments if text.startswith(f"Workflow: {name} ")]
+    return (named[0],) if named else ("prompts",) if arguments["rollout"] else ("rollout",)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

@@ -7,7 +7,8 @@ af.Stage(af.Generate("transformers", model=judge, sampling=af.Sampling(temperatu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,10 +120,19 @@ def plain_options(engine: str, options: dict[str, Any]) -> dict[str, Any]:
     """Options travel to the worker as JSON: paths become text, and what does not fit is named."""
     for name, value in options.items():
         try:
+            if not _is_finite(value):
+                raise TypeError(f"{value!r:.80} has no such form")
             options[name] = msgspec.json.decode(msgspec.json.encode(value, enc_hook=_path))
-        except TypeError as error:
+        except (TypeError, UnicodeEncodeError) as error:
             raise ConfigError(f"engine {engine!r}, option {name!r}: options travel as JSON, and {error}") from None
     return options
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether every number in a value is: JSON makes null of others."""
+    if isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        return all(map(_is_finite, value.values() if isinstance(value, Mapping) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _path(value: Any) -> str:

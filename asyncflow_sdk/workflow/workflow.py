@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, WorkerFailed
@@ -34,7 +33,7 @@ from .data import Feeder, Prompts, load_prompts
 from .describing import Described
 from .planning import Plan
 from .recorder import Recorder, Sink
-from .resuming import again, alone, read_summary, write_description
+from .resuming import again, alone, read_summary, writable, write_description, write_whole
 from .run import Run, task_arguments
 from .serving import serve
 from .showing import described, drawn, shown
@@ -159,7 +158,8 @@ class Workflow(Described):
         with contextlib.ExitStack() as held:
             if self.checkpoint is not None:
                 held.enter_context(alone(directory))
-            recorder = Recorder(directory, [on_event] if on_event is not None else [], again=again)
+            with writable(directory):
+                recorder = Recorder(directory, [on_event] if on_event is not None else [], again=again)
             try:
                 if not again:
                     write_description(self, directory)
@@ -186,7 +186,7 @@ class Workflow(Described):
             unstoppable()
             recorder.close()
             summary = self._summary(recorder, outcome, time.monotonic() - began)
-            (directory / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
+            write_whole(directory / "summary.json", summary)
         if outcome.error is not None:
             raise outcome.error
         return Result(directory, summary)

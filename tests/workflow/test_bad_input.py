@@ -10,7 +10,9 @@ from echo_runs import echo_workflow
 from functions import exits, length, nan, raises, says_no_text, too_few, vanishes
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, PluginError, WorkerFailed
+from asyncflow_sdk.errors import ConfigError, PluginError, SchemaError, WorkerFailed
+from asyncflow_sdk.types import Batch
+from asyncflow_sdk.workflow.text import token_ids
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,22 @@ from asyncflow_sdk.errors import ConfigError, PluginError, WorkerFailed
         ({"rollout": {"sampling": af.Sampling(temperature=0)}}, "temperature 0 draws the same response"),
         ({"rollout": {"replicas": 0}}, "replicas must be 1 or more"),
         ({"rollout": {"delay_s": object()}}, "options travel as JSON"),
+        ({"rollout": {"delay_s": [1.0, float("inf")]}}, r"'delay_s': options travel as JSON, and \[1.0, inf\]"),
+        ({"batch_size": "16"}, "Workflow: batch_size must be int, not str: '16'"),
+        ({"checkpoint": True}, "checkpoint must be Checkpoint or None, not bool"),
+        ({"stages": [length]}, "stages must be a list of Stage"),
+        ({"seed": -1}, "seed must be 0 or more"),
+        ({"steps": 10**30}, "steps is 10*, and at most"),
+        ({"rollout": {"env": {"A": 1}}}, "Rollout: env must be a mapping of str to str"),
+        ({"rollout": {"lease_s": 0}}, "lease_s must be above 0"),
+        ({"reward": af.Stage(length, gives=["reward"], task="ok"), "prompts": 3}, "prompts must be .*, not int: 3"),
+        (
+            {"prompts": {"prompt_ids": [[1.5], [2.0, 3.0]]}},
+            r"token ids, a list of whole numbers a row, and not ragged float64\[n\]",
+        ),
+        ({"prompts": {"prompt_ids": [[1], [2, 2**31]]}}, "row 1 has 2147483648, which is no token id"),
+        ({"prompts": {"prompt_ids": [[1, -1], [2]]}}, "row 0 has -1, which is no token id"),
+        ({"prompts": {"prompt_ids": [[1], []]}}, "row 1 of column 'prompt_ids' is empty"),
     ],
 )
 def test_refused_before_anything_starts(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -97,6 +115,31 @@ def test_a_transport_whose_engine_is_not_there_says_what_brings_it_and_which_nee
         echo_workflow(weights=af.Weights(transport="cuda-ipc"))
 
 
+@pytest.mark.parametrize("task", ["", "../x", "a\0b", "x" * 101])
+def test_a_task_whose_workers_could_have_no_log_of_its_name_is_refused(task: str) -> None:
+    with pytest.raises(ConfigError, match="the name of a task is 1 to 100 letters"):
+        af.Stage(length, task=task or " \n")
+    with pytest.raises(ConfigError, match="the name of a task is 1 to 100 letters"):
+        af.Rollout("echo", task=task)
+
+
+def test_a_stage_that_yields_is_refused() -> None:
+    def yields(response_ids: Any) -> Any:
+        yield from response_ids
+
+    with pytest.raises(ConfigError, match="stage 'yields': a function returns its values"):
+        af.Stage(yields)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [([[1.5, 2.0]], "holds token ids"), ([[[1]], [[2]]], "holds token ids"), ([[1], [2**40]], "row 1 has")],
+)
+def test_token_ids_that_are_put_by_hand_are_looked_at_too(ids: Any, said: str) -> None:
+    with pytest.raises(SchemaError, match=said):
+        token_ids(Batch.of({"prompt_ids": ids}), "prompt_ids")
+
+
 def test_an_unknown_engine_lists_the_known_ones() -> None:
     with pytest.raises(PluginError, match=r"no rollout adapter is named 'vlm'; installed: .*echo"):
         af.Workflow(
@@ -150,10 +193,21 @@ def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
         echo_workflow(rollout={"python": "/no/python"}).run(tmp_path / "run")
 
 
+def test_what_is_no_directory_of_a_run_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for checkpoint in (None, af.Checkpoint()):
+        for directory in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(ConfigError, match=f"{directory} cannot be the directory of a run"):
+                echo_workflow(checkpoint=checkpoint).run(directory)
+
+
 def test_prompts_from_a_file_name_the_bad_line(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt_ids": [1, 2]}\n{"prompt_ids": [3]\n')
 
+    with pytest.raises(ConfigError, match=r"data.jsonl, line 2: not a JSON object"):
+        echo_workflow(prompts=str(file))
+    file.write_bytes(b'{"prompt_ids": [1, 2]}\n{"prompt_ids": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"data.jsonl, line 2: not a JSON object"):
         echo_workflow(prompts=str(file))
     file.write_text('{"prompt_ids": [1, 2]}\n\n{"prompt_ids": [3]}\n')

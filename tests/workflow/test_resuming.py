@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ from test_deaths import Killer
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.types.events import Note, StepTrained
+from asyncflow_sdk.workflow.resuming import again, write_description
 
 KILLS = int(os.environ.get("ASYNCFLOW_KILLS", "2"))
 PROMPTS = [[n, n + 1, n + 2] for n in range(1, 60)]
@@ -201,8 +203,27 @@ def test_what_cannot_be_imported_is_told_before_a_run_that_is_to_be_resumed_star
     assert workflow(steps=2).run(tmp_path / "run").summary["status"] == "completed"
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "holds no run"), ("{}", "started without checkpoint=")])
+def test_what_has_no_end_is_so_again(tmp_path: Path) -> None:
+    write_description(workflow(stall_timeout_s=math.inf), tmp_path)
+
+    assert again(tmp_path).stall_timeout_s == math.inf
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no run"),
+        ("{}", "started without checkpoint="),
+        ('{"again": {"path": 3}}', "its workflow.json is not what was written"),
+        (
+            '{"again": {"path": [], "workflow": {"$type": "asyncflow_sdk:Workflow", "x": 1}}}',
+            "cannot be made again: .*'x'",
+        ),
+    ],
+)
 def test_a_directory_that_cannot_be_resumed_says_so(tmp_path: Path, content: str | None, message: str) -> None:
+    write_description(workflow(), tmp_path)
+    (tmp_path / "workflow.json").unlink()
     if content is not None:
         (tmp_path / "workflow.json").write_text(content)
 

@@ -144,6 +144,11 @@ train = { engine = "echo" }
         ("group_size", "groupsize", ["5:53: engine 'echo' has no option 'groupsize'; did you mean 'group_size'?"]),
         ("functions:length", "functions:lenght", ["3:1: reward: 'functions:lenght' cannot be imported"]),
         ("functions:length", "functions", ['3:1: reward: a function is named "module:function"']),
+        ("functions:length", "exits_at_once:f", ["3:1: reward: importing 'exits_at_once:f' failed: SystemExit: 3"]),
+        ("{ prompt_ids = [[1], [2]] }", '"functions:raises"', ["4:1: prompts: functions:raises.* raised TypeError"]),
+        ("{ prompt_ids = [[1], [2]] }", "3", ["4:1: Workflow: prompts must be .*, not int: 3"]),
+        ('{ engine = "echo", prompt', '"echo" #', ["5:1: Workflow: rollout must be Rollout or a list of Rollout"]),
+        ("steps = 3", "steps = 3\nx = " + "[" * 5000 + "]" * 5000, ["is no TOML: .*recursion"]),
         ("functions:length", "no_such_module:f", ["3:1: reward: .*No module named 'no_such_module'"]),
         ("{ prompt_ids = [[1], [2]] }", '"data.jsonl"', ["4:1: prompts: there is no file .*data.jsonl"]),
         ("prompt_ids = [[1]", "question = [[1]", ["4:1: the data has no column 'prompt_ids'"]),
@@ -163,6 +168,7 @@ train = { engine = "echo" }
 )  # fmt: skip
 def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, old: str, new: str, messages: list[str]) -> None:
     assert old in SMALL
+    (tmp_path / "exits_at_once.py").write_text("raise SystemExit(3)\n")
     file = given_file(tmp_path, SMALL.replace(old, new, 1))
 
     for message in messages:

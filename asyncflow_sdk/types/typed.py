@@ -1,0 +1,117 @@
+"""Typed: what people hand to a constructor, looked at when it is made, by the annotations of its parameters.
+
+check_types(Sampling, {"max_tokens": "8"})        # ConfigError: Sampling: max_tokens must be int, not str: '8'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import numbers
+import typing
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import ConfigError
+
+Fits = Callable[[Any], bool]
+
+LOOKED_AT = 1000
+"""Of a list, so many: data is looked at by whoever takes it."""
+
+
+def check_types(made: type, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that is not of the type of its parameter: numbers, text, true or false, None, paths,
+    functions, classes, and lists and mappings of these. What has another annotation is not looked at. A number may be numpy's; a
+    bool is none."""
+    fits = _fits(made)
+    for name, value in given.items():
+        found = fits.get(name)
+        if found is not None and not found[0](value):
+            raise ConfigError(
+                f"{made.__name__}: {name} must be {found[1]}, not {type(value).__name__}: {value!r:.80}"
+            )
+
+
+def check_fields(made: Any) -> None:
+    """``check_types`` of a dataclass that was just made."""
+    check_types(type(made), vars(made))
+
+
+@functools.cache
+def _fits(made: type) -> dict[str, tuple[Fits, str]]:
+    """What a value must pass, and how that is called, by parameter."""
+    of: Any = made
+    try:
+        hints = typing.get_type_hints(of if dataclasses.is_dataclass(made) else of.__init__)
+    except NameError:  # of a user's subclass
+        return {}
+    names = inspect.signature(made).parameters
+    return {name: (_fit(hint), _words(hint)) for name, hint in hints.items() if name in names}
+
+
+def _fit(hint: Any) -> Fits:
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, UnionType):
+        any_of = [_fit(each) for each in of]
+        return lambda value: any(fit(value) for fit in any_of)
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    if origin is Literal:  # which of them, the class says itself
+        return lambda value: isinstance(value, tuple({type(each) for each in of}))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        keys, values = _fit(of[0]), _fit(of[1])
+        return lambda value: isinstance(value, Mapping) and all(keys(k) and values(v) for k, v in value.items())
+    if isinstance(origin, type) and issubclass(origin, Collection):
+        if origin is tuple and not (len(of) == 2 and of[1] is ...):
+            return lambda value: True
+        each = _fit(of[0])
+        return lambda value: (
+            isinstance(value, Collection)
+            and not isinstance(value, (str, bytes, Mapping))
+            and all(map(each, itertools.islice(value, LOOKED_AT)))
+        )
+    if origin is Callable:
+        return callable
+    if inspect.isclass(hint):
+        return lambda value: isinstance(value, hint)
+    return lambda value: True
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+_PLAIN: dict[Any, Fits] = {
+    int: _is_int, float: _is_float, bool: lambda value: isinstance(value, (bool, np.bool_)), Any: lambda value: True,
+    None: lambda value: value is None, NoneType: lambda value: value is None, object: lambda value: True,
+}  # fmt: skip
+
+
+def _words(hint: Any) -> str:
+    """As people would write it."""
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, UnionType):
+        said = [_words(each) for each in of if each is not NoneType]
+        return " or ".join(dict.fromkeys([*said, "None"] if NoneType in of else said))
+    if origin is Literal:
+        return " or ".join(map(repr, of))
+    if origin is Callable:
+        return "a function"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a mapping of {_words(of[0])} to {_words(of[1])}"
+    if isinstance(origin, type) and issubclass(origin, Collection):
+        return "a pair" if origin is tuple and of[-1] is not ... else f"a list of {_words(of[0])}"
+    if hint is type:
+        return "a class"
+    return "a path" if hint is Path else getattr(hint, "__name__", str(hint))

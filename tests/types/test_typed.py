@@ -1,0 +1,97 @@
+"""What people hand to constructors is looked at by the annotations of their parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.types.typed import check_fields, check_types
+
+
+@dataclass
+class Made:
+    number: float = 1.0
+    count: int | None = None
+    on: bool = False
+    names: Sequence[str] | None = None
+    which: Literal["a", "b"] = "a"
+    ids: tuple[int, ...] = ()
+    env: Mapping[str, str] | None = None
+    work: Callable[..., Any] | str = "x"
+    path: str | Path = ""
+    anything: Any = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@pytest.mark.parametrize(
+    "fits",
+    [
+        {"number": 3}, {"number": np.float32(2)}, {"number": math.inf}, {"count": np.int64(3)}, {"count": None},
+        {"names": ("a",)}, {"names": []}, {"which": "c"}, {"ids": [1, 2]}, {"ids": np.arange(3)}, {"env": {"A": "b"}},
+        {"work": len}, {"path": Path("x")}, {"anything": object()}, {"on": np.True_},
+    ],
+)  # fmt: skip
+def test_what_fits_passes(fits: dict[str, Any]) -> None:
+    Made(**fits)
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"number": "3"}, "Made: number must be float, not str: '3'"),
+        ({"number": True}, "number must be float, not bool"),
+        ({"count": 3.0}, "count must be int or None, not float: 3.0"),
+        ({"count": True}, "count must be int or None, not bool"),
+        ({"on": 1}, "on must be bool, not int"),
+        ({"names": "abc"}, "names must be a list of str or None, not str: 'abc'"),
+        ({"names": ["a", 1]}, "names must be a list of str or None, not list"),
+        ({"which": 3}, "which must be 'a' or 'b', not int: 3"),
+        ({"ids": ["a"]}, "ids must be a list of int, not list"),
+        ({"env": {"A": 1}}, "env must be a mapping of str to str or None, not dict"),
+        ({"work": 3}, "work must be a function or str, not int"),
+        ({"path": 3}, "path must be str or a path, not int"),
+    ],
+)
+def test_what_does_not_fit_is_named(odd: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Made(**odd)
+    assert said in str(caught.value)
+
+
+def test_names_that_only_a_type_checker_knows_are_not_looked_at() -> None:
+    class Theirs:
+        def __init__(self, x: Unknown) -> None:  # type: ignore[name-defined]  # noqa: F821
+            pass
+
+    check_types(Theirs, {"x": 3})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: af.Sampling(max_tokens=1.5),  # type: ignore[arg-type]
+        lambda: af.Sampling(temperature=math.nan),
+        lambda: af.Sampling(stop_ids="ab"),  # type: ignore[arg-type]
+        lambda: af.Staleness(max_staleness=1.5),  # type: ignore[arg-type]
+        lambda: af.Checkpoint(every="x"),  # type: ignore[arg-type]
+        lambda: af.Weights(keep="x"),  # type: ignore[arg-type]
+        lambda: af.GRPO(clip_high=math.nan),
+        lambda: af.GRPO(epsilon=-1.0),
+        lambda: af.Place(env={"A=B": "c"}),
+        lambda: af.Place(env={"A": "\0"}),
+        lambda: af.Place(max_restarts=1.5),  # type: ignore[arg-type]
+    ],
+)
+def test_configurations_are_looked_at_when_they_are_made(make: Callable[[], Any]) -> None:
+    with pytest.raises(ConfigError):
+        make()
