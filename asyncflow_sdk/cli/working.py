@@ -7,7 +7,7 @@ asyncflow worker tcp://10.0.0.1:7000 --key run.key --from run.toml rollout
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,7 +75,9 @@ def _call(
     ] = None,
     cpus: Annotated[list[int] | None, typer.Option(help="A CPU to be kept on; say it again for each.")] = None,
     gpus: Annotated[list[int] | None, typer.Option(help="A GPU to be used; say it again for each.")] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="How often one is started again after dying.")] = 3,
+    max_restarts: Annotated[
+        int | None, typer.Option(min=0, help="How often one is started again after dying.")
+    ] = None,
     no_plugin: NoPlugin = None,
 ) -> None:
     """Join a running run as a rollout, a stage or a trainer. Ctrl-C leaves it: what is held is finished first."""
@@ -170,8 +172,11 @@ def _from_file(call: _Call, task: str) -> None:
 
     assert call.file is not None
     flow = load_workflow(call.file)
+    for spec in (*flow.rollouts, *flow.stages, flow.train):  # but where it runs is this host's to say
+        spec.place = replace(spec.place, **call.place)
     for rollout in flow.rollouts:
         if rollout.task == task:
+            rollout.replicas = call.replicas
             _work(call, rollout, needs_first=True, weights=flow.weights)
             return
     for each in flow.stages:

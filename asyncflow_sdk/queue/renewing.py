@@ -24,7 +24,7 @@ _MOST = 1000
 
 
 class Renewing:
-    """Renews what this connection leases from now on, in a thread of its own, until it is closed or the server is gone.
+    """Renews what this connection leases from now on, in a thread of its own, until this is closed or the server is gone.
 
     Not for ever: when in ``patience_s`` nothing was leased and no row completed, the work hangs, and its leases run out
     like those of a process that is stopped, dead, or cut off. What is sent for them later is ``LeaseLost``.
@@ -36,10 +36,17 @@ class Renewing:
         self._left: dict[tuple[int, int], int] = {}
         self._moved = time.monotonic()  # last progress that was seen
         self._news = threading.Condition()
+        self._closed = False
         self._until = math.inf
         """When it looks again: a lease that is due later need not wake it."""
         connection.on_lease = self._leased
         threading.Thread(target=self._run, name="renewing", daemon=True).start()
+
+    def close(self) -> None:
+        """Renew nothing more, and end the thread. Does not wait."""
+        with self._news:
+            self._closed = True
+            self._news.notify()
 
     def _leased(self, lease: Lease) -> None:
         with self._news:
@@ -49,7 +56,7 @@ class Renewing:
                 self._news.notify()
 
     def _run(self) -> None:
-        while True:
+        while not self._closed:
             for token, rank in self._due():
                 try:
                     drive(self._port.send(cmd.Renew(token=token, rank=rank)))
@@ -61,9 +68,11 @@ class Renewing:
                         return
 
     def _due(self) -> list[tuple[int, int]]:
-        """Wait for leases that are to be renewed now, and count them as renewed."""
+        """Wait for leases that are to be renewed now, and count them as renewed. None when this is closed."""
         while True:
             with self._news:
+                if self._closed:
+                    return []
                 held = self._look()
                 now = time.monotonic()
                 first = min((lease._since + lease.lease_s / _PARTS for lease in held), default=None)

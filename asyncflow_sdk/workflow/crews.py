@@ -63,6 +63,7 @@ class Crews:
         self._counts: dict[str, int] = {}
         self._launchers: dict[str, Launcher] = {}
         self._lock = threading.RLock()
+        self._closed = False
         self.changed = threading.Event()
         """A worker ended, or something failed."""
 
@@ -107,6 +108,11 @@ class Crews:
         if not self._tell(worker.name):
             worker.stop()  # nobody is there yet who could hold anything
 
+    def close(self) -> None:
+        """Start none any more. Those that are there go on."""
+        with self._lock:
+            self._closed = True
+
     def stop(self) -> None:
         """Stop the workers; those that do not end within seconds are killed."""
         workers = self.workers
@@ -149,6 +155,8 @@ class Crews:
     # ---- starting
 
     def _add(self, crew: Crew) -> None:
+        if self._closed:
+            raise ConfigError(f"no worker of {crew.spec.task!r} can be started: the run is closed")
         role = crew.spec.task
         number = self._counts.get(role, 0)
         self._counts[role] = number + 1

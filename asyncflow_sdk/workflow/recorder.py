@@ -90,19 +90,22 @@ class Recorder:
 
     def _recall(self) -> None:
         """What was trained before; the last line may be torn."""
-        lines = (self._directory / "events.jsonl").read_bytes()
-        if not lines.endswith(b"\n"):
+        line = b"\n"
+        with (self._directory / "events.jsonl").open("rb") as lines:
+            for line in lines:  # of a run of days: more than memory may hold
+                with contextlib.suppress(msgspec.MsgspecError):
+                    if b'"event":"step"' in line:
+                        known = msgspec.json.decode(line, type=_Known)
+                        self._trained(known.step, known.metrics)
+                    elif b'"event":"rows"' in line:
+                        self.tally.lengths.add(msgspec.json.decode(line, type=ev.RowsEnded))
+        if not line.endswith(b"\n"):
             self._log.write(b"\n")
-        for line in lines.splitlines():
-            with contextlib.suppress(msgspec.MsgspecError):
-                if b'"event":"step"' in line:
-                    known = msgspec.json.decode(line, type=_Known)
-                    self._trained(known.step, known.metrics)
-                elif b'"event":"rows"' in line:
-                    self.tally.lengths.add(msgspec.json.decode(line, type=ev.RowsEnded))
 
     def _trained(self, step: int, metrics: Mapping[str, float | None]) -> None:
         reward = metrics.get("reward")
+        if step in self._rewards:  # training went back to it: what was trained after it is lost, and will be again
+            self._rewards = {known: value for known, value in self._rewards.items() if known < step}
         self._rewards[step] = float("nan") if reward is None else reward
         self.staleness_max = max(self.staleness_max, int(metrics.get("staleness_max") or 0))
 

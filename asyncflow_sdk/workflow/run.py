@@ -256,6 +256,7 @@ class Run:
     def _close(self, *, end: bool) -> None:
         if self._connection.wire.closed:
             return
+        self._crews.close()
         try:
             for updates in self._updates:
                 updates.close()

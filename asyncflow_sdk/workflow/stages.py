@@ -315,8 +315,9 @@ def _columns(function: Callable[..., Any], out: Any, rows: Lease, gives: tuple[s
         columns[column] = _checked(name, column, values, rows)
     if FILTERED in columns and FILTERED not in gives:
         columns[FILTERED] = np.asarray(columns[FILTERED])
-        if columns[FILTERED].dtype != bool:
-            raise StageFailed(f"{name}() returned 'filtered' as {columns[FILTERED].dtype}; it is one bool a row")
+        array = columns[FILTERED]
+        if array.dtype != bool or array.ndim != 1:
+            raise StageFailed(f"{name}() returned 'filtered' as {array.dtype} of {array.shape}; it is one bool a row")
     return columns
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 
 from ..errors import ConfigError
@@ -42,7 +43,10 @@ class _Thread(WorkerHandle):
         self._thread.start()
 
     def _run(self) -> None:
-        self._ending = self._worker.run()
+        try:
+            self._ending = self._worker.run()
+        except BaseException as error:  # such as the KeyboardInterrupt of a user's function: it ends the thread only
+            self._ending = WorkerEnding(1, "".join(traceback.format_exception(error)))
 
     def wait(self) -> WorkerEnding:
         self._thread.join()

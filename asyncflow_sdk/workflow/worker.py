@@ -125,13 +125,15 @@ class WorkerMain:
         for name, value in self.config.plugins.items():  # a launcher may hand no environment on; a place's own counts
             os.environ.setdefault(name, value)
         queue = open_queue(connection)
-        Renewing(connection, TRAIN_PATIENCE_S if isinstance(self.config.job, TrainJob) else PATIENCE_S)
+        renewing = Renewing(connection, TRAIN_PATIENCE_S if isinstance(self.config.job, TrainJob) else PATIENCE_S)
         try:
             ending = self._do(queue, connection)
             queue.flush()
             connection.close()
         except Exception as error:  # the server is gone, as after the end of a run
             return _ending(error)
+        finally:
+            renewing.close()
         return ending
 
     def _do(self, queue: TransferQueue, connection: Connection) -> WorkerEnding:

@@ -103,20 +103,22 @@ def test_a_worker_that_is_interrupted_finishes_what_it_holds(module: Path) -> No
 def test_a_role_as_a_workflows_file_has_it(module: Path) -> None:
     (module / "flow.toml").write_text(
         'steps = 2\nbatch_size = 8\nprompts = "data.jsonl"\nreward = { work = "mine:length", task = "reward" }\n'
-        'rollout = { engine = "echo", prompt = "prompt_ids", group_size = 4 }\ntrain = { engine = "echo" }\n'
+        'rollout = { engine = "echo", prompt = "prompt_ids", group_size = 4, replicas = 3 }\n'
+        'train = { engine = "echo" }\n'
     )
     with af.serve(module / "run", steps=2) as run:
         run.feed(str(module / "data.jsonl"), group_size=4, column="prompt_ids")
         come = ["worker", str(module / "run"), "--from", "flow.toml"]
         with (
             Command(*come, "train", cwd=module) as train,
-            Command(*come, "rollout", cwd=module) as rollout,
+            Command(*come, "--max-restarts", "0", "rollout", cwd=module) as rollout,
             Command(*come, "stage", "reward", cwd=module) as stage,
         ):
             assert [each.end() for each in (train, rollout, stage)] == [0, 0, 0], (
                 train.said + rollout.said + stage.said
             )
         assert run.audit().consumed == 16
+        assert len(list((module / "logs").glob("rollout-*.log"))) == 1, "as many as this command was told to start"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import numpy as np
+
 
 def length(response_ids):
     return [float(len(row)) for row in response_ids]
@@ -23,6 +25,14 @@ def raises(response_ids):
 
 def nan(response_ids):
     return [math.nan for _ in response_ids]
+
+
+def filters_oddly(response_ids):
+    return {"reward": length(response_ids), "filtered": np.zeros((len(response_ids), 1), bool)}
+
+
+def interrupts(response_ids):
+    raise KeyboardInterrupt
 
 
 def says_no_text(response_ids):

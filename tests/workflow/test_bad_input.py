@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from echo_runs import echo_workflow
-from functions import exits, length, nan, raises, says_no_text, too_few, vanishes
+from functions import exits, filters_oddly, length, nan, raises, says_no_text, too_few, vanishes
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, PluginError, SchemaError, WorkerFailed
@@ -121,6 +121,11 @@ def test_a_task_whose_workers_could_have_no_log_of_its_name_is_refused(task: str
         af.Stage(length, task=task or " \n")
     with pytest.raises(ConfigError, match="the name of a task is 1 to 100 letters"):
         af.Rollout("echo", task=task)
+
+
+def test_what_is_filtered_is_one_bool_a_row(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"filters_oddly.*returned 'filtered' as bool of \(\d+, 1\)"):
+        echo_workflow(reward=af.Stage(filters_oddly, gives=["reward"])).run(tmp_path / "run")
 
 
 def test_a_stage_that_yields_is_refused() -> None:

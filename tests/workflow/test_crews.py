@@ -9,7 +9,7 @@ from echo_runs import alive, until
 from functions import length, slow_length
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import WorkerFailed
+from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.types.events import Event, LeaseReturned, WorkerState
 
 
@@ -48,6 +48,17 @@ def test_replicas_are_added_and_leave_and_nothing_is_lost(tmp_path: Path) -> Non
         assert not first.ended.is_set()
         assert run.audit().consumed == 40
     assert not [e for e in events if isinstance(e, LeaseReturned)], "leavers finish what they hold"
+
+
+def test_a_run_that_is_closed_starts_nobody(tmp_path: Path) -> None:
+    with af.serve(tmp_path) as run:
+        stage = af.Stage(length, task="reward")
+        (worker,) = run.start(stage)
+
+    with pytest.raises(ConfigError, match="no worker of 'reward' can be started: the run is closed"):
+        run.scale(stage, 2)
+    assert run.workers == [worker]
+    assert worker.ended.is_set()
 
 
 def test_scaled_to_none_rows_wait_until_somebody_comes_back(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import venv
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from echo_runs import alive, echo_workflow, until
-from functions import pinned
+from functions import interrupts, length, pinned
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
@@ -31,6 +32,22 @@ def test_a_whole_run_in_threads(tmp_path: Path) -> None:
 
     assert result.summary["rows"]["consumed"] == 6 * 16
     assert not list((tmp_path / "run").glob("logs/rollout*"))
+
+
+def test_workers_in_threads_leave_no_thread_behind(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+
+    echo_workflow(steps=2, reward=af.Stage(lambda response_ids: length(response_ids), task="reward")).run(tmp_path)
+
+    until(lambda: set(threading.enumerate()) <= before, "the end of all threads")
+
+
+def test_a_thread_that_a_function_ends_says_so() -> None:
+    with af.serve() as run:
+        run.queue.put({"response_ids": [[1], [2]]})
+        (worker,) = run.start(af.Stage(interrupts, task="out", launcher="thread", max_restarts=0))
+        with pytest.raises(WorkerFailed, match=r"in interrupts(.|\n)*KeyboardInterrupt"):
+            run.wait(worker, timeout_s=60)
 
 
 def test_a_worker_is_kept_on_its_cpus_with_all_its_threads(tmp_path: Path) -> None:

@@ -47,11 +47,22 @@ def test_a_recorder_that_goes_on_knows_every_step_also_of_a_loss_that_was_no_num
         file.write(b'{"event":"step","step":')  # torn
 
     again = Recorder(tmp_path, [], again=True)
-    again.event(step(0, reward=0.75, loss=0.0))  # trained again
+    again.event(step(1, reward=0.75, loss=0.0))  # trained again
     again.close()
 
     assert (again.steps, again.staleness_max) == (2, 3)
-    np.testing.assert_equal(again.rewards, [0.75, math.nan])
+    np.testing.assert_equal(again.rewards, [0.5, 0.75])
+
+
+def test_steps_that_are_lost_count_when_they_are_trained_again(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, [])
+    for number in range(9):
+        recorder.event(step(number, reward=1.0))
+    for number in (5, 6):  # by a trainer that went on with step 5
+        recorder.event(step(number, reward=2.0))
+    recorder.close()
+
+    assert recorder.rewards == [1.0] * 5 + [2.0] * 2
 
 
 def test_a_disk_that_fails_is_named_once_and_listeners_go_on_hearing(tmp_path: Path) -> None:
