@@ -172,7 +172,8 @@ def _from_file(call: _Call, task: str) -> None:
 
     assert call.file is not None
     flow = load_workflow(call.file)
-    for spec in (*flow.rollouts, *flow.stages, flow.train):  # but where it runs is this host's to say
+    specs: list[Any] = [*flow.rollouts, *flow.stages, flow.train]
+    for spec in specs:  # but where it runs is this host's to say
         spec.place = replace(spec.place, **call.place)
     for rollout in flow.rollouts:
         if rollout.task == task:
