@@ -25,6 +25,7 @@ from .resuming import own_path
 from .specs import Rollout, Stage, Train
 from .supervise import GRACE_S, Worker, launcher_named
 from .threads import ThreadLauncher
+from .waiting import News
 from .work import FunctionWork
 from .worker import RolloutJob, StageJob, TrainJob, WorkerConfig, WorkerMain
 
@@ -64,7 +65,7 @@ class Crews:
         self._launchers: dict[str, Launcher] = {}
         self._lock = threading.RLock()
         self._closed = False
-        self.changed = threading.Event()
+        self.changed = News()
         """A worker ended, or something failed."""
 
     @property

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -232,15 +231,17 @@ class Run:
         """Wait until a worker has ended. Raises the failure of any worker at once; and DeadlineExceeded, which says who
         waits for what, after ``timeout_s`` or when ``stall`` has seen no step for too long."""
         began = time.monotonic()
-        while not worker.ended.is_set():
+        while True:
+            seen = self._changed.count
+            if worker.ended.is_set():
+                break
             self.check()
             left_s = min(began + timeout_s - time.monotonic(), stall.left_s if stall is not None else math.inf)
             if left_s <= 0:
                 late = stall is not None and stall.left_s <= 0
                 why = str(stall) if late else f"after {timeout_s:g} s: {worker.name} has not ended"
                 raise DeadlineExceeded(f"{why}; {what_stands(self.queue.status(), worker.name)}")
-            self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
-            self._changed.clear()
+            self._changed.wait(seen, left_s)
         self.check()
 
     def check(self) -> None:

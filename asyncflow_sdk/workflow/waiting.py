@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from ..ledger import StatusReport
@@ -29,6 +30,28 @@ def what_stands(report: StatusReport, worker: str = "") -> str:
     if held is not None:
         return f"nobody waits for the queue; {held.name} has held {held.rows} rows of task {held.task!r} for {held.since_s:.1f} s"
     return "nobody waits for the queue, and nobody holds rows"
+
+
+class News:
+    """That something has changed, for any number of threads that look, wait, and look again. Thread-safe.
+
+    seen = news.count                       # before one looks: what comes after that ends the wait
+    ... look ...
+    news.wait(seen, timeout_s=3.0)
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._changed = threading.Condition()
+
+    def set(self) -> None:
+        with self._changed:
+            self.count += 1
+            self._changed.notify_all()
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.count != seen, min(timeout_s, threading.TIMEOUT_MAX))
 
 
 class Stall:

@@ -22,6 +22,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
 from asyncflow_sdk.queue import connection
 from asyncflow_sdk.wire import client
+from asyncflow_sdk.workflow.waiting import News
 
 
 @pytest.fixture
@@ -81,6 +82,20 @@ WAITS: list[tuple[str, Callable[[af.Run], Any], list[str]]] = [
         ["/tmp/nobody-serves-here"],
     ),
 ]
+
+
+def test_news_reach_everybody_who_looked_before_them() -> None:
+    news = News()
+    seen = news.count
+    news.set()
+
+    waiting = [threading.Thread(target=news.wait, args=(seen, 60.0)) for _ in range(2)]
+    for each in waiting:
+        each.start()
+    for each in waiting:
+        each.join(10)
+
+    assert not any(each.is_alive() for each in waiting)
 
 
 @pytest.mark.parametrize(("call", "says"), [w[1:] for w in WAITS], ids=[w[0] for w in WAITS])
