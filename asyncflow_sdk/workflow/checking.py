@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError
-from ..interfaces import Place
+from ..interfaces import Launcher, Place
 from ..plugins import registry
 from ..weights import AUTO
 from ..weights.publisher import check_publishing
@@ -58,6 +58,7 @@ class Problems:
 
     def __init__(self) -> None:
         self.found: list[tuple[Key, AsyncFlowError]] = []
+        self._launchers: dict[str, Launcher] = {}
 
     def add(self, text: str, *key: str | int) -> None:
         self._keep(ConfigError(text), key)
@@ -69,6 +70,17 @@ class Problems:
             yield
         except (ConfigError, PluginError) as error:
             self._keep(error, key)
+
+    def launcher(self, name: str) -> Launcher:
+        """The one by this name, for all places of the workflow. Raises PluginError."""
+        if name not in self._launchers:
+            self._launchers[name] = launcher_named(name)
+        return self._launchers[name]
+
+    def close(self) -> None:
+        """Free what launchers needed to look: the run has others."""
+        for launcher in self._launchers.values():
+            launcher.close()
 
     def _keep(self, error: AsyncFlowError, key: Key) -> None:
         if str(error) not in {str(known) for _, known in self.found}:
@@ -87,7 +99,12 @@ class Problems:
 
 def problems_of(flow: Workflow) -> Problems:
     """Everything that is wrong."""
-    problems = Problems()
+    with contextlib.closing(Problems()) as problems:
+        _find(flow, problems)
+    return problems
+
+
+def _find(flow: Workflow, problems: Problems) -> None:
     _check_numbers(flow, problems)
     for number, rollout in enumerate(flow.rollouts):
         _check_place(f"rollout {rollout.task!r}", rollout.place, problems, "rollout", number)
@@ -116,7 +133,6 @@ def problems_of(flow: Workflow) -> Problems:
     for number, tracker in enumerate(flow.trackers):
         with problems.kept("trackers", number):
             check_tracker(tracker)
-    return problems
 
 
 def _stage_keys(flow: Workflow) -> list[Key]:
@@ -166,7 +182,7 @@ def _check_numbers(flow: Workflow, problems: Problems) -> None:
 
 def _check_place(where: str, place: Place, problems: Problems, *key: str | int) -> None:
     try:
-        launcher_named(place.launcher).check(place)
+        problems.launcher(place.launcher).check(place)
     except (ConfigError, PluginError) as error:
         about = [name for name in ("python", "cpus", "gpus", "env") if f"{name}=" in str(error)]
         problems.add(f"{where}: {error}", *key, *(about[:1] or ["launcher"]))

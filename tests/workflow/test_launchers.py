@@ -17,6 +17,8 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
 from asyncflow_sdk.types import Sampling
 from asyncflow_sdk.types.events import Event, WorkerState
+from asyncflow_sdk.workflow import checking
+from asyncflow_sdk.workflow.threads import ThreadLauncher
 from asyncflow_sdk.workflow.worker import RolloutJob, WorkerConfig
 
 ANY_ROLLOUT: dict[str, Any] = {
@@ -32,6 +34,24 @@ def test_a_whole_run_in_threads(tmp_path: Path) -> None:
 
     assert result.summary["rows"]["consumed"] == 6 * 16
     assert not list((tmp_path / "run").glob("logs/rollout*"))
+
+
+def test_a_launcher_that_looks_before_anything_starts_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given one that needs something to look with, as a cluster's does
+    did: list[str] = []
+
+    class Looks(ThreadLauncher):
+        def check(self, place: af.Place) -> None:
+            did.append("looks")
+
+        def close(self) -> None:
+            did.append("closes")
+
+    monkeypatch.setattr(checking, "launcher_named", lambda name: Looks())
+
+    echo_workflow(rollout={"launcher": "mine"}, train={"launcher": "mine"})
+
+    assert did == ["looks", "looks", "looks", "closes", "closes"], "one of each name"
 
 
 def test_workers_in_threads_leave_no_thread_behind(tmp_path: Path) -> None:
