@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ledger_checks import check_counters
 from ledger_queue import REWARD, ROLLOUT, TRAIN, Queue
-from test_schedules import COLUMN, TASKS, Feeder, Judge, Replica, Stage, Trainer, Worker, World
+from schedules import COLUMN, TASKS, Feeder, Judge, Replica, Stage, Trainer, Worker, World, schedules, train_task
 
 from asyncflow_sdk.errors import LeaseLost
-from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger import unpack_ids
 from asyncflow_sdk.ledger.rows import NONE
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
@@ -50,8 +50,7 @@ def lose(world: World, part: float) -> set[int]:
     return set(ids.tolist())
 
 
-@pytest.mark.timeout(3600 if LONG else 300)
-@settings(max_examples=1500 if LONG else 60, deadline=None, suppress_health_check=list(HealthCheck))
+@schedules(60)
 @given(
     seed=st.integers(0, 2**32),
     staleness=st.sampled_from([0, 1, 2, 4]),
@@ -68,13 +67,9 @@ def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
 ) -> None:  # fmt: skip
     batch = size * groups
     world = World(seed, limit=40_000 + 8_000 * steps * batch)
-    admin = world.join("admin")
-    done: list[Any] = []
     capacity = batch if tight else 4 * batch
-    world.call(admin, cmd.Configure(capacity_rows=capacity, max_staleness=staleness, steps=steps), done.append)
-    train = TaskSpec(name="train", needs=("response", "reward"), batch_rows=batch, lease_s=50)
-    for task in world.random.sample([*TASKS, train], 4):
-        world.call(admin, cmd.Declare(task=task), done.append)
+    limits = cmd.Configure(capacity_rows=capacity, max_staleness=staleness, steps=steps)
+    world.set_up(limits, world.random.sample([*TASKS, train_task(batch)], 4))
     trainer = Careful(world, batch, staleness, mortality)
     workers: list[Worker] = [Feeder(world, size, size if tight else 2 * batch), trainer]
     workers += [Replica(world, "rollout", f"replica {i}", mortality) for i in range(2)]

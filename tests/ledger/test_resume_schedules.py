@@ -5,28 +5,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ledger_checks import check_counters
 from ledger_queue import packed, part
-from test_schedules import (
+from schedules import (
     ANY_POLICY,
     FOR_EVER,
-    LONG,
     TASKS,
-    Feeder,
-    Judge,
-    Replica,
-    Stage,
     Worker,
     World,
     most_staleness,
+    others,
+    schedules,
+    train_task,
 )
 
 from asyncflow_sdk.errors import Ended
-from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger import unpack_ids
 from asyncflow_sdk.ledger.commands import PolicySpec
 
 MOST = 12
@@ -45,16 +42,6 @@ class Trainer(Worker):
         self.points: list[tuple[int, int, tuple[int, ...]]] = []  # step, version, weights
         self.resumed = self.again = 0
         super().__init__(world, "train", "trainer", mortality)
-
-    def say(self, command: Any) -> Any:
-        """Something that is answered at once."""
-        self.world.commands += 1
-        self.world.ledger.apply(self.session, command, self.world.now, -self.world.commands)
-        effects = self.world.ledger._effects
-        heard = [reply for ticket, reply in effects.answers if ticket == -self.world.commands]
-        effects.answers = [each for each in effects.answers if each[0] != -self.world.commands]
-        self.world._answer()
-        return heard[0]
 
     def start(self) -> None:
         self.life += 1
@@ -132,8 +119,7 @@ class Trainer(Worker):
         self.ask()
 
 
-@pytest.mark.timeout(3600 if LONG else 300)
-@settings(max_examples=1500 if LONG else 80, deadline=None, suppress_health_check=list(HealthCheck))
+@schedules(80)
 @given(
     seed=st.integers(0, 2**32),
     staleness=st.sampled_from([0, 1, 2, 4]),
@@ -155,24 +141,14 @@ def test_a_trainer_that_dies_at_any_time_trains_each_step_once_in_what_survives(
 ) -> None:  # fmt: skip
     batch = size * groups
     world = World(seed, limit=100_000 + 40_000 * steps * batch)
-    admin = world.join("admin")
     limits = cmd.Configure(
         capacity_rows=4 * batch, max_staleness=staleness, steps=steps, checkpoints=True, quorum=quorum,
         staleness=PolicySpec(policy),
     )  # fmt: skip
-    world.call(admin, limits, lambda reply: None)
-    train = TaskSpec(name="train", needs=("response", "reward"), batch_rows=batch, lease_s=FOR_EVER / 4)
-    for task in [*TASKS, train]:
-        world.call(admin, cmd.Declare(task=task), lambda reply: None)
+    world.set_up(limits, [*TASKS, train_task(batch, FOR_EVER / 4)])
 
     trainer = Trainer(world, most_staleness(policy, staleness), every, keep, deaths, unsound)
-    workers: list[Worker] = [Feeder(world, size, 2 * batch), trainer]
-    for number in range(replicas):
-        replica = Replica(world, "rollout", f"replica {number}", mortality)
-        replica.eager = number % 2 == 1
-        workers.append(replica)
-    workers += [Stage(world, "reward", f"stage {number}", mortality) for number in range(2)]
-    workers.append(Judge(world, "judge", "judge", mortality / 2))
+    workers = [trainer, *others(world, size, 2 * batch, replicas, mortality)]
     world.run()
 
     assert all(worker.over for worker in workers), world.ledger.status()

@@ -5,26 +5,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ledger_checks import check_counters
 from ledger_queue import part
-from test_schedules import (
+from schedules import (
     ANY_POLICY,
     FOR_EVER,
-    LONG,
     TASKS,
-    Feeder,
-    Judge,
-    Replica,
-    Stage,
     Worker,
     World,
     most_staleness,
+    others,
+    schedules,
+    train_task,
 )
 
-from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger.commands import PolicySpec
 
@@ -54,16 +50,6 @@ class Trainer(Worker):
         )  # it begins with what is current, or what it has kept
         self.own = None
         self.ask()
-
-    def say(self, command: Any) -> Any:
-        """Something that is answered at once."""
-        self.world.commands += 1
-        self.world.ledger.apply(self.session, command, self.world.now, -self.world.commands)
-        effects = self.world.ledger._effects
-        heard = [reply for ticket, reply in effects.answers if ticket == -self.world.commands]
-        effects.answers = [each for each in effects.answers if each[0] != -self.world.commands]
-        self.world._answer()
-        return heard[0]
 
     def publish(self, version: int) -> None:
         for command in (cmd.Announce(version=version), cmd.Publish(version=version, part=part(version))):
@@ -134,8 +120,7 @@ class Trainer(Worker):
             assert len(now) - len(first) <= self.limit, "staleness"
 
 
-@pytest.mark.timeout(3600 if LONG else 300)
-@settings(max_examples=1500 if LONG else 60, deadline=None, suppress_health_check=list(HealthCheck))
+@schedules(60)
 @given(
     seed=st.integers(0, 2**32),
     staleness=st.sampled_from([0, 1, 2, 4]),
@@ -161,24 +146,14 @@ def test_a_run_that_is_rolled_back_at_any_time_trains_no_row_that_is_too_old_or_
 ) -> None:  # fmt: skip
     batch = size * groups
     world = World(seed, limit=60_000 + 12_000 * steps * batch)
-    admin = world.join("admin")
     limits = cmd.Configure(
         capacity_rows=4 * batch, max_staleness=staleness, steps=steps, keep_versions=keep,
         staleness=PolicySpec(policy),
     )  # fmt: skip
-    world.call(admin, limits, lambda reply: None)
-    train = TaskSpec(name="train", needs=("response", "reward"), batch_rows=batch, lease_s=FOR_EVER / 4)
-    for task in [*TASKS, train]:
-        world.call(admin, cmd.Declare(task=task), lambda reply: None)
+    world.set_up(limits, [*TASKS, train_task(batch, FOR_EVER / 4)])
 
     trainer = Trainer(world, most_staleness(policy, staleness), batch, mortality, doubts)
-    workers: list[Worker] = [Feeder(world, size, 2 * batch), trainer]
-    for number in range(replicas):
-        replica = Replica(world, "rollout", f"replica {number}", mortality)
-        replica.eager = number % 2 == 1
-        workers.append(replica)
-    workers += [Stage(world, "reward", f"stage {number}", mortality) for number in range(2)]
-    workers.append(Judge(world, "judge", "judge", mortality / 2))
+    workers = [trainer, *others(world, size, 2 * batch, replicas, mortality)]
     world.run()
 
     assert all(worker.over for worker in workers), world.ledger.status()

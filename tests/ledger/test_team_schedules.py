@@ -9,14 +9,12 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import msgspec
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ledger_checks import check_counters
-from test_schedules import (
+from schedules import (
     ANY_POLICY,
     FOR_EVER,
-    LONG,
     TASKS,
     Feeder,
     Judge,
@@ -26,6 +24,8 @@ from test_schedules import (
     World,
     most_staleness,
     publish,
+    schedules,
+    train_task,
 )
 
 from asyncflow_sdk.errors import ConfigError, LeaseLost
@@ -162,8 +162,7 @@ def sampled(world: World, task: TaskSpec, *names: str) -> TaskSpec:
     return msgspec.structs.replace(task, sampler=SamplerSpec(name, options[name]) if name else None)
 
 
-@pytest.mark.timeout(3600 if LONG else 300)
-@settings(max_examples=1500 if LONG else 60, deadline=None, suppress_health_check=list(HealthCheck))
+@schedules(60)
 @given(
     seed=st.integers(0, 2**32),
     staleness=st.sampled_from([0, 1, 2, 4]),
@@ -188,25 +187,20 @@ def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
 ) -> None:
     batch = max(size * groups, size * -(-ranks[1] // size))
     world = World(seed, limit=20_000 + 8_000 * steps * batch)
-    admin = world.join("admin")
-    done: list[Any] = []
     limits = cmd.Configure(
         capacity_rows=batch if tight else 4 * batch,
         max_staleness=staleness,
         steps=steps,
         staleness=PolicySpec(policy),
     )
-    world.call(admin, limits, done.append)
     rollout, reward, judge = TASKS
-    train = TaskSpec(name="train", needs=("response", "reward"), batch_rows=batch, lease_s=50)
     tasks = [
         sampled(world, rollout, "", "shuffled", "length_bucketed"),
         sampled(world, reward, "", "shuffled", "length_bucketed", "by_column"),
         sampled(world, judge, "", "whole_groups", "token_balanced"),
-        sampled(world, train, "", "token_balanced"),
+        sampled(world, train_task(batch), "", "token_balanced"),
     ]
-    for task in world.random.sample(tasks, 4):
-        world.call(admin, cmd.Declare(task=task), done.append)
+    world.set_up(limits, world.random.sample(tasks, 4))
 
     job = Job(ranks[0], ranks[1], batch, most_staleness(policy, staleness))
     feeder = Feeder(world, size, size if tight else 2 * batch)
