@@ -12,7 +12,7 @@ from .commands import (
     unpack_ids,
 )
 from .ledger import Ledger
-from .state import Effects
+from .records import Effects
 from .window import Window
 
 __all__ = [

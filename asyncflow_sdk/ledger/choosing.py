@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
-from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError
+from ..errors import ConfigError, PluginError, SchemaError
 from ..interfaces import Candidates, Sampler
-from ..plugins import registry
 from .commands import Ids, SamplerSpec, Sampling, TaskSpec, pack_ids, unpack_ids
+from .making import make_sampler
 from .ready import NOBODY, ReadyQueue
-from .state import MAX_NUMBER, Task
+from .records import Task
+from .state import MAX_NUMBER
 from .stepping import Stepping
-
-
-def make_sampler(spec: SamplerSpec, own: Mapping[str, Callable[..., Sampler]] | None = None) -> Sampler:
-    """A sampler found through the hook, or among those of the server's ``own`` process. Raises PluginError,
-    ConfigError."""
-    factory = (own or {}).get(spec.name) or registry().get("sampler", spec.name).load()
-    try:
-        sampler = factory(**spec.options)
-    except AsyncFlowError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"sampler {spec.name!r} cannot be made of {spec.options}: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(sampler, Sampler):
-        raise PluginError(f"sampler {spec.name!r} is a {type(sampler).__name__}, which is no Sampler")
-    return sampler
 
 
 class Choosing(Stepping):

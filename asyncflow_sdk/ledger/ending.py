@@ -6,8 +6,9 @@ import numpy as np
 
 from .commands import TERMINAL, Ids
 from .noticing import Noticing
+from .records import Held
 from .rows import DONE, LEASED, LIVE, NONE, READY, TASK_STATES, WAITING
-from .state import CANCELLED, Held
+from .state import CANCELLED
 
 REASONS, REASON_LETTERS = 200, 300
 """So many different reasons are told apart, by so much of their first lines: a run may go on for long."""
@@ -89,7 +90,7 @@ class Ending(Noticing):
     def _told_as(self, state: str, reason: str) -> str:
         """By which reason rows are counted: the first line of theirs, unless there are too many others."""
         line = reason.partition("\n")[0][:REASON_LETTERS]
-        return line if len(self.reasons) < REASONS or f"{state}: {line}" in self.reasons else "other reasons"
+        return line if not line or len(self.reasons) < REASONS or f"{state}: {line}" in self.reasons else "other reasons"
 
     def _tell_lost(self, lease: Held, ids: Ids) -> None:
         """Rows of a lease have ended: whoever holds it and wants to hear of that, does."""

@@ -9,7 +9,8 @@ from .rows import LEASED, READY, SELECTED
 from .whereabouts import what_failed, why_no_swap, why_not_there
 
 if TYPE_CHECKING:
-    from .state import State, Task, Waiter
+    from .records import Task, Waiter
+    from .state import State
 
 
 def explain(ledger: State, waiter: Waiter, now: float) -> str:

@@ -8,8 +8,9 @@ from ..errors import ConfigError, Ended, SchemaError
 from ..types import events as ev
 from . import commands as cmd
 from .commands import TaskSpec, unpack_ids
+from .records import Rule, Session, Steps, Task
 from .rows import APART, LIVE, WAITING
-from .state import CANCELLED, MAX_NUMBER, Rule, Session, Steps, Task
+from .state import CANCELLED, MAX_NUMBER
 from .teaming import Teaming
 from .window import Window
 

@@ -5,7 +5,7 @@ A pure state machine: commands, the time and deaths go in; answers, events and r
 command follows the rows it names, never the rows alive. Not thread-safe: one thread owns it.
 
 Built in layers, each adding the commands of one idea to the one below:
-state → noticing → ending → policing → stepping → choosing → leasing → teaming → intake → publishing → versioning → swapping
+state → noticing → ending → policing → stepping → choosing → leasing → finishing → teaming → intake → publishing → versioning → swapping
 → rolling_back → losing → resuming → ledger.
 """
 
@@ -18,13 +18,9 @@ from ..errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost
 from . import commands as cmd
 from .commands import TERMINAL, Ids
 from .explain import explain
+from .records import Effects, Session, Waiter
 from .reporting import report
 from .resuming import Resuming
-from .state import (
-    Effects,
-    Session,
-    Waiter,
-)
 
 
 class Ledger(Resuming):

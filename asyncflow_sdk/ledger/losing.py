@@ -16,9 +16,10 @@ import numpy.typing as npt
 from ..types import events as ev
 from .commands import Ids
 from .ready import ReadyQueue
+from .records import Steps
 from .rolling_back import RollingBack
 from .rows import DONE, LEASED, LIVE, NONE, READY, SELECTED
-from .state import FAILED, Steps
+from .state import FAILED
 
 
 class Losing(RollingBack):

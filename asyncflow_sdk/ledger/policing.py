@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..errors import AsyncFlowError, ConfigError, PluginError
+from ..errors import AsyncFlowError, PluginError
 from ..interfaces import Filling, StalenessPolicy
-from ..plugins import registry
 from ..types import events as ev
 from .commands import PolicySpec
 from .ending import Ending
+from .making import make_policy
+from .records import Rule
 from .rows import NONE
-from .state import EXPIRED, MAX_NUMBER, Rule
-
-
-def make_policy(spec: PolicySpec, own: Mapping[str, Callable[..., StalenessPolicy]] | None = None) -> StalenessPolicy:
-    """A policy found through the hook, or among those of the server's ``own`` process. Raises PluginError, ConfigError."""
-    factory = (own or {}).get(spec.name) or registry().get("staleness", spec.name).load()
-    try:
-        policy = factory(**spec.options)
-    except AsyncFlowError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"staleness policy {spec.name!r} cannot be made of {spec.options}: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(policy, StalenessPolicy):
-        raise PluginError(f"staleness policy {spec.name!r} is a {type(policy).__name__}, which is no StalenessPolicy")
-    return policy
+from .state import EXPIRED, MAX_NUMBER
 
 
 class Policing(Ending):

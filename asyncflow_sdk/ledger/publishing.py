@@ -10,8 +10,9 @@ from ..errors import ConfigError, VersionGone
 from ..types import events as ev
 from . import commands as cmd
 from .intake import Intake
+from .records import Session
 from .rows import NONE
-from .state import MAX_NUMBER, Session
+from .state import MAX_NUMBER
 from .versions import Announced, Kept
 
 

@@ -13,7 +13,8 @@ from .rows import NONE, TASK_STATES
 from .whereabouts import doing, named
 
 if TYPE_CHECKING:
-    from .state import Held, Session, State, Waiter
+    from .records import Held, Session, Waiter
+    from .state import State
 
 MOST = 100
 """So many parked requests are explained, and so many sessions named; the longest waiting and the oldest ones."""

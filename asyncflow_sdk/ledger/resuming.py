@@ -20,10 +20,11 @@ from ..errors import ConfigError
 from ..types import events as ev
 from . import commands as cmd
 from .commands import Ids
-from .leasing import NO_GRADIENT
+from .finishing import NO_GRADIENT
 from .losing import Losing
+from .records import Session, Steps
 from .rows import DONE, LIVE, NONE, SELECTED
-from .state import FILTERED, Session, Steps
+from .state import FILTERED
 
 GONE = "payload lost"
 

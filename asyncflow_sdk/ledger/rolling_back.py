@@ -11,8 +11,9 @@ import numpy as np
 
 from ..errors import ConfigError
 from . import commands as cmd
+from .records import Session
 from .rows import LIVE, NONE
-from .state import EXPIRED, Session
+from .state import EXPIRED
 from .swapping import Swapping
 from .versions import Kept
 

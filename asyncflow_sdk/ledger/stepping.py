@@ -10,10 +10,8 @@ import numpy as np
 from .commands import Ids
 from .policing import Policing
 from .ready import ReadyQueue
+from .records import Task
 from .rows import APART, DONE, LIVE, NONE, READY, SELECTED, WAITING
-from .state import (
-    Task,
-)
 
 
 class Stepping(Policing):

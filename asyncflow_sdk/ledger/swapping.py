@@ -10,8 +10,8 @@ from __future__ import annotations
 from ..errors import ConfigError, VersionGone
 from ..types import events as ev
 from . import commands as cmd
+from .records import Session, Waiter
 from .rows import NONE
-from .state import Session, Waiter
 from .versioning import Versioning
 from .versions import Kept
 

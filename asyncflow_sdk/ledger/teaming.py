@@ -14,12 +14,12 @@ from ..types import events as ev
 from . import commands as cmd
 from .balance import balance, imbalance, split
 from .commands import Ids, pack_ids, unpack_ids
-from .leasing import Leasing, positions
+from .finishing import Finishing, positions
+from .records import Crew, Held, Session, Task, Team, Waiter
 from .rows import NONE
-from .state import Crew, Held, Session, Task, Team, Waiter
 
 
-class Teaming(Leasing):
+class Teaming(Finishing):
     """Leases of teams."""
 
     def _check_lease(self, session: Session, task: Task, command: cmd.Lease) -> None:

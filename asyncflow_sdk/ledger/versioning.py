@@ -6,8 +6,9 @@ from ..errors import ConfigError, Ended
 from ..types import events as ev
 from . import commands as cmd
 from .publishing import Publishing
+from .records import Session, Waiter
 from .rows import LIVE, NONE
-from .state import EXPIRED, Session, Waiter
+from .state import EXPIRED
 from .versions import Kept, Replica
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .state import Session, State, Waiter
+    from .records import Session, Waiter
+    from .state import State
 
 MOST = 5
 """So many are named."""

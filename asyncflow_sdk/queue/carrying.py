@@ -18,7 +18,7 @@ from ..errors import AsyncFlowError
 from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
-from ..ledger.state import Held
+from ..ledger.records import Held
 from ..memory import Mapper
 from ..types import Batch, ColumnSpec, Event
 from ..wire import Server

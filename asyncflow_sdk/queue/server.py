@@ -17,9 +17,8 @@ from .._version import __version__
 from ..errors import AsyncFlowError, MemoryFull, ProtocolError, by_name
 from ..interfaces import Sampler, StalenessPolicy
 from ..ledger import commands as cmd
-from ..ledger.choosing import make_sampler
 from ..ledger.commands import Ids
-from ..ledger.policing import make_policy
+from ..ledger.making import make_policy, make_sampler
 from ..types import Batch, Event
 from ..types import events as ev
 from ..wire import MAX_BYTES, Server, ServerKeys, has_ended, process_key

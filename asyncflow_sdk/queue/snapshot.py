@@ -26,7 +26,8 @@ from ..errors import AsyncFlowError, ProtocolError
 from ..memory import sync_directory
 
 ROOMS = ("ledger", "memory", "queue", "types", "wire")
-MAGIC = b"asyncfl-snapsh1\n"
+FORMAT = b"2"
+MAGIC = b"asyncfl-snapsh" + FORMAT + b"\n"
 _LENGTH = struct.Struct("<QQ")
 _PACKAGE = __name__.split(".")[0]
 _PLAIN = (type(None), bool, int, float, str, bytes)
@@ -69,8 +70,13 @@ def write(path: Path, head: bytes, state: Any) -> None:
 
 
 def read(path: Path) -> tuple[bytes, Any]:
-    """The head and the state. Raises ProtocolError when the file is damaged."""
+    """The head and the state. Raises ProtocolError when the file is damaged, or of another format."""
     data = path.read_bytes()
+    if data[: len(MAGIC)] != MAGIC and data[: len(MAGIC) - 2] == MAGIC[:-2]:
+        raise ProtocolError(
+            f"{path} is of snapshot format {data[len(MAGIC) - 2 : len(MAGIC) - 1].decode(errors='replace')!r}, and this"
+            f" asyncflow-sdk reads format {FORMAT.decode()!r}: use the version that wrote it"
+        )
     found = []
     at = len(MAGIC)
     for _ in range(2):
@@ -222,13 +228,9 @@ class _Decoder:
 
     def _type(self, name: str) -> type:
         if name not in self._types:
-            module, _, qualname = name.partition(":")
-            found: Any = sys.modules.get(f"{_PACKAGE}.{module}")
-            for part in qualname.split("."):
-                found = getattr(found, part, None)
-            if not isinstance(found, type) or _name(found) != name:
+            self._types = self._types or classes()
+            if name not in self._types:
                 raise ProtocolError(f"a snapshot names {name!r}, which is none of our classes")
-            self._types[name] = found
         return self._types[name]
 
 
@@ -239,9 +241,20 @@ def _known_name(cls: type, where: str) -> str:
     return name
 
 
+def classes() -> dict[str, type]:
+    """Those of our rooms that are imported, by what they are called in snapshots."""
+    named: dict[str, type] = {}
+    for module in [module for name, module in sys.modules.items() if name.startswith(f"{_PACKAGE}.")]:
+        for cls in list(vars(module).values()):
+            if isinstance(cls, type) and cls.__module__ == module.__name__ and (name := _name(cls)) is not None:
+                assert named.setdefault(name, cls) is cls, f"two classes are {name}"
+    return named
+
+
 def _name(cls: type) -> str | None:
-    """What a class is called in snapshots; None for one that is not of our rooms."""
+    """What a class is called in snapshots, wherever in its room it stands; None for one that is not of our rooms."""
     package, _, module = cls.__module__.partition(".")
-    if package != _PACKAGE or module.partition(".")[0] not in ROOMS or issubclass(cls, BaseException):
+    room = module.partition(".")[0]
+    if package != _PACKAGE or room not in ROOMS or issubclass(cls, BaseException):
         return None
-    return f"{module}:{cls.__qualname__}"
+    return f"{room}:{cls.__qualname__}"

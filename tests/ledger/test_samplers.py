@@ -14,8 +14,8 @@ from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, PluginError, Sch
 from asyncflow_sdk.interfaces import Candidates, Sampler
 from asyncflow_sdk.ledger import Ledger, TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.choosing import make_sampler
 from asyncflow_sdk.ledger.commands import SamplerSpec
+from asyncflow_sdk.ledger.making import make_sampler
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import check_sampler
 

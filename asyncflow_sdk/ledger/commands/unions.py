@@ -4,55 +4,14 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from .reports import Audit, Failed, GetAudit, GetFailed, GetStatus, StatusReport
-from .roots import Done
-from .rows import (
-    AwaitLost,
-    Cancel,
-    Cancelled,
-    Complete,
-    Completed,
-    GetPut,
-    GiveBack,
-    LastPut,
-    Lease,
-    Leased,
-    LoadFirst,
-    Lost,
-    Put,
-    PutDone,
-    Renew,
-    RowsWanted,
-    Wanted,
-)
-from .run import Configure, Declare, Dismiss, Dismissed, End, Join, Joined, Leave
-from .training import Checkpoint, Cut, GetCut, Resume, Resumed
-from .versions import (
-    Announce,
-    AwaitVersion,
-    ClosePublisher,
-    Loaded,
-    NotLoaded,
-    OpenPublisher,
-    Permitted,
-    Publish,
-    Published,
-    Publisher,
-    Retire,
-    Rollback,
-    RolledBack,
-    Staged,
-    Swap,
-    Version,
-    Withdraw,
-)
+from . import reports, roots, rows, run, training, versions
 
 AnyCommand: TypeAlias = (
-    Join | Configure | Declare | Put | Lease | Complete | GiveBack | Renew | AwaitLost | OpenPublisher | ClosePublisher | Announce
-    | Publish | Withdraw | Rollback | AwaitVersion | Staged | Swap | Loaded | NotLoaded | Retire | Wanted | End | Cancel
-    | Dismiss | Leave | GetAudit | GetFailed | GetStatus | Checkpoint | Resume | GetCut | GetPut
+    run.Join | run.Configure | run.Declare | rows.Put | rows.Lease | rows.Complete | rows.GiveBack | rows.Renew | rows.AwaitLost | versions.OpenPublisher | versions.ClosePublisher | versions.Announce
+    | versions.Publish | versions.Withdraw | versions.Rollback | versions.AwaitVersion | versions.Staged | versions.Swap | versions.Loaded | versions.NotLoaded | versions.Retire | rows.Wanted | run.End | rows.Cancel
+    | run.Dismiss | run.Leave | reports.GetAudit | reports.GetFailed | reports.GetStatus | training.Checkpoint | training.Resume | training.GetCut | rows.GetPut
 )  # fmt: skip
 AnyReply: TypeAlias = (
-    Done | Joined | PutDone | Leased | LoadFirst | Completed | Lost | Cancelled | Dismissed | Failed | Publisher | Published
-    | RolledBack | Permitted | Version | RowsWanted | Audit | StatusReport | Resumed | Cut | LastPut
+    roots.Done | run.Joined | rows.PutDone | rows.Leased | rows.LoadFirst | rows.Completed | rows.Lost | rows.Cancelled | run.Dismissed | reports.Failed | versions.Publisher | versions.Published
+    | versions.RolledBack | versions.Permitted | versions.Version | rows.RowsWanted | reports.Audit | reports.StatusReport | training.Resumed | training.Cut | rows.LastPut
 )  # fmt: skip
