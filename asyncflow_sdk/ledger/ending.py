@@ -90,7 +90,8 @@ class Ending(Noticing):
     def _told_as(self, state: str, reason: str) -> str:
         """By which reason rows are counted: the first line of theirs, unless there are too many others."""
         line = reason.partition("\n")[0][:REASON_LETTERS]
-        return line if not line or len(self.reasons) < REASONS or f"{state}: {line}" in self.reasons else "other reasons"
+        known = not line or f"{state}: {line}" in self.reasons
+        return line if known or len(self.reasons) < REASONS else "other reasons"
 
     def _tell_lost(self, lease: Held, ids: Ids) -> None:
         """Rows of a lease have ended: whoever holds it and wants to hear of that, does."""

@@ -51,6 +51,10 @@ def test_reasons_that_are_all_different_take_up_no_more_than_so_many() -> None:
     assert (len(reasons), sum(reasons.values())) == (ending.REASONS + 1, 1000)
     told = {event.reason for event in queue.events if isinstance(event, RowsEnded)}
     assert {f"cancelled: {reason}" for reason in told} == set(reasons)
+    put(queue, 1)
+    queue.complete(queue.admin, queue.lease(queue.admin, "plain"))
+    queue.complete(queue.admin, queue.lease(queue.admin, "last"))
+    assert queue.audit().reasons == reasons  # what is consumed needs none
 
 
 def test_a_holder_of_cancelled_rows_learns_which_it_lost() -> None:
