@@ -42,13 +42,13 @@ class Harness:
         """The outcome: a reply, an error, or PARKED."""
         self.tickets += 1
         self.sound = False  # until it was checked
-        before = freeze(self.ledger)
+        before, takes_over = freeze(self.ledger), self._takes_over(session, command)
         self.ledger.apply(session, command, self.now, self.tickets)
         effects = self.ledger.drain()
         outcome: Any = PARKED
         own = [n for n, (ticket, _) in enumerate(effects.answers) if ticket == self.tickets]
         in_team = isinstance(command, cmd.Lease) and command.world_size > 1
-        if own and (not self._waited(effects, own[0]) if in_team else own[0] == 0):
+        if own and (not self._waited(effects, own[0], takes_over) if in_team else own[0] == 0):
             outcome = effects.answers.pop(own[0])[1]
         self._note_dealt(outcome, effects)
         if isinstance(outcome, AsyncFlowError):
@@ -68,13 +68,20 @@ class Harness:
         self._follow(effects)
         return outcome
 
-    def _waited(self, effects: Any, own: int) -> bool:
+    def _takes_over(self, session: int, command: Any) -> bool:
+        """Whether a rank comes whose predecessor still holds something, if only its word."""
+        if not isinstance(command, cmd.Lease) or command.world_size == 1:
+            return False
+        crews = [self.naive.leases[token].crew for token in self.naive.under(command)]
+        return any(crew is not None and crew.members[command.rank] < session for crew in crews)
+
+    def _waited(self, effects: Any, own: int, takes_over: bool) -> bool:
         """Whether a request came to wait, if for a moment: what it took over was returned, or failed, before it was
         answered."""
         reply = effects.answers[own][1]
         others = [a for _, a in effects.answers if isinstance(a, LeaseLost)]
         returned = any(isinstance(event, ev.LeaseReturned | ev.RowsEnded) for event in effects.events)
-        return isinstance(reply, cmd.Leased) and bool(others or returned)
+        return isinstance(reply, cmd.Leased) and bool(others or returned or takes_over)
 
     def _note_dealt(self, outcome: Any, effects: Any) -> None:
         """All shards of a lease of a team are told at once."""
