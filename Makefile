@@ -45,14 +45,15 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# TRL, for the side-by-side only, in an environment of its own.
+# TRL, for the side-by-side only, in an environment of its own. Without: make bench-demo TRL= ARGS=--no-trl
+TRL ?= .venv-trl/.ready
 .venv-trl/.ready:
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install --quiet '$(TORCH)'
 	.venv-trl/bin/python -m pip install --quiet trl==1.16.0
 	touch $@
 
-bench-demo: install .venv-trl/.ready
+bench-demo: install $(TRL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.demo $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # The peer of the queue, for the side-by-side only. Where it cannot be installed: make bench-queue PEER= ARGS=--no-peer

@@ -1,7 +1,8 @@
 """``make bench-demo``: the demo task asynchronously, by the plain synchronous loop, and by TRL, interleaved.
 
 All start from the same warmed-up weights and take the same prompts. Times are medians over rounds; a machine's
-absolute times mean little, the ratios are the result.
+absolute times mean little, the ratios are the result. With ``--seeds 0,1,3``: asynchronous against synchronous, both by the
+SDK, and the plain loop, on each seed (``demo_seeds``).
 """
 
 from __future__ import annotations
@@ -58,10 +59,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", help="several, as 0,1,3: asynchronous against synchronous on each")
+    parser.add_argument("--picture", type=Path, help="with --seeds: draw the curves into this file")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--no-trl", action="store_true")
     arguments = parser.parse_args()
     console = Console(stderr=True)
+    if arguments.seeds:
+        from .demo_seeds import compare
+
+        compare([int(seed) for seed in arguments.seeds.split(",")], arguments, console)
+        return
     steps, seed = str(arguments.steps), str(arguments.seed)
     from asyncflow_torch.demo.model import warm_up
     from asyncflow_torch.demo.task import prompts
@@ -160,15 +168,21 @@ def summarise(results: dict[str, list[dict[str, Any]]]) -> list[Row]:
         rows.append(
             Row(f"time to reward {GOAL}, against TRL", "s", goal["async"], goal["trl"], goal["trl"] / goal["async"])
         )
-    share = median("async", lambda r: 1 - sum(r["engine_cpu_s"].values()) / sum(r["total_cpu_s"].values()))
-    rows.append(Row("CPU time outside generate and train calls", "share", share))
-    for name in results["async"][0]["total_cpu_s"]:
-        part = median(
-            "async",
-            lambda r, n=name: (r["total_cpu_s"][n] - r["engine_cpu_s"].get(n, 0.0)) / sum(r["total_cpu_s"].values()),
+    return rows + share_rows(results["async"])
+
+
+def share_rows(results: list[dict[str, Any]]) -> list[Row]:
+    """Of the CPU time of all processes in the steady state, what generate and train calls did not take; and of whom."""
+
+    def part(name: str) -> float:
+        return st.median(
+            (r["total_cpu_s"][name] - r["engine_cpu_s"].get(name, 0.0)) / sum(r["total_cpu_s"].values())
+            for r in results
         )
-        rows.append(Row(f"  of it {name}", "share", part))
-    return rows
+
+    share = st.median(1 - sum(r["engine_cpu_s"].values()) / sum(r["total_cpu_s"].values()) for r in results)
+    rows = [Row("CPU time outside generate and train calls", "share", share)]
+    return rows + [Row(f"  of it {name}", "share", part(name)) for name in results[0]["total_cpu_s"]]
 
 
 if __name__ == "__main__":

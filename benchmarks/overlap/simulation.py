@@ -1,4 +1,4 @@
-"""The same plan with an SDK that costs nothing: an event simulation. ``python -m benchmarks.overlap.simulation PLAN``.
+"""The same plan with an SDK that costs nothing: an event simulation.
 
 Time is a number that jumps from event to event. Who may have which rows and versions when is asked of the SDK's own ledger, a
 pure state machine, so the staleness policy and the queue's order are those of a real run by construction. What
@@ -9,15 +9,12 @@ thing and the next, and see a version in the moment in which it is published.
 from __future__ import annotations
 
 import heapq
-import json
 import math
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from asyncflow_sdk.errors import AsyncFlowError
@@ -346,5 +343,6 @@ def simulate(plan: Plan) -> Outcome:
     return Simulation(plan).run()
 
 
-if __name__ == "__main__":
-    print(json.dumps({"trained_s": simulate(msgspec.json.decode(sys.argv[1], type=Plan)).trained_s}))
+def simulate_steps(plan: Plan) -> list[float]:
+    """When the steps of a plan are trained, in the model's seconds."""
+    return simulate(plan).trained_s
