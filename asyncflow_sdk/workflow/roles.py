@@ -28,7 +28,7 @@ def train(
     checkpoints: Checkpoints | None = None,
     every: int = 50,
 ) -> None:
-    """Train step after step until the stream ends, publishing each version; then export the policy.
+    """Train step after step until the stream ends, publishing each version; then export the policy, if the engine can.
 
     Publishes version 0 first, so that rollouts start from these very weights. With ``checkpoints`` it goes on from the newest,
     or begins anew where there is none; it makes one after ``every`` so many steps, and a last one. Without, where versions are
@@ -61,7 +61,7 @@ def train(
         if checkpoints is not None:
             _keep(queue, engine, checkpoints, last=True)
         if export is not None:
-            engine.export(export)
+            _export(queue, engine, export)
     finally:
         queue.flush()
         versions.close()
@@ -89,6 +89,16 @@ def _keep(queue: TransferQueue, engine: TrainEngine, checkpoints: Checkpoints, *
             detail=path.parent.name,
         )  # fmt: skip
         connection.report(span)
+
+
+def _export(queue: TransferQueue, engine: TrainEngine, path: Path) -> None:
+    """Optional for engines: the run is through, and one that cannot has trained no worse."""
+    try:
+        engine.export(path)
+    except NotImplementedError as error:
+        connection = queue._port.connection
+        text = f"no model folder was written: {error}"
+        connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
 
 
 class _Versions:

@@ -38,7 +38,7 @@ def log_softmax(tensors: Mapping[str, Any], before: Any) -> Any:
 
 
 class BigramPolicy(Policy):
-    vocabulary, context, folder = VOCABULARY, CONTEXT, "bigram"
+    vocabulary, context, folder = VOCABULARY, CONTEXT, ""
 
     def tensors(self, version: int) -> dict[str, Any]:
         return weights(version)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import wrong_trainers
 from bigram import BigramTrain
-from wrong_trainers import WRONG, Hangs
+from wrong_trainers import WRONG, CannotExport, Hangs, KeepsStateInMemory
 
 from asyncflow_sdk.testing import CheckFailed, Conformance, checks_of
 from asyncflow_sdk.testing.kit.conformance import BoundCheck
@@ -33,6 +33,28 @@ def test_a_wrong_engine_is_caught(engine: type[BigramTrain]) -> None:
     failed = {result.check.name: result.detail for result in report.results if result.bad}
     wanted, more = WRONG[engine]
     assert wanted == set(failed) or (more and wanted < set(failed)), failed
+
+
+def test_a_trainer_that_is_killed_goes_on_in_another_process() -> None:
+    """Also one that cannot export a model in the end, which the interface leaves open."""
+    report = Conformance("train", CannotExport, tiers=["chaos"]).run()
+
+    assert [result.outcome for result in report.results] == ["passed"], report
+
+
+@pytest.mark.timeout(240)
+def test_a_checkpoint_that_dies_with_its_process_is_caught_by_a_kill_only() -> None:
+    report = Conformance("train", KeepsStateInMemory, tiers=["full", "chaos"]).run()
+
+    (failed,) = (result for result in report.results if result.bad)
+    assert failed.check.name == "killed"
+    assert "KeyError" in failed.detail
+
+
+def test_an_engine_without_export_is_not_asked_for_one() -> None:
+    report = Conformance("train", CannotExport, only=["export"]).run()
+
+    assert [result.outcome for result in report.results] == ["does not apply"]
 
 
 def test_every_check_catches_some_engine() -> None:

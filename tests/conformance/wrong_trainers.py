@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from bigram import BigramTrain, log_softmax, weights
 
 from asyncflow_sdk.errors import SchemaError
-from asyncflow_sdk.interfaces import StepResult
+from asyncflow_sdk.interfaces import StepResult, TrainEngine
 from asyncflow_sdk.types import Batch, Ragged
 
 WRONG: dict[type[BigramTrain], tuple[set[str], bool]] = {}
@@ -287,13 +289,13 @@ class ReadingTrains(BigramTrain):
 class CachesLogprobs(BigramTrain):
     """Computes log-probs from a copy of the weights that is made once."""
 
-    copy: Any = None
+    first: Any = None
 
     def logprobs(self, batch: Batch) -> Ragged:
-        self.copy = self.copy or {name: array.copy() for name, array in self.weights.items()}
+        self.first = self.first or {name: array.copy() for name, array in self.weights.items()}
         self.check_tokens(batch)
         tokens = self.tokens(batch)
-        scores = log_softmax(self.copy, tokens.before)[np.arange(len(tokens.ids)), tokens.ids]
+        scores = log_softmax(self.first, tokens.before)[np.arange(len(tokens.ids)), tokens.ids]
         return Ragged(scores.astype(np.float32), batch.ragged("response_ids").offsets)
 
 
@@ -399,6 +401,25 @@ class LeavesAThread(BigramTrain):
 
 ENDED = threading.Event()
 """Set by the test, in the end."""
+
+
+class KeepsStateInMemory(BigramTrain):
+    """What it saves is a word for what this process has: as good as a checkpoint, until the process dies."""
+
+    states: ClassVar[dict[str, Any]] = {}
+
+    def save(self, path: Path) -> None:
+        word = f"{os.getpid()}-{len(self.states)}"
+        self.states[word] = copy.deepcopy((self.weights, self.speed))
+        (path / "word").write_text(word)
+
+    def load(self, path: Path) -> None:
+        self.weights, self.speed = copy.deepcopy(self.states[(path / "word").read_text()])
+
+
+class CannotExport(BigramTrain):
+    def export(self, path: Path) -> None:
+        TrainEngine.export(self, path)
 
 
 class Hangs(BigramTrain):

@@ -30,6 +30,8 @@ class Policy(abc.ABC):
     context: int
     learns: bool = True
     """Whether training on rewards changes its answers by them."""
+    rollout: tuple[str, Mapping[str, Any]] = ("timed", {"median": 8.0, "sigma": 0.5, "longest": 24, "step_s": 0.002})
+    """A rollout engine for runs of train engines, and its options: it takes this policy's weights, and gives rows to train on."""
 
     @property
     @abc.abstractmethod
@@ -77,6 +79,7 @@ class EchoPolicy(Policy):
     context = 4096
     folder = ""
     learns = False
+    rollout = ("echo", {"delay_s": 0.01})
 
     def tensors(self, version: int) -> Tensors:
         return weights(version)

@@ -44,6 +44,7 @@ class EngineThread:
             self._thread.join(10.0)
 
     def _run(self) -> None:
+        threading.current_thread()._daemonic = False  # type: ignore[attr-defined]  # as in LoopThread
         while (item := self._work.get()) is not None:
             work, future = item
             try:

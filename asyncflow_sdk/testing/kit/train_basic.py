@@ -219,7 +219,9 @@ def closes(lab: TrainLab) -> None:
     lab.end()
     batch = lab.batch()
     threads, children = set(threading.enumerate()), set(descendants(os.getpid()))
-    _in_a_thread_of_its_own(lab, batch)
+    lab.fresh()
+    lab.step(batch)
+    lab.end()
     deadline = time.monotonic() + min(10.0, lab.limit_s / 10)
     while time.monotonic() < deadline:
         left = [t.name for t in threading.enumerate() if t not in threads and not t.daemon and t.is_alive()]
@@ -229,25 +231,6 @@ def closes(lab: TrainLab) -> None:
         time.sleep(0.05)
     expect(not left, f"threads {left} are still alive after close(), and keep the process from ending")
     expect(not processes, f"processes {sorted(processes)} are still alive after close()")
-
-
-def _in_a_thread_of_its_own(lab: TrainLab, batch: Batch) -> None:
-    """The life of an engine. Threads are daemons where the one that starts them is, as the lab's is; a worker's is none."""
-    errors: list[BaseException] = []
-
-    def live() -> None:
-        try:
-            lab.fresh()
-            lab.step(batch)
-            lab.end()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=live, daemon=False)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
 
 
 def train_until_seen(lab: TrainLab, batch: Batch, weights: Any, **options: Any) -> float:

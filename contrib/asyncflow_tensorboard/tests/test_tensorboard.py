@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from asyncflow_tensorboard.tracker import TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import asyncflow_sdk as af
+from asyncflow_tensorboard.tracker import TensorBoardTracker
 
 
 def read(directory: Path) -> EventAccumulator:
