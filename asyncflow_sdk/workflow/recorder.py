@@ -15,6 +15,7 @@ import io
 import queue
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..types import (
+    LOSS_MASK,
     VERSION_SPANS,
     Batch,
     Column,
@@ -89,7 +91,7 @@ class Recorder:
         return [self._rewards[step] for step in sorted(self._rewards)]
 
     def _recall(self) -> None:
-        """What was trained before; the last line may be torn."""
+        """What was trained before; the last line may be torn, and a step may not be recorded."""
         line = b"\n"
         with (self._directory / "events.jsonl").open("rb") as lines:
             for line in lines:  # of a run of days: more than memory may hold
@@ -101,6 +103,11 @@ class Recorder:
                         self.tally.lengths.add(msgspec.json.decode(line, type=ev.RowsEnded))
         if not line.endswith(b"\n"):
             self._log.write(b"\n")
+        for path in (self._directory / "steps").glob("*.npz"):
+            with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
+                batch = read_batch(path, only=(VERSION_SPANS, LOSS_MASK))
+                if VERSION_SPANS in batch:
+                    self.tally.step(int(path.stem), batch.ages(int(path.stem)))
 
     def _trained(self, step: int, metrics: Mapping[str, float | None]) -> None:
         reward = metrics.get("reward")
@@ -216,14 +223,16 @@ def write_batch(path: Path, batch: Batch, **more: Any) -> None:
     path.with_suffix(".part").replace(path)
 
 
-def read_batch(path: Path) -> Batch:
-    """What ``write_batch`` wrote."""
+def read_batch(path: Path, only: tuple[str, ...] | None = None) -> Batch:
+    """What ``write_batch`` wrote. ``only``: these columns, where they are."""
     with np.load(path, allow_pickle=False) as stored:
         columns: dict[str, Column] = {}
         for key in stored.files:
             if ":" not in key:
                 continue
             name, kind, dtype = key.rsplit(":", 2)
+            if only is not None and name not in only:
+                continue
             values = stored[key].view(carrier(dtype))
             offsets = stored.get(f"{name}.offsets")
             columns[name] = Column(ColumnSpec(kind, dtype, values.shape[1:]), values, offsets)

@@ -12,7 +12,7 @@ import pytest
 from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.types import Event
+from asyncflow_sdk.types import Batch, Event, one_version
 from asyncflow_sdk.types.events import Note, StepTrained
 from asyncflow_sdk.workflow.recorder import Recorder
 
@@ -63,6 +63,22 @@ def test_steps_that_are_lost_count_when_they_are_trained_again(tmp_path: Path) -
     recorder.close()
 
     assert recorder.rewards == [1.0] * 5 + [2.0] * 2
+
+
+def test_a_recorder_that_goes_on_knows_how_stale_the_steps_before_were(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, [])
+    for number, versions in enumerate([[0, 0], [0, 1], [0, 2]]):
+        spans = one_version(np.array(versions), np.array([3, 3]))
+        recorder.step(number, lambda spans=spans: Batch.of({"version_spans": spans, "text": ["a", "b"]}))  # type: ignore[misc]
+    recorder.close()
+    whole = recorder.tally.summary()["staleness"]
+    (tmp_path / "steps" / "000007.npz").write_bytes(b"torn")
+
+    again = Recorder(tmp_path, [], again=True)
+    again.close()
+
+    assert again.tally.summary()["staleness"] == whole
+    assert whole["total"] == {"mean": 0.5, "max": 2}
 
 
 def test_a_disk_that_fails_is_named_once_and_listeners_go_on_hearing(tmp_path: Path) -> None:

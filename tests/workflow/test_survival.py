@@ -87,10 +87,11 @@ def test_a_run_survives_the_death_of_each_of_its_processes(tmp_path: Path, polic
 
     # they were killed, and the run knows it
     assert killer.killed["train-0"] == killer.killed["server"] == 1
-    assert min(killer.killed["rollout-0"], killer.killed["rollout-1"]) > 1
+    assert killer.killed["rollout-0"] > 0
+    assert killer.killed["rollout-1"] > 0
     seen = restarts(directory)
     assert seen["train-0"] == 1
-    assert sum(seen.values()) > 4
+    assert sum(seen.values()) > 3
     # it ended by itself, and its books balance: by its own word, and by its journal carried out again
     summary, found = json.loads((directory / "summary.json").read_text()), af.replay(directory)
     assert (summary["status"], summary["steps"], summary["balanced"]) == ("completed", STEPS, True)
