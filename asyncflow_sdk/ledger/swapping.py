@@ -131,5 +131,6 @@ class Swapping(Versioning):
             self._dirty.add("swap")
 
     def _drop_session(self, session: int, reason: str, blame: bool) -> None:
-        self._give_up_swap(self.sessions[session], reason)
+        if session in self.sessions:
+            self._give_up_swap(self.sessions[session], reason)
         super()._drop_session(session, reason, blame)

@@ -109,7 +109,8 @@ def test_a_replica_that_goes_before_it_loads_says_so_before_the_next_one_may(how
     queue.do(one, cmd.Swap(version=7))
     swap(queue, other, 7)
     if how == "dies":
-        queue.ledger.session_died(one, queue.now, "its process ended")
+        for _ in range(2):  # seen by who started it and by who serves it
+            queue.ledger.session_died(one, queue.now, "its process ended")
         queue._take()
     else:
         queue.do(one, cmd.Retire() if how == "retires" else cmd.Leave())
