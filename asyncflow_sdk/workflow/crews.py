@@ -232,7 +232,7 @@ def _job(
         often = checkpoint or Checkpoint()
         return TrainJob(
             spec.engine, spec.model, spec.algorithm_spec, spec.options, export, weights or spec.weights or _DEFAULT,
-            checkpoints, often.every, often.keep,
+            checkpoints, often.every, often.keep, spec.needs,
         )  # fmt: skip
     work = spec.job() or FunctionWork("")  # what runs here is not looked up
     return StageJob(work, spec.task, spec.needs, spec.gives, spec.batch, spec.concurrency, spec.whole_groups)

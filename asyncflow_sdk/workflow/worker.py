@@ -84,6 +84,8 @@ class TrainJob(msgspec.Struct, frozen=True, tag="train"):
     """Where they are; "" for none."""
     every: int = 50
     keep: int = 2
+    needs: tuple[str, ...] = ()
+    """The columns of its batches."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -197,9 +199,13 @@ def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob) -> None:
             concurrency=job.concurrency, groups=job.groups,
         )  # fmt: skip
     elif isinstance(job, TrainJob):
-        engine = make_engine(
-            "train", job.engine, model=job.model, algorithm=make_algorithm(job.algorithm), **job.options
-        )
+        algorithm = make_algorithm(job.algorithm)
+        lacking = [name for name in algorithm.needs if name not in job.needs]
+        if lacking:  # the driver did not know, as only this interpreter has it
+            raise ConfigError(
+                f"algorithm {job.algorithm.label!r} needs columns that the trainer is not given: say Train(..., needs={lacking})"
+            )
+        engine = make_engine("train", job.engine, model=job.model, algorithm=algorithm, **job.options)
         _state(connection, "ready")
         checkpoints = Checkpoints(queue, Path(job.checkpoints), job.keep) if job.checkpoints else None
         roles.train(

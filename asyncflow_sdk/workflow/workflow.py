@@ -26,6 +26,7 @@ import numpy as np
 from ..errors import AsyncFlowError, ConfigError, Interrupted, WorkerFailed
 from ..interfaces import OnFailure, Place
 from ..ledger import Audit
+from ..plugins import registry
 from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Weights
 from ..types import events as ev
 from .checking import AHEAD_STEPS, problems_of
@@ -209,6 +210,8 @@ class Workflow(Described):
             trackers=self.trackers, description=self.describe() if self.trackers else None,
         )  # fmt: skip
         completed = False
+        for problem in registry().problems:
+            run.tell(ev.Note(time_s=time.monotonic(), text=problem, level="warning"))
         for choice in self.plan.choices:
             run.tell(ev.Chosen(time_s=time.monotonic(), what=choice.what, chosen=choice.chosen, reason=choice.reason))
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (info / "entry_points.txt").write_text("[asyncflow_sdk]\npenalising = penalising\n")
     (tmp_path / "site" / "penalising.py").write_text(
         "import asyncflow_sdk as af\n@af.hookimpl\ndef asyncflow_adapters(sdk):\n"
-        "    return [af.AdapterSpec(kind='algorithm', name='penalised', factory='algorithm_engines:Penalised')]\n"
+        "    make = lambda n, f: af.AdapterSpec(kind='algorithm', name=n, factory=f'algorithm_engines:{f}')\n"
+        "    return [make('penalised', 'Penalised'), make('referring', 'Referring')]\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
     finding._registry.cache_clear()
@@ -121,6 +123,24 @@ def test_one_that_only_another_interpreter_has_is_made_there(tmp_path: Path) -> 
     assert flow.describe()["train"]["algorithm"] == {"theirs": {"x": 1}}
     with pytest.raises(af.WorkerFailed, match="no algorithm adapter is named 'theirs'"):
         flow.run(tmp_path / "run")
+
+
+def test_columns_of_one_that_only_the_worker_has_are_asked_for_before_the_first_prompt(
+    tmp_path: Path, plugin: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given: the algorithm is installed where the trainer runs, and not here
+    monkeypatch.setenv("ASYNCFLOW_NO_PLUGINS", "penalising")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+    theirs = {"algorithm": "referring", "python": sys.executable, "env": {"ASYNCFLOW_NO_PLUGINS": ""}}
+    flow = echo_workflow(train=af.Train("echo", **theirs))
+    assert flow.train.algorithm is None
+
+    with pytest.raises(
+        af.WorkerFailed, match=r"'referring' needs columns .* say Train\(..., needs=\['ref_logprobs'\]\)"
+    ):
+        flow.run(tmp_path / "run")
+
+    assert '"kind":"generate"' not in (tmp_path / "run" / "events.jsonl").read_text()
 
 
 @pytest.mark.parametrize("algorithm", [Penalised(beta=0.5), ("algorithm_engines:Penalised", {"beta": 0.5})])

@@ -156,6 +156,20 @@ def test_driver_and_worker_say_what_was_chosen(tmp_path: Path) -> None:
     assert said["rollout-0", "swap"] == "in_flight"
 
 
+def test_a_broken_plugin_is_a_warning_of_the_run_that_goes_on(tmp_path: Path) -> None:
+    info = tmp_path / "site" / "brittle-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brittle\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[asyncflow_sdk]\nbrittle = brittle\n")
+    (tmp_path / "site" / "brittle.py").write_text("raise RuntimeError('on purpose')\n")
+    threads = {"rollout": rollout("echo", launcher="thread"), "train": af.Train("echo", launcher="thread")}
+
+    echo_workflow(steps=1, **threads).run(tmp_path / "run")
+
+    (text,) = [note["text"] for note in events(tmp_path / "run", "note") if note.get("level") == "warning"]
+    assert text.startswith("plugin 'brittle' of brittle 1.0: RuntimeError: on purpose; pip install -U brittle")
+
+
 @pytest.mark.parametrize(
     ("engine", "weights", "message"),
     [
