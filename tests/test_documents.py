@@ -82,14 +82,19 @@ def test_the_agent_of_the_guide_is_imported_and_runs(tmp_path: Path, start: Path
     assert (tmp_path / "runs" / "agent" / "steps" / "000000.npz").is_file()
 
 
-def test_the_plugin_of_the_readme_is_found_and_runs(tmp_path: Path) -> None:
-    (code,) = blocks("plugin")
-    assert len(code.splitlines()) <= 40
-    (tmp_path / "mine.py").write_text(code)
-    info = tmp_path / "mine-1.0.dist-info"
+def installed_as_mine(path: Path, code: str) -> None:
+    """A distribution of one module, which is a plugin."""
+    (path / "mine.py").write_text(code)
+    info = path / "mine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[asyncflow_sdk]\nmine = mine\n")
+
+
+def test_the_plugin_of_the_readme_is_found_and_runs(tmp_path: Path) -> None:
+    (code,) = blocks("plugin")
+    assert len(code.splitlines()) <= 40
+    installed_as_mine(tmp_path, code)
     (tmp_path / "use.py").write_text(
         "import asyncflow_sdk as af\n"
         "from asyncflow_sdk.types import Batch\n"
@@ -129,11 +134,7 @@ def test_a_file_of_the_documents_is_a_workflow(tmp_path: Path, start: Path) -> N
 
 def test_the_launcher_of_the_documents_is_found_and_starts_workers(tmp_path: Path) -> None:
     (code,) = blocks("plugin_launcher")
-    (tmp_path / "mine.py").write_text(code)
-    info = tmp_path / "mine-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[asyncflow_sdk]\nmine = mine\n")
+    installed_as_mine(tmp_path, code)
     (tmp_path / "work.py").write_text("def double(x):\n    return [2 * float(value) for value in x]\n")
     (tmp_path / "use.py").write_text(
         "import work, asyncflow_sdk as af\n"
@@ -156,11 +157,7 @@ def test_the_launcher_of_the_documents_is_found_and_starts_workers(tmp_path: Pat
 
 def test_the_plugin_of_the_reference_has_an_algorithm_and_a_tracker_that_work(tmp_path: Path, start: Path) -> None:
     (code,) = blocks("plugin_hook")
-    (tmp_path / "mine.py").write_text(code)
-    info = tmp_path / "mine-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[asyncflow_sdk]\nmine = mine\n")
+    installed_as_mine(tmp_path, code)
     (tmp_path / "use.py").write_text(
         given(start) + "from functions import exact_match\n"
         "af.Workflow(\n"

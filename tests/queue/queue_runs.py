@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,11 +90,3 @@ def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
         if isinstance(outcome, BaseException):
             raise outcome
     return outcomes
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
-    """Wait for something that must come; the limit only ends a test that would hang."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"never came: {what}"
-        time.sleep(0.005)

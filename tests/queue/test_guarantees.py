@@ -15,7 +15,8 @@ import pytest
 from children import Child
 from flaky_proxy import FlakyProxy
 from guarantee_children import churn, hold, put_with_key, spawn
-from queue_runs import KINDS, Run, blocks_in_use, in_threads, running, until
+from queue_runs import KINDS, Run, blocks_in_use, in_threads, running
+from waiting import until
 
 from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost, SchemaError, WriteOnceError
 from asyncflow_sdk.queue import Connection, TransferQueue, open_queue

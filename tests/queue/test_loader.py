@@ -11,8 +11,9 @@ import pytest
 import torch
 from children import Child
 from loader_children import be_rank_1, load_after_fork
-from queue_runs import Run, in_threads, runs_over, until
+from queue_runs import Run, in_threads, runs_over
 from torch.utils.data import DataLoader
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.queue import TransferQueue

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from children import Child
 from queue_children import consume, produce, publish, serve, use_after_fork, values_of, write_only
-from queue_runs import Run, blocks_in_use, running, until
+from queue_runs import Run, blocks_in_use, running
+from waiting import until
 
 from asyncflow_sdk.errors import LeaseLost
 from asyncflow_sdk.ledger import commands as cmd

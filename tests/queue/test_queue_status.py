@@ -6,7 +6,8 @@ import threading
 import numpy as np
 from children import Child
 from queue_children import consume, values_of
-from queue_runs import Run, runs_over, until
+from queue_runs import Run, runs_over
+from waiting import until
 
 import asyncflow_sdk
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from queue_runs import KINDS, Run, blocks_in_use, in_threads, runs_over, until
+from queue_runs import KINDS, Run, blocks_in_use, in_threads, runs_over
+from waiting import until
 
 from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost, ProtocolError, SchemaError, WriteOnceError
 from asyncflow_sdk.ledger import commands as cmd

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from queue_runs import Run, in_threads, running, until
+from queue_runs import Run, in_threads, running
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost

@@ -5,7 +5,8 @@ import threading
 
 import numpy as np
 import pytest
-from queue_runs import KINDS, Run, blocks_in_use, in_threads, running, runs_over, until
+from queue_runs import KINDS, Run, blocks_in_use, in_threads, running, runs_over
+from waiting import until
 
 from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
 from asyncflow_sdk.queue import TransferQueue

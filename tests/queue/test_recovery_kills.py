@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from children import Child
 from journal_children import put_all, serve_and_die, work_all
-from queue_runs import until
+from waiting import until
 
 from asyncflow_sdk.memory import sweep
 from asyncflow_sdk.queue import Connection, open_queue

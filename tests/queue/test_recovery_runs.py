@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from children import Child
 from journal_children import hold, produce_and_wait, serve_and_die, values_of
-from queue_runs import until
 from recovery_bench import Bench, kill, make
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost, MemoryFull

@@ -12,7 +12,8 @@ import pytest
 from children import Child
 from flaky_proxy import FlakyProxy
 from queue_children import serve, serve_durably
-from queue_runs import Run, blocks_in_use, in_threads, running, until
+from queue_runs import Run, blocks_in_use, in_threads, running
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import AccessDenied, ConfigError, LeaseLost, ProtocolError, SchemaError, ServerLost

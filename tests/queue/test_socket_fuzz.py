@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from queue_runs import Run, running, until
+from queue_runs import Run, running
+from waiting import until
 
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import TransferQueue

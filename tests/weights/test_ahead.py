@@ -6,8 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from children import Child
 from tcp_ends import in_thread, numbers, publish_half, tcp
+from waiting import until
 
 from asyncflow_sdk.errors import DeadlineExceeded, WireError
 from asyncflow_sdk.interfaces.weights import Fetched, Host
@@ -39,13 +39,6 @@ def ends() -> Iterator[Ends]:
 
 def weights(version: int) -> dict[str, Any]:
     return {f"w{number}": numbers(100 * version + number, MODEL // 3) for number in range(3)}
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, f"never came: {what}"
-        time.sleep(0.005)
 
 
 def asked(ends: Ends) -> list[int]:

@@ -2,13 +2,12 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from replica_runs import LIMIT_S, model, probe_of, served, values
 from scripted_transport import fails, scripted
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, WeightMismatch, WireError
@@ -101,18 +100,12 @@ def test_waiting_has_an_end_that_says_for_what() -> None:
                 until(
                     lambda: any(
                         (e.worker, e.state) == ("mine", "staged") for e in events if isinstance(e, WeightState)
-                    )
+                    ),
+                    "a version that is staged",
                 )
                 with pytest.raises(DeadlineExceeded, match="version 1 could not be loaded in 0.1 s: "):
                     next(iter(updates))
                 list(held.arrays())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, "never came"
-        time.sleep(0.01)
 
 
 def test_the_same_on_an_event_loop() -> None:
@@ -154,7 +147,7 @@ def test_a_version_that_was_replaced_before_it_was_taken_is_asked_for_once(monke
     with served() as run:
         updates = OwnUpdates(run.client("mine"), timeout_s=LIMIT_S)
         run.publish(1)
-        until(lambda: run.states("staged", "mine"))
+        until(lambda: run.states("staged", "mine"), "a version that is staged")
         comes = threading.Event()
         receiver.script = [lambda r, m: (comes.wait(LIMIT_S), None)[1]]
         run.publish(2)
@@ -243,7 +236,7 @@ def test_a_version_that_came_for_a_cancelled_loop_is_given_back() -> None:
         task = asyncio.create_task(load())
         await asyncio.sleep(0)
         run.publish(1)
-        until(lambda: run.states("swapping", "one"))
+        until(lambda: run.states("swapping", "one"), "the permission to load it")
         task.cancel()  # in the turn in which it would have heard of it
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -1,7 +1,6 @@
 """What the tests of runs share: a workflow of echo engines, and looking at what runs leave."""
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ def alive(pid: int) -> bool:
 def segments(pid: int) -> set[str]:
     """Directories of runs in shared memory that a process made."""
     return {path.name for path in Path("/dev/shm").glob(f"asyncflow-{os.getuid()}-{pid}-*")}
-
-
-def until(condition: Any, what: str, seconds: float = 30.0) -> None:
-    """Wait for something that must come; the limit only ends a test that would hang."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"never came: {what}"
-        time.sleep(0.02)
 
 
 def echo_workflow(**changes: Any) -> af.Workflow:

@@ -5,8 +5,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from echo_runs import alive, until
+from echo_runs import alive
 from functions import length, slow_length
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed

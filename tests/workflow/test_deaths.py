@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from echo_runs import alive, echo_workflow, segments, trained_rows, until
+from echo_runs import alive, echo_workflow, segments, trained_rows
 from functions import frozen_once, length, slow_as_said, slow_length
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed

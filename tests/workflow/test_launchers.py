@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from echo_runs import alive, echo_workflow, until
+from echo_runs import alive, echo_workflow
 from functions import interrupts, length, pinned
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed

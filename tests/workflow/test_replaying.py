@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from children import Child
-from echo_runs import echo_workflow, until
+from echo_runs import echo_workflow
 from replay_children import take_and_wait
 from test_deaths import Killer
 from typer.testing import CliRunner
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.cli.app import app

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_runs import alive, echo_workflow, segments, until
+from echo_runs import alive, echo_workflow, segments
 from functions import length
 from test_deaths import Killer
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from echo_runs import echo_workflow, until
+from echo_runs import echo_workflow
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, PluginError
