@@ -108,6 +108,8 @@ class _Actor(af.WorkerHandle):
 
     def kill(self) -> None:
         self._stopped = True
+        if not ray.is_initialized():  # else Ray would start another cluster to ask
+            return
         with contextlib.suppress(RayError, ValueError):  # Ray is gone, or the actor
             ray.kill(self._actor, no_restart=True)
 
@@ -132,6 +134,6 @@ def _reserved(name: str, needs: dict[str, int]) -> PlacementGroup:
 
 
 def _free(group: PlacementGroup | None) -> None:
-    if group is not None:
+    if group is not None and ray.is_initialized():
         with contextlib.suppress(RayError, ValueError):
             remove_placement_group(group)
