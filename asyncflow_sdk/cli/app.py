@@ -18,6 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, WorkerFailed
+from .new_plugin import new_plugin
 from .options import Debug as _Debug
 from .options import NoPlugin as _NoPlugin
 from .working import worker
@@ -33,6 +34,7 @@ Typical uses:
   asyncflow serve runs/NAME    serve a run that workers join by hand
   asyncflow top runs/NAME      see who waits for what in a running queue
   asyncflow plugins            see which engines are installed, or missing
+  asyncflow new-plugin NAME    write an engine package that works, ready to be filled
   asyncflow doctor FILE.toml   see what will not work, before it is run
   asyncflow report runs/NAME   write the report page of a run again
 """
@@ -204,6 +206,7 @@ def serve(
 
 
 app.add_typer(worker, name="worker")
+app.command("new-plugin")(new_plugin)
 
 
 @app.command()

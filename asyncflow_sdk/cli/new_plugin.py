@@ -1,0 +1,110 @@
+"""``asyncflow new-plugin``: a small package that is whole, passes the conformance kit as it is, and is ready to be filled."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..errors import ConfigError
+
+_TORCH = '"asyncflow-sdk[torch]"'
+KINDS: dict[str, dict[str, str]] = {
+    "rollout": {
+        "what": "A rollout engine", "file": "engine", "dependencies": _TORCH, "requires": '"torch>=2.6", "transformers>=5"',
+        "over": "a Hugging Face model in this process", "use": 'af.Rollout("$name", model="models/mine", group_size=8)',
+    },
+    "train": {
+        "what": "A train engine", "file": "engine", "dependencies": _TORCH, "requires": '"torch>=2.6", "transformers>=5"',
+        "over": "a Hugging Face model and AdamW", "use": 'af.Train("$name", model="models/mine", lr=1e-6)',
+    },
+    "transport": {
+        "what": "A weight transport", "file": "transport", "over": "files in the run's shared memory",
+        "use": 'af.Workflow(..., weights=af.Weights(transport="$name"))',
+    },
+    "sampler": {
+        "what": "A sampler", "file": "sampler", "over": "one column", "kit": ', options={"column": "response_ids"}',
+        "more": " --option column=response_ids",
+        "use": 'queue.declare("train", needs=["response_ids"], sampler=("$name", {"column": "response_ids"}))',
+    },
+    "staleness": {
+        "what": "A staleness policy", "file": "policy", "over": 'the rule of "wait"',
+        "use": 'af.Workflow(..., staleness=af.Staleness(max_staleness=2, policy="$name"))',
+    },
+    "algorithm": {
+        "what": "An algorithm", "file": "algorithm", "over": "REINFORCE with a baseline",
+        "use": 'af.Train("torch", model="models/mine", algorithm="$name")',
+    },
+    "launcher": {
+        "what": "A launcher", "file": "launcher", "over": "processes of this host",
+        "use": 'af.Rollout("vllm", model="models/mine", launcher="$name")',
+    },
+    "tracker": {
+        "what": "A tracker", "file": "tracker", "over": "lines of JSON", "use": 'af.Workflow(..., trackers=["$name"])',
+    },
+}  # fmt: skip
+_PLAIN = {"dependencies": '"asyncflow-sdk"', "requires": "", "kit": "", "more": ""}
+
+
+def write_plugin(name: str, kind: str, folder: Path) -> list[Path]:
+    """Write the package into ``folder``, which is made. Returns its files. Raises ConfigError; then nothing is written."""
+    if kind not in KINDS:
+        raise ConfigError(f"--kind {kind}: there is no such kind; there are {', '.join(KINDS)}")
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+        raise ConfigError(
+            f"{name!r} is no name for a package: lower-case letters, digits and single dashes, as my-engine"
+        )
+    module = name.replace("-", "_")
+    if keyword.iskeyword(module) or module in ("tests", "asyncflow_sdk"):
+        raise ConfigError(f"{name!r} cannot be imported under that name; take another one, as my-{name}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty: name a new directory with --into")
+    words = _PLAIN | KINDS[kind] | {"name": name, "module": module, "kind": kind, "cls": _class_name(name)}
+    words["use"] = "    " + Template(words["use"]).substitute(name=name)
+    package = folder / module
+    written = {
+        folder / "pyproject.toml": "pyproject.toml",
+        folder / "README.md": "README.md",
+        package / "__init__.py": "init.py",
+        package / "plugin.py": "plugin.py",
+        package / f"{words['file']}.py": f"{kind}.py",
+        folder / "tests" / f"test_{module}.py": "test.py",
+    }
+    for path, template in written.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(Template(_template(template)).substitute(words))
+    (package / "py.typed").touch()
+    return [*written, package / "py.typed"]
+
+
+def new_plugin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the package and of what it adds, as my-engine.")],
+    kind: Annotated[str, typer.Option(help=f"What it adds: {', '.join(KINDS)}.", show_default=False)],
+    into: Annotated[Path | None, typer.Option(help="New directory.", show_default="./NAME", metavar="DIR")] = None,
+) -> None:
+    """Write a new plugin package that works, passes the conformance kit, and is ready to be filled."""
+    folder = into or Path(name)
+    files = write_plugin(name, kind, folder)
+    console = Console()
+    console.print(f"{folder}: {KINDS[kind]['what'].lower()}, ready to be filled", style="bold", highlight=False)
+    for file in files:
+        console.print(f"  {file.relative_to(folder)}", highlight=False)
+    more = (_PLAIN | KINDS[kind])["more"]
+    lines = (f"cd {folder}", "pip install -e '.[test]'", f"asyncflow check {name} --kind {kind}{more}")
+    console.print("\nNext:")
+    for line in lines:
+        console.print(f"  {line}", style="cyan", highlight=False, soft_wrap=True)
+
+
+def _class_name(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("-"))
+
+
+def _template(name: str) -> str:
+    return resources.files(__package__).joinpath("templates", f"{name}.tmpl").read_text()
