@@ -138,3 +138,20 @@ def test_actors_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
         driver.kill()
 
         until(lambda: not alive(pid), "the actor's end")
+
+
+def test_a_ray_that_a_run_started_ends_with_it_for_good(tmp_path: Path) -> None:
+    code = (
+        "import sys, ray, asyncflow_sdk as af\n"
+        "with af.serve(sys.argv[1]) as run:\n"
+        "    run.start(af.Rollout('echo', prompt='prompt_ids', launcher='ray'))\n"
+        "    print(ray.is_initialized())\n"
+        "    run.finish()\n"  # as a workflow does, before it closes its run
+        "print(ray.is_initialized())\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, env=env, check=False
+    )
+
+    assert done.stdout.split() == ["True", "False"], done.stderr
