@@ -173,6 +173,14 @@ class MeanOfMicroBatches(BigramTrain):
         super().descend(tokens, coefficients / (2 * share))
 
 
+@fails("step", more=True)
+class NeverMoves(BigramTrain):
+    """Its schedule begins at a learning rate of 0, and never gets on."""
+
+    def __init__(self, model: str, *, algorithm: Any) -> None:
+        super().__init__(model, algorithm=algorithm, lr=0.0)
+
+
 # ---- what it refuses
 
 

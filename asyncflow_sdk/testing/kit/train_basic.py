@@ -96,7 +96,7 @@ def step(lab: TrainLab) -> None:
     expect(not broken, f"after a step {broken[:4]} hold numbers that are not finite")
     expect(
         unlike(after, lab.policy.tensors(0)),
-        "a step on rows with advantages changed no weight to the bit. Is the learning rate too small for the dtype?",
+        "a step on rows with advantages changed no bit of any weight. Is the learning rate too small for the dtype, or does it begin at 0?",
     )
 
 
@@ -154,7 +154,7 @@ def bad_batches(lab: TrainLab) -> None:
 @needs(lambda lab: lab.policy.learns, "this policy does not learn")
 def no_gradient(lab: TrainLab) -> None:
     """Groups of equal rewards change nothing, and rows with an advantage are never reported as left out."""
-    normal = lab.moved(lab.trained(lab.batch((3, 5, 7))))
+    normal = lab.stride(lab.batch((3, 5, 7)))
     equal = lab.batch((3, 5, 7), rewards=[0.1] * 3 + [0.7] * 5 + [1 / 3] * 7)
     lab.fresh()
     lab.step(equal)

@@ -126,7 +126,7 @@ def off_policy(lab: TrainLab) -> None:
     rewarded = np.repeat(batch.array("reward") > 0, behaviour.lengths)
     # more likely than they were and rewarded, or less likely and not: the policy has gone there already
     far = behaviour.values + np.where(rewarded, -3.0, 3.0)
-    normal = lab.moved(lab.trained(batch))
+    normal = lab.stride(batch)
     clipped = lab.moved(lab.trained(changed(batch, logprobs=Ragged(far.astype(np.float32), behaviour.offsets))))
     expect(
         clipped <= NOTHING * normal,

@@ -130,10 +130,17 @@ class TrainLab:
         """How far these are from version 0, over all weights: the length of the update."""
         return distance(tensors, self.policy.tensors(0))
 
+    def stride(self, batch: Batch) -> float:
+        """How far a step on a batch moves the weights of a new engine; never 0."""
+        went = self.moved(self.trained(batch))
+        expect(went, "a step on rows with advantages changed no weight, so nothing can be said; see check 'step'")
+        return went
+
     def expect_same(self, one: Tensors, other: Tensors, said: str) -> None:
         """Two ways of training came to the same weights, in proportion to how far they went."""
         went = max(self.moved(one), self.moved(other))
-        apart = distance(one, other) / went if went else 0.0
+        expect(went, f"{said}: no weight changed, so nothing can be said; see check 'step'")
+        apart = distance(one, other) / went
         expect(
             apart <= self.same, f"{said}: the updates are {apart:.2g} of their size apart; {self.same:g} is allowed"
         )
