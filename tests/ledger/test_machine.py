@@ -176,4 +176,4 @@ LedgerMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
-TestLedger = pytest.mark.timeout(3600 if LONG else 900)(LedgerMachine.TestCase)
+TestLedger = pytest.mark.timeout(3600 if LONG else 1800)(LedgerMachine.TestCase)
