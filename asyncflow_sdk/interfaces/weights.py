@@ -108,6 +108,10 @@ class Room(abc.ABC):
     def trim(self, nbytes: int) -> None:
         """Only so many of its first bytes are used; ``memory`` is that long from now on."""
 
+    def full(self) -> None:
+        """Its bytes are all there, and will not change. Of the rooms of a version in their order, before it is sent, by any thread.
+        Optional."""
+
 
 class WeightSender(abc.ABC):
     """The publishing end. Calls come one at a time, ``send`` from another thread than ``room``.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import ConfigError
 
 _MOST = (1 << 63) - 1
+_LASTING = {dict, OrderedDict, list, tuple, type({}.items()), type(OrderedDict().items())}
+"""Not what is derived of them: that may do anything."""
 
 
 def version_number(version: Any) -> int:
@@ -20,6 +23,11 @@ def version_number(version: Any) -> int:
     if not 0 <= number <= _MOST:
         raise ConfigError(f"the number of a version is an int of 0 or more, not {version!r}")
     return number
+
+
+def lasts(weights: Any) -> bool:
+    """Whether all tensors are there already, and none is made, or filled anew, as it is asked for."""
+    return type(weights) in _LASTING
 
 
 def pairs(version: int, weights: Any) -> Iterator[tuple[str, Any]]:

@@ -95,6 +95,7 @@ class TorchSource(Source):
         self.shape, self.size = tuple(plain.shape), plain.numel()
         self.contiguous = plain.is_contiguous()
         self._tensor = plain.reshape(-1) if self.contiguous else plain
+        self._bytes: np.ndarray[Any, Any] | None = None
         self.here = plain.device.type == "cpu" and sys.modules["torch"].get_num_threads() == 1
         where, self.held = _torch_memory(plain)
         writes = -1 if tensor.is_inference() else tensor._version  # filled anew in between, it is another tensor
@@ -103,7 +104,10 @@ class TorchSource(Source):
     def copy(self, room: Any, dtype: str, first: int, last: int) -> None:
         torch = sys.modules["torch"]
         if self.here and self.contiguous and dtype == self.dtype and isinstance(room, np.ndarray):
-            np.copyto(room, self._tensor[first:last].view(torch.uint8).numpy())  # on one thread it is the faster one
+            if self._bytes is None:
+                self._bytes = self._tensor.view(torch.uint8).numpy()
+            width = carrier(dtype).itemsize
+            np.copyto(room, self._bytes[first * width : last * width])  # on one thread it is the faster one
             return
         into = torch.from_numpy(room) if isinstance(room, np.ndarray) else room
         if not self.contiguous:

@@ -43,7 +43,8 @@ from ..types import events as ev
 from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES
 from ..types.probe import plain_probe
-from .arguments import pairs, version_number
+from .arguments import lasts, pairs, version_number
+from .filling import helps
 from .hashing import Hashing
 from .host import host_of
 from .negotiating import AUTO, choose_transport
@@ -154,11 +155,11 @@ class WeightPublisher:
         """Make ``weights`` the current version. Returns when training may change them again: they are copied, and the rest goes
         on behind. ``weights``: a mapping, or pairs of name and tensor; a ``Shard`` may stand for a tensor. ``probe``: how an engine that has loaded it is checked.
 
-        Each tensor is let go before the next is asked for. ``version`` must be above every one before. Raises ConfigError,
+        Each tensor is let go before the next is asked for, unless they are in a dict or a list. ``version`` must be above every one before. Raises ConfigError,
         WeightMismatch, SchemaError, MemoryFull: the version before stays current. Raises what became of the one before too,
         and DeadlineExceeded when it is still under way.
         """
-        version, weights = version_number(version), pairs(version, weights)
+        version, lasting, weights = version_number(version), lasts(weights), pairs(version, weights)
         if probe is not None:
             probe = plain_probe(probe, scored=True)
         self._settle(f"version {version} cannot be published yet", self.timeout_s)
@@ -168,8 +169,9 @@ class WeightPublisher:
         self._stop_preparing()
         hashing = Hashing(self._background) if self._digests else None
         writer = Writer(
-            version, self._sender.room, hashing, dtype=self._dtype, rename=self._rename, sizes=self._sizes
-        )
+            version, self._sender.room, hashing, helper=self._background if helps() else None, dtype=self._dtype,
+            rename=self._rename, sizes=self._sizes,
+        )  # fmt: skip
         announced = True
         try:
             try:
@@ -182,7 +184,7 @@ class WeightPublisher:
             if told.lost and self._newest is not None:
                 self._newest.lose(told.lost)
             self._keep(told.keep)
-            sizes = writer.write(weights)
+            sizes = writer.write(weights, lasting=lasting)
             if not writer.tensors and self.world_size == 1:
                 raise WeightMismatch(f"version {version} has no tensors")
             self._sizes, self._delivery = writer.sizes, Publication(version)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,10 +46,15 @@ class StagingRoom(Room):
         self._arena = arena
         self.block: Allocation = arena.allocate(HEAD_BYTES + nbytes)
         self.memory = self.block.memory[HEAD_BYTES:]
+        self.when_full: Callable[[Place], None] | None = None
 
     def trim(self, nbytes: int) -> None:
         self._arena.trim(self.block, HEAD_BYTES + nbytes)
         self.memory = self.block.memory[HEAD_BYTES:]
+
+    def full(self) -> None:
+        if self.when_full is not None:
+            self.when_full(self.place)
 
     @property
     def place(self) -> Place:
@@ -125,11 +130,6 @@ class Staging:
                 self._arena.settle()
             self._versions[version], self._sent = rooms, version
             return [room.place for room in rooms]
-
-    def last(self) -> Place | None:
-        """Where the room is that was given last, of the version being written."""
-        with self._lock:
-            return self._writing[-1].place if self._writing else None
 
     def abandon(self) -> None:
         """The rooms given since the last version are free again; if there are none, those of the newest version, which was

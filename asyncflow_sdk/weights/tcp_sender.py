@@ -80,14 +80,14 @@ class TcpSender(WeightSender):
 
     def room(self, nbytes: int) -> StagingRoom:
         self._fresh = None
-        self._written()
-        return self._staging.room(nbytes)
+        room = self._staging.room(nbytes)
+        room.when_full = self._unfinished.written
+        return room
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
         return self._staging.prepare(sizes)
 
     def send(self, manifest: Manifest) -> bytes:
-        self._written()
         self._staging.seal(manifest.version)
         version = _Version(manifest, self._staging.chunks(manifest.version))
         with self._lock:
@@ -134,12 +134,6 @@ class TcpSender(WeightSender):
         """Buckets as they are. Raises VersionGone, ProtocolError."""
         version = self._version(number, root)
         return [version.bytes_of(bucket) for bucket in version.span(first, count)]
-
-    def _written(self) -> None:
-        """The room given last is: it could be trimmed until now."""
-        place = self._staging.last()
-        if place is not None:
-            self._unfinished.written(place)
 
     def _next(self, connection: socket.socket, attempt: int, number: int) -> tuple[int, Bytes | int]:
         """A chunk as soon as it is written; see Unfinished."""

@@ -9,23 +9,20 @@ needs no large one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from typing import Any, TypeAlias
 
 import msgspec
-import numpy as np
 
 from ..errors import MemoryFull, SchemaError, WeightMismatch
 from ..interfaces.weights import Room
-from ..types import Shard, TensorInfo, carrier
+from ..types import Shard, TensorInfo
 from ..types.manifest import BUCKET_BYTES, CHUNK_BYTES
 from .copying import Source, check_conversion, source
+from .filling import Filling
 from .hashing import Hashing
 
 ALIGN = 64
-SPAN_BUCKETS = 2
-"""What is copied of a large tensor before its buckets are told, where others copy it."""
-PIECE_BYTES = 512 << 10
-"""The same where this thread does: it is still in its cache when it is hashed."""
 DtypePolicy: TypeAlias = str | Callable[[str, str], str]
 """A dtype in which floating-point tensors are published (those of 8 bits and fewer stay as they are), or a function from
 name and dtype to dtype."""
@@ -43,7 +40,7 @@ def padded(nbytes: int) -> int:
 
 class Writer:
     """Writes one version. ``room`` gives memory for the next chunk, ``hashing`` is told each bucket, in order, once its bytes are
-    there, if there is one. ``sizes``: of the chunks that are expected."""
+    there, if there is one. ``helper``: has a thread that may copy, too. ``sizes``: of the chunks that are expected."""
 
     def __init__(
         self,
@@ -51,16 +48,18 @@ class Writer:
         room: Callable[[int], Room],
         hashing: Hashing | None,
         *,
+        helper: Executor | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: DtypePolicy | None = None,
         rename: Rename | None = None,
         sizes: Sequence[int] = (),
     ) -> None:
-        self._version, self._room, self._hashing = version, room, hashing
-        self._bucket_bytes, self._dtype, self._rename = bucket_bytes, dtype, rename
+        self._version, self._room = version, room
+        self._dtype, self._rename = dtype, rename
+        self._filling = Filling(bucket_bytes, hashing, helper, lambda chunk: self._rooms[chunk].full())
         self._expected = sizes
         self._rooms: list[Room] = []
-        self._used = self._told = self._hashed = 0  # bytes of the last room
+        self._used = 0  # bytes of the last room
         self._layout = Layout()
         self._tensors: list[TensorInfo] = []
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}  # published name and start → name given
@@ -75,13 +74,20 @@ class Writer:
         """Of the chunks of a version like this one."""
         return self._layout.sizes
 
-    def write(self, weights: Iterable[tuple[str, Any]]) -> list[int]:
-        """Copy all of them; each is let go before the next is asked for. Returns the size of each chunk. Raises
-        WeightMismatch, SchemaError, MemoryFull, and what ``weights`` raises."""
-        for name, tensor in weights:
-            self._add(name, tensor)
-            del tensor
-        self._close()
+    def write(self, weights: Iterable[tuple[str, Any]], *, lasting: bool = False) -> list[int]:
+        """Copy all of them; each is let go before the next is asked for, unless all are there, and stay as they are, while this
+        goes on (``lasting``). Returns the size of each chunk. Raises WeightMismatch, SchemaError, MemoryFull, and what ``weights`` raises."""
+        try:
+            for name, tensor in weights:
+                self._add(name, tensor)
+                if not lasting:
+                    self._filling.flush()
+                del tensor
+            self._close()
+            self._filling.flush()
+        except BaseException:
+            self._filling.stop()
+            raise
         return [len(room.memory) for room in self._rooms]
 
     def _add(self, name: str, tensor: Any) -> None:
@@ -133,6 +139,7 @@ class Writer:
         there, held = self._seen.get((*given.identity, info.dtype), (None, None))
         if there is None or held is None or not held():
             return None
+        self._filling.flush()
         room = self._rooms[there.chunk].memory[there.offset : there.offset + there.nbytes]
         if not given.equals(room, info.dtype):
             return None
@@ -144,22 +151,10 @@ class Writer:
         if not self._rooms or self._used + size > len(self._rooms[-1].memory):
             self._open(size)
         info = msgspec.structs.replace(info, chunk=len(self._rooms) - 1, offset=self._used)
-        memory, offset, width = self._rooms[-1].memory, info.offset, carrier(info.dtype).itemsize
         self._used += size
-        memory[offset + info.nbytes : self._used] = 0  # what lies between tensors is part of the digest
-        fresh = self._hashing is not None and given.here and given.contiguous and isinstance(memory, np.ndarray)
-        first = 0
-        while first < given.size:
-            last = given.size
-            if given.contiguous:  # so that hashing is not far behind
-                span = self._piece(offset) if fresh else SPAN_BUCKETS * self._bucket_bytes
-                last = min(first + max(span // width, 1), last)
-            after = offset + (last - first) * width
-            given.copy(memory[offset:after], info.dtype, first, last)
-            first, offset = last, after if last < given.size else self._used
-            if fresh:
-                self._hash(offset)
-            self._tell(offset)
+        self._filling.add(
+            given, info.dtype, info.offset, self._used
+        )  # what lies between tensors is part of the digest
         self._seen[(*given.identity, info.dtype)] = info, given.held
         return info
 
@@ -172,32 +167,14 @@ class Writer:
         if number < len(self._expected) and size <= self._expected[number]:
             wanted = self._expected[number]
         self._rooms.append(self._room(wanted))
-        self._used = self._told = self._hashed = 0
+        self._used = 0
+        self._filling.open(self._rooms[-1].memory)
 
     def _close(self) -> None:
         if self._rooms:
             if self._used < len(self._rooms[-1].memory):
                 self._rooms[-1].trim(self._used)
-            self._tell(self._used, whole=False)
-
-    def _tell(self, upto: int, whole: bool = True) -> None:
-        """Tell the buckets that are complete; the last one too, unless only ``whole`` ones."""
-        memory, chunk = self._rooms[-1].memory, len(self._rooms) - 1
-        while self._told + self._bucket_bytes <= upto or (not whole and self._told < upto):
-            stop = min(self._told + self._bucket_bytes, upto)
-            if self._hashing is not None:
-                self._hashing.filled(chunk, memory[self._told : stop])
-            self._told = stop
-
-    def _piece(self, offset: int) -> int:
-        """Bytes from ``offset`` that lie in one bucket and in a cache."""
-        return min(PIECE_BYTES, self._bucket_bytes - offset % self._bucket_bytes)
-
-    def _hash(self, upto: int) -> None:
-        """What was copied by this thread, and what lies before it in the bucket."""
-        assert self._hashing is not None
-        self._hashing.fresh(self._rooms[-1].memory[max(self._hashed, self._told) : upto])
-        self._hashed = upto
+            self._filling.close()
 
 
 class Layout:

@@ -22,7 +22,7 @@ from .parts import PARTS, Part
 
 RAY = Path(".venv-ray/bin/python")
 LIMIT_S = 900
-VERSIONS = 5
+VERSIONS = 7
 QUICK_GB = 0.016
 DELTA = {"millions": 40, "steps": 16}
 QUICK_DELTA = {"millions": 0.1, "steps": 2}
@@ -125,7 +125,7 @@ def main() -> None:
     if arguments.no_ray or not arguments.ray.exists():
         console.print("without Ray: its environment is not there (make .venv-ray/.ready)", style="yellow")
         ray = None
-    rounds = arguments.rounds or (1 if arguments.quick else 3)
+    rounds = arguments.rounds or (1 if arguments.quick else 2)
     gb = QUICK_GB if arguments.quick else arguments.gb
     parts = [part for part in PARTS if arguments.only in part.work]
     plan = Plan(gb, rounds, arguments.quick, ray, parts, arguments.only in "delta", console)

@@ -50,7 +50,8 @@ class Replica(ABC):
 MODULES = {
     "shm": "ours", "shm-bare": "ours", "tcp": "ours", "tcp-bare": "ours", "file": "ours",
     "gloo": "gloo", "gloo-tensors": "gloo", "safetensors": "files", "safetensors-load": "files", "ray": "rays",
-    "floor-shm": "floor", "floor-shm-bare": "floor", "floor-tcp": "floor",
+    "floor-shm": "floor", "floor-shm-bare": "floor", "floor-staged": "floor",
+    "floor-staged-bare": "floor", "floor-tcp": "floor",
 }  # fmt: skip
 """Contenders by name; ``bare``: without digests."""
 

@@ -1,8 +1,8 @@
 """Floors: what one copy into memory both can see and one out of it allow, and what a tcp socket does. References, not products.
 
 No names, no versions, nothing kept, nobody who dies. ``floor-shm``: one arena, in place before it is measured and used
-again; buckets of 4 MB, each copied out as soon as it is in, with its xxh3 on both sides (``bare``: without). ``floor-tcp``: the
-parameters into a socket, and out of it into the parameters.
+again; buckets of 4 MB, each copied out as soon as it is in, with its xxh3 on both sides (``bare``: without). ``floor-staged``: the
+same, but nothing is copied out before all of it is in, and verified. ``floor-tcp``: the parameters into a socket, and out of it into the parameters.
 """
 
 from __future__ import annotations
@@ -109,8 +109,10 @@ class ShmTrainer(FolderTrainer):
 
 
 class ShmReplica(Replica):
-    def __init__(self, digests: bool) -> None:
-        self._digests = digests
+    """``staged``: nothing is copied out before all of it is in, and verified."""
+
+    def __init__(self, digests: bool, staged: bool) -> None:
+        self._digests, self._staged = digests, staged
 
     def start(self, parameters: Parameters, address: str) -> None:
         self._buckets = list(buckets(raw(parameters)))
@@ -118,16 +120,26 @@ class ShmReplica(Replica):
         self._socket = connect(f"{address}/socket")
 
     def take(self, version: int) -> float:
-        start, began = 0, 0.0
-        for stop, pieces in self._buckets:
-            sent = self._socket.recv(16, socket.MSG_WAITALL)
+        if self._staged:
+            sent = [self._next() for _ in self._buckets]
+            for number in range(len(sent)):
+                self._verify(number, sent[number])
+        began = 0.0
+        for number, (_, pieces) in enumerate(self._buckets):
+            if not self._staged:
+                self._verify(number, self._next())
             began = began or time.perf_counter()
-            if self._digests and digest(self._arena[start:stop]) != sent:
-                raise RuntimeError("a bucket differs")
             for at, piece in pieces:
                 np.copyto(piece, self._arena[at : at + len(piece)])
-            start = stop
         return time.perf_counter() - began
+
+    def _next(self) -> bytes:
+        return self._socket.recv(16, socket.MSG_WAITALL)
+
+    def _verify(self, number: int, sent: bytes) -> None:
+        start = self._buckets[number - 1][0] if number else 0
+        if self._digests and digest(self._arena[start : self._buckets[number][0]]) != sent:
+            raise RuntimeError("a bucket differs")
 
     def close(self) -> None:
         self._socket.close()
@@ -171,8 +183,10 @@ class TcpReplica(Replica):
 
 
 def trainer(name: str) -> Trainer:
-    return TcpTrainer() if name == "floor-tcp" else ShmTrainer(name == "floor-shm")
+    return TcpTrainer() if name == "floor-tcp" else ShmTrainer(not name.endswith("-bare"))
 
 
 def replica(name: str) -> Replica:
-    return TcpReplica() if name == "floor-tcp" else ShmReplica(name == "floor-shm")
+    if name == "floor-tcp":
+        return TcpReplica()
+    return ShmReplica(not name.endswith("-bare"), staged=name.startswith("floor-staged"))

@@ -98,7 +98,7 @@ def _armed(publisher: WeightPublisher, moment: str) -> Callable[[int], Iterator[
             yield each
 
     if moment == "hashing":
-        Hashing.filled = once(Hashing.filled, moment, at=2)  # type: ignore[method-assign]
+        Hashing.hashed = once(Hashing.hashed, moment, at=2)  # type: ignore[method-assign]
     elif moment == "sending" and publisher.transport == "file":
         os.fsync = once(os.fsync, moment, at=2)  # the first file is there, the second is not
     elif moment == "sending":

@@ -78,7 +78,7 @@ def publish(address: str, versions: int, nbytes: int, options: Mapping[str, Any]
 
 
 def publish_half(nbytes: int) -> None:
-    """Publish a version; when told so, write all but the last chunk of another; stay until killed."""
+    """Publish a version; when told so, write another; stay until killed."""
     with tcp(delta_bytes=0) as ends:
         for version in (1, 2):
             weights = {f"w{number}": numbers(number + 9 * version, nbytes // 3) for number in range(3)}

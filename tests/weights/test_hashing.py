@@ -1,5 +1,8 @@
 """Digests of a version are those of its bytes, whoever copied them, and what a thread copied it has hashed by then."""
 
+import itertools
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
@@ -9,7 +12,8 @@ import pytest
 import torch
 
 from asyncflow_sdk.types.manifest import digest
-from asyncflow_sdk.weights import writing
+from asyncflow_sdk.weights import filling
+from asyncflow_sdk.weights.copying import NumpySource
 from asyncflow_sdk.weights.hashing import Hashing
 from asyncflow_sdk.weights.staging import Staging
 from asyncflow_sdk.weights.writing import Writer
@@ -44,10 +48,12 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def written(staging: Staging, weights: dict[str, Any], behind: Executor, **policy: Any) -> list[tuple[bytes, ...]]:
+def written(
+    staging: Staging, weights: dict[str, Any], behind: Executor, *, lasting: bool = False, **policy: Any
+) -> list[tuple[bytes, ...]]:
     """The digests, which are those of the bytes that lie there."""
     hashing = Hashing(behind)
-    Writer(1, staging.room, hashing, bucket_bytes=BUCKET, **policy).write(weights.items())
+    Writer(1, staging.room, hashing, bucket_bytes=BUCKET, **policy).write(weights.items(), lasting=lasting)
     staging.seal(1)
     there = [
         tuple(digest(memoryview(chunk[at : at + BUCKET])) for at in range(0, len(chunk), BUCKET))  # type: ignore[arg-type]
@@ -77,13 +83,66 @@ def of_all_kinds() -> dict[str, Any]:
 def test_digests_are_of_the_bytes_whoever_copied_them(
     staging: Staging, threads: None, monkeypatch: pytest.MonkeyPatch, dtype: str | None
 ) -> None:
-    monkeypatch.setattr(writing, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(filling, "PIECE_BYTES", 1000)
     found = []
-    for count in (1, 2):
+    for count, helped, lasting in itertools.product((1, 2), (False, True), (False, True)):
         torch.set_num_threads(count)
         with ThreadPoolExecutor(1) as behind:
-            found.append(written(staging, of_all_kinds(), behind, dtype=dtype))
-    assert found[0] == found[1]
+            helper = behind if helped else None
+            found.append(written(staging, of_all_kinds(), behind, lasting=lasting, helper=helper, dtype=dtype))
+    assert all(each == found[0] for each in found)
+
+
+def test_a_helper_copies_what_it_can_while_the_other_one_does(staging: Staging) -> None:
+    # given copies that wait for one another
+    both, source = threading.Barrier(2), NumpySource.copy
+    met: list[str] = []
+
+    def meeting(self: Any, *arguments: Any) -> None:
+        if not met:
+            both.wait(30)
+            met.append(threading.current_thread().name)
+        source(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1, "helper") as behind:
+        patch.setattr(NumpySource, "copy", meeting)
+        written(staging, {"w": np.ones(10 * BUCKET, np.uint8)}, behind, helper=behind)
+    assert met
+    # and nobody waits for one that does not come
+    with ThreadPoolExecutor(1) as busy:
+        gate = threading.Event()
+        busy.submit(gate.wait, 60)
+        written(staging, {"w": np.ones(10 * BUCKET, np.uint8)}, busy, helper=busy)
+        gate.set()
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_nobody_copies_once_writing_has_failed(staging: Staging, lasting: bool) -> None:
+    # given one who copies slowly, and an iterator that fails meanwhile
+    copying, source = set(), NumpySource.copy
+
+    def slowly(self: Any, *arguments: Any) -> None:
+        copying.add(threading.get_ident())
+        time.sleep(0.002)
+        source(self, *arguments)
+        copying.remove(threading.get_ident())
+
+    def failing() -> Iterator[tuple[str, Any]]:
+        for number in range(4):
+            yield f"w{number}", np.ones(10 * BUCKET, np.uint8)
+        raise RuntimeError("no more")
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as behind:
+        patch.setattr(NumpySource, "copy", slowly)
+        writer = Writer(1, staging.room, Hashing(behind), helper=behind, bucket_bytes=BUCKET)
+        with pytest.raises(RuntimeError, match="no more"):
+            writer.write(failing(), lasting=lasting)
+        assert not copying
+        # nor after a copy that fails, of either of them
+        patch.setattr(NumpySource, "copy", lambda *given: 1 / 0)
+        writer = Writer(1, staging.room, Hashing(behind), helper=behind, bucket_bytes=BUCKET)
+        with pytest.raises(ZeroDivisionError):
+            writer.write({"w": np.ones(10 * BUCKET, np.uint8)}.items(), lasting=lasting)
 
 
 def test_what_one_thread_copies_is_hashed_by_it(staging: Staging, threads: None) -> None:

@@ -1,6 +1,7 @@
 """What a publisher is given: weights, numbers, dtypes, probes and transports; what is none of these is refused at once."""
 
 import re
+from collections import ChainMap, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue._once import drive
 from asyncflow_sdk.types import Probe
 from asyncflow_sdk.weights import Staged, WeightPublisher
+from asyncflow_sdk.weights.arguments import lasts
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,22 @@ def test_the_number_of_a_version_is_a_whole_number(served: Served, version: Any)
         for act in (lambda: trainer.publish(version, {"w": np.ones(3)}), lambda: trainer.rollback(version)):
             with pytest.raises(ConfigError, match=rf"an int of 0 or more, not {re.escape(repr(version))}$"):
                 act()
+
+
+def test_tensors_are_taken_for_lasting_only_where_nothing_makes_them_as_they_are_asked_for() -> None:
+    class Gathered(dict[str, Any]):
+        def items(self) -> Any:
+            return ((name, np.ones(3)) for name in self)
+
+    plain = {"w": np.ones(3)}
+    assert all(
+        lasts(each)
+        for each in (plain, OrderedDict(plain), plain.items(), [("w", 1)], torch.nn.Linear(1, 1).state_dict())
+    )
+    assert not any(
+        lasts(each)
+        for each in (Gathered(plain), iter(plain.items()), (pair for pair in plain.items()), ChainMap(plain))
+    )
 
 
 def test_weights_may_be_a_mapping(served: Served) -> None:

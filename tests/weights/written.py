@@ -10,6 +10,7 @@ import torch
 from asyncflow_sdk.interfaces import Fetched, WeightReceiver, WeightSender
 from asyncflow_sdk.types import Chunk, Manifest, from_torch
 from asyncflow_sdk.weights import Update
+from asyncflow_sdk.weights.arguments import lasts
 from asyncflow_sdk.weights.hashing import Hashing
 from asyncflow_sdk.weights.writing import Writer
 
@@ -37,8 +38,8 @@ def write(
     """Written and hashed, but not sent."""
     with ThreadPoolExecutor(1) as behind:
         hashing = Hashing(behind)
-        writer = Writer(version, sender.room, hashing, bucket_bytes=bucket, sizes=sizes, **policy)
-        written = writer.write(weights)
+        writer = Writer(version, sender.room, hashing, helper=behind, bucket_bytes=bucket, sizes=sizes, **policy)
+        written = writer.write(weights, lasting=lasts(weights))
         chunks = tuple(Chunk(*each) for each in zip(written, hashing.digests(), strict=True))
     return Manifest(version, writer.tensors, chunks, bucket)
 
