@@ -34,7 +34,7 @@ def test_the_ledger_is_measured_with_rows_leased_and_requests_parked() -> None:
     assert set(run("benchmarks.queue.ledger", "10", "1000")) == {"1000", "1000 held"}
 
 
-@pytest.mark.parametrize("contender", ["shm", "shm-bare", "gloo", "floor-shm"])
+@pytest.mark.parametrize("contender", ["shm", "shm-bare", "gloo", "floor-shm", "floor-staged"])
 def test_versions_arrive_as_they_were_sent(contender: str) -> None:
     pytest.importorskip("torch")
     options = json.dumps({"gb": 0.004, "versions": 2})
