@@ -273,6 +273,20 @@ def test_example_queue_alone(tmp_path: Path) -> None:
     assert "consumed=3" in out
 
 
+def test_the_kit_of_the_documents_runs_under_pytest(tmp_path: Path) -> None:
+    (code,) = blocks("conformance")
+    (tmp_path / "test_mine.py").write_text(code)
+
+    assert " passed" in python(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py")
+
+
+def test_the_table_of_checks_is_what_the_command_prints(tmp_path: Path) -> None:
+    text = (REPOSITORY / "docs" / "conformance.md").read_text()
+    (table,) = re.findall(r"<!-- checks: .*? -->\n(.*?)<!-- end of checks -->", text, re.S)
+
+    assert python(tmp_path, "-m", "asyncflow_sdk.cli", "check", "--list", "--markdown") == table
+
+
 def test_links_of_the_documents_lead_somewhere() -> None:
     for document in DOCUMENTS:
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):

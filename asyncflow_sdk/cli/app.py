@@ -36,6 +36,7 @@ Typical uses:
   asyncflow plugins            see which engines are installed, or missing
   asyncflow new-plugin NAME    write an engine package that works, ready to be filled
   asyncflow doctor FILE.toml   see what will not work, before it is run
+  asyncflow check NAME         hold an engine to its interface, check by check
   asyncflow report runs/NAME   write the report page of a run again
 """
 
@@ -278,6 +279,53 @@ def plugins(
     else:
         listing.print(Console())
     raise typer.Exit(1 if listing.problems else 0)
+
+
+@app.command()
+def check(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="An adapter, or module:attribute; without it every one installed."),
+    ] = None,
+    kind: Annotated[str, typer.Option(help="rollout, train, transport, ..., where a name has several.")] = "",
+    tier: Annotated[str, typer.Option(help="basic, full or chaos: it, and those before it.")] = "full",
+    only: Annotated[list[str] | None, typer.Option(help="This check; may be given often.", metavar="CHECK")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Hugging Face folder to check with; without it a small one is made.", metavar="PATH"),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Of another kind of model: whose answers are right.", metavar="MODULE:NAME")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", help="Of the engine, such as threads=1.", metavar="NAME=VALUE")
+    ] = None,
+    expect: Annotated[
+        list[str] | None, typer.Option(help="A check that fails, and why; it must.", metavar="CHECK=REASON")
+    ] = None,
+    limit: Annotated[float, typer.Option(min=0.1, help="Seconds that a check may take.")] = 100.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of checks that try steps by chance; without it always the same.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the results there.", metavar="PATH")
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="Show all checks, and ask none.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="With --list: as a table of Markdown.")] = False,
+    no_plugin: _NoPlugin = None,
+    debug: _Debug = False,
+) -> None:
+    """Hold an engine to its interface, check by check, and say what a failure means. Exit code 1 if one fails."""
+    del no_plugin, debug
+    from .check import Asked, show_checks
+    from .check import check as carry_out
+    from .working import named_options
+
+    if show:
+        show_checks(Console(), markdown=markdown)
+        return
+    asked = Asked(kind, tier, only or (), model, policy, named_options(option, "--option"), expect or (), limit, seed)
+    raise typer.Exit(0 if carry_out(name, asked, Console(), json) else 1)
 
 
 @app.command()

@@ -113,7 +113,7 @@ def rollout(
         call,
         Rollout(
             engine, model=model, prompt=prompt, tokenizer=tokenizer, task=task, sampling=sampling, replicas=call.replicas,
-            **call.place, **_options(options),
+            **call.place, **named_options(options),
         ),
     )  # fmt: skip
 
@@ -162,7 +162,7 @@ def train(
         _from_file(call, "train")
         return
     _need("train", engine=engine)
-    spec = Train(engine, model=model, weights=Weights(transport=transport), **call.place, **_options(options))
+    spec = Train(engine, model=model, weights=Weights(transport=transport), **call.place, **named_options(options))
     _work(call, spec, batch_size, export=export)
 
 
@@ -227,13 +227,13 @@ def _need(role: str, **given: str) -> None:
             raise ConfigError(f"asyncflow worker ADDRESS {role} needs --{name}, or --from FILE.toml before {role!r}")
 
 
-def _options(given: list[str] | None) -> dict[str, Any]:
+def named_options(given: list[str] | None, flag: str = "--set") -> dict[str, Any]:
     """Values as JSON where they are that, else as text."""
     options: dict[str, Any] = {}
     for each in given or ():
         name, equals, value = each.partition("=")
         if not equals or not name.isidentifier():
-            raise ConfigError(f"--set takes NAME=VALUE, such as lr=1e-6, not {each!r}")
+            raise ConfigError(f"{flag} takes NAME=VALUE, such as lr=1e-6, not {each!r}")
         try:
             options[name] = msgspec.json.decode(value)
         except msgspec.DecodeError:

@@ -47,6 +47,8 @@ class TimedRollout(RolloutEngine):
     """Generates as ``RolloutLatency`` says, whose fields are the options beside ``max_rows`` and ``time_scale``. Takes weights
     after draining, or in flight. One timer for all that runs."""
 
+    conformance_policy = ""
+
     def __init__(self, model: str = "", *, max_rows: int = 64, time_scale: float = 1.0, **latency: Any) -> None:
         self.capabilities = Capabilities(
             swap=frozenset({"drain", "in_flight"}), token_versions=True, max_rows=max_rows
@@ -134,6 +136,8 @@ class TimedRollout(RolloutEngine):
 class TimedTrain(TrainEngine):
     """A step takes ``step_s`` and ``token_s`` for each token of prompts and responses; reading all weights, which a
     publisher does while training waits, ``copy_s``; log-probs of a batch ``token_s`` a token."""
+
+    conformance_policy = ""
 
     def __init__(
         self,

@@ -34,7 +34,8 @@ def expect(condition: object, message: str) -> None:
 class Check:
     """``asks``: its question, in a line. ``means``: what a run suffers when it fails. ``look``: where the fault usually is.
 
-    ``tier``: "basic": what every run needs; "full": what comes up in long ones; "chaos": with real processes that are killed.
+    ``tier``: "basic": what every run needs; "full": what comes up in long ones; "chaos": what comes
+    up in orders that nobody thought of, or with processes that are killed.
     ``body``: takes the lab of its kind, which holds the engine; a coroutine function where the engine has an event loop.
     """
 

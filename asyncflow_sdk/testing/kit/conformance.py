@@ -31,7 +31,7 @@ from .train_lab import TrainLab
 HUGGING_FACE = "asyncflow_torch.reference:HuggingFacePolicy"
 LIMIT_S = 100.0
 _MODULES = {
-    "rollout": ("rollout_basic", "rollout_full"),
+    "rollout": ("rollout_basic", "rollout_full", "rollout_machine"),
     "train": ("train_basic", "train_full", "train_chaos"),
     "transport": ("transport_checks",),
     "sampler": ("policy_checks",),
@@ -40,10 +40,14 @@ _MODULES = {
     "launcher": ("launcher_checks",),
     "tracker": ("tracker_checks",),
 }
+KINDS = tuple(_MODULES)
+"""Of which there are checks."""
 
 
 class Lab(Protocol):
-    """Holds what is checked, of one kind. One thread calls it."""
+    """Holds what is checked, of one kind. One thread calls it. ``seed``: of checks that try steps by chance; None: the same."""
+
+    seed: int | None
 
     def ask(self, body: Callable[[Any], Any], what: str) -> None:
         """Run a check. Raises what it raises; CheckFailed when it does not end."""
@@ -97,17 +101,17 @@ class Conformance:
     """The checks of one engine.
 
     ``engine``: an adapter's name, "module:attribute", or the factory itself; ``options``: its options. ``policy``: whose answers
-    it must give: a `Policy`, or "module:attribute" of one; by default what the factory names as its ``conformance_policy``, else a small
+    it must give: a `Policy`, or "module:attribute" of one; by default what the factory names as its ``conformance_policy`` ("": nobody can know them), else a small
     Hugging Face model (``model``: the folder of another one). ``tiers``, ``only``: which checks, by tier or name.
     ``expected``: those that fail, each with the reason; one that passes all the same is a failure. ``tolerance``: of log-probs.
-    ``limit_s``: no check takes longer. Raises ConfigError and PluginError. Not thread-safe.
+    ``limit_s``: no check takes longer. ``seed``: of checks that try steps by chance; None: always the same steps. Raises ConfigError and PluginError. Not thread-safe.
     """
 
     def __init__(
         self, kind: Kind, engine: str | Callable[..., Any], *, options: Mapping[str, Any] | None = None,
         policy: Policy | str | None = None, model: str | None = None, tiers: Sequence[str] = ("basic", "full"),
         only: Sequence[str] = (), expected: Mapping[str, str] | None = None, tolerance: float = 1e-4,
-        limit_s: float = LIMIT_S,
+        limit_s: float = LIMIT_S, seed: int | None = None,
     ) -> None:  # fmt: skip
         checks = checks_of(kind)
         self.kind, self.engine = kind, engine if isinstance(engine, str) else _name_of(engine)
@@ -124,7 +128,16 @@ class Conformance:
         self._named, self._policy, self._model = engine, policy, model
         self._options = dict(options or {})
         self._tolerance, self._limit_s = tolerance, limit_s
+        self._seed = seed
         self._lab: Lab | None = None
+
+    @property
+    def unknowable(self) -> str:
+        """Why nobody can know the engine's right answers; "" where somebody can. Raises PluginError where it cannot be loaded."""
+        empty = (
+            self.kind in _LABS and self._policy is None and getattr(self._factory(), "conformance_policy", None) == ""
+        )
+        return "it answers as no model does: its conformance_policy is empty" if empty else ""
 
     def run(self, on_result: Callable[[Result], Any] = lambda _: None) -> Report:
         """Ask every check, one after another; ``on_result`` hears of each as it ends."""
@@ -178,16 +191,21 @@ class Conformance:
             lab.close()
 
     def _make_lab(self) -> Lab:
-        factory: Callable[..., Any]
-        if isinstance(self._named, str):
-            factory = registry().get(self.kind, self._named).load()
-        else:
-            factory = self._named
+        factory = self._factory()
         if self.kind not in _LABS:
             return PlainLab(factory, self._options, limit_s=self._limit_s)
-        return _LABS[self.kind](
+        if self.unknowable:
+            raise ConfigError(f"{self.engine}: {self.unknowable}")
+        lab = _LABS[self.kind](
             factory, self._find_policy(factory), self._options, tolerance=self._tolerance, limit_s=self._limit_s
         )
+        lab.seed = self._seed
+        return lab
+
+    def _factory(self) -> Callable[..., Any]:
+        if isinstance(self._named, str):
+            return registry().get(self.kind, self._named).load()
+        return self._named
 
     def _find_policy(self, factory: Any) -> Policy:
         policy = self._policy or (None if self._model else getattr(factory, "conformance_policy", None))

@@ -18,6 +18,7 @@ class PlainLab:
 
     def __init__(self, make: Callable[..., Any], options: Mapping[str, Any], *, limit_s: float) -> None:
         self.factory, self.options, self.limit_s = make, dict(options), limit_s
+        self.seed: int | None = None
         self._open = contextlib.ExitStack()
 
     def made(self) -> Any:

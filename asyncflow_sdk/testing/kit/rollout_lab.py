@@ -39,12 +39,14 @@ class RolloutLab:
         limit_s: float = LIMIT_S,
     ) -> None:  # fmt: skip
         self.policy, self.tolerance, self.limit_s = policy, tolerance, limit_s
+        self.seed: int | None = None
         self.version = 0
         """What the engine holds, or, after a load that failed, what it held before."""
         self.doing = ""
         """What a check is at, for when it does not end: "waiting for ..."."""
         self._make, self._options = make, dict(options)
         self._engine: RolloutEngine | None = None
+        self._closed = False
         self._loop: LoopThread | None = None
 
     # ---- for the runner
@@ -75,7 +77,7 @@ class RolloutLab:
         expect(
             isinstance(engine, RolloutEngine), f"the factory made {engine!r}, which is no asyncflow_sdk.RolloutEngine"
         )
-        self._engine, self.version = engine, 0
+        self._engine, self.version, self._closed = engine, 0, False
 
     async def _made(self) -> Any:
         return self._make(model=self.policy.folder, **self._options)
@@ -90,13 +92,18 @@ class RolloutLab:
         engine, self._engine = self._engine, None
         loop, self._loop = self._loop, None
         try:
-            if engine is not None and loop is not None:
+            if engine is not None and loop is not None and not self._closed:
                 loop.call(engine.close(), self.limit_s, "close()")
         finally:
             if loop is not None:
                 loop.close()
 
     # ---- for checks
+
+    async def close_engine(self) -> None:
+        """Close the engine and leave its loop, in which what it ended may still be heard. ``close`` and ``start`` follow."""
+        self._closed = True
+        await self.engine.close()
 
     @property
     def engine(self) -> RolloutEngine:

@@ -11,6 +11,8 @@ from .policy import Logprobs, Policy
 
 Ids = npt.NDArray[np.int32]
 _BACK, _LOW_IDS = 3, 3
+_CUT = 3.0
+"""Nobody leaves less than a twentieth of the probability in the draw."""
 
 
 def whose_tokens(policy: Policy, version: int, prompt: Ids, ids: Ids) -> str:
@@ -54,7 +56,7 @@ def whose_logprobs(
     beside = [np.abs(have[1:] - wanted[:-1]), np.abs(have[:-1] - wanted[1:])]
     if len(have) > 2 and min(apart.max() for apart in beside) <= tolerance:
         return ": each is that of the token beside it"
-    if (have >= wanted - tolerance).all():
+    if (have >= wanted - tolerance).all() and (have - wanted).max() < _CUT:
         return ": none is lower, as if what was cut from the draw (top_k, top_p, min_p) were cut from the probabilities too"
     return ""
 

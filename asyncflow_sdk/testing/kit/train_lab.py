@@ -42,6 +42,7 @@ class TrainLab:
         self, make: Callable[..., Any], policy: Policy, options: Mapping[str, Any], *, tolerance: float = 1e-4,
         limit_s: float = LIMIT_S,
     ) -> None:  # fmt: skip
+        self.seed: int | None = None
         self.policy, self.tolerance, self.limit_s = policy, tolerance, limit_s
         self.same = max(SAME, min(4 * tolerance, 0.5))
         self.make, self.options = make, {"algorithm": GRPO(), **options}

@@ -1,0 +1,75 @@
+"""Steps in any order: a right engine stands them, and of a wrong one a short list is told that can be read."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import wrong_engines as wrong
+from own_engine import NumpyPolicy, NumpyRollout
+
+from asyncflow_sdk.testing import Conformance, EchoRollout, Result
+
+pytest.importorskip("hypothesis")
+
+
+@pytest.fixture(scope="module")
+def policy() -> NumpyPolicy:
+    return NumpyPolicy()
+
+
+def tried(engine: type[NumpyRollout], policy: NumpyPolicy, seed: int | None = None) -> Result:
+    (result,) = Conformance("rollout", engine, policy=policy, only=["any_order"], limit_s=24, seed=seed).run().results
+    return result
+
+
+def test_a_right_engine_stands_any_order(policy: NumpyPolicy) -> None:
+    assert tried(NumpyRollout, policy).detail == ""
+
+
+@pytest.mark.parametrize("options", [{}, {"partial": True, "token_s": 0.001}, {"in_flight": True, "token_s": 0.001}])
+def test_echo_stands_any_order_in_each_way_of_taking_weights(options: dict[str, object]) -> None:
+    report = Conformance("rollout", EchoRollout, options=options, only=["any_order"], limit_s=20).run()
+
+    assert [(result.outcome, result.detail) for result in report.results] == [("passed", "")]
+
+
+@pytest.mark.parametrize(
+    ("engine", "steps", "said"),
+    [
+        (wrong.KeepsTheCache, "load version", "log-probs"),
+        (wrong.WritesAsItReads, "which breaks off before tensor", "#1|logprobs"),
+        (wrong.KeepsStates, "while requests run", "tokens .* of #"),
+        (wrong.AbortsAll, "cancel #", "raised EngineError: .*aborted"),
+    ],
+    ids=lambda each: getattr(each, "__name__", "-"),
+)
+def test_a_wrong_engine_is_told_by_its_steps(
+    engine: type[NumpyRollout], steps: str, said: str, policy: NumpyPolicy
+) -> None:
+    result = tried(engine, policy)
+
+    assert result.outcome == "failed"
+    first, *listed, last = result.detail.splitlines()
+    assert first == "in any order of steps, this one fails:"
+    assert listed[0].startswith("  1. make the engine")
+    assert steps in "\n".join(listed)
+    assert re.search(said, last)
+
+
+def test_steps_are_as_few_as_can_be_and_the_same_each_time_but_for_a_seed(policy: NumpyPolicy) -> None:
+    first, again, other = (tried(wrong.AnswersNothing, policy, seed).detail for seed in (None, None, 7))
+
+    assert first == again
+    assert [line[5:10] for line in first.splitlines()[1:-1]] == ["make ", "begin", "ask w"]
+    assert other.splitlines()[-1] == "an empty prompt was answered"
+
+
+def test_without_hypothesis_it_does_not_apply(policy: NumpyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+
+    result = tried(NumpyRollout, policy)
+
+    assert result.outcome == "does not apply"
+    assert "pip install 'asyncflow-sdk[kit]'" in result.detail
