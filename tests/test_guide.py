@@ -1,0 +1,56 @@
+"""The guide to an engine of one's own, followed to the letter: its commands and files, in order, in a fresh environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+GUIDE = Path(__file__).parent.parent / "docs" / "your-own-engine.md"
+PART = re.compile(r"(?:<!-- (?P<mark>fails|file: \S+) -->\n)?```(?P<kind>console|python)\n(?P<text>.*?)```", re.S)
+
+
+def script() -> str:
+    """The guide as one script."""
+    lines = ["set -euo pipefail"]
+    for part in PART.finditer(GUIDE.read_text()):
+        mark, text = part["mark"] or "", part["text"]
+        if part["kind"] == "python":
+            assert mark.startswith("file: "), f"nobody runs this block: {text}"
+            lines.append(f"cat > {mark.removeprefix('file: ')} <<'END'\n{text}END")
+        elif mark == "fails":
+            lines.append(f'if ({text.strip()}); then echo "this should have failed"; exit 9; fi')
+        else:
+            lines.append(text)
+    return "\n".join(lines)
+
+
+@pytest.mark.timeout(900)
+def test_the_guide_to_an_own_engine(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    venv.create(tmp_path / "env", with_pip=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
+    here = [sysconfig.get_path("purelib"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    (site / "here.pth").write_text("\n".join(f"import site; site.addsitedir({path!r})" for path in here if path))
+    command = tmp_path / "env" / "bin" / "asyncflow"
+    command.write_text(f'#!/bin/sh\nexec {tmp_path}/env/bin/python -m asyncflow_sdk.cli "$@"\n')
+    command.chmod(0o755)
+    env = {
+        **os.environ, "PATH": f"{tmp_path}/env/bin:{os.environ['PATH']}", "PYTHONPATH": "", "OMP_NUM_THREADS": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }  # fmt: skip
+
+    done = subprocess.run(
+        ["bash", "-c", script()], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=850, check=False
+    )
+
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-6000:]
+    assert "those are of version" in said, "the fault that the guide makes was not named"
+    assert "balanced: True" in said
+    assert list((tmp_path / "my-engine" / "dist").glob("my_engine-*.whl"))
