@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 GUIDE = Path(__file__).parent.parent / "docs" / "your-own-engine.md"
-PART = re.compile(r"(?:<!-- (?P<mark>fails|file: \S+) -->\n)?```(?P<kind>console|python)\n(?P<text>.*?)```", re.S)
+PART = re.compile(r"(?:<!-- (?P<mark>fails|test: guide) -->\n)?```(?P<kind>console|python)\n(?P<text>.*?)```", re.S)
 
 
 def script() -> str:
@@ -21,8 +21,9 @@ def script() -> str:
     for part in PART.finditer(GUIDE.read_text()):
         mark, text = part["mark"] or "", part["text"]
         if part["kind"] == "python":
-            assert mark.startswith("file: "), f"nobody runs this block: {text}"
-            lines.append(f"cat > {mark.removeprefix('file: ')} <<'END'\n{text}END")
+            assert mark == "test: guide", f"nobody runs this block: {text}"
+            name = text.splitlines()[0].removeprefix("# ")
+            lines.append(f"cat > {name} <<'END'\n{text}END")
         elif mark == "fails":
             lines.append(f'if ({text.strip()}); then echo "this should have failed"; exit 9; fi')
         else:
