@@ -1,7 +1,8 @@
-"""A rollout engine in any order of steps, chosen and shortened by Hypothesis, which is asked for only when this is."""
+"""A rollout engine in any order of steps, chosen and shortened by Hypothesis, which need not be installed."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable
@@ -10,6 +11,11 @@ from typing import Any
 from .check import CheckFailed, DoesNotApply, check
 from .rollout_lab import RolloutLab
 from .rollout_world import RolloutWorld
+
+with contextlib.suppress(ImportError):
+    # Now and not in the check: deep in calls, under pytest and with torch loaded, CPython 3.11.7 fails to compile its modules
+    # ("AST constructor recursion depth mismatch").
+    import hypothesis.stateful  # noqa: F401
 
 EXAMPLES, STEPS, SHARE = 40, 24, 0.25
 """So many sequences of so many steps at most, in this share of what a check may take."""
