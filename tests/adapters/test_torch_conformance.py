@@ -32,3 +32,9 @@ def test_the_train_engine_conforms(check: BoundCheck) -> None:
 @parts.parametrize
 def test_the_train_engine_conforms_in_micro_batches(check: BoundCheck) -> None:
     check()
+
+
+def test_the_rollout_engine_in_a_real_run_whose_replicas_are_killed() -> None:
+    report = Conformance("rollout", "transformers", options={"threads": 1}, only=["killed"]).run()
+
+    assert report.ok, report.to_dict()

@@ -9,6 +9,9 @@ import time
 
 import numpy as np
 
+from asyncflow_sdk.interfaces import WeightUpdate
+from asyncflow_sdk.testing import EchoRollout
+
 
 def length(response_ids):
     return [float(len(row)) for row in response_ids]
@@ -96,3 +99,10 @@ def pinned(x):
 
 def stuck(response_ids):
     time.sleep(3600.0)
+
+
+class IgnoresWeights(EchoRollout):
+    """Says that it took them."""
+
+    async def load_weights(self, update: WeightUpdate) -> set[str]:
+        return set(update.tensors)

@@ -49,3 +49,16 @@ def test_a_failure_that_is_expected_keeps_the_level_down() -> None:
     assert [result.outcome for result in report.results] == ["passed", "failed as expected"]
     assert report.ok
     assert report.level == ""
+
+
+def test_it_passes_in_a_real_run_whose_replicas_are_killed() -> None:
+    report = Conformance("rollout", "echo", only=["killed"]).run()
+
+    assert report.ok, report.to_dict()
+
+
+def test_weights_that_are_not_taken_are_seen_in_a_real_run() -> None:
+    report = Conformance("rollout", "functions:IgnoresWeights", only=["killed"]).run()
+
+    assert report.results[0].outcome == "failed"
+    assert "are said to be of version" in report.results[0].detail

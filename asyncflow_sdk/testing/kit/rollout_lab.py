@@ -44,7 +44,7 @@ class RolloutLab:
         """What the engine holds, or, after a load that failed, what it held before."""
         self.doing = ""
         """What a check is at, for when it does not end: "waiting for ..."."""
-        self._make, self._options = make, dict(options)
+        self.make, self.options = make, dict(options)
         self._engine: RolloutEngine | None = None
         self._closed = False
         self._loop: LoopThread | None = None
@@ -80,7 +80,7 @@ class RolloutLab:
         self._engine, self.version, self._closed = engine, 0, False
 
     async def _made(self) -> Any:
-        return self._make(model=self.policy.folder, **self._options)
+        return self.make(model=self.policy.folder, **self.options)
 
     def renew(self) -> None:
         """After a failed check nobody knows what the engine is like: the next check gets a new one."""
