@@ -91,7 +91,9 @@ class Weights:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_types(Weights, {name: value for name, value in vars(self).items() if name not in ("probe", "verify")})
+        check_types(
+            Weights, {name: value for name, value in vars(self).items() if name not in ("dtype", "probe", "verify")}
+        )
         if self.keep < 1:
             raise ConfigError(f"keep must be 1 or more, not {self.keep}: the version that is current is one of them")
         if self.max_swapping < 0 or self.quorum < 0:

@@ -67,7 +67,7 @@ def test_what_goes_through_shared_memory_alone_says_so(run: Run) -> None:
     with pytest.raises(
         ConfigError, match="transport 'shm' goes through the run's shared memory.*on the server's host"
     ):
-        WeightPublisher(run.queue())
+        WeightPublisher(run.queue(), "shm")
 
 
 # ---- keys
