@@ -23,6 +23,7 @@ import numpy as np
 from ..errors import AsyncFlowError, DeadlineExceeded, Ended
 from ..interfaces import WeightUpdate
 from ..queue import LoopPort, TransferQueue
+from ..queue.awaiting import is_set
 from ..types import Probe
 from .prefetch import CLOSE_S, FETCH_S, Staged, said
 from .proof import names_taken
@@ -231,14 +232,12 @@ class OwnUpdates:
                 raise self._updates.failure
             if self._updates.staged is not None or self._updates.ended:
                 return self._updates.staged
-            try:
-                await asyncio.wait_for(self._changed.wait(), until - time.monotonic())
-            except asyncio.TimeoutError:
+            if not await is_set(self._changed, max(until - time.monotonic(), 0.0)):
                 on = "no version" if self.loaded is None else f"version {self.loaded}"
                 why = await self._updates.why()
                 raise DeadlineExceeded(
                     f"no version was published and fetched in {self._timeout_s:g} s; this replica has {on}{why}"
-                ) from None
+                )
 
     async def _permission(self, version: int, until: float) -> bool:
         """Whether ``version`` may be loaded; False when a newer one is there instead."""

@@ -4,7 +4,6 @@ is through or nothing was sent for a while, else with what finishes in the next 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from ..errors import LeaseLost
 from ..interfaces import Completion
 from ..queue import AsyncLeasedBatch
+from ..queue.awaiting import is_set
 from ..types import LOSS_MASK, VERSION_SPANS, Ragged, one_version
 from .drawing import spans_of
 from .text import Text
@@ -99,8 +99,7 @@ class Completing:
             await self._wanted.wait()
             await asyncio.sleep(0)  # whoever the engine woke in this turn adds its rows first
             if not self._through.is_set() and (left_s := sent_s + EVERY_S - clock()) > 0:
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._through.wait(), left_s)
+                await is_set(self._through, left_s)
             self._wanted.clear()
             self._through.clear()
             sent_s = clock()

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import DeadlineExceeded, EngineError
 from ..interfaces import Completion, Request, RolloutEngine
+from ..queue.awaiting import is_set
 from ..types import VersionSpan
 
 WAIT_S = 3600.0
@@ -62,8 +63,7 @@ class Drawing:
             if self._requests:
                 if interrupt:
                     await self._engine.interrupt()
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._empty.wait(), WAIT_S)
+                await is_set(self._empty, WAIT_S)
             if self._requests:
                 raise DeadlineExceeded(
                     f"{self._requests} requests have been in the engine for {WAIT_S:g} s without an end"

@@ -33,7 +33,7 @@ def workflow(**changes: Any) -> af.Workflow:
     """Each prompt is another; a step takes a while, so that there is time to die in it."""
     arguments: dict[str, Any] = {
         "prompts": {"prompt_ids": af.Ragged.of(PROMPTS)},
-        "train": {"shifted": True, "delay_s": 0.02, "max_restarts": 50},
+        "train": {"shifted": True, "delay_s": 0.05, "max_restarts": 50},
         "steps": STEPS,
         "checkpoint": af.Checkpoint(every=5, keep=2),
         "seed": 3,
@@ -74,7 +74,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Counter[tuple[int, ...]]:
 def test_a_trainer_that_is_killed_again_and_again_trains_what_it_would_have(
     tmp_path: Path, whole: Counter[tuple[int, ...]]
 ) -> None:
-    killer = Killer("train-0", at=[2, 7, 11, 17])
+    killer = Killer("train-0", at=[0, 6, 11, 17])
 
     result = workflow().run(tmp_path / "run", on_event=killer)
 
