@@ -26,7 +26,7 @@ PARTS: dict[str, tuple[str, list[Any]]] = {
     ),
     "Train engines": ('kind "train"', [interfaces.TrainEngine, interfaces.StepResult]),
     "Algorithms": ('kind "algorithm"', [interfaces.Algorithm, interfaces.PackedTokens]),
-    "New weights": ("what engines are given", [interfaces.WeightUpdate, interfaces.TensorType]),
+    "New weights": ("what engines are given", [interfaces.WeightUpdate, interfaces.TensorType, interfaces.FilePlace]),
     "Weight transports": (
         'kind "transport"; in `asyncflow_sdk.interfaces`',
         [

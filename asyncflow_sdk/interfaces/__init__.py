@@ -18,6 +18,7 @@ from .tracker import TrackedRun, Tracker
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
 from .weights import (
     Fetched,
+    FilePlace,
     Host,
     Room,
     TensorType,
@@ -35,6 +36,7 @@ __all__ = [
     "Capabilities",
     "Completion",
     "Fetched",
+    "FilePlace",
     "Filling",
     "Host",
     "Launcher",

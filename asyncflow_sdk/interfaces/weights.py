@@ -29,6 +29,13 @@ class TensorType(NamedTuple):
     shape: tuple[int, ...]
 
 
+class FilePlace(NamedTuple):
+    """Bytes ``offset`` from the start of a file that other processes of this host can map."""
+
+    path: str
+    offset: int
+
+
 class WeightUpdate(abc.ABC):
     """A verified version, ready to be loaded: its bytes equal its manifests' digests.
 
@@ -48,6 +55,11 @@ class WeightUpdate(abc.ABC):
     @abc.abstractmethod
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """(name, torch tensor)."""
+
+    def place(self, name: str) -> FilePlace | None:
+        """Where a whole tensor lies in C order, for engines that compute in other processes; valid until the update is released.
+        None where it lies in this process alone. Nobody writes there."""
+        return None
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -162,17 +174,19 @@ class WeightSender(abc.ABC):
 class Fetched:
     """A version's bytes at the fetching end, verified. ``chunks``: uint8 (nbytes,) each, contiguous, writable
     without harm to anyone else. ``moved``: bytes that had to be moved for it (0 where they were mapped), ``encoding``
-    how: mapped, full or delta. ``release`` gives them back."""
+    how: mapped, full or delta. ``places``: of each chunk, where it lies in a file, if other processes of this host can map that
+    until ``release``, which gives the bytes back; else none."""
 
     manifest: Manifest
     chunks: Sequence[Any]
     moved: int = 0
     encoding: str = "full"
     on_release: Callable[[], None] | None = None
+    places: Sequence[FilePlace] = ()
 
     def release(self) -> None:
         """Idempotent. Views that are still held stay valid."""
-        self.chunks = ()
+        self.chunks = self.places = ()
         freed, self.on_release = self.on_release, None
         if freed is not None:
             freed()

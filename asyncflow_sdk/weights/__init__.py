@@ -1,5 +1,6 @@
 """WeightSync: moves and verifies versions of the weights; the ledger says which is current."""
 
+from .handover import Handover, handed_over, read_handed
 from .host import host_of
 from .loading import Loading
 from .negotiating import AUTO, Choice, check_fetching, check_swap, choose_encoding, choose_swap, choose_transport
@@ -15,6 +16,7 @@ from .updates import WeightUpdates
 __all__ = [
     "AUTO",
     "Choice",
+    "Handover",
     "Loading",
     "OwnUpdate",
     "OwnUpdates",
@@ -33,6 +35,8 @@ __all__ = [
     "choose_encoding",
     "choose_swap",
     "choose_transport",
+    "handed_over",
     "host_of",
+    "read_handed",
     "transport_named",
 ]

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import AsyncFlowError, DeadlineExceeded, Ended
-from ..interfaces import WeightUpdate
+from ..interfaces import FilePlace, WeightUpdate
 from ..queue import LoopPort, TransferQueue
 from ..queue.awaiting import is_set
 from ..types import Probe
@@ -59,6 +59,12 @@ class OwnUpdate(WeightUpdate):
         for name, tensor in self._staged:
             self._handed.add(name)
             yield name, tensor
+
+    def place(self, name: str) -> FilePlace | None:
+        place = self._staged.place(name)
+        if place is not None:
+            self._handed.add(name)
+        return place
 
     def took(self, names: Iterable[str]) -> None:
         """Which tensors the engine took, by its own word."""

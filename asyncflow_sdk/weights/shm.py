@@ -16,7 +16,7 @@ from typing import ClassVar
 import msgspec
 
 from ..errors import ConfigError, DigestMismatch, LeaseLost, VersionGone
-from ..interfaces.weights import Bytes, Fetched, Host, WeightReceiver, WeightSender, WeightTransport
+from ..interfaces.weights import Bytes, Fetched, FilePlace, Host, WeightReceiver, WeightSender, WeightTransport
 from ..memory import Mapper, PrivateMaps
 from ..types import Manifest
 from .staging import HEAD_BYTES, Place, Staging, StagingRoom
@@ -100,6 +100,7 @@ class ShmReceiver(WeightReceiver):
     """Maps versions that a sender on this host wrote into ``directory``."""
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._mapper, self._maps = Mapper(directory), PrivateMaps()
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
@@ -108,10 +109,16 @@ class ShmReceiver(WeightReceiver):
         if manifest.digested:  # digests tell, too, what an engine wrote into; looking for it takes a tenth of a copy
             chunks = self._mapped(manifest, places, look=False)
             try:
-                return _verified(manifest, chunks)
+                return self._verified(manifest, chunks, places)
             except DigestMismatch:
                 del chunks  # none of them is used again without a look from here on
-        return _verified(manifest, self._mapped(manifest, places, look=True))
+        return self._verified(manifest, self._mapped(manifest, places, look=True), places)
+
+    def _verified(self, manifest: Manifest, chunks: Sequence[Bytes], places: Sequence[Place]) -> Fetched:
+        for bucket in manifest.buckets():
+            manifest.check(bucket, memoryview(chunks[bucket.chunk][bucket.start : bucket.stop]))  # type: ignore[arg-type]
+        files = [FilePlace(str(self._directory / place.segment), place.start + HEAD_BYTES) for place in places]
+        return Fetched(manifest, chunks, encoding="mapped", places=files)
 
     def _mapped(self, manifest: Manifest, places: Sequence[Place], *, look: bool) -> list[Bytes]:
         try:
@@ -122,12 +129,6 @@ class ShmReceiver(WeightReceiver):
     def close(self) -> None:
         self._maps.close()
         self._mapper.close()
-
-
-def _verified(manifest: Manifest, chunks: Sequence[Bytes]) -> Fetched:
-    for bucket in manifest.buckets():
-        manifest.check(bucket, memoryview(chunks[bucket.chunk][bucket.start : bucket.stop]))  # type: ignore[arg-type]
-    return Fetched(manifest, chunks, encoding="mapped")
 
 
 def _places(manifest: Manifest, where: bytes) -> list[Place]:

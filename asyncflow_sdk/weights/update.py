@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from ..errors import VersionGone, WeightMismatch
-from ..interfaces.weights import Fetched, TensorType, WeightUpdate
+from ..interfaces.weights import Fetched, FilePlace, TensorType, WeightUpdate
 from ..types import TensorInfo, carrier, from_torch, to_torch
 
 Array = np.ndarray[Any, Any]
@@ -56,6 +56,14 @@ class Update(WeightUpdate):
         for name in self.tensors:
             value = self._value(name)
             yield name, to_torch(value) if isinstance(value, np.ndarray) else value
+
+    def place(self, name: str) -> FilePlace | None:
+        pieces = self._pieces[name]
+        part, info = pieces[0]
+        if len(pieces) > 1 or not info.nbytes or not part.places:
+            return None
+        path, start = part.places[info.chunk]
+        return FilePlace(path, start + info.offset)
 
     def release(self) -> None:
         parts, self._parts = self._parts, None
