@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -39,7 +41,11 @@ CAUGHT = [
     (wrong.IgnoresUpdates, "update", r"those are of version 0; whichever tensor comes changed, its answers stay"),
     (wrong.TakesAllButOne, "update", r"change no answer when they come changed: mix\.bias$"),
     (wrong.LeavesAThread, "closes", r"threads \['never-joined'\] are still alive after close\(\)"),
-    (wrong.LeavesAProcess, "closes", r"processes \[\d+\] are still alive after close\(\)"),
+    (wrong.LeavesAProcess, "closes", r"processes are still alive after close\(\): \d+ \(sleep 30\)"),
+    (wrong.LeavesAServer, "closes", r"processes are still alive after close\(\): \d+ \(sleep 31\)"),
+    (wrong.LeavesASegment, "closes", r"segments of shared memory are still there after close\(\): /dev/shm/wrong-engine-"),
+    (wrong.LeavesDescriptors, "closes", r"closed left 1 descriptors open; open are .*/dev/zero"),
+    (wrong.LeavesADaemonThread, "closes", r"each engine that was made and closed left 1 threads running"),
     (wrong.KeepsTheCache, "stale_cache", r"of a prompt seen before the update"),
     (wrong.SwallowsTheUnknown, "unknown_tensor", r"it took 'model\.layers\.0\.not_there\.weight', which no model has"),
     (wrong.Reshapes, "misshapen_tensor", r"was taken as \[48, 64\], and the model has \[64, 48\]"),
@@ -49,6 +55,11 @@ CAUGHT = [
     (wrong.StopsFollowing, "updates_in_a_row", r"after version 3 are .* those are of version 2"),
     (wrong.NeverGoesBack, "updates_in_a_row", r"EngineError: an older version"),
     (wrong.Leaks, "memory", r"did not come back: (0\.9|1\.\d) times the model each"),
+    (wrong.LeaksSegments, "memory", r"took \d+ MB of shared memory that did not come back"),
+    (wrong.LeaksSharedMaps, "memory", r"took \d+ MB of shared memory that did not come back"),
+    (wrong.LeaksDescriptors, "memory", r"updates of a model of \d+ KB left \d+ descriptors open"),
+    (wrong.LeaksThreads, "memory", r"updates of a model of \d+ KB left \d+ threads running"),
+    (wrong.LeaksInItsWorker, "memory", r"took \d+ MB that did not come back"),
     (wrong.LosesRoom, "abort", r"that of cancelled ones has not come back"),
     (wrong.GoesOn, "abort", r"what is cancelled is still decoded to its end"),
     (wrong.AbortsAll, "abort", r"cancelling a generation ended another one too"),
@@ -67,7 +78,10 @@ CAUGHT = [
     (wrong.RefusesTheWholeContext, "whole_context", r"EngineError: too long"),
 ]  # fmt: skip
 
-HANGS = {wrong.LosesRoom, wrong.ForgetsNeighbours, wrong.LeavesAThread, wrong.LeavesAProcess}
+HANGS = {
+    wrong.LosesRoom, wrong.ForgetsNeighbours, wrong.LeavesAThread, wrong.LeavesAProcess, wrong.LeavesAServer,
+    wrong.LeavesASegment,
+}  # fmt: skip
 HANG_S = 3.0
 
 
@@ -80,6 +94,12 @@ def _nothing_left() -> Iterator[None]:
         process = wrong.LeavesAProcess.STARTED.pop()
         process.kill()
         process.wait(10)
+    while wrong.LeavesAServer.PIDS:
+        os.kill(wrong.LeavesAServer.PIDS.pop(), signal.SIGKILL)
+    while wrong.LeavesASegment.MADE:
+        wrong.LeavesASegment.MADE.pop().unlink()
+    while wrong.OPEN:
+        os.close(wrong.OPEN.pop())
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +122,12 @@ def test_every_check_catches_somebody() -> None:
     report = Conformance("rollout", NumpyRollout)  # any_order has a file of its own
 
     assert {check.name for check in report.checks} == {check for _, check, _ in CAUGHT}
+
+
+def test_an_engine_that_a_process_can_make_once_gives_back_what_it_must(policy: NumpyPolicy) -> None:
+    report = Conformance("rollout", wrong.MadeOnce, policy=policy, only=["closes"]).run()
+
+    assert [(result.outcome, result.detail) for result in report.results] == [("passed", "")]
 
 
 def test_a_right_engine_passes(policy: NumpyPolicy) -> None:

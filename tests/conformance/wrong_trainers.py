@@ -396,6 +396,24 @@ class Leaks(BigramTrain):
         return super().train_step(batch)
 
 
+@fails("memory")
+class LeaksDescriptors(BigramTrain):
+    """As one does that opens a file for each step."""
+
+    def train_step(self, batch: Batch) -> StepResult:
+        self.files = [*getattr(self, "files", []), open(os.devnull)]  # noqa: SIM115
+        return super().train_step(batch)
+
+
+@fails("closes")
+class LeavesDescriptors(BigramTrain):
+    files: ClassVar[list[Any]] = []
+
+    def __init__(self, model: str, *, lr: float = 1.0, algorithm: Any) -> None:
+        super().__init__(model, lr=lr, algorithm=algorithm)
+        self.files.append(open(os.devnull))  # noqa: SIM115
+
+
 @fails("closes")
 class LeavesAThread(BigramTrain):
     ended: Any = None

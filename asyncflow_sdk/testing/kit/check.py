@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 Tier = Literal["basic", "full", "chaos"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
-Outcome = Literal["passed", "failed", "does not apply", "failed as expected", "passed unexpectedly"]
+Outcome = Literal["passed", "failed", "does not apply", "not asked", "failed as expected", "passed unexpectedly"]
 """The last one is a failure too: an expectation that is not true any more is to be taken out."""
 
 Body = Callable[[Any], "Awaitable[None] | None"]
@@ -22,6 +22,10 @@ class CheckFailed(AssertionError):
 
 class DoesNotApply(Exception):
     """Raised by a check that has nothing to ask of this engine; the reason."""
+
+
+class NotAsked(Exception):
+    """Raised by a check that has something to ask and cannot, since what it asks with is not there; the reason."""
 
 
 def expect(condition: object, message: str) -> None:
@@ -37,6 +41,7 @@ class Check:
     ``tier``: "basic": what every run needs; "full": what comes up in long ones; "chaos": what comes
     up in orders that nobody thought of, or with processes that are killed.
     ``body``: takes the lab of its kind, which holds the engine; a coroutine function where the engine has an event loop.
+    ``alone``: it wants a process in which no engine was made before, where that can be had.
     """
 
     kind: str
@@ -46,6 +51,7 @@ class Check:
     means: str
     look: str
     body: Body
+    alone: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -54,7 +60,7 @@ class Check:
 @dataclass(frozen=True)
 class Result:
     """What came of one check. ``detail``: of a failure what was seen, of an expected one the reason given, else why it does not
-    apply. ``seconds``: how long it took, for people; it is part of no verdict."""
+    apply or was not asked. ``seconds``: how long it took, for people; it is part of no verdict."""
 
     check: Check
     outcome: Outcome
@@ -77,7 +83,7 @@ class Result:
 _CHECKS: dict[str, dict[str, Check]] = {}
 
 
-def check(kind: str, tier: Tier, *, means: str, look: str) -> Callable[[F], F]:
+def check(kind: str, tier: Tier, *, means: str, look: str, alone: bool = False) -> Callable[[F], F]:
     """Make a function a check of engines of ``kind``. Its name is the check's, the first line of its docstring its question."""
 
     def register(body: F) -> F:
@@ -85,7 +91,7 @@ def check(kind: str, tier: Tier, *, means: str, look: str) -> Callable[[F], F]:
         asks = (body.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
         known = _CHECKS.setdefault(kind, {})
         assert name not in known, f"two checks of {kind} engines are named {name}"
-        known[name] = Check(kind, name, tier, " ".join(asks.split()), means, look, body)
+        known[name] = Check(kind, name, tier, " ".join(asks.split()), means, look, body, alone)
         return body
 
     return register

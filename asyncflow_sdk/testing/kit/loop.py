@@ -17,9 +17,10 @@ _SHOWN = 6
 
 
 class LoopThread:
-    """``call`` from any thread but its own."""
+    """``call`` from any thread but its own. ``stuck``: something blocks it, and did not end in time."""
 
     def __init__(self) -> None:
+        self.stuck = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine-loop")
         self._thread.start()
@@ -54,6 +55,8 @@ class LoopThread:
             await self._loop.shutdown_asyncgens()
             await self._loop.shutdown_default_executor()
 
+        if self.stuck:
+            return
         try:
             self.call(cancel(), 10.0, "cancelling what was left")
         except CheckFailed:
@@ -68,6 +71,7 @@ class LoopThread:
         alive = threading.Event()
         self._loop.call_soon_threadsafe(alive.set)
         if not alive.wait(1.0):
+            self.stuck = True
             stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
             return "the event loop is blocked in " + said(stack)
         waits = []

@@ -19,6 +19,8 @@ class PlainLab:
     def __init__(self, make: Callable[..., Any], options: Mapping[str, Any], *, limit_s: float) -> None:
         self.factory, self.options, self.limit_s = make, dict(options), limit_s
         self.seed: int | None = None
+        self.ever_made = True
+        self.waits: Callable[[float], Any] = lambda _: None
         self._open = contextlib.ExitStack()
 
     def made(self) -> Any:
@@ -41,6 +43,7 @@ class PlainLab:
                 ended.append(None)
 
         thread = threading.Thread(target=run, daemon=True, name="check")
+        self.waits(self.limit_s)
         thread.start()
         thread.join(self.limit_s)
         self.renew()

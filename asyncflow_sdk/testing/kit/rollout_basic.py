@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +12,8 @@ import numpy as np
 from ...errors import EngineError
 from ...interfaces import RolloutEngine
 from .check import CheckFailed, DoesNotApply, check, expect
-from .rollout_lab import RolloutLab, descendants
+from .resources import check_given_back
+from .rollout_lab import RolloutLab
 
 DRAWS = 256
 NAMED = 64
@@ -310,25 +308,17 @@ async def _untaken(lab: RolloutLab, prompt: np.ndarray[Any, Any]) -> str:
 @check(
     "rollout", "basic",
     means="workers of a run that has ended stay, with their memory and their GPUs",
-    look="close(): join threads, end processes, and what still waits for an answer gets EngineError",
+    look="close(): join threads, end processes, and what still waits for an answer gets EngineError", alone=True,
 )  # fmt: skip
 def closes(lab: RolloutLab) -> None:
-    """close() ends what the engine started: threads that would keep the process alive, and processes."""
-    lab.close()
-    threads, children = set(threading.enumerate()), set(descendants(os.getpid()))
-    lab.start()
+    """close() gives back what the engine has taken: threads, processes, shared memory, descriptors."""
 
-    lab.ask(_one, "a request")
+    def start() -> None:
+        lab.start()
+        lab.call(_one(lab), "a request")
+
     lab.close()
-    deadline = time.monotonic() + min(10.0, lab.limit_s)
-    while time.monotonic() < deadline:
-        left = [t.name for t in threading.enumerate() if t not in threads and not t.daemon and t.is_alive()]
-        processes = set(descendants(os.getpid())) - children
-        if not left and not processes:
-            return
-        time.sleep(0.05)
-    expect(not left, f"threads {left} are still alive after close(), and keep the process from ending")
-    expect(not processes, f"processes {sorted(processes)} are still alive after close()")
+    check_given_back(start, lab.close, limit_s=lab.limit_s)
 
 
 async def _one(lab: RolloutLab) -> None:

@@ -13,7 +13,8 @@ from ...errors import EngineError, WeightError
 from ...interfaces import Completion
 from ...weights.proof import check_held
 from .check import CheckFailed, check, expect, needs
-from .rollout_lab import Ids, RolloutLab, resident_bytes
+from .resources import Growth, Held
+from .rollout_lab import Ids, RolloutLab
 
 UPDATES, LOADED_BYTES = (6, 400), 64 << 20
 """So many versions are loaded to see whether memory grows: as many as make this many bytes, within bounds."""
@@ -142,7 +143,7 @@ async def updates_in_a_row(lab: RolloutLab) -> None:
     look="references to old tensors, to updates, to results of requests; caches that are keyed by version",
 )  # fmt: skip
 async def memory(lab: RolloutLab) -> None:
-    """Loading version after version takes no more and more memory."""
+    """Loading version after version takes no more and more memory, shared memory, GPU memory, descriptors, threads or processes."""
     prompt = lab.policy.prompts(1, seed=24)
     nbytes = sum(array.nbytes for array in lab.policy.tensors(lab.version).values())
     first = lab.version + 1
@@ -159,19 +160,14 @@ async def memory(lab: RolloutLab) -> None:
     await some(2 * UPDATES[0])
     each_s = (time.monotonic() - began) / (2 * UPDATES[0])
     count = max(min(count, int(lab.limit_s / 20 / each_s)), UPDATES[0])
-    allowed = int(GROWN * nbytes) + ALLOCATOR_BYTES
-    for _ in range(3):  # what leaks grows each time, an allocator does not
+    growth = Growth(nbytes=int(GROWN * nbytes) + ALLOCATOR_BYTES, count=count // 2)
+    for _ in range(3):
         lab.doing = f"loading {count} versions"
-        before = resident_bytes()
+        before = Held.now()
         await some(count)
-        grown = resident_bytes() - before
-        if grown <= allowed:
+        if not growth.look(before):
             return
-    expect(
-        False,
-        f"{count} updates of a model of {nbytes >> 10} KB took {grown >> 20} MB that did not come back:"
-        f" {grown / count / nbytes:.1f} times the model each",
-    )
+    raise CheckFailed(growth.said("updates", count, nbytes))
 
 
 @check(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from typing import Any, TypeVar
@@ -21,7 +20,9 @@ from .policy import Policy
 from .signs import whose_logprobs, whose_tokens
 from .updates import HeldUpdate
 
-LIMIT_S = 60.0
+LIMIT_S, MAKING_S = 60.0, 600.0
+_CALLS = 4
+"""A check that is no coroutine function may take so many times the limit between two waits for the engine."""
 _SHOWN = 12
 Ids = npt.NDArray[np.int32]
 T = TypeVar("T")
@@ -45,6 +46,10 @@ class RolloutLab:
         self.doing = ""
         """What a check is at, for when it does not end: "waiting for ..."."""
         self.make, self.options = make, dict(options)
+        self.ever_made = False
+        """Whether there ever was an engine."""
+        self.waits: Callable[[float], Any] = lambda _: None
+        """Hears, before each wait, for how many seconds at most."""
         self._engine: RolloutEngine | None = None
         self._closed = False
         self._loop: LoopThread | None = None
@@ -52,14 +57,15 @@ class RolloutLab:
     # ---- for the runner
 
     def ask(self, body: Callable[[RolloutLab], Any], what: str) -> None:
-        """Run a check, on the engine's loop if it is a coroutine function; the engine is made if there is none. Raises what
-        the check raises."""
+        """Run a check. One that is a coroutine function runs on the engine's loop, and the engine is made if there is none; others
+        make theirs. Raises what the check raises."""
         self.doing = ""
-        if self._engine is None:
-            self.start()
         if not inspect.iscoroutinefunction(inspect.unwrap(body)):
+            self.waits(MAKING_S + _CALLS * self.limit_s)
             body(self)
             return
+        if self._engine is None:
+            self.start()
         self.call(self._body(body), what)
 
     async def _body(self, body: Callable[[RolloutLab], Any]) -> None:
@@ -68,16 +74,19 @@ class RolloutLab:
     def call(self, work: Coroutine[Any, Any, T], what: str) -> T:
         """What ``work`` comes to on the engine's loop; for checks that are no coroutine functions."""
         assert self._loop is not None
+        self.waits(self.limit_s)
         return self._loop.call(work, self.limit_s, lambda: f"{what}{self.doing and f' ({self.doing})'}")
 
     def start(self) -> None:
         """Make the engine, on its loop. Raises what its factory raises."""
         self._loop = LoopThread()
-        engine = self._loop.call(self._made(), max(self.limit_s, 600.0), "making the engine")
+        limit_s = max(self.limit_s, MAKING_S)
+        self.waits(limit_s)
+        engine = self._loop.call(self._made(), limit_s, "making the engine")
         expect(
             isinstance(engine, RolloutEngine), f"the factory made {engine!r}, which is no asyncflow_sdk.RolloutEngine"
         )
-        self._engine, self.version, self._closed = engine, 0, False
+        self._engine, self.version, self._closed, self.ever_made = engine, 0, False, True
 
     async def _made(self) -> Any:
         return self.make(model=self.policy.folder, **self.options)
@@ -88,11 +97,12 @@ class RolloutLab:
             self.close()
 
     def close(self) -> None:
-        """Raises what closing the engine raises."""
+        """Raises what closing the engine raises. One that blocks its loop is left behind."""
         engine, self._engine = self._engine, None
         loop, self._loop = self._loop, None
         try:
-            if engine is not None and loop is not None and not self._closed:
+            if engine is not None and loop is not None and not self._closed and not loop.stuck:
+                self.waits(self.limit_s)
                 loop.call(engine.close(), self.limit_s, "close()")
         finally:
             if loop is not None:
@@ -255,30 +265,6 @@ def check_spans(lab: RolloutLab, said: str, got: Completion) -> None:
         expect(span.start == at < span.end, f"{said}: spans {list(got.spans)} do not follow each other from token 0")
         at = span.end
     expect(at == len(got.token_ids), f"{said}: spans cover {at} of {len(got.token_ids)} tokens")
-
-
-def resident_bytes() -> int:
-    """Of this process and its children: memory that is its own (anonymous, resident)."""
-    return sum(_resident(pid) for pid in [os.getpid(), *descendants(os.getpid())])
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes below a process, as far as they are still to be seen."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as file:
-                for child in map(int, file.read().split()):
-                    found += [child, *descendants(child)]
-    return found
-
-
-def _resident(pid: int) -> int:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        for line in file:
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) << 10
-    return 0
 
 
 def _some(ids: Ids, start: int) -> str:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -13,7 +10,7 @@ import numpy as np
 from ...errors import SchemaError
 from ...types import Batch, Ragged, one_version
 from .check import CheckFailed, check, expect, needs
-from .rollout_lab import descendants
+from .resources import check_given_back
 from .train_lab import NOTHING, TrainLab, changed, copied, unlike
 
 ODD_OPTION = "an_option_that_no_engine_has"
@@ -212,25 +209,18 @@ def every_token(lab: TrainLab) -> None:
 @check(
     "train", "basic",
     means="workers of a run that has ended stay, with their memory and their GPUs",
-    look="close(): join threads, end processes and process groups",
+    look="close(): join threads, end processes and process groups", alone=True,
 )  # fmt: skip
 def closes(lab: TrainLab) -> None:
-    """close() ends what the engine started: threads that would keep the process alive, and processes."""
-    lab.end()
+    """close() gives back what the engine has taken: threads, processes, shared memory, descriptors."""
     batch = lab.batch()
-    threads, children = set(threading.enumerate()), set(descendants(os.getpid()))
-    lab.fresh()
-    lab.step(batch)
+
+    def start() -> None:
+        lab.fresh()
+        lab.step(batch)
+
     lab.end()
-    deadline = time.monotonic() + min(10.0, lab.limit_s / 10)
-    while time.monotonic() < deadline:
-        left = [t.name for t in threading.enumerate() if t not in threads and not t.daemon and t.is_alive()]
-        processes = set(descendants(os.getpid())) - children
-        if not left and not processes:
-            return
-        time.sleep(0.05)
-    expect(not left, f"threads {left} are still alive after close(), and keep the process from ending")
-    expect(not processes, f"processes {sorted(processes)} are still alive after close()")
+    check_given_back(start, lab.end, limit_s=lab.limit_s)
 
 
 def train_until_seen(lab: TrainLab, batch: Batch, weights: Any, **options: Any) -> float:

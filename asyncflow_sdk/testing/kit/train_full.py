@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
-import gc
 import math
 from typing import Any
 
@@ -17,7 +14,7 @@ from ...interfaces import Algorithm, PackedTokens
 from ...types import Batch, Ragged
 from ...types.dtypes import from_torch, is_torch
 from .check import CheckFailed, DoesNotApply, check, expect, needs
-from .rollout_lab import resident_bytes
+from .resources import Growth, Held
 from .train_basic import SEEN, train_until_seen
 from .train_lab import NOTHING, TrainLab, changed, copied, masked, unlike
 
@@ -345,11 +342,10 @@ def live_views(lab: TrainLab) -> None:
     look="losses kept with their graphs, tensors of batches, metrics that are no plain floats, gathered copies",
 )  # fmt: skip
 def memory(lab: TrainLab) -> None:
-    """Step after step takes no more and more memory."""
+    """Step after step takes no more and more memory, shared memory, GPU memory, descriptors, threads or processes."""
     batch = lab.batch((4, 4), seed=65)
     nbytes = sum(array.nbytes for array in lab.policy.tensors(0).values())
     steps = max(12, min(math.ceil((16 << 20) / max(nbytes, 1)), 60))
-    allowed = steps * nbytes // 4 + (4 << 20)
 
     def some(count: int) -> None:
         for _ in range(count):
@@ -359,24 +355,13 @@ def memory(lab: TrainLab) -> None:
 
     lab.fresh()
     some(8)
-    grown = 0
-    for _ in range(3):  # an allocator may grow now and then
-        before = _live_bytes()
+    growth = Growth(nbytes=steps * nbytes // 4 + (4 << 20), count=steps // 2)
+    for _ in range(3):
+        before = Held.now()
         some(steps)
-        grown = _live_bytes() - before
-        if grown <= allowed:
+        if not growth.look(before):
             return
-    raise CheckFailed(
-        f"{steps} steps of a model of {nbytes >> 10} KB took {grown >> 20} MB that did not come back, three times in a row"
-    )
-
-
-def _live_bytes() -> int:
-    """Resident memory without what the C library has free: else a leak would first fill that, unseen."""
-    gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
-    return resident_bytes()
+    raise CheckFailed(growth.said("steps", steps, nbytes))
 
 
 def _plain(values: Any) -> npt.NDArray[Any]:

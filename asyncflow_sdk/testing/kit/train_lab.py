@@ -46,6 +46,8 @@ class TrainLab:
         self.policy, self.tolerance, self.limit_s = policy, tolerance, limit_s
         self.same = max(SAME, min(4 * tolerance, 0.5))
         self.make, self.options = make, {"algorithm": GRPO(), **options}
+        self.ever_made = False
+        self.waits: Callable[[float], Any] = lambda _: None
         self._engine: TrainEngine | None = None
         self._new = False
         self._thread: EngineThread | None = None
@@ -56,6 +58,7 @@ class TrainLab:
         """Run a check in the engine's thread. Raises what the check raises."""
         if self._thread is None or self._thread.stuck:
             self._thread = EngineThread()
+        self.waits(self.limit_s)
         self._thread.call(lambda: body(self), self.limit_s, what)
 
     def renew(self) -> None:
@@ -68,6 +71,7 @@ class TrainLab:
         thread, self._thread = self._thread, None
         try:
             if thread is not None and not thread.stuck:
+                self.waits(self.limit_s)
                 thread.call(self.end, self.limit_s, "close()")
         finally:
             self._engine = None
@@ -90,7 +94,7 @@ class TrainLab:
         self.end()
         engine: TrainEngine = self.make(model=self.policy.folder, **{**self.options, **options})
         expect(isinstance(engine, TrainEngine), f"the factory made {engine!r}, which is no asyncflow_sdk.TrainEngine")
-        self._engine, self._new = engine, not options
+        self._engine, self._new, self.ever_made = engine, not options, True
         return engine
 
     def end(self) -> None:

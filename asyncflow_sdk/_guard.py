@@ -1,0 +1,201 @@
+"""A process that ends with whoever started it, and with it everything that was started below it, however either ends.
+
+with Guarded("package.module:function") as child:        # function(line, stacks), in a process of its own
+    child.line.sendall(b"...")                           # a socket; its end tells the function to end
+
+Between the two stands a process that does nothing but wait, so that no engine can keep it from seeing either end: the
+starter's by the socket, which the kernel closes also after kill -9, the function's as its parent. What the function's
+process leaves behind becomes this one's child, is named, and is killed. It loads nothing, since it forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SETTLE_S, KILL_S = 2.0, 10.0
+_SUBREAPER, _IS_SUBREAPER = 36, 37  # prctl(2)
+_END_WITH_THEIR_PROCESS = (
+    b"multiprocessing.resource_tracker",
+    b"multiprocessing.forkserver",
+    b"torch._inductor.compile_worker",
+)
+"""Helpers that an interpreter has once started, and that end when it does."""
+
+
+class Guarded:
+    """A process that runs ``function(line, stacks)``: the other end of ``line``, and a file for its stacks.
+
+    ``line``: a socket; the last line that comes on it, of JSON, says how it ended: ``ended`` (its wait status; None: it was ended
+    since this end was closed), ``left`` (processes that it left, as "pid command", killed since), ``stacks``.
+    """
+
+    def __init__(self, function: str) -> None:
+        self.line, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "asyncflow_sdk._guard", function],
+                stdin=theirs.fileno(), start_new_session=True,  # Ctrl-C is the starter's to handle
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+
+    def kill(self) -> None:
+        """End it, and all below it."""
+        self.line.close()
+        try:
+            self.process.wait(2 * KILL_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def __enter__(self) -> Guarded:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+
+
+def main() -> None:
+    line = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    adopt_orphans(True)
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno())
+    with tempfile.TemporaryFile() as stacks:
+        pid = os.fork()
+        if not pid:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            woken.close()
+            wake.close()
+            faulthandler.enable(stacks)
+            module, _, name = sys.argv[1].partition(":")
+            getattr(importlib.import_module(module), name)(line, stacks)
+            return
+        status = _watch(pid, line, woken)
+        left = [] if status is None else _left_over()
+        _kill_below()
+        words = {
+            "ended": status,
+            "left": left,
+            "stacks": os.pread(stacks.fileno(), 1 << 16, 0).decode(errors="replace"),
+        }
+        with contextlib.suppress(OSError):
+            line.sendall(json.dumps(words).encode() + b"\n")
+    os._exit(0)
+
+
+def _watch(pid: int, line: socket.socket, woken: socket.socket) -> int | None:
+    """The wait status of the process; None when the other end of ``line`` was closed before."""
+    poller = select.poll()
+    poller.register(line, 0)  # POLLHUP alone: what comes on it is for the process
+    poller.register(woken, select.POLLIN)
+    while True:
+        for ended, status in _reaped():
+            if ended == pid:
+                return status
+        for fd, _ in poller.poll():
+            if fd == line.fileno():
+                return None
+            woken.recv(1 << 12)
+
+
+def _left_over() -> list[str]:
+    """What is still there a moment after."""
+    until = time.monotonic() + SETTLE_S
+    while (left := living_below()) and time.monotonic() < until:
+        list(_reaped())
+        time.sleep(0.02)
+    return [f"{pid} {command}" for pid, command in left.items()]
+
+
+def _kill_below() -> None:
+    until = time.monotonic() + KILL_S
+    while (below := descendants(os.getpid())) and time.monotonic() < until:
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        list(_reaped())
+        time.sleep(0.01)
+
+
+def _reaped() -> Iterator[tuple[int, int]]:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
+
+
+def adopt_orphans(on: bool) -> bool:
+    """Whether processes below this one become its children when their parent ends. Returns how it was."""
+    prctl: Any = ctypes.CDLL(None, use_errno=True).prctl
+    before = ctypes.c_int(0)
+    prctl(_IS_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_SUBREAPER, ctypes.c_ulong(on), 0, 0, 0)
+    return bool(before.value)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below a process, as far as they are still to be seen."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def living_below() -> dict[int, str]:
+    """The processes below this one that run, with their commands; without those that only wait for its end."""
+    living: dict[int, str] = {}
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError, IndexError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            if state not in "ZX" and not any(each in command for each in _END_WITH_THEIR_PROCESS):
+                living[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()[:120]
+    return living
+
+
+def stack_of(stacks: str) -> str:
+    """Where the thread stood that a fault was in, or those that did not only wait, the innermost call first; "" if unknown."""
+    last = stacks[max(stacks.rfind("Timeout ("), stacks.rfind("Fatal Python error"), 0) :]
+    threads = [part.splitlines() for part in last.split("\n\n") if " (most recent call first):" in part]
+    faulty = [part for part in threads if any(line.startswith("Current thread") for line in part)]
+    said = []
+    for lines in faulty or threads:
+        calls = [_call(line) for line in lines if line.startswith("  File ")]
+        if calls and (faulty or not calls[0].endswith(_WAITING)):
+            said.append(" < ".join(calls[:5]))
+    return "; ".join(dict.fromkeys(said))
+
+
+_WAITING = ("(threading.py)", "(selectors.py)", "(queue.py)", "(socket.py)")
+
+
+def _call(line: str) -> str:
+    """'  File "/a/b.py", line 3 in f' as 'f (b.py:3)', without the line where it is of those that wait."""
+    path, _, rest = line.strip().removeprefix('File "').partition('", line ')
+    number, _, name = rest.partition(" in ")
+    file = path.rsplit("/", 1)[-1]
+    return f"{name} ({file})" if f"({file})" in _WAITING else f"{name} ({file}:{number})"
+
+
+if __name__ == "__main__":
+    main()

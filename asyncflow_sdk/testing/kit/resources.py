@@ -1,0 +1,246 @@
+"""What an engine holds of its host: memory, shared memory, descriptors, threads, processes; and whether it gives them back."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from ..._guard import adopt_orphans, descendants, living_below
+from .check import CheckFailed, expect
+
+SHM = "/dev/shm/"
+_ANONYMOUS = "/dev/zero (deleted)"  # a shared map without a name
+CYCLES = 3
+_SETTLE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """By this process and all below it. Bytes: ``memory`` (anonymous and resident), ``segments`` (shared memory), ``gpu``;
+    the others are counted."""
+
+    memory: int
+    segments: int
+    gpu: int
+    descriptors: int
+    threads: int
+    processes: int
+
+    @classmethod
+    def now(cls) -> Held:
+        gc.collect()
+        with contextlib.suppress(AttributeError, OSError):  # not glibc; else a leak would first fill what it has free
+            ctypes.CDLL(None).malloc_trim(0)
+        pids = [os.getpid(), *descendants(os.getpid())]
+        return cls(
+            sum(map(_resident, pids)), sum({**_segments(pids), **_abandoned()}.values()), _gpu_bytes(pids), sum(len(_ls(pid, "fd")) for pid in pids),
+            sum(len(_ls(pid, "task")) for pid in pids), len(living_below()),
+        )  # fmt: skip
+
+    def beyond(self, before: Held, *, nbytes: int, count: int) -> dict[str, int]:
+        """What has grown by more than so many bytes, or so many of what is counted, and by how much."""
+        grown = {each.name: getattr(self, each.name) - getattr(before, each.name) for each in fields(self)}
+        return {name: by for name, by in grown.items() if by > (nbytes if name in _BYTES else count)}
+
+
+_BYTES = {"memory": "", "segments": " of shared memory", "gpu": " of GPU memory"}
+_COUNTED = {"descriptors": "descriptors open", "threads": "threads running", "processes": "processes running"}
+
+
+class Growth:
+    """What grows round after round. An allocator grows now and then, and so does what others have on this host."""
+
+    def __init__(self, *, nbytes: int, count: int) -> None:
+        self.nbytes, self.count = nbytes, count
+        self.suspects: dict[str, int] | None = None
+
+    def look(self, before: Held) -> bool:
+        """After a round: whether something has grown in this one and in each before it."""
+        grown = Held.now().beyond(before, nbytes=self.nbytes, count=self.count)
+        if self.suspects is not None:
+            grown = {name: by for name, by in grown.items() if name in self.suspects}
+        self.suspects = grown
+        return bool(grown)
+
+    def said(self, what: str, count: int, nbytes: int) -> str:
+        """``count`` of ``what``, each of a model of ``nbytes``."""
+        parts = []
+        for name, by in (self.suspects or {}).items():
+            if name in _BYTES:
+                each = f"{by / count / nbytes:.1f} times the model each"
+                parts.append(f"took {by >> 20} MB{_BYTES[name]} that did not come back: {each}")
+            else:
+                parts.append(f"left {by} {_COUNTED[name]}")
+        return f"{count} {what} of a model of {nbytes >> 10} KB {', and '.join(parts)}"
+
+
+def check_given_back(start: Callable[[], None], close: Callable[[], None], *, limit_s: float) -> None:
+    """``start`` makes an engine and uses it; when ``close`` has closed it, nothing of it is left.
+
+    Threads that keep a process alive, processes, also those that have lost their parent, and segments: after the first time.
+    Descriptors and other threads may be made once and stay, so only those count that each engine leaves anew; one that a process
+    can make only once is not asked about them.
+    """
+    until = time.monotonic() + limit_s / 2
+    with _adopting():
+        before, threads, processes = set(_segments([os.getpid()])), set(threading.enumerate()), set(living_below())
+        first = _counts()
+        start()
+        segments = {key for key in _segments([os.getpid(), *descendants(os.getpid())]) if key[0].startswith(SHM)}
+        close()
+        _check_left(segments - before, threads, processes, min(10.0, limit_s))
+        left = _settled(first)
+        for _ in range(CYCLES - 1):
+            if not left or time.monotonic() > until:
+                return
+            base = _counts()
+            try:
+                start()
+            except Exception:
+                return
+            close()
+            left = _settled(base)
+    if left:
+        new = ", ".join(sorted(set(_descriptors()))[-8:]) if "descriptors" in left else ""
+        said = ", ".join(f"{by} {_COUNTED[name]}" for name, by in left.items())
+        raise CheckFailed(f"each engine that was made and closed left {said}{new and f'; open are {new}'}")
+
+
+def _check_left(segments: set[Segment], threads: set[threading.Thread], processes: set[int], wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    while True:
+        alive = [t.name for t in threading.enumerate() if t not in threads and not t.daemon and t.is_alive()]
+        running = {pid: command for pid, command in living_below().items() if pid not in processes}
+        kept = sorted(path for path, inode in segments if _inode(path) == inode)
+        if not (alive or running or kept) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    expect(not alive, f"threads {alive} are still alive after close(), and keep the process from ending")
+    said = ", ".join(f"{pid} ({command})" for pid, command in sorted(running.items()))
+    expect(not running, f"processes are still alive after close(): {said}")
+    expect(not kept, f"segments of shared memory are still there after close(): {', '.join(kept)}")
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Processes whose parent ends are seen as this one's meanwhile, as servers that detach themselves."""
+    before = adopt_orphans(True)
+    mine = set(descendants(os.getpid()))
+    try:
+        yield
+    finally:
+        adopt_orphans(before)
+        for pid in set(descendants(os.getpid())) - mine - set(living_below()):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)  # nobody else waits for one that was adopted
+
+
+def _counts() -> dict[str, int]:
+    gc.collect()
+    return {"descriptors": len(_ls(os.getpid(), "fd")), "threads": len(_ls(os.getpid(), "task"))}
+
+
+def _settled(base: dict[str, int]) -> dict[str, int]:
+    """What is more than it was, also after a moment."""
+    until = time.monotonic() + _SETTLE_S
+    while True:
+        left = {name: count - base[name] for name, count in _counts().items() if count > base[name]}
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.05)
+
+
+def _descriptors() -> Iterator[str]:
+    for fd in _ls(os.getpid(), "fd"):
+        with contextlib.suppress(OSError):
+            yield os.readlink(f"/proc/self/fd/{fd}")
+
+
+Segment = tuple[str, int]
+
+
+def _segments(pids: list[int]) -> dict[Segment, int]:
+    """Bytes of shared memory that the processes map or have open, by path and inode."""
+    found: dict[Segment, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found |= dict(_mapped(pid))
+    return found
+
+
+def _abandoned() -> dict[Segment, int]:
+    """What is this user's in /dev/shm and nobody has open: left by these processes, or by others that died."""
+    files: dict[Segment, int] = {}
+    for folder, _, names in os.walk(SHM):
+        for name in names:
+            with contextlib.suppress(OSError):
+                stat = os.stat(path := os.path.join(folder, name))
+                if stat.st_uid == os.getuid():
+                    files[path, stat.st_ino] = stat.st_blocks << 9
+    if files:
+        for key in _segments([int(name) for name in os.listdir("/proc") if name.isdigit()]):
+            files.pop(key, None)
+    return files
+
+
+def _mapped(pid: int) -> Iterator[tuple[Segment, int]]:
+    sizes: dict[Segment, int] = {}
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        parts = line.split(None, 5)
+        if len(parts) == 6 and parts[5].startswith((SHM, "/memfd:", _ANONYMOUS)):
+            start, end = (int(each, 16) for each in parts[0].split("-"))
+            key = (parts[5], int(parts[4]))
+            sizes[key] = max(sizes.get(key, 0), int(parts[2], 16) + end - start)
+    for fd in _ls(pid, "fd"):
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/{pid}/fd/{fd}")
+            if path.startswith((SHM, "/memfd:")):
+                stat = os.stat(f"/proc/{pid}/fd/{fd}")
+                sizes[path, stat.st_ino] = stat.st_blocks << 9
+    yield from sizes.items()
+
+
+def _inode(path: str) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_ino
+    return None
+
+
+def _resident(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        for line in file:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+def _ls(pid: int, folder: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(f"/proc/{pid}/{folder}")
+    return []
+
+
+def _gpu_bytes(pids: list[int]) -> int:
+    """What torch holds here; of processes below, what the driver says, where it knows them by these numbers."""
+    torch = sys.modules.get("torch")
+    here = 0
+    if torch is not None and torch.cuda.is_initialized():
+        here = sum(torch.cuda.memory_allocated(device) for device in range(torch.cuda.device_count()))
+    if len(pids) == 1 or (tool := shutil.which("nvidia-smi")) is None:
+        return here
+    asked = [tool, "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        rows = subprocess.run(asked, capture_output=True, text=True, timeout=20.0, check=True).stdout.splitlines()
+        used = {int(pid): int(mib) << 20 for pid, mib in (row.split(",") for row in rows if row)}
+        here += sum(used.get(pid, 0) for pid in pids[1:])
+    return here
