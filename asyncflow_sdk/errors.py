@@ -7,6 +7,7 @@ AsyncFlowError
 │   └── WriteOnceError     a column of a row was written a second time
 ├── LeaseLost              the rows are no longer yours; nothing of what you sent had an effect
 ├── Ended                  the stream is over: no further row will come
+├── VersionNeeded          a replica gets nothing more before it loads a newer version
 ├── DeadlineExceeded       a deadline passed; says who is waited for (also a TimeoutError)
 ├── MemoryFull             shared memory or disk has no room for the data
 ├── WireError              the connection

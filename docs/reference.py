@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from asyncflow_sdk import interfaces, plugins, testing
+import msgspec
+import typer
+
+from asyncflow_sdk import errors, interfaces, plugins, testing, types
+from asyncflow_sdk.cli.app import app
 
 PAGE = Path(__file__).parent / "reference.md"
-HEAD = """# Reference: what plugins implement
+HEAD = """# Reference
 
 Written by `python docs/reference.py` from the docstrings; the words are those that `help(...)` shows. How plugins are found is in
 [plugins](plugins.md), how one is written in [your own engine](your-own-engine.md), how it is checked in [conformance](conformance.md).
+First what plugins implement, then what they are given and what users choose, errors, the kit, and the command.
 All names are in `asyncflow_sdk` too, as `af.RolloutEngine`, where no other module is named.
 """
-PARTS: dict[str, tuple[str, list[Any]]] = {
+PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
     "The hook": ("", [plugins.AdapterSpec, plugins.HookSpecs]),
     "Rollout engines": (
         'kind "rollout"',
@@ -30,36 +35,155 @@ PARTS: dict[str, tuple[str, list[Any]]] = {
     "Weight transports": (
         'kind "transport"; in `asyncflow_sdk.interfaces`',
         [
-            interfaces.WeightTransport, interfaces.WeightSender, interfaces.WeightReceiver, interfaces.Room,
-            interfaces.Fetched, interfaces.Host,
+            interfaces.WeightTransport,
+            interfaces.WeightSender,
+            interfaces.WeightReceiver,
+            interfaces.Room,
+            interfaces.Fetched,
+            interfaces.Host,
         ],
     ),
     "Samplers": ('kind "sampler"', [interfaces.Sampler, interfaces.Candidates]),
     "Staleness policies": ('kind "staleness"', [interfaces.StalenessPolicy, interfaces.Filling]),
     "Launchers": (
         'kind "launcher"',
-        [interfaces.Launcher, interfaces.WorkerOrder, interfaces.WorkerHandle, interfaces.WorkerEnding, interfaces.Place],
+        [
+            interfaces.Launcher,
+            interfaces.WorkerOrder,
+            interfaces.WorkerHandle,
+            interfaces.WorkerEnding,
+            interfaces.Place,
+        ],
     ),
     "Trackers": ('kind "tracker"', [interfaces.Tracker, interfaces.TrackedRun]),
-    "The kit": (
-        "in `asyncflow_sdk.testing`",
-        [testing.Conformance, testing.Report, testing.Result, testing.Check, testing.Policy],
+    "What users choose": (
+        "checked when it is made",
+        [types.Sampling, types.Staleness, types.Weights, types.Probe, types.Checkpoint],
     ),
-}  # fmt: skip
+    "Values": ("what rows are made of", [types.Batch, types.Ragged, types.VersionSpan, types.TokenAges]),
+    "Functions of values": (
+        "in `asyncflow_sdk.types`",
+        [
+            types.one_version,
+            types.token_versions,
+            types.token_staleness,
+            types.token_steps,
+            types.loss_mask,
+            types.from_torch,
+            types.to_torch,
+            types.dtype_name,
+            types.carrier,
+        ],
+    ),
+}
+KIT = (
+    testing.Conformance,
+    testing.Report,
+    testing.Result,
+    testing.Check,
+    testing.CheckFailed,
+    testing.checks_of,
+    testing.Policy,
+    testing.EchoPolicy,
+    testing.check_sampler,
+    testing.check_staleness_policy,
+    testing.check_transport,
+)
+STANDING_IN = (
+    testing.EchoRollout, testing.EchoTrain, testing.TimedRollout, testing.TimedTrain, testing.RolloutLatency,
+    testing.Decoding,
+)  # fmt: skip
+
+COMMAND = """`asyncflow COMMAND --help` says the same. Any command that uses plugins takes `--no-plugin NAME`, which leaves one out, here and
+in workers; any takes `--debug`, which shows tracebacks. Exit code 2: what was asked for cannot be done; 130: interrupted.
+"""
 
 
 def page() -> str:
     """The whole of it."""
     parts = [HEAD]
-    for title, (where, classes) in PARTS.items():
+    for title, (where, things) in PARTS.items():
         parts.append(f"\n## {title}\n" + (f"\n{where[0].upper()}{where[1:]}.\n" if where else ""))
-        parts += ["".join(_class(each)) for each in classes]
+        parts += map(_thing, things)
+    parts += ["\n## Errors\n", *_errors()]
+    parts += ["\n## The kit\n\nIn `asyncflow_sdk.testing`.\n", *map(_thing, KIT)]
+    parts += ["\n## Engines that stand in for others\n\nIn `asyncflow_sdk.testing`.\n", *map(_thing, STANDING_IN)]
+    parts += ["\n## The command\n", COMMAND, *_commands(app, "asyncflow")]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).strip() + "\n"
+
+
+def _thing(thing: Any) -> str:
+    if isinstance(thing, type):
+        return "".join(_class(thing))
+    return f"\n### `{thing.__name__}`\n\n```\n{thing.__name__}{_signature(thing)}\n```\n\n{_text(thing)}\n"
+
+
+def _errors() -> Iterator[str]:
+    """The tree, which the module draws; and what each says of itself."""
+    tree = re.search(r"AsyncFlowError\n(├.*\n|│.*\n|└.*\n)+", errors.__doc__ or "")
+    assert tree is not None
+    yield f"In `asyncflow_sdk.errors`.\n\n```\n{tree[0]}```\n\n| error | |\n|---|---|"
+    for name, error in vars(errors).items():
+        if isinstance(error, type) and error.__module__ == errors.__name__:
+            yield f"| `{name}` | {' '.join(_text(error).split())} |"
+
+
+def _commands(of: typer.Typer, name: str) -> Iterator[str]:
+    """Of each command: what it does, and what it takes, as its function says it."""
+    for command in of.registered_commands:
+        said = command.callback
+        assert said is not None
+        yield _command(f"{name} {command.name or said.__name__}", said)
+    for group in of.registered_groups:
+        whole, inner = group.typer_instance, f"{name} {group.name}"
+        assert whole is not None
+        if whole.registered_callback is not None and whole.registered_callback.callback is not None:
+            yield _command(inner, whole.registered_callback.callback)
+        yield from _commands(whole, inner)
+
+
+def _command(name: str, function: Callable[..., Any]) -> str:
+    kinds = get_type_hints(function, include_extras=True)
+    taken = [
+        _parameter(each, kinds[each.name])
+        for each in inspect.signature(function).parameters.values()
+        if get_origin(kinds[each.name]) is Annotated and each.name not in ("no_plugin", "debug")
+    ]
+    text = " ".join(_text(function).split())
+    if not taken:
+        return f"\n### `{name}`\n\n{text}\n"
+    width = max(len(left) for left, _ in taken)
+    lines = "".join(f"{left:{width}}  {right}".rstrip() + "\n" for left, right in taken)
+    return f"\n### `{name}`\n\n{text}\n\n```\n{lines}```\n"
+
+
+def _parameter(parameter: inspect.Parameter, kind: Any) -> tuple[str, str]:
+    """What is typed, and what it means."""
+    plain, said = get_args(kind)[:2]
+    word = said.metavar or next((WORDS[type] for type in re.findall(r"\w+", str(plain)) if type in WORDS), "")
+    if isinstance(said, typer.models.ArgumentInfo):
+        left = said.metavar or parameter.name.upper()
+    else:
+        names = [each for each in (said.default, *(said.param_decls or ())) if isinstance(each, str)]
+        left = " ".join([", ".join(names) or "--" + parameter.name.replace("_", "-"), word]).strip()
+    default = said.show_default if isinstance(said.show_default, str) else parameter.default
+    kept = said.show_default and default not in (None, "", False, inspect.Parameter.empty, ...)
+    return left, " ".join((said.help or "").split()) + (f" [{default}]" if kept else "")
+
+
+WORDS = {"bool": "", "int": "NUMBER", "float": "NUMBER", "Path": "PATH", "str": "TEXT"}
 
 
 def _class(cls: type) -> Iterator[str]:
     yield f"\n### `{cls.__name__}`\n\n{_text(cls)}\n"
-    if dataclasses.is_dataclass(cls):
+    if _made_by_users(cls):
+        yield f"\n```\n{cls.__name__}{_signature(cls.__init__)}\n```\n"
+    if issubclass(cls, msgspec.Struct):
+        fields = msgspec.structs.fields(cls)
+        lines = [f"{each.name}: {cls.__annotations__[each.name]}" for each in fields]
+        defaults = ["" if each.default is msgspec.NODEFAULT else f" = {each.default!r}" for each in fields]
+        yield "\n```\n" + "".join(f"{line}{end}\n" for line, end in zip(lines, defaults, strict=True)) + "```\n"
+    elif dataclasses.is_dataclass(cls):
         yield "\n```\n" + "".join(f"{line}\n" for line in _fields(cls)) + "```\n"
     elif attributes := list(_attributes(cls)):
         yield "\n```\n" + "".join(f"{line}\n" for line in attributes) + "```\n"
@@ -73,6 +197,12 @@ def _class(cls: type) -> Iterator[str]:
         said = name if isinstance(member, property) else f"{kind}{name}{_signature(function)}"
         marks = " · to be implemented" if getattr(member, "__isabstractmethod__", False) else ""
         yield f"\n**`{said}`**{marks}\n\n{_text(function)}\n"
+
+
+def _made_by_users(cls: type) -> bool:
+    """By calling it with arguments of its own, which no list of fields tells."""
+    plain = not dataclasses.is_dataclass(cls) and not issubclass(cls, (msgspec.Struct, tuple))
+    return plain and not inspect.isabstract(cls) and inspect.isfunction(vars(cls).get("__init__"))
 
 
 def _fields(cls: Any) -> Iterator[str]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
+from types import ModuleType
 
-import asyncflow_sdk.interfaces as interfaces
+import pytest
+import typer
+
+from asyncflow_sdk import errors, interfaces, testing
+from asyncflow_sdk.cli.app import app
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -16,8 +22,25 @@ def test_the_reference_is_written_anew_when_docstrings_change() -> None:
     assert (DOCS / "reference.md").read_text() == page, "run: python docs/reference.py"
 
 
-def test_every_interface_is_in_it() -> None:
+@pytest.mark.parametrize(("module", "kind"), [(interfaces, type), (testing, object)])
+def test_everything_that_plugins_use_is_in_it(module: ModuleType, kind: type) -> None:
     page = (DOCS / "reference.md").read_text()
-    classes = [name for name in interfaces.__all__ if isinstance(getattr(interfaces, name), type)]
+    exported = {name: getattr(module, name) for name in module.__all__}
+    names = [name for name, value in exported.items() if callable(value) and isinstance(value, kind)]
 
-    assert [name for name in classes if f"### `{name}`" not in page] == []
+    assert [name for name in names if f"### `{name}`" not in page] == []
+
+
+def test_every_error_is_in_it_and_in_the_tree() -> None:
+    page = (DOCS / "reference.md").read_text()
+    names = [name for name, value in vars(errors).items() if isinstance(value, type)]
+
+    assert [name for name in names if f"| `{name}` |" not in page] == []
+    assert [name for name in names if not re.search(rf"(^|─ ){name}\b", errors.__doc__ or "", re.M)] == []
+
+
+def test_every_command_is_in_it() -> None:
+    page = (DOCS / "reference.md").read_text()
+    said = typer.main.get_command(app)
+
+    assert [name for name in said.commands if f"### `asyncflow {name}`" not in page] == []  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """A training engine's state on disk: weights and optimizer as safetensors, exactly; nothing is pickled.
 
-PATH/weights.safetensors      named as in named_weights
+PATH/weights.safetensors      named as in named_weights, the masters of those that have one
 PATH/optimizer.safetensors    "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME" and "random_state"
 PATH/state.json               written last: without it the checkpoint is not complete
 """
@@ -16,26 +16,28 @@ from safetensors.torch import load_file, save_file
 
 from asyncflow_sdk.errors import ConfigError
 
+from .masters import Masters
 from .policy import named_weights
 
 _FORMAT = 1
 _RANDOM_STATE = "random_state"
 
 
-def save(path: Path, model: Any, optimizer: Any) -> None:
-    """Write the state of both, and of torch's random generator, below ``path``."""
+def save(path: Path, model: Any, masters: Masters, optimizer: Any) -> None:
+    """Write the state of all three, and of torch's random generator, below ``path``."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "state.json").unlink(missing_ok=True)
     state = {_RANDOM_STATE: torch.get_rng_state()}
-    for name, parameter in model.named_parameters():
+    for name, parameter in masters.named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             state[f"{key}/{name}"] = value
-    save_file({name: tensor.contiguous() for name, tensor in named_weights(model)}, path / "weights.safetensors")
+    weights = {name: tensor.detach().contiguous() for name, tensor in _weights(model, masters).items()}
+    save_file(weights, path / "weights.safetensors")
     save_file(state, path / "optimizer.safetensors")
     (path / "state.json").write_text(json.dumps({"format": _FORMAT}))
 
 
-def load(path: Path, model: Any, optimizer: Any) -> None:
+def load(path: Path, model: Any, masters: Masters, optimizer: Any) -> None:
     """Restore what ``save`` wrote, in place. Raises ConfigError for what is no checkpoint of this model."""
     if not (path / "state.json").is_file():
         raise ConfigError(f"{path} holds no complete checkpoint of a TorchEngine: state.json is missing")
@@ -43,7 +45,7 @@ def load(path: Path, model: Any, optimizer: Any) -> None:
     if found.get("format") != _FORMAT:
         raise ConfigError(f"checkpoint {path} has format {found.get('format')}; this version reads {_FORMAT}")
     saved = load_file(path / "weights.safetensors")
-    weights = dict(named_weights(model))
+    weights = _weights(model, masters)
     unlike = [n for n in weights.keys() | saved.keys() if _kind(weights.get(n)) != _kind(saved.get(n))]
     if unlike:
         raise ConfigError(f"checkpoint {path} is of another model; these differ: {', '.join(sorted(unlike))}")
@@ -52,12 +54,17 @@ def load(path: Path, model: Any, optimizer: Any) -> None:
     with torch.no_grad():
         for name, tensor in weights.items():
             tensor.copy_(saved[name])
-    parameters = dict(model.named_parameters())
+    masters.give_weights()
     optimizer.state.clear()
     for name, value in state.items():
         key, _, parameter = name.partition("/")
-        target = parameters[parameter]
+        target = masters.named[parameter]
         optimizer.state[target][key] = value.to(target.device)
+
+
+def _weights(model: Any, masters: Masters) -> dict[str, Any]:
+    """What is trained, as precise as it is known, and stored buffers."""
+    return dict(named_weights(model)) | masters.named
 
 
 def _kind(tensor: Any) -> tuple[Any, Any] | None:

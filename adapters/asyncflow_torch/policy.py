@@ -1,6 +1,6 @@
 """The policy: a causal language model from a Hugging Face folder, its weights by name, its folder again.
 
-model = load_policy("runs/demo/model", dtype="float32", device="cpu")
+model = load_policy("runs/demo/model", dtype="auto", device="cpu")
 dict(named_weights(model))             # {"model.embed_tokens.weight": tensor, ...}
 assign(model, update)                  # a WeightUpdate, written in place, all of it or nothing
 export_policy(model, "runs/demo/model", Path("trained"))
@@ -26,7 +26,7 @@ _TOKENIZER_FILES = (
 
 
 def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: str | None = None) -> Any:
-    """The model in ``folder``, in eval mode on ``device`` with weights of ``dtype``.
+    """The model in ``folder``, in eval mode on ``device`` with weights of ``dtype``; "auto": that of the folder.
 
     Never reaches for the network. Raises ConfigError for what is no complete model folder, and for a dtype
     or device that torch does not have here.
@@ -177,9 +177,13 @@ def _type_of(tensor: Any) -> str:
 
 
 def _dtype(name: str) -> Any:
+    if name == "auto":
+        return name
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"dtype {name!r} is no floating-point dtype of torch; use float32, bfloat16 or float16")
+        raise ConfigError(
+            f"dtype {name!r} is no floating-point dtype of torch; use float32, bfloat16, float16 or auto"
+        )
     return dtype
 
 

@@ -1,7 +1,7 @@
 """HuggingFacePolicy: a model folder as the conformance kit knows it, its answers computed one sequence at a time.
 
 policy = HuggingFacePolicy()                       # a small Llama of its own, random
-policy = HuggingFacePolicy("models/mine")          # yours, in float32
+policy = HuggingFacePolicy("models/mine")          # yours, computed in float32
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncflow_sdk.testing import Policy
 from asyncflow_sdk.types import from_torch, to_torch
 
 from .demo.model import BOS, EOS, PAD, tokenizer
-from .policy import context_of, load_policy, named_weights, no_progress_bar, vocabulary_of
+from .policy import context_of, export_policy, load_policy, named_weights, no_progress_bar, vocabulary_of
 
 Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float64]
@@ -52,12 +52,13 @@ def tiny_model(folder: Path, *, seed: int = 0, ends: bool = False, **options: An
 
 
 class HuggingFacePolicy(Policy):
-    """``folder``: a Hugging Face model folder; None makes `tiny_model` in a temporary one. Computes in float32 on the CPU.
+    """``folder``: a Hugging Face model folder; None makes `tiny_model` in a temporary one. ``dtype``: of the weights that engines
+    hold; "auto": as they are stored. Computes in float32 on the CPU.
 
     Version 0 is the folder's. Every later one adds to each weight random numbers of its own spread, seeded by version and name.
     """
 
-    def __init__(self, folder: str | None = None, *, dtype: str = "float32") -> None:
+    def __init__(self, folder: str | None = None, *, dtype: str = "auto") -> None:
         if folder is None:
             self._made = tempfile.TemporaryDirectory(prefix="asyncflow-policy-")
             folder = tiny_model(Path(self._made.name))
@@ -65,7 +66,7 @@ class HuggingFacePolicy(Policy):
         model = load_policy(folder, dtype=dtype, device="cpu")
         self.vocabulary, self.context = vocabulary_of(model), context_of(model) or 1024
         self._first = {name: from_torch(tensor).copy() for name, tensor in named_weights(model)}
-        self._model = load_policy(folder, dtype="float32", device="cpu") if dtype != "float32" else model
+        self._model = model if model.dtype == torch.float32 else model.float()
         self._model.requires_grad_(False)
         self._targets = dict(named_weights(self._model))
         self._held: int | Weights = 0
@@ -96,6 +97,14 @@ class HuggingFacePolicy(Policy):
     def read(self, folder: Path) -> Weights:
         model = load_policy(str(folder), dtype=self._dtype, device="cpu")
         return {name: from_torch(tensor) for name, tensor in named_weights(model)}
+
+    def rounded(self, dtype: str) -> HuggingFacePolicy:
+        place = tempfile.TemporaryDirectory(prefix="asyncflow-policy-")
+        model = load_policy(self._folder, dtype="bfloat16", device="cpu")
+        export_policy(model if dtype == "bfloat16" else model.float(), self._folder, Path(place.name))
+        policy = HuggingFacePolicy(place.name)
+        policy._made = place
+        return policy
 
     def next_logprobs(self, version: int, prompt: Ids, temperature: float = 1.0) -> Logprobs:
         return np.asarray(self._answers(version, prompt.astype(np.int64).tobytes(), temperature)[-1])

@@ -36,8 +36,8 @@ class TransformersEngine(RolloutEngine):
     """Decodes in one background thread; a late request joins the rows that are running.
 
     ``model``: a Hugging Face folder. ``max_rows``: rows decoded at once, further requests wait in order.
-    ``threads``: of torch, for the whole process; None leaves them. ``dtype`` must be the trainer's for its
-    weights to be taken.
+    ``threads``: of torch, for the whole process; None leaves them. ``dtype``, by default the folder's,
+    must be the one that versions are published in.
 
     Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also where
     top-k or top-p cut the draw: what a trainer recomputes. A request with a seed draws the same random
@@ -52,7 +52,7 @@ class TransformersEngine(RolloutEngine):
         self,
         model: str,
         *,
-        dtype: str = "float32",
+        dtype: str = "auto",
         device: str = "cpu",
         max_rows: int = 256,
         threads: int | None = None,

@@ -24,12 +24,14 @@ from asyncflow_sdk.types import Batch, Ragged, loss_mask
 from . import checkpoint
 from .collate import check_tokens, check_training, micro_batches
 from .logprobs import batch_logprobs, response_logprobs
+from .masters import Masters
 from .packing import PerToken, checked_advantages, extra_columns
 from .policy import context_of, export_policy, load_policy, named_weights, vocabulary_of
 
 
 class TorchEngine(TrainEngine):
-    """One process, one device, weights and optimizer in ``dtype``.
+    """One process, one device. Optimizer and master weights are float32; what is computed with and published is in ``dtype``,
+    by default the checkpoint's.
 
     ``temperature``: the rollouts', under which log-probs are computed. ``micro_batch_tokens``: the most
     input tokens of a forward pass, padding included; None takes a step in one pass. ``threads``: of torch,
@@ -46,7 +48,7 @@ class TorchEngine(TrainEngine):
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
-        dtype: str = "float32",
+        dtype: str = "auto",
         device: str = "cpu",
         temperature: float = 1.0,
         micro_batch_tokens: int | None = None,
@@ -71,8 +73,9 @@ class TorchEngine(TrainEngine):
         self._model = load_policy(model, dtype=dtype, device=device)
         self._device = self._model.device
         self._vocabulary, self._context = vocabulary_of(self._model), context_of(self._model)
+        self._masters = Masters(self._model)
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=lr, betas=tuple(betas), weight_decay=weight_decay, fused=True
+            self._masters.named.values(), lr=lr, betas=tuple(betas), weight_decay=weight_decay, fused=True
         )
 
     def train_step(self, batch: Batch) -> StepResult:
@@ -110,7 +113,7 @@ class TorchEngine(TrainEngine):
         lengths = behaviour.lengths
         total = int(lengths.sum())
         sums: dict[str, Any] = defaultdict(float)
-        self._optimizer.zero_grad()
+        self._no_gradients()
         for part in micro_batches(batch, tokens=self._micro_batch_tokens, device=self._device, mask=mask):
             stats = response_logprobs(self._model, part, temperature=self._temperature)
             rows = np.repeat(np.arange(len(part.rows)), lengths[part.rows])
@@ -124,16 +127,22 @@ class TorchEngine(TrainEngine):
                 )
             )  # fmt: skip
             loss.backward()
+            self._masters.take_gradients()
             measured = {**measured, "loss": loss.detach(), "entropy": stats.entropy.sum() / total}
             for name, value in measured.items():
                 sums[name] += value
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._masters.named.values(), self._max_grad_norm)
         if not torch.isfinite(norm):
-            self._optimizer.zero_grad()
+            self._no_gradients()
             raise EngineError(f"the gradient's norm is {float(norm)}; no step was made, the weights are as before")
         self._optimizer.step()
+        self._masters.give_weights()
         sums["grad_norm"] = norm
         return {name: float(value) for name, value in sums.items()} | {"tokens": float(total)}
+
+    def _no_gradients(self) -> None:
+        self._model.zero_grad()  # a backward pass that raised may have left some
+        self._optimizer.zero_grad()
 
     def logprobs(self, batch: Batch) -> Ragged:
         """Log-probs of ``response_ids`` under the current weights and the engine's temperature."""
@@ -141,16 +150,16 @@ class TorchEngine(TrainEngine):
         return batch_logprobs(self._model, batch, temperature=self._temperature, tokens=self._micro_batch_tokens)
 
     def named_weights(self) -> Iterable[tuple[str, Any]]:
-        """Live views of the parameters, in Hugging Face names, tied weights once."""
+        """Live views of the parameters, in Hugging Face names and ``dtype``, tied weights once."""
         return named_weights(self._model)
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer and random state below ``path``: safetensors and JSON, no pickle."""
-        checkpoint.save(path, self._model, self._optimizer)
+        """Write master weights, optimizer and random state below ``path``: safetensors and JSON, no pickle."""
+        checkpoint.save(path, self._model, self._masters, self._optimizer)
 
     def load(self, path: Path) -> None:
         """Continue from what ``save`` wrote. Learning rate and the like are this engine's, not the saved."""
-        checkpoint.load(path, self._model, self._optimizer)
+        checkpoint.load(path, self._model, self._masters, self._optimizer)
 
     def export(self, path: Path) -> None:
         """Write the policy as a Hugging Face folder, with the tokenizer it came with."""

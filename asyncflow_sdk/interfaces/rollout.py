@@ -68,8 +68,10 @@ class Completion:
     """One finished response, or what an interrupted one had drawn.
 
     ``index``: 0 to n - 1. ``token_ids``: int32 (length,), the end token included when one was drawn.
-    ``logprobs``: float32 (length,), natural log under the distribution the tokens were drawn from
-    (temperature applied). ``finish_reason``: stop, length, or aborted for one that was interrupted, with none or more
+    ``logprobs``: float32 (length,), natural log of each token's softmax(logits / temperature) over the whole vocabulary: at the
+    request's temperature, and at 1 for a greedy response (temperature 0). What top_k and top_p left out of the draw, or any other
+    processor of logits, is not left out of the sum: a trainer computes the denominator of its ratio in the same way, without them.
+    ``finish_reason``: stop, length, or aborted for one that was interrupted, with none or more
     tokens. ``spans``: only of engines with ``token_versions``.
     """
 
@@ -119,7 +121,7 @@ class RolloutEngine(abc.ABC):
     async def logprobs(
         self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]
     ) -> Sequence[Sequence[float]]:
-        """Log-probs of each response's tokens after its prompt, at temperature 1, under the weights held now. Nothing is
+        """Log-probs of each response's tokens after its prompt, at temperature 1 over the whole vocabulary, under the weights held now. Nothing is
         running. Engines with ``capabilities.logprobs`` have it: it proves after a swap what they hold."""
         raise NotImplementedError(f"{type(self).__name__} cannot score given responses")
 

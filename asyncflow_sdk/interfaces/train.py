@@ -45,12 +45,14 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def logprobs(self, batch: Batch) -> Ragged:
-        """Log-probs of ``response_ids`` under the current weights: float32, one row a response."""
+        """Log-probs of ``response_ids`` under the current weights: float32, one row a response; natural log of
+        softmax(logits / temperature) over the whole vocabulary, at the temperature that the rollouts are drawn at, 1 by default."""
 
     @abc.abstractmethod
     def named_weights(self) -> Iterable[tuple[str, Any]]:
-        """(name, tensor) of the whole policy, in Hugging Face names and dtypes, tied weights once.
+        """(name, tensor) of the whole policy, in the names and dtypes of the Hugging Face checkpoint, tied weights once.
 
+        What the optimizer steps on should be float32 where the checkpoint is less precise: small steps would be rounded away.
         The tensors may be views of live parameters: they are read before the next train_step.
         """
 

@@ -42,8 +42,13 @@ class Staleness:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. ``max_tokens``: of a response. ``seed``: None draws differently each run. ``stop_ids``: token
-    ids that end a response beside the model's own; they are its last token."""
+    """How tokens are drawn. ``temperature``: 0 takes the likeliest token each time. ``max_tokens``: of a response. ``top_p``: only from
+    the likeliest tokens that together have this much probability, 1 from all; ``top_k``: only from so many, 0 from all. ``seed``:
+    None draws differently each run. ``stop_ids``: token ids that end a response beside the model's own; they are its last token.
+
+    top_p and top_k cut what is drawn from, and no log-prob: that of a token is always under the whole vocabulary at
+    ``temperature``, and at temperature 1 where that is 0. It is what a trainer computes for the same tokens.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 256

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncflow_sdk.algorithms import GRPO
@@ -155,6 +156,32 @@ def test_a_saved_engine_goes_on_as_if_it_had_not_stopped(trainer: Any, batch: Ba
         "optimizer.safetensors",
         "state.json",
     }
+
+
+def test_in_bfloat16_the_optimizer_steps_on_float32_which_is_saved_too(
+    trainer: Any, batch: Batch, tmp_path: Path
+) -> None:
+    # given steps that are smaller than what bfloat16 tells apart
+    engine = trainer(dtype="bfloat16", lr=1e-5)
+    before = _weights(engine)
+    for _ in range(2):
+        engine.train_step(batch)
+    engine.save(tmp_path)
+
+    # then little of what is published has changed yet, and the saved weights have what is to come
+    after, saved = _weights(engine), load_file(tmp_path / "weights.safetensors")
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    name = "lm_head.weight"
+    assert (after[name] != before[name]).float().mean() < 0.2
+    assert (saved[name] != before[name].float()).float().mean() > 0.8
+    assert torch.equal(saved[name].bfloat16(), after[name])
+
+    # when another engine goes on from there, it is the same to the bit
+    other = trainer(dtype="bfloat16", lr=1e-5)
+    other.load(tmp_path)
+    for _ in range(3):
+        assert other.train_step(batch).metrics == engine.train_step(batch).metrics
+    assert _equal(_weights(other), _weights(engine))
 
 
 def test_an_engine_saved_before_its_first_step_can_be_loaded(trainer: Any, batch: Batch, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from asyncflow_sdk.algorithms import GRPO
@@ -18,6 +19,7 @@ from asyncflow_sdk.errors import ConfigError, SchemaError
 from asyncflow_sdk.interfaces import StepResult, TrainEngine
 from asyncflow_sdk.testing import Policy
 from asyncflow_sdk.types import Batch, Ragged, loss_mask
+from asyncflow_sdk.types.dtypes import carrier
 
 VOCABULARY, CONTEXT = 24, 256
 
@@ -30,6 +32,14 @@ def weights(version: int) -> dict[str, Any]:
     }
 
 
+def stored(folder: str) -> dict[str, Any]:
+    """Version 0 as a folder has it: "" as it is, "float32" and "bfloat16" rounded to bfloat16 and stored so."""
+    first = weights(0)
+    if not folder:
+        return first
+    return {name: array.astype(ml_dtypes.bfloat16).astype(carrier(folder)) for name, array in first.items()}
+
+
 def log_softmax(tensors: Mapping[str, Any], before: Any) -> Any:
     """Of every token after each of ``before``: float64 (len(before), vocabulary)."""
     logits = tensors["table.weight"][before].astype(np.float64) + tensors["bias"]
@@ -38,13 +48,23 @@ def log_softmax(tensors: Mapping[str, Any], before: Any) -> Any:
 
 
 class BigramPolicy(Policy):
-    vocabulary, context, folder = VOCABULARY, CONTEXT, ""
+    vocabulary, context = VOCABULARY, CONTEXT
+
+    def __init__(self, folder: str = "") -> None:
+        self._folder = folder
+
+    @property
+    def folder(self) -> str:
+        return self._folder
+
+    def rounded(self, dtype: str) -> BigramPolicy:
+        return BigramPolicy(dtype)
 
     def tensors(self, version: int) -> dict[str, Any]:
-        return weights(version)
+        return weights(version) if version else stored(self.folder)
 
     def logprobs(self, version: int, prompt: Any, response: Any, temperature: float = 1.0) -> Any:
-        return self.logprobs_of(weights(version), prompt, response)
+        return self.logprobs_of(self.tensors(version), prompt, response)
 
     def logprobs_of(self, tensors: Mapping[str, Any], prompt: Any, response: Any) -> Any:
         before = np.concatenate([prompt[-1:], response[:-1]])
@@ -57,8 +77,15 @@ class BigramPolicy(Policy):
         return np.array(drawn[1:], np.int32)
 
     def read(self, folder: Path) -> dict[str, Any]:
-        with np.load(folder / "model.npz") as stored:
-            return dict(stored)
+        with np.load(folder / "model.npz") as file:
+            return {name.partition(" ")[0]: file[name].view(carrier(name.partition(" ")[2])) for name in file}
+
+
+def write(folder: Path, tensors: Mapping[str, Any]) -> None:
+    """As a model folder. numpy's files know no bfloat16: it is written as bytes, and its name beside it."""
+    folder.mkdir(parents=True)
+    arrays = {f"{name} {array.dtype}": array.view(np.uint8) for name, array in tensors.items()}
+    np.savez(folder / "model.npz", **arrays)
 
 
 @dataclass
@@ -77,7 +104,9 @@ class BigramTrain(TrainEngine):
         if type(algorithm) is not GRPO:
             raise ConfigError(f"this engine trains by GRPO only, not by {algorithm!r}")
         self.algorithm, self.lr, self.momentum = algorithm, lr, momentum
-        self.weights = weights(0)
+        first = stored(model)
+        self.dtypes = {name: array.dtype for name, array in first.items()}
+        self.weights = {name: array.astype(np.float32) for name, array in first.items()}
         self.speed = {name: np.zeros_like(array) for name, array in self.weights.items()}
 
     # ---- a step, in parts that wrong engines do otherwise
@@ -156,7 +185,7 @@ class BigramTrain(TrainEngine):
         return Ragged(self.scores(self.tokens(batch)), batch.ragged("response_ids").offsets)
 
     def named_weights(self) -> Iterable[tuple[str, Any]]:
-        return self.weights.items()
+        return [(name, array.astype(self.dtypes[name], copy=False)) for name, array in self.weights.items()]
 
     def save(self, path: Path) -> None:
         np.savez(path / "state.npz", **self.weights, **{f"speed/{name}": array for name, array in self.speed.items()})
@@ -168,5 +197,4 @@ class BigramTrain(TrainEngine):
             self.speed = {name: stored[f"speed/{name}"] for name in self.weights}
 
     def export(self, path: Path) -> None:
-        path.mkdir(parents=True)
-        np.savez(path / "model.npz", **self.weights)
+        write(path, dict(BigramTrain.named_weights(self)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from bigram import BigramTrain, log_softmax, weights
+from bigram import BigramTrain, log_softmax, weights, write
 
 from asyncflow_sdk.errors import SchemaError
 from asyncflow_sdk.interfaces import StepResult, TrainEngine
@@ -181,6 +181,32 @@ class NeverMoves(BigramTrain):
         super().__init__(model, algorithm=algorithm, lr=0.0)
 
 
+@fails("small_updates")
+class StepsInBfloat16(BigramTrain):
+    """Steps on the weights in the checkpoint's dtype: what is smaller than a rounding is lost each time."""
+
+    def descend(self, tokens: Any, coefficients: Any) -> None:
+        super().descend(tokens, coefficients)
+        for name, array in self.weights.items():
+            array[:] = array.astype(self.dtypes[name])
+
+
+@fails("small_updates")
+class PublishesFloat32(BigramTrain):
+    """Gives its masters, whatever the checkpoint's dtype is."""
+
+    def named_weights(self) -> Any:
+        return self.weights.items()
+
+
+@fails("small_updates")
+class ExportsFloat32(BigramTrain):
+    """Publishes in the checkpoint's dtype, and leaves a folder twice as large."""
+
+    def export(self, path: Path) -> None:
+        write(path, self.weights)
+
+
 # ---- what it refuses
 
 
@@ -258,10 +284,10 @@ class TellsNaN(BigramTrain):
 # ---- what it tells
 
 
-@fails("names")
+@fails("names", "small_updates")
 class GivesTiedWeightsTwice(BigramTrain):
     def named_weights(self) -> Any:
-        yield from self.weights.items()
+        yield from super().named_weights()
         yield "head.weight", self.weights["table.weight"]
 
 
@@ -276,9 +302,9 @@ class ReusesABuffer(BigramTrain):
     """Each tensor is gathered into the same memory, as an engine does that has shards of it."""
 
     def named_weights(self) -> Any:
-        room = np.empty(max(array.size for array in self.weights.values()), np.float32)
-        for name, array in self.weights.items():
-            gathered = room[: array.size].reshape(array.shape)
+        room = np.empty(max(array.nbytes for array in self.weights.values()), np.uint8)
+        for name, array in super().named_weights():
+            gathered = room[: array.nbytes].view(array.dtype).reshape(array.shape)
             gathered[:] = array
             yield name, gathered
 
@@ -288,7 +314,7 @@ class ReadingTrains(BigramTrain):
     """Gathering the weights touches what the optimizer has."""
 
     def named_weights(self) -> Any:
-        for name, array in self.weights.items():
+        for name, array in super().named_weights():
             yield name, array
             self.speed[name] = np.float32(0.5) * self.speed[name]
 
@@ -373,18 +399,16 @@ class WritesDownItsPlace(BigramTrain):
         super().load(Path(json.loads((path / "latest").read_text())))
 
 
-@fails("export")
+@fails("export", "small_updates")
 class ExportsHalfPrecision(BigramTrain):
     def export(self, path: Path) -> None:
-        path.mkdir(parents=True)
-        np.savez(path / "model.npz", **{n: a.astype(np.float16).astype(np.float32) for n, a in self.weights.items()})
+        write(path, {n: a.astype(np.float16).astype(np.float32) for n, a in self.weights.items()})
 
 
-@fails("export")
+@fails("export", "small_updates")
 class ExportsWhatItBeganWith(BigramTrain):
     def export(self, path: Path) -> None:
-        path.mkdir(parents=True)
-        np.savez(path / "model.npz", **weights(0))
+        write(path, weights(0))
 
 
 @fails("memory")

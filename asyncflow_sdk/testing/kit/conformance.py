@@ -32,7 +32,7 @@ HUGGING_FACE = "asyncflow_torch.reference:HuggingFacePolicy"
 LIMIT_S = 100.0
 _MODULES = {
     "rollout": ("rollout_basic", "rollout_full", "rollout_machine", "rollout_chaos"),
-    "train": ("train_basic", "train_full", "train_chaos"),
+    "train": ("train_basic", "train_full", "train_precision", "train_chaos"),
     "transport": ("transport_checks",),
     "sampler": ("policy_checks",),
     "staleness": ("policy_checks",),

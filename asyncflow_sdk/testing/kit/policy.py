@@ -62,6 +62,11 @@ class Policy(abc.ABC):
         """The weights in a model folder that a train engine has exported, named as in ``tensors``."""
         raise DoesNotApply(f"{type(self).__name__} has no read(), which reads an exported model folder")
 
+    def rounded(self, dtype: str) -> Policy:
+        """This model, its weights rounded to bfloat16, from a folder where they are stored as ``dtype``: "bfloat16", or the same numbers
+        in "float32". Checks of train engines need it, and no others."""
+        raise DoesNotApply(f"{type(self).__name__} has no rounded(), which makes a checkpoint in bfloat16")
+
     def prompts(self, count: int, *, longest: int = 12, seed: int = 0) -> Sequence[Ids]:
         """Prompts of 2 to ``longest`` tokens."""
         random = np.random.default_rng(seed)

@@ -302,6 +302,11 @@ def export(lab: TrainLab) -> None:
     """The folder that it exports has the weights that it has."""
     lab.fresh()
     lab.step(lab.batch((4, 3), seed=61))
+    exported(lab)
+
+
+def exported(lab: TrainLab) -> None:
+    """What the engine exports now is what it publishes. Raises DoesNotApply for one that cannot export."""
     with lab.folder() as path:
         try:
             lab.engine.export(path / "model")

@@ -103,6 +103,18 @@ class TrainLab:
         if engine is not None:
             engine.close()
 
+    @contextlib.contextmanager
+    def of(self, policy: Policy) -> Iterator[None]:
+        """Within, engines begin with the weights of another policy."""
+        usual = self.policy
+        self.end()
+        self.policy = policy
+        try:
+            yield
+        finally:
+            self.policy = usual
+            self.end()
+
     def step(self, batch: Batch) -> StepResult:
         self._new = False
         result = self.engine.train_step(batch)

@@ -21,7 +21,8 @@ from asyncflow_sdk.types import loss_mask
 
 class AccelerateEngine(af.TrainEngine):
     """One process. ``model``: a Hugging Face folder; ``lr``: of AdamW; ``mixed_precision``: "no", "bf16" or "fp16", as Accelerate
-    takes it; ``micro_batch_rows``: of a forward pass. ``temperature``: the rollouts'.
+    takes it, of what is computed; weights and optimizer are float32, and published in the folder's dtypes. ``micro_batch_rows``: of a
+    forward pass. ``temperature``: the rollouts'.
 
     `save` writes what Accelerate does, with pickled parts: a checkpoint is as trusted as code.
     """
@@ -35,6 +36,8 @@ class AccelerateEngine(af.TrainEngine):
         self._algorithm, self._source = algorithm or af.GRPO(), Path(model)
         self._max_grad_norm, self._rows, self._temperature = max_grad_norm, micro_batch_rows, temperature
         plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+        self._dtypes = {name: tensor.dtype for name, tensor in plain.state_dict().items()}
+        plain.float()  # in bfloat16 a small step would be rounded away
         optimizer = torch.optim.AdamW(plain.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self._model, self._optimizer = self._accelerator.prepare(plain, optimizer)
         self._plain = plain
@@ -45,7 +48,7 @@ class AccelerateEngine(af.TrainEngine):
         self._check(batch)
         worth = _of_tokens(self._algorithm.advantages(batch), batch)
         if not np.isfinite(worth.values).all():
-            raise af.SchemaError("advantages are not finite: a reward is not a number")
+            raise af.SchemaError("an advantage is not finite")
         used = np.ones(batch.rows, np.bool_)
         if self._algorithm.drop_zero_advantage:
             used = np.logical_or.reduceat(worth.values != 0, worth.offsets[:-1])
@@ -86,11 +89,9 @@ class AccelerateEngine(af.TrainEngine):
 
     def logprobs(self, batch: af.Batch) -> af.Ragged:
         self._check(batch, training=False)
+        starts = range(0, batch.rows, self._rows)
         with torch.no_grad():
-            parts = [
-                self._logprobs(batch.take(range(at, min(at + self._rows, batch.rows))))
-                for at in range(0, batch.rows, self._rows)
-            ]
+            parts = [self._logprobs(batch.take(range(at, min(at + self._rows, batch.rows)))) for at in starts]
         values = torch.cat(parts).float().cpu().numpy()
         return af.Ragged(values, batch.ragged("response_ids").offsets)
 
@@ -136,7 +137,7 @@ class AccelerateEngine(af.TrainEngine):
         for name, tensor in self._plain.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:  # tied weights once
                 seen.add(id(tensor))
-                yield name, tensor.detach()
+                yield name, tensor.detach().to(self._dtypes[name])
 
     def save(self, path: Path) -> None:
         self._accelerator.save_state(str(path))
@@ -145,7 +146,9 @@ class AccelerateEngine(af.TrainEngine):
         self._accelerator.load_state(str(path))
 
     def export(self, path: Path) -> None:
-        self._plain.save_pretrained(path)
+        stored = transformers.AutoModelForCausalLM.from_pretrained(self._source, dtype="auto")
+        stored.load_state_dict(self._plain.state_dict())
+        stored.save_pretrained(path)
         for file in (*self._source.glob("tokenizer*"), *self._source.glob("special_tokens_map.json")):
             shutil.copy2(file, path / file.name)
 
