@@ -31,7 +31,7 @@ def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: st
     Never reaches for the network. Raises ConfigError for what is no complete model folder, and for a dtype
     or device that torch does not have here.
     """
-    element, place = _dtype(dtype), _device(device)
+    wanted, place = element(dtype), _device(device)
     path = Path(folder)
     if not (path / "config.json").is_file():
         what = "has no config.json" if path.is_dir() else "does not exist"
@@ -40,7 +40,7 @@ def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: st
     try:
         with no_progress_bar():
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=element, local_files_only=True, output_loading_info=True, **options
+                folder, dtype=wanted, local_files_only=True, output_loading_info=True, **options
             )
     except Exception as error:
         raise ConfigError(f"model folder {folder!r} cannot be loaded: {type(error).__name__}: {error}") from error
@@ -176,7 +176,8 @@ def _type_of(tensor: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _dtype(name: str) -> Any:
+def element(name: str) -> Any:
+    """The dtype of torch, or "auto". Raises ConfigError for one that is not there, or not of floating-point numbers."""
     if name == "auto":
         return name
     dtype = getattr(torch, name, None)

@@ -1,7 +1,7 @@
 """HuggingFacePolicy: a model folder as the conformance kit knows it, its answers computed one sequence at a time.
 
 policy = HuggingFacePolicy()                       # a small Llama of its own, random
-policy = HuggingFacePolicy("models/mine")          # yours, computed in float32
+policy = HuggingFacePolicy("models/mine")          # yours, in the dtype of its weights
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from asyncflow_sdk.testing import Policy
 from asyncflow_sdk.types import from_torch, to_torch
 
 from .demo.model import BOS, EOS, PAD, tokenizer
-from .policy import context_of, export_policy, load_policy, named_weights, no_progress_bar, vocabulary_of
+from .policy import context_of, element, export_policy, load_policy, named_weights, no_progress_bar, vocabulary_of
 
 Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float64]
 Weights = Mapping[str, npt.NDArray[Any]]
 
 
-def tiny_model(folder: Path, *, seed: int = 0, ends: bool = False, **options: Any) -> str:
+def tiny_model(folder: Path, *, seed: int = 0, ends: bool = False, dtype: str = "float32", **options: Any) -> str:
     """Write a random Llama of two layers (hidden size 64, heads of 32, 43 tokens) and its tokenizer; returns the path.
 
-    ``ends``: whether it has an end token; without, responses are as long as they may be. ``options``: of LlamaConfig.
+    ``dtype``: of its weights. ``ends``: whether it has an end token; without, responses are as long as they may be. ``options``: of LlamaConfig.
     """
     config: dict[str, Any] = {
         "vocab_size": 43, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -42,7 +42,7 @@ def tiny_model(folder: Path, *, seed: int = 0, ends: bool = False, **options: An
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]), no_progress_bar():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**config | options))
+        model = LlamaForCausalLM(LlamaConfig(**config | options)).to(element(dtype))
         model.generation_config = GenerationConfig(
             pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS if ends else None
         )
@@ -53,15 +53,16 @@ def tiny_model(folder: Path, *, seed: int = 0, ends: bool = False, **options: An
 
 class HuggingFacePolicy(Policy):
     """``folder``: a Hugging Face model folder; None makes `tiny_model` in a temporary one. ``dtype``: of the weights that engines
-    hold; "auto": as they are stored. Computes in float32 on the CPU.
+    hold; "auto": as they are stored, float32 in the one that is made.
 
+    Weights are given in that dtype. Answers are computed from just these on the CPU in float32, so that they are nobody's rounding.
     Version 0 is the folder's. Every later one adds to each weight random numbers of its own spread, seeded by version and name.
     """
 
     def __init__(self, folder: str | None = None, *, dtype: str = "auto") -> None:
         if folder is None:
             self._made = tempfile.TemporaryDirectory(prefix="asyncflow-policy-")
-            folder = tiny_model(Path(self._made.name))
+            folder = tiny_model(Path(self._made.name), dtype="float32" if dtype == "auto" else dtype)
         self._folder, self._dtype = folder, dtype
         model = load_policy(folder, dtype=dtype, device="cpu")
         self.vocabulary, self.context = vocabulary_of(model), context_of(model) or 1024
@@ -108,6 +109,10 @@ class HuggingFacePolicy(Policy):
 
     def next_logprobs(self, version: int, prompt: Ids, temperature: float = 1.0) -> Logprobs:
         return np.asarray(self._answers(version, prompt.astype(np.int64).tobytes(), temperature)[-1])
+
+    def ahead(self, version: int, prompt: Ids, response: Ids) -> Logprobs:
+        ids = np.concatenate([prompt, response]).astype(np.int64)
+        return np.asarray(self._answers(version, ids.tobytes(), 1.0)[len(prompt) - 1 : -1])
 
     def greedy(self, version: int, prompt: Ids, max_tokens: int) -> Ids:
         return self._responses(version, prompt.astype(np.int64).tobytes(), max_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,47 @@ def test_what_is_wrong_is_caught(factory: Callable[..., Any], check: str, says: 
 
     assert [result.outcome for result in report.results] == ["failed"]
     assert says in report.results[0].detail
+
+
+@dataclass(frozen=True)
+class NeedsBoth(Right):
+    """A baseline a row, and a number a token, in which order nothing says."""
+
+    needs = ("kl", "baseline", "reward")
+
+    def advantages(self, batch: af.Batch) -> Any:
+        return batch.array("reward") - batch.array("baseline")
+
+    def loss(self, tokens: af.PackedTokens) -> tuple[Any, dict[str, Any]]:
+        loss, metrics = super().loss(tokens)
+        beside = (tokens.columns["kl"] * tokens.columns["baseline"]).sum() / tokens.total_tokens
+        return loss, {**metrics, "beside": beside}
+
+
+@dataclass(frozen=True)
+class NeedsWhatNobodyCanGive(Right):
+    needs = ("kl",)
+
+    def advantages(self, batch: af.Batch) -> Any:
+        return batch.texts("kl")
+
+
+def test_columns_are_of_rows_or_of_tokens_as_the_algorithm_takes_them() -> None:
+    right = Conformance("algorithm", NeedsBoth).run()
+    wrong = Conformance("algorithm", NeedsWhatNobodyCanGive, only=["forms"]).run()
+
+    assert [(result.outcome, result.detail) for result in right.results if result.bad] == []
+    assert right.level == "full"
+    assert [result.outcome for result in wrong.results] == ["failed"]
+
+
+def test_without_torch_nothing_is_asked_and_no_level_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+    report = Conformance("algorithm", Right).run()
+
+    assert {result.outcome for result in report.results} == {"not asked"}
+    assert (report.ok, report.level) == (True, "")
 
 
 def test_a_users_own_in_ten_lines_passes() -> None:

@@ -66,10 +66,10 @@ def test_steps_are_as_few_as_can_be_and_the_same_each_time_but_for_a_seed(policy
     assert other.splitlines()[-1] == "an empty prompt was answered"
 
 
-def test_without_hypothesis_it_does_not_apply(policy: NumpyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hypothesis_it_is_not_asked(policy: NumpyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hypothesis", None)
 
     result = tried(NumpyRollout, policy)
 
-    assert result.outcome == "does not apply"
+    assert result.outcome == "not asked"
     assert "pip install 'asyncflow-sdk[kit]'" in result.detail

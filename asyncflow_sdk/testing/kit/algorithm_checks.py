@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 from typing import Any
 
 import numpy as np
 
-from ...interfaces import Algorithm, PackedTokens
+from ...interfaces import TRAIN_COLUMNS, Algorithm, PackedTokens
 from ...types import Batch, Ragged
-from .check import DoesNotApply, check, expect
+from .check import DoesNotApply, NotAsked, check, expect
 from .plain_lab import PlainLab
 
-GROUPS, SIZE = 6, 4
+GROUPS, SIZE, FORMS = 6, 4, 64
 
 
 class _Ask:
@@ -25,20 +27,41 @@ class _Ask:
         try:
             self.torch: Any = importlib.import_module("torch")
         except ImportError:
-            raise DoesNotApply("torch is not installed: pip install 'asyncflow-sdk[torch]'") from None
+            raise NotAsked("torch is not installed: pip install 'asyncflow-sdk[torch]'") from None
         random = np.random.default_rng(seed)
         rows = GROUPS * SIZE
         lengths = random.integers(1, 9, rows)
         self.lengths, tokens = lengths, int(lengths.sum())
         self.behaviour = -random.gamma(1.0, 1.0, tokens).astype(np.float32)
         self.logprobs = np.minimum(self.behaviour + 0.3 * random.standard_normal(tokens), 0.0).astype(np.float32)
-        self.columns = {name: random.standard_normal(tokens).astype(np.float32) for name in algorithm.needs}
         given: dict[str, Any] = {
             "prompt_ids": Ragged.of([[1, 2]] * rows), "response_ids": Ragged.from_lengths(np.ones(tokens, np.int32), lengths),
             "logprobs": Ragged.from_lengths(self.behaviour, lengths), "reward": random.standard_normal(rows).astype(np.float32),
         }  # fmt: skip
-        given |= {name: Ragged.from_lengths(values, lengths) for name, values in self.columns.items()}
-        self.batch = Batch.of(given, groups=np.repeat(np.arange(GROUPS), SIZE))
+        names = [name for name in algorithm.needs if name not in TRAIN_COLUMNS]
+        self.columns, self.batch = self._taken(given, names, random)
+
+    def _taken(
+        self, given: dict[str, Any], names: list[str], random: np.random.Generator
+    ) -> tuple[dict[str, Any], Batch]:
+        """Columns that the algorithm needs, of each token, and a batch with them in a form that it takes: a number a token, or a
+        number a row, which nothing declares."""
+        groups, first = np.repeat(np.arange(GROUPS), SIZE), None
+        for form in itertools.islice(itertools.product((True, False), repeat=len(names)), FORMS):
+            columns, batch = {}, dict(given)
+            for name, by_token in zip(names, form, strict=True):
+                values = random.standard_normal(int(self.lengths.sum()) if by_token else len(self.lengths)).astype(
+                    np.float32
+                )
+                batch[name] = Ragged.from_lengths(values, self.lengths) if by_token else values
+                columns[name] = values if by_token else np.repeat(values, self.lengths)
+            made = columns, Batch.of(batch, groups=groups)
+            first = first or made
+            with contextlib.suppress(Exception):
+                self.advantages(made[1])
+                return made
+        assert first is not None
+        return first
 
     def advantages(self, batch: Batch | None = None) -> np.ndarray[Any, Any]:
         """Of each token."""

@@ -14,17 +14,23 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import json
+import platform
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any, Protocol
 
 from ..._version import __version__
 from ...errors import ConfigError, PluginError
 from ...plugins import Kind, import_name, registry
-from .check import TIERS, Check, CheckFailed, DoesNotApply, Result, known_checks
+from ...types.dtypes import check_floating
+from .check import TIERS, Check, CheckFailed, DoesNotApply, NotAsked, Result, known_checks
 from .plain_lab import PlainLab
 from .policy import Policy
+from .precision import dtype_of, tolerance_of
 from .rollout_lab import RolloutLab
 from .train_lab import TrainLab
 
@@ -45,9 +51,12 @@ KINDS = tuple(_MODULES)
 
 
 class Lab(Protocol):
-    """Holds what is checked, of one kind. One thread calls it. ``seed``: of checks that try steps by chance; None: the same."""
+    """Holds what is checked, of one kind. One thread calls it. ``seed``: of checks that try steps by chance; None: the same.
+    ``ever_made``: whether there ever was an engine. ``waits``: called before each wait for it, with the seconds that it takes at most."""
 
     seed: int | None
+    ever_made: bool
+    waits: Callable[[float], Any]
 
     def ask(self, body: Callable[[Any], Any], what: str) -> None:
         """Run a check. Raises what it raises; CheckFailed when it does not end."""
@@ -66,11 +75,13 @@ _LABS: dict[str, Callable[..., Lab]] = {"rollout": RolloutLab, "train": TrainLab
 @dataclass(frozen=True)
 class Report:
     """What came of all checks of an engine. ``level``: the highest tier that it has reached: every check of it and of those below
-    it passed or does not apply. "" is none; a failure that was expected is one."""
+    it passed or does not apply. "" is none; a failure that was expected is one, and what could not be asked is not known.
+    ``asked``: how, as `Conformance.asked` says it."""
 
     kind: str
     engine: str
     results: tuple[Result, ...]
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -93,7 +104,7 @@ class Report:
         results = [result.to_dict() for result in self.results]
         return {
             "sdk": __version__, "kind": self.kind, "engine": self.engine, "level": self.level, "ok": self.ok,
-            "results": results,
+            **self.asked, "results": results,
         }  # fmt: skip
 
 
@@ -102,16 +113,17 @@ class Conformance:
 
     ``engine``: an adapter's name, "module:attribute", or the factory itself; ``options``: its options. ``policy``: whose answers
     it must give: a `Policy`, or "module:attribute" of one; by default what the factory names as its ``conformance_policy`` ("": nobody can know them), else a small
-    Hugging Face model (``model``: the folder of another one). ``tiers``, ``only``: which checks, by tier or name.
-    ``expected``: those that fail, each with the reason; one that passes all the same is a failure. ``tolerance``: of log-probs.
+    Hugging Face model (``model``: the folder of another one; ``dtype``: of its weights, by default as the folder says).
+    ``tiers``, ``only``: which checks, by tier or name. ``expected``: those that fail, each with the reason; one that passes all
+    the same is a failure. ``tolerance``: of log-probs, nats; by default what suits the dtype of the policy's weights.
     ``limit_s``: no check takes longer. ``seed``: of checks that try steps by chance; None: always the same steps. Raises ConfigError and PluginError. Not thread-safe.
     """
 
     def __init__(
         self, kind: Kind, engine: str | Callable[..., Any], *, options: Mapping[str, Any] | None = None,
-        policy: Policy | str | None = None, model: str | None = None, tiers: Sequence[str] = ("basic", "full"),
-        only: Sequence[str] = (), expected: Mapping[str, str] | None = None, tolerance: float = 1e-4,
-        limit_s: float = LIMIT_S, seed: int | None = None,
+        policy: Policy | str | None = None, model: str | None = None, dtype: str | None = None,
+        tiers: Sequence[str] = ("basic", "full"), only: Sequence[str] = (), expected: Mapping[str, str] | None = None,
+        tolerance: float | None = None, limit_s: float = LIMIT_S, seed: int | None = None,
     ) -> None:  # fmt: skip
         checks = checks_of(kind)
         self.kind, self.engine = kind, engine if isinstance(engine, str) else _name_of(engine)
@@ -125,11 +137,18 @@ class Conformance:
         self.checks = tuple(each for each in checks if (each.name in only if only else each.tier in tiers))
         if not self.checks:
             raise ConfigError(f"no check is left: there is none of {kind} engines in {', '.join(only or tiers)}")
-        self._named, self._policy, self._model = engine, policy, model
+        if tolerance is not None and not tolerance > 0:
+            raise ConfigError(f"tolerance is above 0, not {tolerance}")
+        if dtype is not None:
+            check_floating(dtype)
+        self._named, self._policy, self._model, self._dtype = engine, policy, model, dtype
         self._options = dict(options or {})
         self._tolerance, self._limit_s = tolerance, limit_s
         self._seed = seed
         self._lab: Lab | None = None
+        self._known: dict[str, Any] = {}
+        self.waits: Callable[[float], Any] = lambda _: None
+        """Hears, before each wait for the engine, for how many seconds at most."""
 
     @property
     def unknowable(self) -> str:
@@ -142,7 +161,8 @@ class Conformance:
     def run(self, on_result: Callable[[Result], Any] = lambda _: None) -> Report:
         """Ask every check, one after another; ``on_result`` hears of each as it ends."""
         try:
-            return Report(self.kind, self.engine, tuple(self._each(on_result)))
+            results = tuple(self._each(on_result))
+            return Report(self.kind, self.engine, results, self.asked())
         finally:
             self.close()
 
@@ -152,26 +172,46 @@ class Conformance:
             on_result(result)
             yield result
 
-    def ask(self, check: Check) -> Result:
-        """What comes of one check. Raises ConfigError and PluginError for an engine that cannot be had at all."""
+    def ask(self, check: Check, *, renew: bool = True) -> Result:
+        """What comes of one check. After a failure the next one gets a new engine, if ``renew``. Raises ConfigError and PluginError
+        for an engine that cannot be had at all."""
         if self._lab is None:
             self._lab = self._make_lab()
-        began, reason = time.monotonic(), self.expected.get(check.name)
+        began = time.monotonic()
         try:
             self._lab.ask(check.body, f"check {check.name!r}")
         except DoesNotApply as why:
             return Result(check, "does not apply", str(why))
+        except NotAsked as why:
+            return Result(check, "not asked", str(why))
         except Exception as error:
-            self._lab.renew()
             spent = time.monotonic() - began
-            if reason is not None:
-                return Result(check, "failed as expected", reason, spent)
-            return Result(check, "failed", _said(error), spent)
+            if renew:
+                self._lab.renew()
+            return self.failed(check, _said(error), spent)
         spent = time.monotonic() - began
-        if reason is not None:
+        if reason := self.expected.get(check.name):
             text = f"it was expected to fail ({reason}); take the expectation out"
             return Result(check, "passed unexpectedly", text, spent)
         return Result(check, "passed", "", spent)
+
+    def failed(self, check: Check, seen: str, seconds: float) -> Result:
+        """What comes of a check that failed, as is expected of it or not."""
+        reason = self.expected.get(check.name)
+        return Result(check, "failed" if reason is None else "failed as expected", reason or seen, seconds)
+
+    @property
+    def ever_made(self) -> bool:
+        """Whether there ever was an engine."""
+        return self._lab is None or self._lab.ever_made
+
+    def asked(self) -> dict[str, Any]:
+        """What decides what comes of it, as plain values: options, model, dtype, tolerance, versions of all that is loaded, ..."""
+        return {
+            "options": {name: _plain(value) for name, value in self._options.items()}, "model": self._model,
+            "policy": None, "dtype": self._dtype, "tolerance": self._tolerance, **self._known, "limit_s": self._limit_s,
+            "seed": self._seed, "python": platform.python_version(), "platform": platform.platform(), "packages": _packages(),
+        }  # fmt: skip
 
     def __iter__(self) -> Iterator[BoundCheck]:
         return (BoundCheck(self, each) for each in self.checks)
@@ -191,16 +231,21 @@ class Conformance:
             lab.close()
 
     def _make_lab(self) -> Lab:
+        lab = self._new_lab()
+        lab.seed, lab.waits = self._seed, self.waits
+        return lab
+
+    def _new_lab(self) -> Lab:
         factory = self._factory()
         if self.kind not in _LABS:
             return PlainLab(factory, self._options, limit_s=self._limit_s)
         if self.unknowable:
             raise ConfigError(f"{self.engine}: {self.unknowable}")
-        lab = _LABS[self.kind](
-            factory, self._find_policy(factory), self._options, tolerance=self._tolerance, limit_s=self._limit_s
-        )
-        lab.seed = self._seed
-        return lab
+        policy = self._find_policy(factory)
+        dtype = dtype_of(policy.tensors(0))
+        tolerance = tolerance_of(dtype) if self._tolerance is None else self._tolerance
+        self._known = {"policy": _name_of(type(policy)), "dtype": dtype, "tolerance": tolerance}
+        return _LABS[self.kind](factory, policy, self._options, tolerance=tolerance, limit_s=self._limit_s)
 
     def _factory(self) -> Callable[..., Any]:
         if isinstance(self._named, str):
@@ -211,13 +256,17 @@ class Conformance:
         policy = self._policy or (None if self._model else getattr(factory, "conformance_policy", None))
         if policy is None:
             try:
-                made = import_name(HUGGING_FACE)(self._model)
+                made = import_name(HUGGING_FACE)(self._model, dtype=self._dtype or "auto")
             except ConfigError as error:
                 raise PluginError(
                     f"to know right answers the kit computes them with transformers: {error}. Install it with:"
                     " pip install 'asyncflow-sdk[torch]'; or give an engine of another kind of model a policy of its own"
                 ) from error
         else:
+            if self._dtype is not None:
+                raise ConfigError(
+                    f"dtype={self._dtype!r} is of a Hugging Face model, and {self.engine} has a policy of its own"
+                )
             made = import_name(policy) if isinstance(policy, str) else policy
             made = made() if isinstance(made, type) else made
         if not isinstance(made, Policy):
@@ -241,7 +290,7 @@ class BoundCheck:
             raise CheckFailed(
                 f"{result.detail}\n  asks: {self.check.asks}\n  means: {self.check.means}\n  look at: {self.check.look}"
             )
-        if result.outcome == "does not apply":
+        if result.outcome in ("does not apply", "not asked"):
             _pytest("skip", result.detail)
         elif result.outcome == "failed as expected":
             _pytest("xfail", result.detail)
@@ -260,8 +309,6 @@ def checks_of(kind: str) -> tuple[Check, ...]:
 
 
 def _pytest(what: str, reason: str) -> None:
-    import sys
-
     if "_pytest" in sys.modules:
         getattr(importlib.import_module("pytest"), what)(reason)
 
@@ -276,6 +323,21 @@ def _said(error: BaseException) -> str:
     if isinstance(error, AssertionError):
         return str(error)
     return f"{type(error).__name__}: {error}"
+
+
+def _plain(value: Any) -> Any:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return repr(value)
+    return value
+
+
+def _packages() -> dict[str, str]:
+    """The versions of all distributions that modules of this process are from."""
+    loaded = {name.partition(".")[0] for name in tuple(sys.modules)}
+    found = {each for top, names in metadata.packages_distributions().items() if top in loaded for each in names}
+    return {name: metadata.version(name) for name in sorted(found, key=str.lower)}
 
 
 def _name_of(factory: Callable[..., Any]) -> str:

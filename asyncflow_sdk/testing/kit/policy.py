@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..echo import weights
-from .check import DoesNotApply
+from .check import DoesNotApply, NotAsked
 
 Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float64]
@@ -54,13 +54,24 @@ class Policy(abc.ABC):
         """Of each token as the next one: (vocabulary,). None where answers are not drawn."""
         return None
 
+    def ahead(self, version: int, prompt: Ids, response: Ids) -> Logprobs | None:
+        """Of each token at each place of ``response``, after all that comes before it: (length, vocabulary). None where answers
+        are not drawn."""
+        rows = []
+        for at in range(len(response)):
+            row = self.next_logprobs(version, np.concatenate([prompt, response[:at]]))
+            if row is None:
+                return None
+            rows.append(row)
+        return np.stack(rows)
+
     def logprobs_of(self, tensors: Tensors, prompt: Ids, response: Ids) -> Logprobs:
         """As ``logprobs`` at temperature 1, under weights that are given. Checks of train engines need it, and no others."""
-        raise DoesNotApply(f"{type(self).__name__} has no logprobs_of(), which answers by given weights")
+        raise NotAsked(f"{type(self).__name__} has no logprobs_of(), which answers by given weights")
 
     def read(self, folder: Path) -> Tensors:
         """The weights in a model folder that a train engine has exported, named as in ``tensors``."""
-        raise DoesNotApply(f"{type(self).__name__} has no read(), which reads an exported model folder")
+        raise NotAsked(f"{type(self).__name__} has no read(), which reads an exported model folder")
 
     def rounded(self, dtype: str) -> Policy:
         """This model, its weights rounded to bfloat16, from a folder where they are stored as ``dtype``: "bfloat16", or the same numbers

@@ -181,13 +181,10 @@ async def stops(lab: RolloutLab) -> None:
             ids != wanted[:-1].tolist(),
             f"a response that ends at stop token {stop} leaves it out: {ids}, not {wanted.tolist()}",
         )
-        expect(
-            ids[: len(wanted)] != wanted.tolist() or len(ids) == len(wanted),
-            f"a response goes on after stop token {stop}: {ids}",
-        )
+        expect(stop not in ids[:-1], f"a response goes on after stop token {stop}: {ids}")
         lab.check_response(prompt, ended, wanted, when=f" with stop_ids=({stop},)")
         expect(
-            ended.finish_reason == "stop",
+            ended.finish_reason == "stop" or stop not in ids,
             f"a response that ends at stop token {stop} says it ended for {ended.finish_reason!r}, not stop",
         )
 

@@ -17,7 +17,7 @@ from ...types import Batch, Ragged, Sampling, token_versions
 from ...workflow import Rollout, Run, Stage, serve
 from ...workflow.supervise import Worker
 from . import functions
-from .check import DoesNotApply, check, expect
+from .check import NotAsked, check, expect
 from .rollout_lab import RolloutLab
 
 STEPS, GROUPS, SIZE, STALENESS = 10, 4, 4, 1
@@ -35,7 +35,7 @@ def killed(lab: RolloutLab) -> None:
     """A run whose replicas are killed, one after another, gets every response once, each token from the version it names."""
     path = import_path(lab.make)
     if path is None:
-        raise DoesNotApply("its factory is not in a module that a worker could import")
+        raise NotAsked("its factory is not in a module that a worker could import")
     lab.renew()  # an engine may not like a second one beside it
     prompts = lab.policy.prompts(STEPS * GROUPS, seed=80)
     with tempfile.TemporaryDirectory(prefix="asyncflow-check-") as folder, _serve(folder) as run:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .check import CheckFailed, DoesNotApply, check
+from .check import CheckFailed, NotAsked, check
 from .rollout_lab import RolloutLab
 from .rollout_world import RolloutWorld
 
@@ -34,7 +34,7 @@ def any_order(lab: RolloutLab) -> None:
         from hypothesis.configuration import set_hypothesis_home_dir
         from hypothesis.stateful import run_state_machine_as_test
     except ImportError:
-        raise DoesNotApply("it needs Hypothesis: pip install 'asyncflow-sdk[kit]'") from None
+        raise NotAsked("it needs Hypothesis: pip install 'asyncflow-sdk[kit]'") from None
     found: Found = []
     clock = _Clock(SHARE * lab.limit_s)
     machine = _machine(lab, found, clock)

@@ -15,7 +15,7 @@ from ...types import Checkpoint, Ragged, Sampling
 from ...types import events as ev
 from ...workflow import Rollout, Train, Workflow, read_steps
 from . import functions
-from .check import DoesNotApply, check, expect
+from .check import NotAsked, check, expect
 from .train_lab import TrainLab
 
 STEPS, GROUPS, SIZE = 12, 4, 4
@@ -48,7 +48,7 @@ def killed(lab: TrainLab) -> None:
     """A run whose trainer is killed twice, before its first checkpoint and after, trains every prompt once."""
     path = import_path(lab.make)
     if path is None:
-        raise DoesNotApply("its factory is not in a module that a worker could import")
+        raise NotAsked("its factory is not in a module that a worker could import")
     lab.end()
     prompts = {tuple(prompt.tolist()): prompt for prompt in lab.policy.prompts(8 * STEPS * GROUPS, seed=70)}
     chosen = list(prompts.values())[: STEPS * GROUPS]

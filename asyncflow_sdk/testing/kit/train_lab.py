@@ -17,6 +17,7 @@ from ...types import LOSS_MASK, VERSION_SPANS, Batch, Ragged, one_version
 from ...types.dtypes import from_torch, is_torch
 from .check import CheckFailed, expect
 from .policy import Policy
+from .precision import SHARE, too_far
 from .thread import EngineThread
 
 LIMIT_S = 60.0
@@ -205,14 +206,15 @@ class TrainLab:
                 f"logprobs() have rows of {got.lengths.tolist()} numbers, and the responses {lengths.tolist()} tokens"
             )
         wanted = self.reference(batch, tensors)
-        apart = [float(np.abs(have - want).max()) for have, want in zip(got, wanted, strict=True)]
-        row = int(np.argmax(apart))
-        if not apart[row] <= self.tolerance:
-            at = int(np.abs(got[row] - wanted[row]).argmax())
+        apart = [np.abs(have - want) for have, want in zip(got, wanted, strict=True)]
+        far = [too_far(each, self.tolerance) for each in apart]
+        if any(far):
+            row = max((each for each in range(len(far)) if far[each]), key=lambda each: float(apart[each].max()))
+            at = int(apart[row].argmax())
             raise CheckFailed(
-                f"logprobs(){when} are up to {apart[row]:.3g} from the policy's (row {row}, token {at} of {lengths[row]}:"
-                f" {got[row][at]:.6g}, not {wanted[row][at]:.6g}; {self.tolerance:g} is allowed);"
-                f" {sum(each > self.tolerance for each in apart)} of {len(apart)} rows are wrong"
+                f"logprobs(){when} are {far[row]} from the policy's (row {row}, token {at} of {lengths[row]}:"
+                f" {got[row][at]:.6g}, not {wanted[row][at]:.6g}; {self.tolerance:g} is allowed, {self.tolerance / SHARE:g} on"
+                f" average); {sum(map(bool, far))} of {len(apart)} rows are wrong"
             )
 
     @contextlib.contextmanager
