@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .interfaces import Candidates as Candidates
     from .interfaces import Capabilities as Capabilities
     from .interfaces import Completion as Completion
+    from .interfaces import Completions as Completions
     from .interfaces import Filling as Filling
     from .interfaces import Launcher as Launcher
     from .interfaces import PackedTokens as PackedTokens
@@ -105,6 +106,7 @@ _WHERE = {
     "Checkpoint": "types",
     "Capabilities": "interfaces",
     "Completion": "interfaces",
+    "Completions": "interfaces",
     "Filling": "interfaces",
     "GRPO": "algorithms",
     "Probe": "types",

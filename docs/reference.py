@@ -27,7 +27,13 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
     "The hook": ("", [plugins.AdapterSpec, plugins.HookSpecs]),
     "Rollout engines": (
         'kind "rollout"',
-        [interfaces.RolloutEngine, interfaces.Capabilities, interfaces.Request, interfaces.Completion],
+        [
+            interfaces.RolloutEngine,
+            interfaces.Capabilities,
+            interfaces.Request,
+            interfaces.Completion,
+            interfaces.Completions,
+        ],
     ),
     "Train engines": ('kind "train"', [interfaces.TrainEngine, interfaces.StepResult]),
     "Algorithms": ('kind "algorithm"', [interfaces.Algorithm, interfaces.PackedTokens]),

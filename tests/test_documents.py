@@ -79,7 +79,7 @@ def test_the_agent_of_the_guide_is_imported_and_runs(tmp_path: Path, start: Path
 
     python(tmp_path, "block.py")
 
-    assert (tmp_path / "runs" / "agent" / "steps" / "000000.npz").is_file()
+    assert (tmp_path / "runs" / "agent" / "steps" / "000000.safetensors").is_file()
 
 
 def installed_as_mine(path: Path, code: str) -> None:

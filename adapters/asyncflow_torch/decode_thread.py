@@ -6,30 +6,53 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from asyncflow_sdk.errors import EngineError
+from asyncflow_sdk.interfaces import Completion, Completions
+from asyncflow_sdk.types import Ragged
 
 from .decode import Decoder
 from .lanes import Finished, Work, untouched
 from .reading import PASS_TOKENS
-from .switches import Switches, switched
+from .switches import Switches, spans_of, switched
 
 
 class Parcel(NamedTuple):
-    """Rows ``rows`` of ``finished`` are a job's; ``switches``: which version drew which of their tokens."""
+    """Rows ``first`` to ``stop`` of ``finished`` are a job's; ``switches``: which version drew which of their tokens."""
 
     finished: Finished
-    rows: list[int]
+    first: int
+    stop: int
     switches: Switches
+
+    def completed(self) -> Iterable[Completion | Completions]:
+        """As an engine yields them: packed where one version drew all of them."""
+        finished, rows = self.finished, slice(self.first, self.stop)
+        ids = finished.token_ids.slice(self.first, self.stop)
+        start = int(finished.token_ids.offsets[self.first])
+        packed = Completions(
+            finished.index[rows],
+            ids,
+            Ragged(finished.logprobs.values[start : start + len(ids.values)], ids.offsets),
+            [
+                "aborted" if finished.aborted else "stop" if stop else "length"
+                for stop in finished.stopped[rows].tolist()
+            ],
+            self.switches[0][1] if self.switches else None,
+        )
+        if len(self.switches) < 2:
+            return [packed]
+        return [replace(each, spans=spans_of(self.switches, len(each.token_ids))) for each in packed.each()]
 
 
 @dataclass(eq=False)
@@ -215,22 +238,22 @@ class DecodeThread:
         for finished in self._decoder.interrupt():
             self._hand_over(finished)
         for job in waiting:
-            _call(job.loop, job.inbox.put_nowait, Parcel(untouched(job.work), list(range(job.work.n)), ()))
+            _call(job.loop, job.inbox.put_nowait, Parcel(untouched(job.work), 0, job.work.n, ()))
 
     def _hand_over(self, finished: Finished | None) -> None:
         """Give finished rows to their jobs: one call into each event loop, however many rows there are."""
         if finished is None:
             return
-        order = np.argsort(finished.work, kind="stable")
-        ids, starts = np.unique(finished.work[order], return_index=True)
+        # Rows of a work lie together: a wave begins with them so, and loses some or gets others behind.
+        firsts = np.flatnonzero(np.diff(finished.work, prepend=-1)).tolist()
         parcels: dict[asyncio.AbstractEventLoop, list[tuple[Job, Parcel]]] = {}
-        for work, rows in zip(ids.tolist(), np.split(order, starts[1:]), strict=True):
+        for first, stop in itertools.pairwise([*firsts, len(finished.work)]):
+            work = int(finished.work[first])
             job = self._jobs[work]
-            job.left -= len(rows)
+            job.left -= stop - first
             if not job.left:
                 del self._jobs[work]
-            parcel = Parcel(finished, rows.tolist(), job.switches)
-            parcels.setdefault(job.loop, []).append((job, parcel))
+            parcels.setdefault(job.loop, []).append((job, Parcel(finished, first, stop, job.switches)))
         for loop, deliveries in parcels.items():
             _call(loop, _deliver, deliveries)
 

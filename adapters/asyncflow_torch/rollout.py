@@ -1,8 +1,9 @@
 """TransformersEngine: generates with a Hugging Face model in this process, rows batched continuously.
 
     engine = TransformersEngine("runs/demo/model")
-    async for completion in engine.generate(af.Request(prompt_ids, af.Sampling(max_tokens=7), n=8)):
-        ...
+    async for completed in engine.generate(af.Request(prompt_ids, af.Sampling(max_tokens=7), n=8)):
+        for completion in completed.each():
+            ...
     await engine.load_weights(update)
 
 For small models and for CPUs; a GPU server's throughput is what vLLM and SGLang are for.
@@ -20,14 +21,13 @@ import numpy as np
 import torch
 
 from asyncflow_sdk.errors import ConfigError, EngineError
-from asyncflow_sdk.interfaces import Capabilities, Completion, Request, RolloutEngine, WeightUpdate
+from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
 
 from .decode import Decoder
 from .decode_thread import DecodeThread, Job
 from .lanes import Work
 from .policy import Torn, assign, context_of, load_policy, named_weights, vocabulary_of
 from .scoring import score
-from .switches import spans_of
 
 _Result = TypeVar("_Result")
 
@@ -78,8 +78,8 @@ class TransformersEngine(RolloutEngine):
         self._held = dict(named_weights(self._model))
         self._thread = DecodeThread(Decoder(self._model), max_rows=max_rows, threads=threads, version=version)
 
-    async def generate(self, request: Request) -> AsyncIterator[Completion]:
-        """Yield each response as it finishes. Closing the generator aborts what is left."""
+    async def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:
+        """Yield responses as they finish, packed where one version drew them. Closing the generator aborts what is left."""
         job = Job(self._work(request), asyncio.get_running_loop())
         self._thread.submit(job)
         left = request.n
@@ -89,18 +89,9 @@ class TransformersEngine(RolloutEngine):
                 if isinstance(parcel, EngineError):
                     left = 0
                     raise parcel
-                finished, rows = parcel.finished, parcel.rows
-                starts, ends = (finished.token_ids.offsets[at:][rows].tolist() for at in (0, 1))
-                index, stopped = finished.index[rows].tolist(), finished.stopped[rows].tolist()
-                for i, start, end, stop in zip(index, starts, ends, stopped, strict=True):
-                    left -= 1
-                    yield Completion(
-                        i,
-                        token_ids=finished.token_ids.values[start:end],
-                        logprobs=finished.logprobs.values[start:end],
-                        finish_reason="aborted" if finished.aborted else "stop" if stop else "length",
-                        spans=spans_of(parcel.switches, end - start),
-                    )
+                left -= parcel.stop - parcel.first
+                for completed in parcel.completed():
+                    yield completed
         finally:
             if left:
                 self._thread.abort(job)

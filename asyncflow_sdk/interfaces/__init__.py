@@ -11,7 +11,7 @@ from .launcher import (
     WorkerOrder,
     check_on_failure,
 )
-from .rollout import Capabilities, Completion, Request, RolloutEngine
+from .rollout import Capabilities, Completion, Completions, Request, RolloutEngine
 from .sampler import Candidates, Sampler
 from .staleness import Filling, StalenessPolicy
 from .tracker import TrackedRun, Tracker
@@ -35,6 +35,7 @@ __all__ = [
     "Candidates",
     "Capabilities",
     "Completion",
+    "Completions",
     "Fetched",
     "FilePlace",
     "Filling",

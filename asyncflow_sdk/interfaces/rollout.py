@@ -12,14 +12,14 @@ class Mine(af.RolloutEngine):
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ..types import Sampling, VersionSpan
+from ..types import Ragged, Sampling, VersionSpan
 from .weights import WeightUpdate
 
 Swap = Literal["drain", "partial", "in_flight"]
@@ -81,6 +81,34 @@ class Completion:
     finish_reason: str = "stop"
     spans: Sequence[VersionSpan] = field(default=())
 
+    def each(self) -> Iterable[Completion]:
+        """This one: what an engine yields is one or several."""
+        return (self,)
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Several responses of one request that ended together, packed: an engine that decodes a batch yields them in place of
+    single ones, and nothing is done for each of them any more.
+
+    ``index``: int64 (rows,). ``token_ids``: int32, ``logprobs``: float32, a row each as in ``Completion``. ``finish_reason``: one
+    each. ``version``: drew every token of theirs; only of engines with ``token_versions``, which yield responses that
+    several versions drew one by one.
+    """
+
+    index: npt.NDArray[np.int64]
+    token_ids: Ragged
+    logprobs: Ragged
+    finish_reason: Sequence[str]
+    version: int | None = None
+
+    def each(self) -> Iterator[Completion]:
+        """One by one. Raises ValueError where there are not equally many of everything."""
+        fields = (self.index.tolist(), self.token_ids, self.logprobs, self.finish_reason)
+        for index, ids, logprobs, reason in zip(*fields, strict=True):
+            spans = () if self.version is None or not len(ids) else (VersionSpan(self.version, 0, len(ids)),)
+            yield Completion(index, ids, logprobs, reason, spans)
+
 
 class RolloutEngine(abc.ABC):
     """Generates responses under a version of the policy and takes new versions.
@@ -93,8 +121,9 @@ class RolloutEngine(abc.ABC):
     capabilities: Capabilities = Capabilities()
 
     @abc.abstractmethod
-    def generate(self, request: Request) -> AsyncIterator[Completion]:
-        """Yield each of the ``request.n`` responses once, as it finishes, in any order.
+    def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:
+        """Yield each of the ``request.n`` responses once, as it finishes, in any order; those that finish together may come as
+        ``Completions``.
 
         Many generations run at the same time. Cancelling one aborts its requests in the engine; the
         others are not touched. Raises EngineError for a request the engine cannot take (too long, empty,

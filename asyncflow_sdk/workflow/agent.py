@@ -114,7 +114,7 @@ class Turns:
         self._drawing, self._count = True, self._count + 1
         try:
             request = Request(ids, replace(self._sampling, max_tokens=most, stop_ids=stops), 1, seed)
-            await self._draw(request, lambda completion, version: got.append((completion, version)))
+            await self._draw(request, lambda ended, version: got.extend((each, version) for each in ended.each()))
         except EngineError as error:
             self.failure, self._closed = error, True
             raise

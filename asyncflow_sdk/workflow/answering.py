@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError, DeadlineExceeded, EngineError, LeaseLost
-from ..interfaces import Completion, Request, RolloutEngine
+from ..interfaces import Completion, Completions, Request, RolloutEngine
 from ..queue import AsyncLeasedBatch, Connection
 from ..queue.arguments import plain_text
 from ..types import Sampling
@@ -136,17 +136,18 @@ class Answering:
             raise ConfigError(text) from error
         self._note(plain_text(f"a prompt was refused: {error}"), "warning")
 
-    def _finished(self, work: Work, waiting: set[int], row: int, answer: Answer) -> None:
-        waiting.discard(row)
-        self.rows -= 1  # long responses of a group must not keep the places of its short ones
-        self._completing.add(work, row, answer)
+    def _finished(self, work: Work, waiting: set[int], rows: Sequence[int], answer: Answer) -> None:
+        waiting.difference_update(rows)
+        self.rows -= len(rows)  # long responses of a group must not keep the places of its short ones
+        self._completing.add(work, rows, answer)
         self._room()
 
     async def _respond(self, work: Work, first: int, stop: int, prompt: Ids, waiting: set[int]) -> None:
         """One response to each row of a group, by one request."""
 
-        def deliver(completion: Completion, version: int) -> None:
-            self._finished(work, waiting, first + completion.index, Answer(completion, version))
+        def deliver(completed: Completion | Completions, version: int) -> None:
+            index = completed.index.tolist() if isinstance(completed, Completions) else [completed.index]
+            self._finished(work, waiting, [first + each for each in index], Answer(completed, version))
 
         request = Request(prompt, self._sampling, stop - first, self._seed(work, first))
         await self._drawing.draw(request, deliver)
@@ -158,7 +159,7 @@ class Answering:
             self._drawing.draw, prompt, self._sampling, seed=self._seed(work, row), text=self._text,
             context=self._engine.capabilities.context,
         )  # fmt: skip
-        self._finished(work, waiting, row, await agent.converse(turns, columns))
+        self._finished(work, waiting, [row], await agent.converse(turns, columns))
 
     def _seed(self, work: Work, row: int) -> int | None:
         seed = self._sampling.seed

@@ -1,11 +1,10 @@
 """Completing: finished responses become columns, and go to the ledger together, in one command a lease: at once when a lease
-is through or nothing was sent for a while, else with what finishes in the next moment."""
+is through, else with what finishes in the next moment."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,23 +12,23 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import LeaseLost
-from ..interfaces import Completion
+from ..interfaces import Completion, Completions
 from ..queue import AsyncLeasedBatch
 from ..queue.awaiting import is_set
 from ..types import LOSS_MASK, VERSION_SPANS, Ragged, one_version
 from .drawing import spans_of
 from .text import Text
 
-EVERY_S = 0.1
-"""So far apart are commands for leases that are not through: responses of a few tokens end all the time (seconds)."""
+WAITS_S = 0.1
+"""So long a response waits for others at most, where its lease is not through (seconds)."""
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 class Answer(NamedTuple):
-    """What a row came to. ``version`` drew all of it where the response has no spans. ``mask``: bool (length,), False for
+    """What a row came to, or several. ``version`` drew all of it where the response has no spans. ``mask``: bool (length,), False for
     tokens that were observed; None for a response that is drawn as a whole. ``columns``: what an agent gave beside it."""
 
-    response: Completion
+    response: Completion | Completions
     version: int
     mask: npt.NDArray[np.bool_] | None = None
     columns: Mapping[str, Any] = {}
@@ -45,7 +44,7 @@ class Work:
     began: float
     tasks: int = 0
     tokens: int = 0
-    done: list[tuple[int, Answer]] = field(default_factory=list)
+    done: list[tuple[Sequence[int], Answer]] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
     """Rows that are not completed yet."""
 
@@ -53,7 +52,8 @@ class Work:
         """Rows with these ids have ended: nothing more is said of them. Returns which of the lease they are."""
         lost = self.among(ended)
         self.left -= lost
-        self.done = [(row, answer) for row, answer in self.done if row not in lost]
+        if lost:
+            self.done = [each for rows, answer in self.done for each in _without(lost, rows, answer)]
         return lost
 
     def among(self, ids: npt.NDArray[np.int64]) -> set[int]:
@@ -72,10 +72,10 @@ class Completing:
         self.held = asyncio.Lock()
         """While it is held nothing is completed."""
 
-    def add(self, work: Work, row: int, answer: Answer) -> None:
-        """Row ``row`` of a lease is finished."""
-        work.done.append((row, answer))
-        work.tokens += len(answer.response.token_ids)
+    def add(self, work: Work, rows: Sequence[int], answer: Answer) -> None:
+        """Rows ``rows`` of a lease are finished."""
+        work.done.append((rows, answer))
+        work.tokens += len(_values(answer.response.token_ids))
         self._finished[work.batch.token] = work
         self._wanted.set()
 
@@ -94,15 +94,13 @@ class Completing:
 
     async def run(self) -> None:
         """Complete what finishes until cancelled."""
-        clock, sent_s = asyncio.get_running_loop().time, -math.inf
         while True:
             await self._wanted.wait()
             await asyncio.sleep(0)  # whoever the engine woke in this turn adds its rows first
-            if not self._through.is_set() and (left_s := sent_s + EVERY_S - clock()) > 0:
-                await is_set(self._through, left_s)
+            if not self._through.is_set():
+                await is_set(self._through, WAITS_S)
             self._wanted.clear()
             self._through.clear()
-            sent_s = clock()
             await self.now()
 
     async def now(self) -> None:
@@ -113,12 +111,12 @@ class Completing:
                 await self._complete(work)
 
     async def _complete(self, work: Work) -> None:
-        rows, work.done = work.done, []
-        if not rows:
+        done, work.done = work.done, []
+        if not done:
             return  # they went with an earlier command, sent while this one was due
-        index = [row for row, _ in rows]
+        index = [row for rows, _ in done for row in rows]
         work.left.difference_update(index)
-        columns = self._columns([answer for _, answer in rows])
+        columns = self._columns([answer for _, answer in done])
         if self._prompt_ids:
             columns["prompt_ids"] = _ragged([work.prompt_ids[row] for row in index], np.int32)
         try:
@@ -142,16 +140,31 @@ class Completing:
         return columns | {name: [answer.columns[name] for answer in answers] for name in answers[0].columns}
 
 
-def _ragged(rows: Sequence[Any], dtype: npt.DTypeLike) -> Ragged:
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    return Ragged.from_lengths(np.concatenate(rows).astype(dtype, copy=False), lengths)
+def _without(lost: set[int], rows: Sequence[int], answer: Answer) -> Iterable[tuple[Sequence[int], Answer]]:
+    """Those of ``rows`` that are not ``lost``, and what they came to."""
+    if lost.isdisjoint(rows):
+        return [(rows, answer)]
+    each = zip(rows, answer.response.each(), strict=True)
+    return [([row], answer._replace(response=response)) for row, response in each if row not in lost]
+
+
+def _ragged(parts: Sequence[Any], dtype: npt.DTypeLike) -> Ragged:
+    """Rows of which each part is one, or several."""
+    lengths: list[int] = []
+    for part in parts:
+        lengths += part.lengths.tolist() if isinstance(part, Ragged) else (len(part),)
+    return Ragged.from_lengths(np.concatenate([*map(_values, parts)]).astype(dtype, copy=False), np.array(lengths))
+
+
+def _values(part: Any) -> Any:
+    return part.values if isinstance(part, Ragged) else part
 
 
 def _spans(answers: Sequence[Answer], lengths: npt.NDArray[np.int64]) -> Ragged:
     """The responses' own spans, or all of the version that was loaded."""
-    versions = np.fromiter((answer.version for answer in answers), np.int64, len(answers))
-    if not any(answer.response.spans for answer in answers):
-        return one_version(versions, lengths)
-    each = [spans_of(answer.response, answer.version) for answer in answers]
-    counts = np.fromiter(map(len, each), np.int64, len(each))
-    return Ragged.from_lengths(np.array([span for spans in each for span in spans], np.int64), counts)
+    singles = [answer.response for answer in answers if isinstance(answer.response, Completion)]
+    if not any(response.spans for response in singles):
+        counts = [len(a.response.index) if isinstance(a.response, Completions) else 1 for a in answers]
+        return one_version(np.repeat([answer.version for answer in answers], counts), lengths)
+    each = [spans_of(response, answer.version) for answer in answers for response in answer.response.each()]
+    return Ragged.of([np.array(spans, np.int64).reshape(-1, 3) for spans in each])

@@ -1,6 +1,6 @@
 """Drawing: what a producer asks its engine for, and how that goes on over a load of new weights.
 
-await drawing.draw(request, deliver)                  # deliver(completion, version), once for each response
+await drawing.draw(request, deliver)                  # deliver(completed, version), each response once
 async with drawing.stopped(interrupt=True):           # nothing is in the engine in here, and nothing comes in
     await load(...)                                   # what was interrupted goes on after, where it was
 """
@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeadlineExceeded, EngineError
-from ..interfaces import Completion, Request, RolloutEngine
+from ..interfaces import Completion, Completions, Request, RolloutEngine
 from ..queue.awaiting import is_set
 from ..types import VersionSpan
 
 WAIT_S = 3600.0
 """The longest a response may take (seconds)."""
-Deliver = Callable[[Completion, int], None]
-"""Gets a response, and the version that drew all of it where it has no spans."""
+Deliver = Callable[[Completion | Completions, int], None]
+"""Gets one response or several, and the version that drew all of it where nothing else is said."""
 
 
 class Drawing:
@@ -83,13 +83,18 @@ class Drawing:
         self._requests += 1
         try:
             async with contextlib.aclosing(self._engine.generate(request)) as completions:  # type: ignore[type-var]
-                async for completion in completions:
-                    self._check(completion, request, version, waiting)
-                    waiting.discard(completion.index)
-                    if completion.finish_reason == "aborted":
-                        cut.append(completion)
-                    else:
-                        deliver(completion, version)
+                async for completed in completions:
+                    if isinstance(completed, Completions) and _sound(completed, version, waiting):
+                        waiting.difference_update(completed.index.tolist())
+                        deliver(completed, version)
+                        continue
+                    for completion in completed.each():
+                        self._check(completion, request, version, waiting)
+                        waiting.discard(completion.index)
+                        if completion.finish_reason == "aborted":
+                            cut.append(completion)
+                        else:
+                            deliver(completion, version)
         finally:
             self._requests -= 1
             if not self._requests:
@@ -111,7 +116,12 @@ class Drawing:
             replace(sampling, max_tokens=sampling.max_tokens - drawn), 1, request.seed,
             drawn=request.drawn + drawn, first=request.first + part.index,
         )  # fmt: skip
-        await self.draw(rest, lambda end, later: deliver(_joined(part, version, end, later), version))
+
+        def join(ends: Completion | Completions, later: int) -> None:
+            for end in ends.each():
+                deliver(_joined(part, version, end, later), version)
+
+        await self.draw(rest, join)
 
     def _check(self, completion: Completion, request: Request, version: int, waiting: set[int]) -> None:
         """What an engine says of a response must hold together, or it would end up in another row's place."""
@@ -137,6 +147,20 @@ class Drawing:
                     f"{self._name} says that versions {versions} drew tokens, one after another; it had {version} when"
                     f" the request began, and {self.newest} now"
                 )
+
+
+def _sound(completed: Completions, version: int, waiting: set[int]) -> bool:
+    """Whether packed responses are whole, waited for, and of the version that was loaded. Others are looked at one by one,
+    which says what is wrong with them."""
+    index, offsets = set(completed.index.tolist()), completed.token_ids.offsets
+    return (
+        len(index) == len(completed.index) == len(completed.token_ids) == len(completed.finish_reason)
+        and index <= waiting
+        and completed.version in (None, version)
+        and "aborted" not in completed.finish_reason
+        and (completed.logprobs.offsets is offsets or np.array_equal(completed.logprobs.offsets, offsets))
+        and bool((offsets[1:] > offsets[:-1]).all())
+    )
 
 
 def spans_of(completion: Completion, version: int) -> Sequence[VersionSpan]:

@@ -96,6 +96,7 @@ class Producer:
         self._loading = Loading(engine, self._updates, verify, running=not self._swapping.stops)
         self._asking: asyncio.Task[AsyncLeasedBatch] | None = None
         self._asked_with: int | None = None  # what was loaded then
+        self._refused: int | None = None  # with this loaded it is given nothing more
         self._failure: BaseException | None = None
 
     def work(self) -> None:
@@ -151,7 +152,7 @@ class Producer:
             least = self._answering.largest if self._answering.running else 1  # a lease is a whole group at least
             if self._drawing.loaded is None and self._updates.ended:
                 return False  # it was to generate nothing before it had a version, and none will come
-            if self._drawing.loaded is None or room < least:
+            if self._drawing.loaded in (None, self._refused) or room < least:
                 await self._first_of(self._wake.wait())
                 return True
             self._asking = asyncio.create_task(self._aio.get(self._task, room, timeout_s=WAIT_S))
@@ -164,8 +165,7 @@ class Producer:
             except Ended:
                 return False
             except VersionNeeded:  # this replica is given nothing before it has loaded a newer one
-                if self._asked_with == self._drawing.loaded:  # in flight it may have done so since it asked
-                    await self._first_of(self._wake.wait())
+                self._refused = self._asked_with  # in flight it may have done so since it asked
         return True
 
     def _room(self) -> None:

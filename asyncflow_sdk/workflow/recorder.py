@@ -2,7 +2,8 @@
 
 workflow.json       what was asked for
 events.jsonl        one event a line
-steps/000017.npz    the rows of step 17, every column: ids, groups, and a ragged column as name and name.offsets;
+steps/000017.safetensors
+                    the rows of step 17, every column: ids, groups, and a ragged column as name and name.offsets;
                     what was current when each row was completed, and the publish lag of each replica
 summary.json        the outcome
 logs/               what each worker wrote
@@ -11,11 +12,9 @@ logs/               what each worker wrote
 from __future__ import annotations
 
 import contextlib
-import io
 import queue
 import threading
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,14 @@ from ..types import (
     dtype_name,
 )
 from ..types import events as ev
+from .arrays import reading, write_arrays
 from .tally import Tally
 
 MOST_WAITING = 256
 CLOSE_S = 60.0
-GATHER_S = 0.05
+GATHER_S = 0.25
 """Events come in bursts: so long they are gathered, since each wake-up takes the interpreter from the queue's server."""
-IN_MEMORY_BYTES = 16 << 20
-"""A step up to this size is put together in memory and written at once: its file has many small parts."""
+STEP_FILE = "*.safetensors"
 COMPLETED_AT, PUBLISH_LAG = "completed_at", "publish_lag"
 Sink = Callable[[Event], None]
 
@@ -103,8 +102,8 @@ class Recorder:
                         self.tally.lengths.add(msgspec.json.decode(line, type=ev.RowsEnded))
         if not line.endswith(b"\n"):
             self._log.write(b"\n")
-        for path in (self._directory / "steps").glob("*.npz"):
-            with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
+        for path in (self._directory / "steps").glob(STEP_FILE):
+            with contextlib.suppress(OSError, ValueError, KeyError):
                 batch = read_batch(path, only=(VERSION_SPANS, LOSS_MASK))
                 if VERSION_SPANS in batch:
                     self.tally.step(int(path.stem), batch.ages(int(path.stem)))
@@ -196,7 +195,7 @@ class Recorder:
             self.tally.step(step, ages)
             self.staleness_max = max(self.staleness_max, int(ages.total.max(initial=0)))
         lags = np.array(list(self.tally.lags.values()), np.int64)
-        write_batch(self._directory / "steps" / f"{step:06d}.npz", batch, **{PUBLISH_LAG: lags})
+        write_batch(self._directory / "steps" / f"{step:06d}.safetensors", batch, **{PUBLISH_LAG: lags})
 
 
 def write_batch(path: Path, batch: Batch, **more: Any) -> None:
@@ -207,37 +206,30 @@ def write_batch(path: Path, batch: Batch, **more: Any) -> None:
     if batch.stretches:
         arrays["stretches"] = np.array(batch.stretches, np.int64)
     for name, column in batch.columns.items():
-        values = column.values
-        if values.dtype.kind not in "?iufc":  # bfloat16 and the like, which .npy has no name for
-            values = values.view(np.uint8)
-        arrays[f"{name}:{column.spec.kind}:{dtype_name(column.values.dtype)}"] = values
+        arrays[f"{name}:{column.spec.kind}:{dtype_name(column.values.dtype)}"] = column.values
         if column.offsets is not None:
             arrays[f"{name}.offsets"] = column.offsets
-    with path.with_suffix(".part").open("wb") as part:
-        if sum(array.nbytes for array in arrays.values()) > IN_MEMORY_BYTES:
-            np.savez(part, **arrays)
-        else:
-            whole = io.BytesIO()
-            np.savez(whole, **arrays)
-            part.write(whole.getbuffer())
-    path.with_suffix(".part").replace(path)
+    write_arrays(path, arrays)
 
 
 def read_batch(path: Path, only: tuple[str, ...] | None = None) -> Batch:
-    """What ``write_batch`` wrote. ``only``: these columns, where they are."""
-    with np.load(path, allow_pickle=False) as stored:
+    """What ``write_batch`` wrote. ``only``: these columns, where they are. Raises OSError, ValueError, KeyError."""
+    with reading(path) as stored:
         columns: dict[str, Column] = {}
-        for key in stored.files:
+        for key in stored:
             if ":" not in key:
                 continue
             name, kind, dtype = key.rsplit(":", 2)
             if only is not None and name not in only:
                 continue
-            values = stored[key].view(carrier(dtype))
+            values = stored[key]
+            if values.dtype != carrier(dtype):  # bfloat16 and the like, as bytes
+                values = values.view(carrier(dtype))[..., 0]
             offsets = stored.get(f"{name}.offsets")
-            columns[name] = Column(ColumnSpec(kind, dtype, values.shape[1:]), values, offsets)
+            spec = ColumnSpec(kind, dtype, values.shape[1:])  # type: ignore[arg-type]
+            columns[name] = Column(spec, values, offsets)
         batch = Batch(stored["ids"], stored["groups"], columns)
-        if "stretches" in stored.files:
+        if "stretches" in stored:
             batch.stretches = tuple((int(first), int(shift)) for first, shift in stored["stretches"])
         batch.completed_at = stored.get(COMPLETED_AT)
         return batch
@@ -245,7 +237,7 @@ def read_batch(path: Path, only: tuple[str, ...] | None = None) -> Batch:
 
 def read_steps(directory: str | Path) -> Iterator[tuple[int, Batch]]:
     """The rows of every recorded step of a run directory: (step = version trained, batch), in order."""
-    for path in sorted(Path(directory, "steps").glob("*.npz")):
+    for path in sorted(Path(directory, "steps").glob(STEP_FILE)):
         yield int(path.stem), read_batch(path)
 
 

@@ -1,10 +1,10 @@
 """Resuming a run: what its directory holds for that, and one process at a time.
 
-workflow.json    what was asked for; under "again", all that the workflow is made of
-prompts.npz      the data
-lock             held while the run is run
-checkpoints/     of the trainer
-journal/         of the queue
+workflow.json        what was asked for; under "again", all that the workflow is made of
+prompts.safetensors  the data
+lock                 held while the run is run
+checkpoints/         of the trainer
+journal/             of the queue
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def write_description(workflow: Workflow, directory: Path) -> None:
     if workflow.checkpoint is not None:
         workflow.asked.pop("prompts", None)
         described["again"] = {"path": own_path(), "workflow": to_json(workflow, "")}
-        write_batch(directory / "prompts.npz", workflow.data)
+        write_batch(directory / "prompts.safetensors", workflow.data)
     write_whole(directory / "workflow.json", described)
 
 
@@ -59,7 +59,7 @@ def again(directory: Path) -> Workflow:
         raise ConfigError(f"{directory} holds no workflow: its workflow.json is not what was written")
     sys.path += [entry for entry in how["path"] if entry not in sys.path]
     try:
-        data = read_batch(directory / "prompts.npz")
+        data = read_batch(directory / "prompts.safetensors")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the prompts of {directory} cannot be read: {error}") from None
     try:

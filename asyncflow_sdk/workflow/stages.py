@@ -220,9 +220,10 @@ class _Generating:
             seed = hash((seed, int(rows.ids[index]))) & 0x7FFFFFFF
         try:
             async with contextlib.aclosing(self._engine.generate(Request(prompt, self._sampling, 1, seed))) as each:  # type: ignore[type-var]
-                async for completion in each:
-                    self._refused.clear()
-                    return np.asarray(completion.token_ids, np.int32)
+                async for completed in each:
+                    for completion in completed.each():
+                        self._refused.clear()
+                        return np.asarray(completion.token_ids, np.int32)
             raise EngineError("the engine ended a request without a response")
         except EngineError as error:
             self._refused.add(int(rows.groups[index]))

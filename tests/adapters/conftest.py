@@ -132,7 +132,7 @@ def collect(engine: TransformersEngine, requests: list[Request]) -> list[list[Co
     """All responses of requests made at once, a list a request, by index."""
 
     async def one(request: Request) -> list[Completion]:
-        return sorted([c async for c in engine.generate(request)], key=lambda c: c.index)
+        return sorted([c async for got in engine.generate(request) for c in got.each()], key=lambda c: c.index)
 
     async def every() -> list[list[Completion]]:
         return await asyncio.gather(*(one(request) for request in requests))

@@ -76,7 +76,7 @@ def swapped(make_update: Any) -> Callable[..., list[list[Completion]]]:
         engine: TransformersEngine, requests: list[Request], versions: list[dict[str, Any]], steps: list[int]
     ) -> list[list[Completion]]:
         async def one(request: Request) -> list[Completion]:
-            return sorted([c async for c in engine.generate(request)], key=lambda c: c.index)
+            return sorted([c async for got in engine.generate(request) for c in got.each()], key=lambda c: c.index)
 
         async def scenario() -> list[list[Completion]]:
             gate = Gate(engine, steps)
@@ -233,7 +233,7 @@ def test_a_version_that_does_not_fit_leaves_what_runs_alone(
 
 
 async def _all(engine: TransformersEngine, request: Request) -> list[Completion]:
-    return sorted([c async for c in engine.generate(request)], key=lambda c: c.index)
+    return sorted([c async for got in engine.generate(request) for c in got.each()], key=lambda c: c.index)
 
 
 def test_a_swap_that_breaks_off_ends_what_runs_and_waits_until_a_version_is_whole(

@@ -40,7 +40,10 @@ class Pauses:
 async def drawn(drawing: Drawing, requests: list[Request]) -> list[list[tuple[Completion, int]]]:
     got: list[list[tuple[Completion, int]]] = [[] for _ in requests]
     await asyncio.gather(
-        *(drawing.draw(r, lambda c, v, to=to: to.append((c, v))) for r, to in zip(requests, got, strict=True))
+        *(
+            drawing.draw(r, lambda got, v, to=to: to.extend((c, v) for c in got.each()))
+            for r, to in zip(requests, got, strict=True)
+        )
     )
     return [sorted(each, key=lambda one: one[0].index) for each in got]
 

@@ -146,7 +146,7 @@ def test_cancelling_one_generation_aborts_its_rows_and_no_others(endless: str, r
         # given two running requests that fill the engine, one to be cancelled, and one that waits for room
         async def count(n: int, tokens: int) -> int:
             request = Request(np.array([5], np.int32), Sampling(max_tokens=tokens), n=n)
-            return len([c async for c in engine.generate(request)])
+            return len([c async for got in engine.generate(request) for c in got.each()])
 
         doomed = asyncio.create_task(count(3, 127))
         kept = asyncio.create_task(count(1, 127))
@@ -175,7 +175,7 @@ def test_a_request_cancelled_while_it_waits_is_never_decoded(endless: str, rollo
         # given a full engine and two requests that wait
         async def count(tokens: int) -> int:
             request = Request(np.array([5], np.int32), Sampling(max_tokens=tokens))
-            return len([c async for c in engine.generate(request)])
+            return len([c async for got in engine.generate(request) for c in got.each()])
 
         first, doomed, last = (asyncio.create_task(count(tokens)) for tokens in (40, 127, 1))
         await busy(engine)
@@ -198,7 +198,7 @@ def test_leaving_the_iteration_early_aborts_the_rest(endless: str, rollout: Make
         # given two responses of which one is wanted
         stream = engine.generate(Request(np.array([5], np.int32), Sampling(max_tokens=100), n=2))
         requests = [Request(np.array([6], np.int32), Sampling(max_tokens=1))]
-        other = [c async for c in engine.generate(requests[0])]
+        other = [c async for got in engine.generate(requests[0]) for c in got.each()]
         pending = asyncio.ensure_future(anext(stream))
         await busy(engine)
         # when
@@ -250,7 +250,7 @@ def test_an_error_in_the_decode_thread_reaches_everyone_who_waits(tiny: str, rol
 
     async def scenario() -> list[Any]:
         async def one(request: Request) -> int:
-            return len([c async for c in engine.generate(request)])
+            return len([c async for got in engine.generate(request) for c in got.each()])
 
         # when two requests run and two wait for room
         return await asyncio.gather(*(one(r) for r in requests), return_exceptions=True)
@@ -278,7 +278,7 @@ def test_closing_ends_what_runs_and_refuses_what_comes(endless: str, busy: Any) 
     request = Request(np.array([5], np.int32), Sampling(max_tokens=127), n=8)
 
     async def one() -> int:
-        return len([c async for c in engine.generate(request)])
+        return len([c async for got in engine.generate(request) for c in got.each()])
 
     async def scenario() -> None:
         # given a request that runs

@@ -61,7 +61,7 @@ def test_a_run_that_is_resumed_is_shown_as_it_is_when_it_is_run(file: Path) -> N
     # given a run that is killed
     process = begun("run", file, file.parent / "one", "--set", "steps=100000")
     until = time.monotonic() + 60
-    while not list((file.parent / "one" / "steps").glob("*.npz")):
+    while not list((file.parent / "one" / "steps").glob("*.safetensors")):
         assert time.monotonic() < until, "no step"
         time.sleep(0.05)
     process.kill()

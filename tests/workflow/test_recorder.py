@@ -72,7 +72,7 @@ def test_a_recorder_that_goes_on_knows_how_stale_the_steps_before_were(tmp_path:
         recorder.step(number, lambda spans=spans: Batch.of({"version_spans": spans, "text": ["a", "b"]}))  # type: ignore[misc]
     recorder.close()
     whole = recorder.tally.summary()["staleness"]
-    (tmp_path / "steps" / "000007.npz").write_bytes(b"torn")
+    (tmp_path / "steps" / "000007.safetensors").write_bytes(b"torn")
 
     again = Recorder(tmp_path, [], again=True)
     again.close()

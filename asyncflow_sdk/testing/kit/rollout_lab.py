@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import inspect
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ...interfaces import Completion, Request, RolloutEngine, WeightUpdate
-from ...types import Sampling
+from ...interfaces import Completion, Completions, Request, RolloutEngine, WeightUpdate
+from ...types import Ragged, Sampling
 from .check import CheckFailed, expect
 from .loop import LoopThread
 from .policy import Policy
@@ -142,10 +142,11 @@ class RolloutLab:
         """All responses, by index, their form looked at. ``aborted``: whether they may be."""
         got: dict[int, Completion] = {}
         async with contextlib.aclosing(self.engine.generate(request)) as completions:  # type: ignore[type-var]
-            async for completion in completions:
-                check_form(self, request, completion, aborted=aborted)
-                expect(completion.index not in got, f"response {completion.index} of {request.n} came twice")
-                got[completion.index] = completion
+            async for completed in completions:
+                for completion in _each(completed):
+                    check_form(self, request, completion, aborted=aborted)
+                    expect(completion.index not in got, f"response {completion.index} of {request.n} came twice")
+                    got[completion.index] = completion
         missing = sorted(set(range(request.n)) - set(got))
         expect(not missing, f"of n={request.n} responses, {missing} never came")
         return [got[index] for index in range(request.n)]
@@ -224,6 +225,23 @@ class RolloutLab:
             f" {temperature:g} (token {at}: {float(got.logprobs[at]):.6g}, not {wanted[at]:.6g};"
             f" {self.tolerance:g} is allowed, {self.tolerance / SHARE:g} on average){sign}"
         )
+
+
+def _each(completed: Any) -> Iterable[Any]:
+    """One by one; what is no response goes on to be looked at."""
+    if not isinstance(completed, Completions):
+        return (completed,)
+    index, ids, logprobs = completed.index, completed.token_ids, completed.logprobs
+    expect(
+        isinstance(index, np.ndarray)
+        and index.ndim == 1
+        and index.dtype.kind in "iu"
+        and isinstance(ids, Ragged)
+        and isinstance(logprobs, Ragged)
+        and len(index) == len(ids) == len(logprobs) == len(completed.finish_reason),
+        f"generate yielded {completed!r}: that is not one index, one row of tokens, one of log-probs and one reason each",
+    )
+    return completed.each()
 
 
 def check_form(lab: RolloutLab, request: Request, got: Completion, *, aborted: bool = False) -> None:
