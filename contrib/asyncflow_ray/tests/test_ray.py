@@ -18,7 +18,10 @@ import functions
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
+from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.types.events import Event, WorkerState
+
+kit = Conformance("launcher", "ray")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,6 +29,11 @@ def cluster() -> Iterator[None]:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
+
+
+@kit.parametrize
+def test_contract(check: Any) -> None:
+    check()
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import asyncflow_sdk as af
+from asyncflow_sdk.testing import Conformance
 from asyncflow_tensorboard.tracker import TensorBoardTracker
+
+kit = Conformance("tracker", "tensorboard")
+
+
+@kit.parametrize
+def test_contract(check: Any) -> None:
+    check()
 
 
 def read(directory: Path) -> EventAccumulator:
