@@ -228,7 +228,7 @@ def _attributes(cls: type) -> Iterator[str]:
         if not name.startswith("_"):
             value = vars(cls).get(name, inspect.Parameter.empty)
             plain = isinstance(value, (str, int, float, bool, tuple))
-            yield f"{name}: {kind}" + (f" = {value!r}" if plain else "")
+            yield f"{name}: {getattr(kind, '__forward_arg__', kind)}" + (f" = {value!r}" if plain else "")
 
 
 def _signature(function: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 GUIDE = Path(__file__).parent.parent / "docs" / "your-own-engine.md"
 PART = re.compile(r"(?:<!-- (?P<mark>fails|test: guide) -->\n)?```(?P<kind>console|python)\n(?P<text>.*?)```", re.S)
@@ -31,7 +33,17 @@ def script() -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.timeout(900)
+def started_in(folder: Path) -> list[str]:
+    """Processes that are at work in a folder or below it."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if process.joinpath("cwd").resolve().is_relative_to(folder):
+                found.append(process.name)
+    return found
+
+
+@pytest.mark.timeout(1200)
 def test_the_guide_to_an_own_engine(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     venv.create(tmp_path / "env", with_pip=True)
@@ -47,11 +59,13 @@ def test_the_guide_to_an_own_engine(tmp_path: Path) -> None:
     }  # fmt: skip
 
     done = subprocess.run(
-        ["bash", "-c", script()], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=850, check=False
+        ["bash", "-c", script()], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1100, check=False
     )
 
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-6000:]
     assert "those are of version" in said, "the fault that the guide makes was not named"
     assert "balanced: True" in said
+    assert said.count("level reached: full") == 2
+    until(lambda: not started_in(tmp_path), "the end of servers whose workers were killed")
     assert list((tmp_path / "my-engine" / "dist").glob("my_engine-*.whl"))
