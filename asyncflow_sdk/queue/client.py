@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AsyncFlowError, ConfigError, SchemaError, VersionNeeded
+from ..errors import AsyncFlowError, ConfigError, LeaseLost, SchemaError, VersionNeeded
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
 from ..ledger.commands import Audit, FailedGroup, PolicySpec, SamplerSpec, StatusReport, TaskSpec
@@ -176,23 +176,27 @@ class Verbs(Generic[B, S]):
     async def _take(self, ask: cmd.Lease, last: Lease | None, *, acknowledge: bool = True) -> B:
         """The batch that ``ask`` gives. The last word on batch ``last`` rides with it."""
         answer = None if last is None else await last._post_last(ask, acknowledge=acknowledge)
-        if answer is None:
-            answer = await self._port.answer(ask)
-        answer.raise_error()
-        lease = answer.reply
-        if isinstance(lease, cmd.LoadFirst):
-            raise VersionNeeded(f"task {ask.task!r} gives nothing more before version {lease.version} is loaded")
-        assert isinstance(lease, cmd.Leased)
-        try:
-            batch = self._read(answer, lease)
-        except BaseException:  # rows that cannot be read must not stay ours
-            with contextlib.suppress(AsyncFlowError):
-                await self._port.send(
-                    cmd.GiveBack(token=lease.token, reason="reading the rows failed", rank=lease.rank)
-                )
-            raise
-        batch._bind(self._port, lease)
-        return batch
+        while True:
+            if answer is None:
+                answer = await self._port.answer(ask)
+            answer.raise_error()
+            lease = answer.reply
+            if isinstance(lease, cmd.LoadFirst):
+                raise VersionNeeded(f"task {ask.task!r} gives nothing more before version {lease.version} is loaded")
+            assert isinstance(lease, cmd.Leased)
+            try:
+                batch = self._read(answer, lease)
+            except BaseException as error:  # rows that cannot be read must not stay ours
+                with contextlib.suppress(AsyncFlowError):
+                    await self._port.send(
+                        cmd.GiveBack(token=lease.token, reason="reading the rows failed", rank=lease.rank)
+                    )
+                if not isinstance(error, LeaseLost):
+                    raise
+                answer = None  # some ended on the way here, and their memory is others': there may be more
+                continue
+            batch._bind(self._port, lease)
+            return batch
 
     def _read(self, answer: Answer, lease: cmd.Leased) -> B:
         """Views and copies of the rows leased."""

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -243,3 +244,25 @@ def test_one_event_loop_does_it_all_at_once(queue: TransferQueue) -> None:
 def test_numbers_from_numpy_are_numbers(queue: TransferQueue) -> None:
     queue.put({"x": [1.0, 2.0]}, group_size=np.int64(2), timeout_s=np.float32(5))  # type: ignore[arg-type]
     assert queue.get("work", np.int64(3), timeout_s=np.float64(5)).rows == 3
+
+
+def test_rows_that_end_on_their_way_to_who_asked_are_passed_over(
+    run: Run, queue: TransferQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given rows that are cancelled when they have been leased and not been read yet, and whose memory is used again
+    writer, read, leased = run.queue(), type(queue)._read, []
+    first = writer.put({"x": [1.0, 2.0]}).first
+
+    def late(self: TransferQueue, answer: Any, lease: Any) -> Any:
+        leased.append(lease.token)
+        if len(leased) == 1:
+            writer.cancel([first, first + 1])
+            writer.put({"x": [3.0, 4.0]})
+        return read(self, answer, lease)
+
+    monkeypatch.setattr(type(queue), "_read", late)
+    # when
+    batch = queue.get("work", 2)
+    # then others come; but values that were sent are here
+    assert batch.array("x").tolist() == ([3.0, 4.0] if run.shared_memory else [1.0, 2.0])
+    assert queue.audit().cancelled == 2
