@@ -1,5 +1,5 @@
 """The ``asyncflow`` command. What draws here only listens to events."""
 
-from .app import main
+from .starting import main
 
 __all__ = ["main"]

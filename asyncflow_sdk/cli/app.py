@@ -21,6 +21,7 @@ from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, Work
 from .new_plugin import new_plugin
 from .options import Debug as _Debug
 from .options import NoPlugin as _NoPlugin
+from .starting import let_go
 from .working import worker
 
 _INSTALL_TORCH = "pip install 'asyncflow-sdk[torch]'"
@@ -45,6 +46,7 @@ class _Group(TyperGroup):
     """Commands whose errors are for people."""
 
     def invoke(self, ctx: Any) -> Any:
+        let_go()
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, Interrupted) as stop:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -350,3 +351,24 @@ def test_the_summary_table_of_what_it_was_not_told_of() -> None:
 def test_the_summary_table_of_nothing_and_of_a_narrow_terminal() -> None:
     assert printed({}).strip()
     assert max(map(len, printed(synthetic_summary(), 40).splitlines())) <= 40
+
+
+@pytest.mark.parametrize("slow", ["typer", "rewards"])
+def test_ctrl_c_while_something_is_imported_is_one_line(tmp_path: Path, slow: str) -> None:
+    # given an import that takes long: of the command itself, or of what it was told to run
+    (tmp_path / f"{slow}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "run.toml").write_text(
+        'steps = 1\nbatch_size = 1\nprompts = ["a"]\nreward = "rewards:f"\nrollout = { engine = "echo" }\ntrain = { engine = "echo" }\n'
+    )
+    env = os.environ | WIDE | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "asyncflow_sdk.cli", "run", "run.toml"],
+        cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        # when
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    # then
+    assert (process.returncode, said) == (130, "interrupted\n")
