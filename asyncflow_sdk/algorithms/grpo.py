@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..errors import ConfigError
 from ..interfaces import Algorithm, PackedTokens
 from ..types import Batch
-from ..types.typed import check_fields
+from ..types.typed import Configuration, check_fields
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to ± this, where the ratio is 4.9e8: no token makes a loss infinite, and one that
@@ -23,7 +23,7 @@ is beyond it has no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPO(Algorithm):
+class GRPO(Configuration, Algorithm):
     """Group-relative policy optimisation (arXiv 2402.03300, eq. 3) with the clip-higher range and the
     token-mean loss of DAPO (arXiv 2503.14476, eq. 8), no KL term.
 

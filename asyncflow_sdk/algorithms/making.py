@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ import msgspec
 from ..errors import ConfigError, PluginError
 from ..interfaces import Algorithm
 from ..plugins import import_path, registry
+from ..types.typed import meant
 
 
 class AlgorithmSpec(msgspec.Struct, frozen=True):
@@ -67,9 +67,7 @@ def make_algorithm(spec: AlgorithmSpec) -> Algorithm:
     except TypeError as error:
         known = list(inspect.signature(factory).parameters)
         odd = next((name for name in spec.options if name not in known), "")
-        near = difflib.get_close_matches(odd, known, 1)
-        meant = f"; did you mean {near[0]!r}?" if near else f"; it takes: {', '.join(known) or 'none'}"
-        why = f"has no option {odd!r}{meant}" if odd else f"cannot be made: {error}"
+        why = f"has no option {odd!r}; {meant(odd, known)}" if odd else f"cannot be made: {error}"
         raise ConfigError(f"algorithm {spec.label!r} {why}") from None
     if not isinstance(made, Algorithm):
         raise PluginError(f"algorithm {spec.name!r} is a {type(made).__name__}, which is no asyncflow_sdk.Algorithm")

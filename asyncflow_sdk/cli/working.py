@@ -167,11 +167,13 @@ def train(
 
 
 def _from_file(call: _Call, task: str) -> None:
-    """The role as the workflow of a file has it."""
+    """The role as the workflow of a file has it; where others of it run, and what they need there, is not looked for here."""
     from ..workflow import load_workflow
+    from ..workflow.checking import for_role
 
     assert call.file is not None
-    flow = load_workflow(call.file)
+    with for_role("" if "python" in call.place else task):  # of an engine in another interpreter that one knows
+        flow = load_workflow(call.file)
     specs: list[Any] = [*flow.rollouts, *flow.stages, flow.train]
     for spec in specs:  # but where it runs is this host's to say
         spec.place = replace(spec.place, **call.place)

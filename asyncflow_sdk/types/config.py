@@ -10,14 +10,14 @@ from typing import Any, Literal, get_args
 from ..errors import ConfigError
 from .dtypes import check_floating
 from .probe import Probe, plain_probe
-from .typed import check_fields, check_types
+from .typed import Configuration, check_fields, check_types
 
 SwapPolicy = Literal["auto", "drain", "boundary", "partial", "in_flight"]
 Proof = Literal["probe", "held"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staleness:
+class Staleness(Configuration):
     """How far rollouts may lag behind training. ``max_staleness``: versions that a trained token may be old; 0 trains
     synchronously, 1 one step off. ``policy``: what is done about rows that take long. "wait": steps wait for them. "drop": what would be
     too old expires, and others are generated in its place. "count": it is trained, however old; only the number of rows
@@ -41,7 +41,7 @@ class Staleness:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(Configuration):
     """How tokens are drawn. ``temperature``: 0 takes the likeliest token each time. ``max_tokens``: of a response. ``top_p``: only from
     the likeliest tokens that together have this much probability, 1 from all; ``top_k``: only from so many, 0 from all. ``seed``:
     None draws differently each run. ``stop_ids``: token ids that end a response beside the model's own; they are its last token.
@@ -72,7 +72,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class Weights(Configuration):
     """How new versions get from the trainer to the replicas, and when these load them.
 
     ``transport``, ``options``: by which, made with which options. ``dtype``: floating-point tensors are published in it; None
@@ -116,7 +116,7 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Configuration):
     """How a run can be gone on with: a checkpoint of the trainer after every so many steps. ``keep``: so many, the newest; the
     rows of steps since the oldest of them keep their memory. ``history``: keep the journal of the whole run, for replays."""
 

@@ -6,12 +6,13 @@ check_types(Sampling, {"max_tokens": "8"})        # ConfigError: Sampling: max_t
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
 import numbers
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal
@@ -24,6 +25,32 @@ Fits = Callable[[Any], bool]
 
 LOOKED_AT = 1000
 """Of a list, so many: data is looked at by whoever takes it."""
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """What to say behind a name that there is not: the nearest there is, or all of them."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"it takes: {', '.join(known) or 'none'}"
+
+
+def check_names(made: type, given: Iterable[str]) -> None:
+    """Raises TypeError, as Python does, for an argument that there is not; it says what may have been meant, as Python does
+    from 3.13 on."""
+    parameters = inspect.signature(made).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+    for name in given:
+        if name not in parameters:
+            raise TypeError(f"{made.__name__} has no argument {name!r}; {meant(name, parameters)}")
+
+
+class Configuration:
+    """Base of a dataclass that users make: ``check_names`` of it."""
+
+    def __new__(cls, *args: Any, **given: Any) -> Any:
+        check_names(cls, given)
+        return super().__new__(cls)
 
 
 def check_types(made: type, given: Mapping[str, Any]) -> None:

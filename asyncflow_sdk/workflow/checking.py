@@ -53,6 +53,25 @@ def telling(listener: Told) -> Iterator[None]:
         _told.reset(before)
 
 
+_role: ContextVar[str | None] = ContextVar("role", default=None)
+
+
+@contextlib.contextmanager
+def for_role(task: str) -> Iterator[None]:
+    """In here a workflow is looked at for the role ``task`` alone: what others have is on other hosts, and where it runs itself
+    is asked when it starts."""
+    before = _role.set(task)
+    try:
+        yield
+    finally:
+        _role.reset(before)
+
+
+def _is_here(task: str) -> bool:
+    """Whether the engine, the model and the tokenizer of a role are looked for on this host."""
+    return _role.get() in (None, task)
+
+
 class Problems:
     """What was found, in order, each with the key it is of."""
 
@@ -108,18 +127,21 @@ def _find(flow: Workflow, problems: Problems) -> None:
     _check_numbers(flow, problems)
     for number, rollout in enumerate(flow.rollouts):
         _check_place(f"rollout {rollout.task!r}", rollout.place, problems, "rollout", number)
-        _check_engine("rollout", rollout, rollout.place, problems, "rollout", number)
+        if _is_here(rollout.task):
+            _check_engine("rollout", rollout, rollout.place, problems, "rollout", number)
     for stage, key in zip(flow.stages, _stage_keys(flow), strict=True):
         if not stage.here:
             _check_place(f"stage {stage.task!r}", stage.place, problems, *key)
-        if isinstance(stage.work, (Logprobs, Generate)):
+        if isinstance(stage.work, (Logprobs, Generate)) and _is_here(stage.task):
             _check_engine("stage", stage.work, stage.place, problems, *key, "work")
         _check_here(stage, problems, *key)
     _check_place("train", flow.train.place, problems, "train")
-    _check_engine("train", flow.train, flow.train.place, problems, "train")
-    _check_columns(flow, problems)
-    with problems.kept("capacity_rows"):
-        _check_capacity(flow)
+    if _is_here(flow.train.task):
+        _check_engine("train", flow.train, flow.train.place, problems, "train")
+    if all(_is_here(rollout.task) or not _lacks_model(rollout) for rollout in flow.rollouts):
+        _check_columns(flow, problems)
+    with problems.kept("staleness", "policy"):
+        _check_capacity(flow, rows_needed(flow.staleness, flow.batch_size), problems)
     for number, rollout in enumerate(flow.rollouts):
         with problems.kept("prompts"):
             _check_ids(flow, rollout)
@@ -181,6 +203,8 @@ def _check_numbers(flow: Workflow, problems: Problems) -> None:
 
 
 def _check_place(where: str, place: Place, problems: Problems, *key: str | int) -> None:
+    if _role.get() is not None:
+        return
     try:
         problems.launcher(place.launcher).check(place)
     except (ConfigError, PluginError) as error:
@@ -191,7 +215,7 @@ def _check_place(where: str, place: Place, problems: Problems, *key: str | int) 
 def _check_engine(
     kind: str, spec: Rollout | Train | Logprobs | Generate, place: Place, problems: Problems, *key: str | int
 ) -> None:
-    if spec.model and not Path(spec.model, "config.json").is_file():
+    if _lacks_model(spec):
         text = f"{kind} model {spec.model!r} is no model folder: it has no config.json"
         problems.add(text, *key, "model")
     if place.python is not None:  # another interpreter has plugins of its own
@@ -206,6 +230,10 @@ def _check_engine(
             meant = f"; did you mean {near[0]!r}?" if near else "."
             text = f"engine {spec.engine!r} has no option {option!r}{meant} It takes: {', '.join(known)}"
             problems.add(text, *key, option)
+
+
+def _lacks_model(spec: Rollout | Train | Logprobs | Generate) -> bool:
+    return bool(spec.model) and not Path(spec.model, "config.json").is_file()
 
 
 def _options_of(factory: Callable[..., Any]) -> list[str] | None:
@@ -265,19 +293,16 @@ def _check_columns(flow: Workflow, problems: Problems) -> None:
         problems.add("rollouts that share a task must have the same lease_s", "rollout")
 
 
-def _check_capacity(flow: Workflow) -> None:
-    least = least_rows(flow)
+def _check_capacity(flow: Workflow, needed: int, problems: Problems) -> None:
+    """``needed``: rows that the staleness policy wants alive at once for every step to fill."""
+    least = max(flow.batch_size, flow.rollout.group_size, needed)
     if flow.capacity_rows < least:
-        raise ConfigError(
+        problems.add(
             f"a queue of capacity_rows={flow.capacity_rows} is too small: steps of {flow.batch_size} rows at"
             f" max_staleness={flow.staleness.max_staleness} cannot fill with fewer than {least}; leave it out"
-            f" ({flow.batch_size * (flow.staleness.max_staleness + AHEAD_STEPS)} rows then), or give more"
+            f" ({flow.batch_size * (flow.staleness.max_staleness + AHEAD_STEPS)} rows then), or give more",
+            "capacity_rows",
         )
-
-
-def least_rows(flow: Workflow) -> int:
-    """How many rows must be able to live at once for every step to fill."""
-    return max(flow.batch_size, flow.rollout.group_size, rows_needed(flow.staleness, flow.batch_size))
 
 
 def _check_weights(flow: Workflow) -> None:
@@ -287,7 +312,8 @@ def _check_weights(flow: Workflow) -> None:
             f"quorum={flow.weights.quorum} replicas must have a version staged before any loads it, and there are"
             f" {replicas}"
         )
-    here = flow.train.place.python is None and not flow.train.place.env  # as it will be in the trainer's process
+    place = flow.train.place
+    here = place.python is None and not place.env and _is_here("train")  # as it will be in the trainer's process
     if here and flow.plan.transport != AUTO:  # else it was told already why there is none
         check_publishing(flow.plan.transport, flow.weights.options)
     temperature = flow.train.options.get("temperature", 1.0)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..plugins import import_name, import_path
-from ..types.typed import check_types
+from ..types.typed import check_names, check_types
 
 TYPE, NAME, MAP, FLOAT = "$type", "$name", "$map", "$float"
 
@@ -34,8 +34,9 @@ class Described:
         signature = inspect.signature(cls)
         try:
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # the constructor is about to say so
-            return self
+        except TypeError:
+            check_names(cls, kwargs)
+            return self  # else the constructor is about to say what is wrong
         for name, value in given.items():
             more = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             self.asked.update(dict(value) if more else {name: value})

@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import os
 import sys
@@ -29,6 +28,7 @@ import msgspec
 
 from ..errors import ConfigError, PluginError
 from ..plugins import import_name, registry
+from ..types.typed import meant
 from .checking import Key, telling
 from .positions import positions
 from .specs import Rollout, Stage, Train
@@ -145,9 +145,7 @@ class _File:
             elif options:
                 arguments[name] = self._located(value)
             else:
-                near = difflib.get_close_matches(name, named, 1)
-                meant = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(named)}"
-                self._say(where, f"there is no key {_dotted(where)}; {meant}")
+                self._say(where, f"there is no key {_dotted(where)}; {meant(name, named)}")
         for name, parameter in named.items():
             if parameter.default is parameter.empty and name not in table:
                 self._say(key, f"{_dotted((*key, name))} is missing")

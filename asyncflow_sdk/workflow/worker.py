@@ -32,6 +32,7 @@ from ..queue._once import drive
 from ..queue.arguments import plain_text
 from ..types import Sampling, Weights
 from ..types import events as ev
+from ..types.typed import meant
 from ..weights import check_fetching
 from ..weights.host import host_of
 from ..wire import RunKey
@@ -241,11 +242,17 @@ def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) ->
     import inspect
 
     factory = registry().get(kind, name).load()
+    takes = inspect.signature(factory)
     try:
-        inspect.signature(factory).bind(**options)
+        takes.bind(**options)
     except TypeError as error:
-        known = ", ".join(str(p) for p in inspect.signature(factory).parameters.values())
-        raise ConfigError(f"engine {name!r}: {error}; it takes: {known}") from None
+        odd = next((each for each in options if each not in takes.parameters), "")
+        near = (
+            f"; {meant(odd, takes.parameters)}"
+            if odd
+            else f"; it takes: {', '.join(map(str, takes.parameters.values()))}"
+        )
+        raise ConfigError(f"engine {name!r}: {error}{near}") from None
     return factory(**options)
 
 

@@ -121,6 +121,29 @@ def test_a_role_as_a_workflows_file_has_it(module: Path) -> None:
         assert len(list((module / "logs").glob("rollout-*.log"))) == 1, "as many as this command was told to start"
 
 
+def test_what_other_roles_need_where_they_run_is_not_looked_for_here(module: Path) -> None:
+    # given a file of which this host has neither the trainer's GPU and model, nor the rollout's interpreter and engine
+    (module / "flow.toml").write_text(
+        'steps = 2\nbatch_size = 8\nprompts = "data.jsonl"\n'
+        'reward = { work = "mine:length", task = "reward", gpus = [98] }\n'
+        'rollout = { engine = "not-here", prompt = "prompt_ids", group_size = 4, python = "no/python", model = "no" }\n'
+        'train = { engine = "not-here", gpus = [99], cpus = [9999], model = "no" }\n'
+    )
+    with af.serve(module / "run") as run:
+        run.queue.put({"response_ids": [[1]]})
+        come = ["worker", str(module / "run"), "--from", "flow.toml"]
+        # when
+        with (
+            Command(*come, "--cpus", "0", "stage", "reward", cwd=module) as here,
+            Command(*come, "rollout", cwd=module) as away,
+        ):
+            # then each is told of its own alone
+            assert here.end() == away.end() == 2
+        assert "gpus=[98]: this host has no GPU 98" in here.said
+        assert "rollout model" in away.said
+        assert not {"99", "not-here"} & set(re.findall(r"[\w-]+", here.said + away.said))
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

@@ -95,3 +95,21 @@ def test_names_that_only_a_type_checker_knows_are_not_looked_at() -> None:
 def test_configurations_are_looked_at_when_they_are_made(make: Callable[[], Any]) -> None:
     with pytest.raises(ConfigError):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: af.Sampling(max_token=8), "Sampling has no argument 'max_token'; did you mean 'max_tokens'?"),
+        (lambda: af.Weights(transports="shm"), "Weights has no argument 'transports'; did you mean 'transport'?"),
+        (lambda: af.Checkpoint(steps=2), "Checkpoint has no argument 'steps'; it takes: every, keep, history"),
+        (lambda: af.GRPO(clip_hi=0.3), "GRPO has no argument 'clip_hi'; did you mean 'clip_high'?"),
+        (lambda: af.Stage(len, taks="a"), "Stage has no argument 'taks'; did you mean 'task'?"),
+        (lambda: af.Workflow(batch_sise=8), "Workflow has no argument 'batch_sise'; did you mean 'batch_size'?"),
+    ],
+)  # fmt: skip
+def test_a_name_that_there_is_not_is_told_with_the_nearest_one(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        make()
+
+    assert str(raised.value) == message

@@ -189,7 +189,7 @@ def test_an_option_the_engine_does_not_have_is_named(tmp_path: Path) -> None:
     ):
         echo_workflow(train={"delay": 1})
     elsewhere = {"delay": 1, "python": sys.executable}  # whose engines nobody knows here
-    with pytest.raises(WorkerFailed, match=r"engine 'echo': .*'delay'; it takes: .*delay_s"):
+    with pytest.raises(WorkerFailed, match=r"engine 'echo': .*'delay'; did you mean 'delay_s'\?"):
         echo_workflow(train=elsewhere).run(tmp_path / "run")
 
 

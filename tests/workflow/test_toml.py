@@ -158,6 +158,10 @@ train = { engine = "echo" }
         ('{ engine = "echo" }', '{ engine = "echo", algorithm = "PPO" }', ["6:28: train.algorithm: no algorithm adapter is named 'PPO'"]),
         ('{ engine = "echo" }', '{ engine = "echo", algorithm = { clip_hi = 1 } }', ["6:42: there is no key train.algorithm.clip_hi; did you mean 'clip_high'"]),
         ('{ engine = "echo" }', '{ engine = "echo" }\n[staleness]\nmax_staleness = -1', ["7:2: max_staleness must be 0"]),
+        ('{ engine = "echo" }', '{ engine = "echo" }\n[staleness]\nmax_staleness = 2\npolicy = "no_such_module:P"', ["9:1: 'no_such_module:P' cannot be imported: No module"]),
+        ('{ engine = "echo" }', '{ engine = "echo" }\nstaleness = { policy = "dorp" }', ["7:15: no staleness adapter is named 'dorp'"]),
+        ("steps = 3", "steps = 3\ncapacity_rows = 8", ["2:1: a queue of capacity_rows=8 is too small"]),
+        ("group_size = 4", "group_size = 4, sampling = { max_token = 3 }", ["5:82: there is no key rollout.sampling.max_token; did you mean 'max_tokens'"]),
         (
             '{ engine = "echo" }', '{ engine = "echo" }\n[[stages]]\nwork = "functions:doubled"\ntask = "a"\nneeds = ["rewards"]',
             ["7:3: task 'a' needs 'rewards' .did you mean 'reward', of task 'reward'"],
