@@ -37,7 +37,7 @@ from .data import Feeder, Prompts, load_prompts
 from .specs import Rollout, Stage, Train
 from .supervise import Worker
 from .tracking import Tracking
-from .waiting import Stall, what_stands
+from .waiting import Stall, is_through, what_stands
 
 LOOK_S = 5.0
 """How long a consumer may not see that a worker has failed, where that does not end the stream."""
@@ -229,7 +229,7 @@ class Run:
 
     def wait(self, worker: Worker, *, timeout_s: float = math.inf, stall: Stall | None = None) -> None:
         """Wait until a worker has ended. Raises the failure of any worker at once; and DeadlineExceeded, which says who
-        waits for what, after ``timeout_s`` or when ``stall`` has seen no step for too long."""
+        waits for what, after ``timeout_s`` or when ``stall`` has seen no step for too long and there is one to be trained."""
         began = time.monotonic()
         while True:
             seen = self._changed.count
@@ -239,6 +239,9 @@ class Run:
             left_s = min(began + timeout_s - time.monotonic(), stall.left_s if stall is not None else math.inf)
             if left_s <= 0:
                 late = stall is not None and stall.left_s <= 0
+                if stall is not None and late and not stall.through and is_through(self.queue.status()):
+                    stall.through = True
+                    continue
                 why = str(stall) if late else f"after {timeout_s:g} s: {worker.name} has not ended"
                 raise DeadlineExceeded(f"{why}; {what_stands(self.queue.status(), worker.name)}")
             self._changed.wait(seen, left_s)

@@ -11,6 +11,8 @@ from ..types import events as ev
 
 MOST = 5
 """So many who wait are named."""
+ENDING_S = 3600.0
+"""What a trainer may take after its last step, for a last checkpoint and its model, where a stall is not given longer."""
 
 
 def what_stands(report: StatusReport, worker: str = "") -> str:
@@ -30,6 +32,11 @@ def what_stands(report: StatusReport, worker: str = "") -> str:
     if held is not None:
         return f"nobody waits for the queue; {held.name} has held {held.rows} rows of task {held.task!r} for {held.since_s:.1f} s"
     return "nobody waits for the queue, and nobody holds rows"
+
+
+def is_through(report: StatusReport, task: str = "train") -> bool:
+    """Whether a task has done all that it will ever be given."""
+    return report.over and not any(rows for state, rows in report.rows.get(task, {}).items() if state != "done")
 
 
 class News:
@@ -60,6 +67,8 @@ class Stall:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.steps = 0
+        self.through = False
+        """Whether every step was trained, as the queue has it: then its trainer has ``ENDING_S`` at least."""
         self._since = time.monotonic()
 
     def hear(self, event: Event) -> None:
@@ -70,7 +79,10 @@ class Stall:
     @property
     def left_s(self) -> float:
         """Until too much time has passed without a step."""
-        return self._since + self.timeout_s - time.monotonic()
+        allowed_s = max(self.timeout_s, ENDING_S) if self.through else self.timeout_s
+        return self._since + allowed_s - time.monotonic()
 
     def __str__(self) -> str:
+        if self.through:
+            return f"{max(self.timeout_s, ENDING_S):g} s after the last of {self.steps} steps the trainer has not ended: it saves or exports"
         return f"nothing was trained for {self.timeout_s:g} s, after {self.steps} steps (stall_timeout_s)"

@@ -22,7 +22,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
 from asyncflow_sdk.queue import connection
 from asyncflow_sdk.wire import client
-from asyncflow_sdk.workflow.waiting import News
+from asyncflow_sdk.workflow.waiting import News, Stall
 
 
 @pytest.fixture
@@ -191,6 +191,28 @@ def test_a_run_in_which_nothing_is_trained_ends_and_says_why(tmp_path: Path) -> 
     assert "rows are leased in task 'reward', the oldest by reward-0 for" in str(raised.value)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["error"]) == ("failed", str(raised.value))
+
+
+def test_what_comes_after_the_last_step_is_no_stall(run: af.Run) -> None:
+    # given a worker that still works when the only step is trained
+    go_on = threading.Event()
+
+    def slow(prompt: Any) -> Any:
+        go_on.wait(60)
+        return prompt
+
+    (worker,) = run.start(af.Stage(slow, task="save", needs=["prompt"], gives=["saved"]))
+    until(lambda: run.queue.status().rows["save"]["leased"], "its rows")
+    stall = Stall(0.2)
+    with pytest.raises(DeadlineExceeded, match="nothing was trained for 0.2 s"):
+        run.wait(worker, stall=stall)
+    run.queue.end(cancel=True)
+    # when
+    threading.Timer(0.5, go_on.set).start()
+    run.wait(worker, stall=stall)
+    # then
+    assert stall.through
+    assert "after the last of 0 steps the trainer has not ended" in str(stall)
 
 
 def test_a_limit_that_would_end_every_run_is_refused() -> None:
