@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .errors import DeadlineExceeded as DeadlineExceeded
     from .errors import Ended as Ended
     from .errors import EngineError as EngineError
-    from .errors import EngineGone as EngineGone
     from .errors import Interrupted as Interrupted
     from .errors import LeaseLost as LeaseLost
     from .errors import PluginError as PluginError
@@ -93,7 +92,6 @@ _WHERE = {
     "Algorithm": "interfaces",
     "AsyncFlowError": "errors",
     "EngineError": "errors",
-    "EngineGone": "errors",
     "SchemaError": "errors",
     "WeightMismatch": "errors",
     "ConfigError": "errors",

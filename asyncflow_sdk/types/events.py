@@ -15,6 +15,12 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_
     worker: str = ""
 
 
+class Begun(_Event, frozen=True, tag="begun"):
+    """The process that drives a run began; ``again``: with one that others had begun. What those had started has ended."""
+
+    again: bool = False
+
+
 class WorkerState(_Event, frozen=True, tag="worker"):
     """A worker changed state: starting, ready, restarting, stopped, failed. ``detail``: why."""
 
@@ -149,7 +155,8 @@ class Note(_Event, frozen=True, tag="note"):
 
 
 Event: TypeAlias = (
-    WorkerState
+    Begun
+    | WorkerState
     | Span
     | StepTrained
     | Published

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,11 @@ GATHER_S = 0.25
 STEP_FILE = "*.safetensors"
 COMPLETED_AT, PUBLISH_LAG = "completed_at", "publish_lag"
 Sink = Callable[[Event], None]
+
+
+_tallied = msgspec.json.Decoder(ev.Begun | ev.RowsEnded | ev.Published | ev.Loaded)
+_TALLIED = re.compile(rb'{"event":"(begun|rows|published|loaded)"')
+_TIME = re.compile(rb'"time_s":(\d+\.?\d*)')
 
 
 class _Known(msgspec.Struct):
@@ -92,14 +99,20 @@ class Recorder:
     def _recall(self) -> None:
         """What was trained before; the last line may be torn, and a step may not be recorded."""
         line = b"\n"
+        newest: deque[bytes] = deque(maxlen=2)  # a torn one may not say when it was
         with (self._directory / "events.jsonl").open("rb") as lines:
             for line in lines:  # of a run of days: more than memory may hold
                 with contextlib.suppress(msgspec.MsgspecError):
                     if b'"event":"step"' in line:
                         known = msgspec.json.decode(line, type=_Known)
                         self._trained(known.step, known.metrics)
-                    elif b'"event":"rows"' in line:
-                        self.tally.lengths.add(msgspec.json.decode(line, type=ev.RowsEnded))
+                    elif _TALLIED.match(line):
+                        event = _tallied.decode(line)
+                        if isinstance(event, ev.Begun):
+                            self._reached(newest)
+                        self.tally.add(event)
+                newest.append(line)
+        self._reached(newest)
         if not line.endswith(b"\n"):
             self._log.write(b"\n")
         for path in (self._directory / "steps").glob(STEP_FILE):
@@ -107,6 +120,10 @@ class Recorder:
                 batch = read_batch(path, only=(VERSION_SPANS, LOSS_MASK))
                 if VERSION_SPANS in batch:
                     self.tally.step(int(path.stem), batch.ages(int(path.stem)))
+
+    def _reached(self, lines: Iterable[bytes]) -> None:
+        for found in filter(None, map(_TIME.search, lines)):
+            self.tally.reached(float(found[1]))
 
     def _trained(self, step: int, metrics: Mapping[str, float | None]) -> None:
         reward = metrics.get("reward")

@@ -1,4 +1,4 @@
-"""Tally: what a whole run says of staleness, publish lag and response lengths. Part of summary.json.
+"""Tally: what a whole run says of staleness, publish lag and response lengths, over all processes that drove it. Part of summary.json.
 
 tally = Tally()
 tally.add(event)            # every event of the run, in order
@@ -47,19 +47,27 @@ class _Ages:
 
 @dataclass
 class _Lag:
-    """Of a replica, over time."""
+    """Of a replica, over the time that it was there. ``loaded``: None while it is not."""
 
-    loaded: int
-    since: float
-    begun: float
+    loaded: int | None = None
+    since: float = 0.0
+    seconds: float = 0.0
     area: float = 0.0
     most: int = 0
 
-    def until(self, now: float, published: int) -> int:
-        lag = max(published - self.loaded, 0)
-        self.area += lag * max(now - self.since, 0.0)
+    def until(self, now: float, published: int) -> None:
+        if self.loaded is None:
+            return
+        lag, took = max(published - self.loaded, 0), max(now - self.since, 0.0)
+        self.area += lag * took
+        self.seconds += took
         self.since, self.most = max(now, self.since), max(self.most, lag)
-        return lag
+
+    def has(self, version: int, now: float, published: int) -> None:
+        self.until(now, published)
+        if self.loaded is None:
+            self.since = now
+        self.loaded = version
 
 
 @dataclass
@@ -157,10 +165,16 @@ class Tally:
         self._steps: dict[int, dict[str, _Ages]] = {}
         self._lags: dict[str, _Lag] = {}
         self._published = -1
+        self.before_s = 0.0
+        """Of the processes that drove the run before this one, each from its beginning to its last event."""
+        self._began_s: float | None = None
         self._last_s = 0.0
 
     def add(self, event: Event) -> None:
-        self._last_s = max(self._last_s, event.time_s)
+        if isinstance(event, ev.Begun):
+            self._begin(event)
+            return
+        self.reached(event.time_s)
         if isinstance(event, ev.RowsEnded):
             self.lengths.add(event)
         elif isinstance(event, ev.Published):
@@ -168,9 +182,7 @@ class Tally:
             self._published = max(self._published, event.version)
         elif isinstance(event, ev.Loaded):
             self._published = max(self._published, event.version + event.lag)
-            known = self._lags.setdefault(event.worker, _Lag(event.version, event.time_s, event.time_s))
-            known.until(event.time_s, self._published)
-            known.loaded = event.version
+            self._lags.setdefault(event.worker, _Lag()).has(event.version, event.time_s, self._published)
 
     def step(self, step: int, ages: TokenAges) -> None:
         of = {"total": ages.total, "in_flight": ages.in_flight, "in_queue": ages.in_queue}
@@ -179,7 +191,9 @@ class Tally:
     @property
     def lags(self) -> dict[str, int]:
         """Versions published that each replica has not loaded."""
-        return {name: max(self._published - lag.loaded, 0) for name, lag in self._lags.items()}
+        return {
+            name: max(self._published - lag.loaded, 0) for name, lag in self._lags.items() if lag.loaded is not None
+        }
 
     def summary(self) -> dict[str, Any]:
         """Staleness in versions by tokens trained, publish lag by replica over time, lengths in tokens."""
@@ -191,11 +205,24 @@ class Tally:
         return {
             "staleness": {name: ages.plain() for name, ages in total.items()},
             "publish_lag": {
-                name: {"mean": round(lag.area / max(lag.since - lag.begun, 1e-9), 4), "max": lag.most}
+                name: {"mean": round(lag.area / max(lag.seconds, 1e-9), 4), "max": lag.most}
                 for name, lag in self._lags.items()
             },
             "lengths": self.lengths.plain(),
         }
+
+    def reached(self, time_s: float) -> None:
+        """The run went on until then."""
+        self._last_s = max(self._last_s, time_s)
+
+    def _begin(self, event: ev.Begun) -> None:
+        """What was counted stays; what a process before had started is gone, and time between them is nobody's."""
+        self._until(self._last_s)
+        for lag in self._lags.values():
+            lag.loaded = None
+        if self._began_s is not None:
+            self.before_s += self._last_s - self._began_s
+        self._began_s = self._last_s = event.time_s  # after a restart of the host its clock begins anew
 
     def _until(self, now: float) -> None:
         for lag in self._lags.values():

@@ -168,10 +168,11 @@ class Workflow(Described):
                 recorder.close()
                 (directory / "events.jsonl").unlink()
                 raise
-            return self._record(directory, recorder)
+            return self._record(directory, recorder, again)
 
-    def _record(self, directory: Path, recorder: Recorder) -> Result:
+    def _record(self, directory: Path, recorder: Recorder, again: bool) -> Result:
         began = time.monotonic()
+        recorder.event(ev.Begun(time_s=began, again=again))
         outcome = _Outcome()
         with _stoppable() as unstoppable:
             try:
@@ -261,7 +262,7 @@ class Workflow(Described):
             "balanced": audit.balanced if audit else None,
             "staleness_max": recorder.staleness_max,
             **recorder.tally.summary(),
-            "wall_s": round(wall_s, 3),
+            "wall_s": round(recorder.tally.before_s + wall_s, 3),
             "seed": self.seed,
             "model": self.train.model,
             "report": None,

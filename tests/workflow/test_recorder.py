@@ -13,7 +13,7 @@ from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types import Batch, Event, one_version
-from asyncflow_sdk.types.events import Note, StepTrained
+from asyncflow_sdk.types.events import Begun, Loaded, Note, Published, StepTrained
 from asyncflow_sdk.workflow.recorder import Recorder
 
 
@@ -79,6 +79,38 @@ def test_a_recorder_that_goes_on_knows_how_stale_the_steps_before_were(tmp_path:
 
     assert again.tally.summary()["staleness"] == whole
     assert whole["total"] == {"mean": 0.5, "max": 2}
+
+
+def test_publish_lag_and_time_are_summed_over_the_processes_of_a_run(tmp_path: Path) -> None:
+    # given a process in which a replica lagged one version for 2 of 4 seconds, and that was killed after 10
+    recorder = Recorder(tmp_path, [])
+    first = [
+        Begun(time_s=100.0), Published(time_s=102.0, version=0, nbytes=1, root=""), Loaded(time_s=102.0, worker="r-0", version=0, lag=0),
+        Published(time_s=104.0, version=1, nbytes=1, root=""), Loaded(time_s=106.0, worker="r-0", version=1, lag=0),
+    ]  # fmt: skip
+    for event in [*first, Note(time_s=110.0, text="the last one")]:
+        recorder.event(event)
+    recorder.close()
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"event":"step","st')
+
+    # when another goes on, after the host was started again: the replica lags two versions for 1 of 2 seconds
+    again = Recorder(tmp_path, [], again=True)
+    later = [
+        Begun(time_s=5.0, again=True), Published(time_s=7.0, version=2, nbytes=1, root=""),
+        Loaded(time_s=8.0, worker="r-0", version=2, lag=0), Published(time_s=9.0, version=4, nbytes=1, root=""), Note(time_s=10.0, text=""),
+    ]  # fmt: skip
+    for event in later:
+        again.event(event)
+    again.close()
+
+    # then what was between them counts for nothing
+    assert again.tally.summary()["publish_lag"] == {"r-0": {"mean": (1 * 2 + 2 * 1) / (8 + 2), "max": 2}}
+    assert again.tally.before_s == 10.0
+    third = Recorder(tmp_path, [], again=True)
+    third.event(Begun(time_s=20.0, again=True))
+    third.close()
+    assert third.tally.before_s == 10.0 + 5.0
 
 
 def test_a_disk_that_fails_is_named_once_and_listeners_go_on_hearing(tmp_path: Path) -> None:
