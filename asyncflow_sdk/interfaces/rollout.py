@@ -127,7 +127,8 @@ class RolloutEngine(abc.ABC):
 
         Many generations run at the same time. Cancelling one aborts its requests in the engine; the
         others are not touched. Raises EngineError for a request the engine cannot take (too long, empty,
-        an unknown option): only that request fails.
+        an unknown option): only that request fails. Raises EngineGone when nothing it is asked will be answered any more: then the
+        worker ends, and its rows go to others.
         """
 
     @abc.abstractmethod

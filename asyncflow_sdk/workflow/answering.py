@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, DeadlineExceeded, EngineError, LeaseLost
+from ..errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, LeaseLost
 from ..interfaces import Completion, Completions, Request, RolloutEngine
 from ..queue import AsyncLeasedBatch, Connection
 from ..queue.arguments import plain_text
@@ -114,6 +114,8 @@ class Answering:
             await answer(waiting)
             self._refused.clear()
             return
+        except EngineGone:
+            raise  # no prompt's fault, and no other will be answered
         except (EngineError, AgentFailed) as failed:
             error = failed
         lost = isinstance(error, EngineError) and self.load_ended is not None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..algorithms import GRPO
-from ..errors import ConfigError, DeadlineExceeded, Ended, EngineError, LeaseLost, SchemaError
+from ..errors import ConfigError, DeadlineExceeded, Ended, EngineError, EngineGone, LeaseLost, SchemaError
 from ..interfaces import Request, RolloutEngine, TrainEngine
 from ..plugins import import_name
 from ..queue import AsyncLeasedBatch, Connection, LeasedBatch, TransferQueue
@@ -225,6 +225,8 @@ class _Generating:
                         self._refused.clear()
                         return np.asarray(completion.token_ids, np.int32)
             raise EngineError("the engine ended a request without a response")
+        except EngineGone:
+            raise
         except EngineError as error:
             self._refused.add(int(rows.groups[index]))
             if len(self._refused) >= GIVE_UP_AFTER:

@@ -1,0 +1,80 @@
+"""Starting vLLM: its arguments, and what the version that is installed can do."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import CompletionOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.interfaces.rollout import Swap
+
+from .registering import BACKEND, register
+
+_CALLS = ("pause_generation", "resume_generation", "start_weight_update", "update_weights", "finish_weight_update")
+_REASONS = {
+    "logprobs_mode": "log-probs are those of the contract",
+    "generation_config": "defaults of a model folder would change what is drawn",
+    "override_generation_config": "defaults would change what is drawn",
+    "skip_tokenizer_init": "nothing is tokenised",
+    "tokenizer": "nothing is tokenised",
+    "weight_transfer_config": "weights come from the SDK",
+    "worker_extension_cls": "it is the SDK's",
+    "max_num_seqs": "say max_rows",
+    "max_model_len": "say context",
+    "tensor_parallel_size": "say tensor_parallel",
+    "data_parallel_size": "say replicas= of the rollout",
+    "speculative_config": "its log-probs have not been checked",
+    "logits_processors": "log-probs would not be the policy's",
+}
+
+
+def swaps() -> frozenset[Swap]:
+    """How the vLLM that is installed can take new weights. Raises ConfigError where it cannot."""
+    missing = [name for name in _CALLS if not hasattr(AsyncLLM, name)]
+    if missing:
+        raise ConfigError(f"this vLLM has no {', '.join(missing)}: it is too old to be given new weights")
+    pause = inspect.signature(AsyncLLM.pause_generation).parameters
+    spans = "weight_versions" in inspect.signature(CompletionOutput).parameters
+    if not ({"mode", "clear_cache"} <= pause.keys() and spans):
+        raise ConfigError(
+            "this vLLM cannot stop between two tokens, or does not say which version drew which: update it"
+        )
+    return frozenset({"drain", "partial", "in_flight"})
+
+
+def arguments(
+    model: str, *, dtype: str, tensor_parallel: int, max_rows: int, context: int | None, options: Mapping[str, Any]
+) -> Any:
+    """Of the engine. Raises ConfigError for options that vLLM does not have, or that are the SDK's to set."""
+    for name, reason in _REASONS.items():
+        if name in options:
+            raise ConfigError(f"option {name!r} of vLLM cannot be set here: {reason}")
+    known = inspect.signature(AsyncEngineArgs).parameters
+    odd = sorted(options.keys() - known.keys())
+    if odd:
+        raise ConfigError(f"vLLM has no engine argument {', '.join(map(repr, odd))}")
+    register()
+    return AsyncEngineArgs(
+        model=model,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel,
+        max_num_seqs=max_rows,
+        max_model_len=context,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls="asyncflow_vllm.worker.WorkerExtension",
+        **{
+            "seed": secrets.randbits(31),  # a fixed one would have all replicas draw the same
+            "disable_log_stats": True,
+            **options,
+        },
+    )

@@ -1,0 +1,60 @@
+"""A real vLLM. Where it is not installed these tests are skipped; ``make test-vllm`` makes the environment, and there they are not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ASKED = os.environ.get("ASYNCFLOW_TEST_VLLM", "")
+"""Where vLLM must be: "here", or the interpreter that has it; "" nowhere."""
+INSTALL = "vLLM is not installed here: make test-vllm"
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_rows": 32, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20,
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = importlib.util.find_spec("vllm") is not None
+    assert here or ASKED != "here", "vLLM is to be tested, and cannot be imported"
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.timeout(600))  # it takes most of a minute to start
+        item.add_marker(pytest.mark.filterwarnings("default"))  # those of vLLM and of what it needs
+        if "far" in getattr(item, "fixturenames", ()):
+            if not ASKED or ASKED == "here":
+                item.add_marker(pytest.mark.skip(reason=INSTALL))
+        elif not here:
+            item.add_marker(pytest.mark.skip(reason=INSTALL))
+
+
+@pytest.fixture
+def far() -> str:
+    """The interpreter that has vLLM."""
+    return ASKED
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine and what is known of it, for all tests of a module: a model whose output layer is its embedding, with a context of
+    more than one block of vLLM's cache (128 tokens on a CPU)."""
+    from asyncflow_sdk.testing.kit.rollout_lab import RolloutLab
+    from asyncflow_torch.demo.model import EOS
+    from asyncflow_torch.reference import HuggingFacePolicy, tiny_model
+    from asyncflow_vllm.rollout import VllmEngine
+
+    folder = tiny_model(
+        tmp_path_factory.mktemp("tied"), ends=True, tie_word_embeddings=True, max_position_embeddings=512
+    )
+    lab = RolloutLab(VllmEngine, HuggingFacePolicy(folder), OPTIONS, limit_s=240.0)
+    defaults = {"top_k": 1, "repetition_penalty": 3.0, "temperature": 0.1, "max_new_tokens": 1, "eos_token_id": EOS}
+    Path(folder, "generation_config.json").write_text(json.dumps(defaults))  # of which only the last may count
+    lab.start()
+    yield lab
+    lab.close()
