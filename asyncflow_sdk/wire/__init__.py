@@ -1,6 +1,7 @@
 """Sockets, sessions and framing. The only room that speaks ZeroMQ."""
 
-from .client import Client, Reply
+from .channels import Reply
+from .client import Client
 from .envelope import MAX_BYTES
 from .keys import RunKey, ServerKeys, fresh_keys, server_keys
 from .processes import has_ended, process_key, same_host

@@ -15,30 +15,23 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError
-from .envelope import MAX_BYTES, MAX_FRAMES, decode_response
-from .handshake import Handshake
+from .channels import LAST_WORDS_MS, READABLE, LoopSocket, Reply, ServerProcess, ThreadSocket
+from .envelope import MAX_BYTES, MAX_FRAMES
 from .keys import RunKey
 from .numbering import Numbering
-from .processes import watch
-from .sockets import connect, context_of, on_loopback, transport_of
+from .sockets import context_of, on_loopback, transport_of
 
 RESEND_S = 5.0
 GRACE_S = 15.0
 """How much longer than its own deadline a request waits for the server's word on it."""
-_AT_ONCE = int(zmq.NOBLOCK)
-
-
-class Reply(NamedTuple):
-    """``frames``: buffers that came beside the answer, valid for as long as they are referred to."""
-
-    body: bytes
-    frames: Sequence[Any] = ()
+_ENVELOPE_BYTES = 64 << 10
+"""Room for what goes around a call."""
 
 
 class Client:
@@ -72,10 +65,10 @@ class Client:
         self._lock = threading.Lock()
         self._numbering = Numbering(self.session)
         self._local = threading.local()
-        self._sockets: weakref.WeakSet[_ThreadSocket] = weakref.WeakSet()  # a thread's own goes with its thread
-        self._loops: dict[asyncio.AbstractEventLoop, _LoopSocket] = {}
+        self._sockets: weakref.WeakSet[ThreadSocket] = weakref.WeakSet()  # a thread's own goes with its thread
+        self._loops: dict[asyncio.AbstractEventLoop, LoopSocket] = {}
         self._let_in = not tcp
-        self._server = _Server()
+        self._server = ServerProcess()
         self.max_bytes = MAX_BYTES
         self.closed = False
 
@@ -100,7 +93,7 @@ class Client:
 
     def watch(self, pid: int, key: str) -> None:
         """From now on requests end with ServerLost when this process, the server's, does; if it can be seen."""
-        self._server = _Server(pid, key)
+        self._server = ServerProcess(pid, key)
 
     def ask(self, body: bytes, timeout_s: float, grace_s: float | None = None) -> bytes:
         """Send and wait. Raises ServerLost when no answer comes in ``timeout_s`` and a grace, when the server's
@@ -240,15 +233,15 @@ class Client:
             channel.close()
             await asyncio.gather(channel.task, return_exceptions=True)
 
-    def _wait(self, channel: _ThreadSocket, seconds: float) -> bool:
+    def _wait(self, channel: ThreadSocket, seconds: float) -> bool:
         """Whether there is something to receive within so many seconds."""
-        watched: list[tuple[Any, int]] = [(channel.socket, _READABLE), (channel.wake, _READABLE)]
+        watched: list[tuple[Any, int]] = [(channel.socket, READABLE), (channel.wake, READABLE)]
         if self._server.ended:
             raise self._ended()
         if self._server.fd >= 0:
-            watched.append((self._server.fd, _READABLE))
+            watched.append((self._server.fd, READABLE))
         if channel.handshake is not None:
-            watched.append((channel.handshake.monitor, _READABLE))
+            watched.append((channel.handshake.monitor, READABLE))
         ready = dict(zmq.zmq_poll(watched, int(seconds * 1000) + 1))
         if channel.handshake is not None and channel.handshake.monitor in ready and channel.handshake.read():
             channel.handshake, self._let_in = None, True
@@ -258,7 +251,7 @@ class Client:
             raise self._interrupted()
         if channel.socket in ready:
             return True
-        if self._server.fd in ready and not channel.socket.poll(_LAST_WORDS_MS):
+        if self._server.fd in ready and not channel.socket.poll(LAST_WORDS_MS):
             raise self._ended()
         return False
 
@@ -277,16 +270,16 @@ class Client:
     def _ended(self) -> ServerLost:
         return ServerLost(f"the server at {self.address} is gone: its process {self._server.pid} has ended")
 
-    def _thread_socket(self) -> _ThreadSocket:
-        channel: _ThreadSocket | None = getattr(self._local, "channel", None)
+    def _thread_socket(self) -> ThreadSocket:
+        channel: ThreadSocket | None = getattr(self._local, "channel", None)
         if channel is None:
-            channel = self._local.channel = _ThreadSocket(
+            channel = self._local.channel = ThreadSocket(
                 self._context, self.address, self.key, not self._let_in, self._frame_bytes
             )
             self._sockets.add(channel)
         return channel
 
-    def _renew_thread_socket(self, channel: _ThreadSocket, tracker: Any) -> _ThreadSocket:
+    def _renew_thread_socket(self, channel: ThreadSocket, tracker: Any) -> ThreadSocket:
         """Another socket for this thread. What was not sent yet of a payload will not be: its owner may change it
         from now on, and it would arrive as nobody ever meant it."""
         with self._lock:
@@ -302,164 +295,11 @@ class Client:
             new.busy, channel.busy = 1, 0
             return new
 
-    def _loop_socket(self) -> _LoopSocket:
+    def _loop_socket(self) -> LoopSocket:
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             for ended in [known for known in self._loops if known.is_closed()]:
                 self._loops.pop(ended).close()
             context = zmq.asyncio.Context.shadow(self._context)
-            self._loops[loop] = _LoopSocket(context, self.address, self.key, self._server, self._ended)
+            self._loops[loop] = LoopSocket(context, self.address, self.key, self._server, self._ended)
         return self._loops[loop]
-
-
-_READABLE, _MORE = int(zmq.POLLIN), int(zmq.RCVMORE)  # operations on enumerations take longer than receiving
-_ENVELOPE_BYTES = 64 << 10
-"""Room for what goes around a call."""
-_LAST_WORDS_MS = 100
-"""How long after a server's end what it sent before may still be on its way."""
-
-
-class _Server:
-    """The server's process, if it can be seen from here. ``fd`` is readable when it has ended, else -1; ``ended``: it had
-    when it was first looked for."""
-
-    def __init__(self, pid: int = 0, key: str = "") -> None:
-        self.pid, self.fd, self.ended = pid, -1, False
-        if pid != os.getpid():
-            try:
-                fd = watch(pid, key)
-                self.fd = -1 if fd is None else fd
-            except ProcessLookupError:
-                self.ended = True
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-
-
-class _ThreadSocket:
-    """The socket of one thread. ``busy``: requests under way on it (two, when a signal handler asks)."""
-
-    def __init__(
-        self, context: zmq.Context[Any], address: str, key: RunKey | None, unproven: bool, frame_bytes: int
-    ) -> None:
-        self.busy = 0
-        self.torn = False
-        self.wake, self._roused = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
-        self._open = [self.wake]
-        self.handshake: Handshake | None = None
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.maxmsgsize = frame_bytes
-        try:
-            if unproven:
-                self.handshake = Handshake(self.socket, address, key is not None)
-            connect(self.socket, address, key)
-        except BaseException:
-            self.close()
-            raise
-
-    def rouse(self) -> None:
-        """End the wait for an answer, in another thread."""
-        self._roused = True
-        os.eventfd_write(self.wake, 1)
-
-    def rest(self) -> None:
-        """Forget that."""
-        if self._roused:
-            self._roused = False
-            os.eventfd_read(self.wake)
-
-    def send(self, envelope: bytes, frames: Sequence[Any]) -> Any:
-        """Returns what tells when the payload is through; None without payload. Never waits: a socket whose
-        connection was refused for good takes nothing any more, and what says so has to be heard."""
-        with contextlib.suppress(zmq.Again):
-            if frames:
-                return self.socket.send_multipart((envelope, *frames), _AT_ONCE, copy=False, track=True)
-            self.socket.send(envelope, _AT_ONCE)
-        return None
-
-    def receive(self, seq: int) -> Reply | None:
-        """The next answer; None if it is one to another request than ``seq``."""
-        self.torn = True  # until all frames of the answer are here
-        response, frames = decode_response(self.socket.recv()), []
-        while self.socket.getsockopt(_MORE):
-            frames.append(self.socket.recv(copy=False))
-        self.torn = False
-        return Reply(response.body, frames) if response.seq == seq else None
-
-    def close(self, linger: int = 200) -> None:
-        if self.handshake is not None:
-            self.handshake.close()
-            self.handshake = None
-        self.socket.close(linger=linger)
-        with contextlib.suppress(IndexError):  # a thread's end and a close may meet here
-            os.close(self._open.pop())
-
-    def __del__(self) -> None:
-        if not self.socket.closed:
-            self.close()
-
-
-class _LoopSocket:
-    """One socket and one receiving task of an event loop."""
-
-    def __init__(self, context: Any, address: str, key: RunKey | None, server: _Server, ended: Any) -> None:
-        self.address = address
-        self._loop = asyncio.get_running_loop()
-        self._server, self._ended, self._gone = server, ended, False
-        self.socket = context.socket(zmq.DEALER)
-        connect(self.socket, address, key)
-        self.waiting: dict[int, asyncio.Future[Reply]] = {}
-        self.task = self._loop.create_task(self._receive(), name="asyncflow-receive")
-        if server.fd >= 0:
-            self._loop.add_reader(server.fd, self._server_ended)
-
-    def expect(self, seq: int) -> asyncio.Future[Reply]:
-        if self._gone:
-            raise self._ended()
-        self.waiting[seq] = self._loop.create_future()
-        return self.waiting[seq]
-
-    async def send(self, envelope: bytes, frames: Sequence[Any]) -> Any:
-        """The same as that of ``_ThreadSocket``."""
-        with contextlib.suppress(zmq.Again):
-            if frames:
-                return await self.socket.send_multipart((envelope, *frames), _AT_ONCE, copy=False, track=True)
-            await self.socket.send(envelope, _AT_ONCE)
-        return None
-
-    def close(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
-            self._unwatch()
-            self.task.cancel()
-            self._fail(ServerLost(f"this connection to {self.address} is closed"))
-        self.socket.close(linger=200)
-
-    async def _receive(self) -> None:
-        while True:
-            frames: list[Any] = []
-            try:
-                envelope = await self.socket.recv()
-                while self.socket.getsockopt(zmq.RCVMORE):
-                    frames.append(await self.socket.recv(copy=False))
-                response = decode_response(envelope)
-            except ProtocolError as error:
-                self._fail(error)
-                continue
-            future = self.waiting.get(response.seq)
-            if future is not None and not future.done():
-                future.set_result(Reply(response.body, frames))
-
-    def _server_ended(self) -> None:
-        self._unwatch()
-        self._gone = True
-        self._loop.call_later(_LAST_WORDS_MS / 1000, lambda: self._fail(self._ended()))
-
-    def _unwatch(self) -> None:
-        if self._server.fd >= 0 and not self._loop.is_closed():
-            self._loop.remove_reader(self._server.fd)
-
-    def _fail(self, error: AsyncFlowError) -> None:
-        for future in self.waiting.values():
-            if not future.done():
-                future.set_exception(error)

@@ -15,8 +15,7 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import zmq
 
@@ -25,11 +24,10 @@ from .envelope import MAX_BYTES, MAX_FRAMES, PROTOCOL, OtherProtocol, Request, R
 from .keys import ServerKeys
 from .listening import Listening, Route
 from .processes import process_key, watch
+from .remembered import Remembered, Unsent
 
 MAX_WAIT_S = 3600.0
 """The longest sleep between two rounds, whatever deadline comes next: a deadline may be infinite."""
-MAX_UNSENT_BYTES = 4 << 30
-"""Payload on its way to one session past which a further answer is not sent before it is asked for again."""
 # As plain integers: an operation on zmq's enumerations costs as much as receiving a message.
 _AT_ONCE, _MORE_COMES = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
@@ -62,102 +60,6 @@ class Handler(Protocol):
         called again after the next round."""
 
 
-@dataclass(frozen=True)
-class _Unsent:
-    """Payload that ZeroMQ still refers to."""
-
-    route: Route
-    tracker: zmq.MessageTracker
-    nbytes: int
-
-
-@dataclass
-class _Session:
-    """Answers a session may still ask for again, and where to send them; and which requests have come at all.
-
-    A request may be dropped over one socket before it comes over another (``early``): then it is carried out when
-    it comes and taken back at once, as if it had come in order. What it gives back must not be lost with it.
-    """
-
-    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "unsent", "routes"})
-
-    answers: dict[int, bytes] = field(default_factory=dict)
-    made: set[int] = field(default_factory=set)  # those of them that are made anew each time they are sent
-    makers: dict[int, Callable[[], tuple[bytes, Sequence[Any]]]] = field(
-        default_factory=dict
-    )  # by their own function
-    unsent: dict[int, _Unsent] = field(default_factory=dict)  # payload of theirs that is not through yet
-    tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket, unanswered
-    routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection it came over last
-    done: int = 0
-    low: int = 0  # every request up to here has come, or is in early
-    ahead: set[int] = field(default_factory=set)  # those beyond of which that is so
-    early: set[int] = field(default_factory=set)
-
-    def has(self, seq: int) -> bool:
-        """Whether a request has come before."""
-        return seq not in self.early and (seq <= self.low or seq in self.ahead)
-
-    def come(self, seq: int) -> bool:
-        """A request comes for the first time. Returns whether it was dropped already."""
-        if seq in self.early:
-            self.early.remove(seq)
-            return True
-        self._pass(seq)
-        return False
-
-    def drop_early(self, seq: int) -> None:
-        if seq not in self.early:
-            self.early.add(seq)
-            self._pass(seq)
-
-    def _pass(self, seq: int) -> None:
-        if seq == self.low + 1 and not self.ahead:
-            self.low = seq
-            return
-        self.ahead.add(seq)
-        self._advance()
-
-    def _advance(self) -> None:
-        while self.low + 1 in self.ahead:
-            self.low += 1
-            self.ahead.remove(self.low)
-
-    def settle(self, seq: int) -> None:
-        """Its answer arrived."""
-        if self.forget(seq) is not None:
-            self.routes.pop(seq, None)
-
-    def forget(self, seq: int) -> bytes | None:
-        """The answer, which nobody will ask for again."""
-        self.made.discard(seq)
-        self.makers.pop(seq, None)
-        return self.answers.pop(seq, None)
-
-    def may_send(self, seq: int) -> bool:
-        """Whether payload may be sent now: not while it is still on its way, nor to who reads too slowly."""
-        self.unsent = {s: unsent for s, unsent in self.unsent.items() if not unsent.tracker.done}
-        held = self.unsent.get(seq)
-        if held is not None and held.route == self.routes[seq]:
-            return False
-        return sum(unsent.nbytes for unsent in self.unsent.values()) <= MAX_UNSENT_BYTES
-
-    def over(self, seq: int) -> None:
-        """Every request up to here is over. A server that came back knows nothing of those that changed nothing."""
-        if seq > self.low:
-            self.low = seq
-            self.ahead = {s for s in self.ahead if s > seq}
-            self._advance()
-
-    def raise_done(self, done: int) -> None:
-        """Every answer below has arrived, or is taken back."""
-        self.done = done
-        if not self.answers:
-            return
-        for seq in [s for s in self.answers if s < done]:
-            self.settle(seq)
-
-
 class Server:
     """Binds to ``addresses`` (inproc, ipc, tcp) and runs ``handler`` in a thread.
 
@@ -183,8 +85,8 @@ class Server:
     ) -> None:
         self._handler = handler
         self._hold = hold
-        self._outbox: list[tuple[_Session, int]] = []
-        self._sessions: dict[str, _Session] = {}
+        self._outbox: list[tuple[Remembered, int]] = []
+        self._sessions: dict[str, Remembered] = {}
         self._by_ticket: dict[int, tuple[str, int]] = {}
         self._next_ticket = 1
         self._pidfds: dict[int, str] = {}
@@ -265,7 +167,7 @@ class Server:
 
     def replay(self, session_id: str, seq: int, done: int, ticket: int, body: bytes) -> None:
         """A request that came to an earlier server. Before ``start``."""
-        session = self._sessions.setdefault(session_id, _Session())
+        session = self._sessions.setdefault(session_id, Remembered())
         session.raise_done(done)
         session.over(min(done, seq) - 1)
         self._next_ticket = ticket
@@ -273,7 +175,7 @@ class Server:
 
     def replay_drop(self, session_id: str, seq: int) -> None:
         """Word that came to an earlier server that a request is dropped. Before ``start``."""
-        session = self._sessions.setdefault(session_id, _Session())
+        session = self._sessions.setdefault(session_id, Remembered())
         if seq in session.early:  # the request came since, changed nothing, and was taken back
             session.come(seq)
             self._handler.dropped(session_id, seq, 0, None)
@@ -406,7 +308,7 @@ class Server:
     def _accept(self, route: Route, request: Request, frames: list[Any]) -> None:
         session = self._sessions.get(request.session)
         if session is None:
-            session = self._sessions[request.session] = _Session()
+            session = self._sessions[request.session] = Remembered()
         for seq in request.dropped:
             self._drop(request.session, session, seq)
         for seq in request.settled:
@@ -427,7 +329,7 @@ class Server:
             self._drop(request.session, session, seq)
 
     def _begin(
-        self, route: Route | None, session_id: str, session: _Session, seq: int, body: bytes, frames: Sequence[Any]
+        self, route: Route | None, session_id: str, session: Remembered, seq: int, body: bytes, frames: Sequence[Any]
     ) -> bool:
         """A request comes for the first time. Returns whether it was dropped before it came."""
         dropped = session.come(seq)
@@ -437,7 +339,7 @@ class Server:
         self._handler.request(session_id, ticket, body, frames)
         return dropped
 
-    def _drop(self, session_id: str, session: _Session, seq: int) -> None:
+    def _drop(self, session_id: str, session: Remembered, seq: int) -> None:
         if not session.has(seq):
             if seq not in session.early:
                 session.drop_early(seq)
@@ -465,7 +367,7 @@ class Server:
                 if seq in session.answers:
                     self._send(session, seq)
 
-    def _send(self, session: _Session, seq: int) -> None:
+    def _send(self, session: Remembered, seq: int) -> None:
         """Send an answer where its request came from last; one that came to an earlier server is asked for again."""
         route, answer = session.routes[seq], session.answers[seq]
         if route is None:
@@ -481,7 +383,7 @@ class Server:
                 return
             tracker = self._post(route, encode(Response(PROTOCOL, seq, body)), frames)
             if tracker is not None:
-                session.unsent[seq] = _Unsent(route, tracker, sum(memoryview(frame).nbytes for frame in frames))
+                session.unsent[seq] = Unsent(route, tracker, sum(memoryview(frame).nbytes for frame in frames))
 
     def _post(self, route: Route, envelope: bytes, frames: Sequence[Any] = ()) -> zmq.MessageTracker | None:
         router, name = route

@@ -1,0 +1,110 @@
+"""What a server remembers of a session, so that a request repeated by its number has no second effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import zmq
+
+from .listening import Route
+
+MAX_UNSENT_BYTES = 4 << 30
+"""Payload on its way to one session past which a further answer is not sent before it is asked for again."""
+
+
+@dataclass(frozen=True)
+class Unsent:
+    """Payload that ZeroMQ still refers to."""
+
+    route: Route
+    tracker: zmq.MessageTracker
+    nbytes: int
+
+
+@dataclass
+class Remembered:
+    """Of one session: answers it may still ask for again, and where to send them; and which requests have come at all.
+
+    A request may be dropped over one socket before it comes over another (``early``): then it is carried out when
+    it comes and taken back at once, as if it had come in order. What it gives back must not be lost with it.
+    """
+
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "unsent", "routes"})
+
+    answers: dict[int, bytes] = field(default_factory=dict)
+    made: set[int] = field(default_factory=set)  # those of them that are made anew each time they are sent
+    makers: dict[int, Callable[[], tuple[bytes, Sequence[Any]]]] = field(
+        default_factory=dict
+    )  # by their own function
+    unsent: dict[int, Unsent] = field(default_factory=dict)  # payload of theirs that is not through yet
+    tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket, unanswered
+    routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection it came over last
+    done: int = 0
+    low: int = 0  # every request up to here has come, or is in early
+    ahead: set[int] = field(default_factory=set)  # those beyond of which that is so
+    early: set[int] = field(default_factory=set)
+
+    def has(self, seq: int) -> bool:
+        """Whether a request has come before."""
+        return seq not in self.early and (seq <= self.low or seq in self.ahead)
+
+    def come(self, seq: int) -> bool:
+        """A request comes for the first time. Returns whether it was dropped already."""
+        if seq in self.early:
+            self.early.remove(seq)
+            return True
+        self._pass(seq)
+        return False
+
+    def drop_early(self, seq: int) -> None:
+        if seq not in self.early:
+            self.early.add(seq)
+            self._pass(seq)
+
+    def _pass(self, seq: int) -> None:
+        if seq == self.low + 1 and not self.ahead:
+            self.low = seq
+            return
+        self.ahead.add(seq)
+        self._advance()
+
+    def _advance(self) -> None:
+        while self.low + 1 in self.ahead:
+            self.low += 1
+            self.ahead.remove(self.low)
+
+    def settle(self, seq: int) -> None:
+        """Its answer arrived."""
+        if self.forget(seq) is not None:
+            self.routes.pop(seq, None)
+
+    def forget(self, seq: int) -> bytes | None:
+        """The answer, which nobody will ask for again."""
+        self.made.discard(seq)
+        self.makers.pop(seq, None)
+        return self.answers.pop(seq, None)
+
+    def may_send(self, seq: int) -> bool:
+        """Whether payload may be sent now: not while it is still on its way, nor to who reads too slowly."""
+        self.unsent = {s: unsent for s, unsent in self.unsent.items() if not unsent.tracker.done}
+        held = self.unsent.get(seq)
+        if held is not None and held.route == self.routes[seq]:
+            return False
+        return sum(unsent.nbytes for unsent in self.unsent.values()) <= MAX_UNSENT_BYTES
+
+    def over(self, seq: int) -> None:
+        """Every request up to here is over. A server that came back knows nothing of those that changed nothing."""
+        if seq > self.low:
+            self.low = seq
+            self.ahead = {s for s in self.ahead if s > seq}
+            self._advance()
+
+    def raise_done(self, done: int) -> None:
+        """Every answer below has arrived, or is taken back."""
+        self.done = done
+        if not self.answers:
+            return
+        for seq in [s for s in self.answers if s < done]:
+            self.settle(seq)
