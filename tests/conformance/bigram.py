@@ -117,7 +117,8 @@ class BigramTrain(TrainEngine):
         tokens = self.tokens(batch)
         kept = self.kept(batch, tokens) & (advantages[tokens.rows] != 0)
         coefficients = np.where(kept, self.coefficients(batch, tokens, advantages), 0.0)
-        self.descend(tokens, coefficients / max(self.count(tokens, kept, advantages), 1))
+        count = self.summed(np.array(self.count(tokens, kept, advantages), np.float64))
+        self.descend(tokens, coefficients / max(float(count), 1.0))
         return StepResult({"reward": float(batch.array("reward").mean())}, self.filtered(advantages))
 
     def check(self, batch: Batch) -> None:
@@ -172,8 +173,13 @@ class BigramTrain(TrainEngine):
         gradient = {"table.weight": np.zeros((VOCABULARY, VOCABULARY)), "bias": by_logit.sum(0)}
         np.add.at(gradient["table.weight"], tokens.before, by_logit)
         for name, array in self.weights.items():
-            self.speed[name] = (self.momentum * self.speed[name] + gradient[name]).astype(np.float32)
+            step = self.summed(gradient[name])
+            self.speed[name] = (self.momentum * self.speed[name] + step).astype(np.float32)
             array += np.float32(self.lr) * self.speed[name]
+
+    def summed(self, array: Any) -> Any:
+        """Over all ranks: there is one."""
+        return array
 
     # ---- the rest of the interface
 

@@ -31,6 +31,7 @@ from .check import TIERS, Check, CheckFailed, DoesNotApply, NotAsked, Result, kn
 from .plain_lab import PlainLab
 from .policy import Policy
 from .precision import dtype_of, tolerance_of
+from .ranks import Ranks
 from .rollout_lab import RolloutLab
 from .train_lab import TrainLab
 
@@ -116,7 +117,8 @@ class Conformance:
     Hugging Face model (``model``: the folder of another one; ``dtype``: of its weights, by default as the folder says).
     ``tiers``, ``only``: which checks, by tier or name. ``expected``: those that fail, each with the reason; one that passes all
     the same is a failure. ``tolerance``: of log-probs, nats; by default what suits the dtype of the policy's weights.
-    ``limit_s``: no check takes longer. ``seed``: of checks that try steps by chance; None: always the same steps. Raises ConfigError and PluginError. Not thread-safe.
+    ``limit_s``: no check takes longer. ``seed``: of checks that try steps by chance; None: always the same steps.
+    ``world_size``: so many processes are one train engine, each with the environment of a rank. Raises ConfigError and PluginError. Not thread-safe.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Conformance:
         policy: Policy | str | None = None, model: str | None = None, dtype: str | None = None,
         tiers: Sequence[str] = ("basic", "full"), only: Sequence[str] = (), expected: Mapping[str, str] | None = None,
         tolerance: float | None = None, limit_s: float = LIMIT_S, seed: int | None = None,
+        world_size: int = 1,
     ) -> None:  # fmt: skip
         checks = checks_of(kind)
         self.kind, self.engine = kind, engine if isinstance(engine, str) else _name_of(engine)
@@ -145,6 +148,10 @@ class Conformance:
         self._options = dict(options or {})
         self._tolerance, self._limit_s = tolerance, limit_s
         self._seed = seed
+        if world_size != 1 and (kind != "train" or world_size < 1):
+            raise ConfigError(f"world_size={world_size} is not for {kind} engines: train engines have 1 rank or more")
+        self._world_size = world_size
+        self._ranks: Ranks | None = None
         self._lab: Lab | None = None
         self._known: dict[str, Any] = {}
         self.waits: Callable[[float], Any] = lambda _: None
@@ -227,8 +234,13 @@ class Conformance:
     def close(self) -> None:
         """Free the engine. Idempotent; another check makes another."""
         lab, self._lab = self._lab, None
-        if lab is not None:
-            lab.close()
+        try:
+            if lab is not None:
+                lab.close()
+        finally:
+            ranks, self._ranks = self._ranks, None
+            if ranks is not None:
+                ranks.close()
 
     def _make_lab(self) -> Lab:
         lab = self._new_lab()
@@ -245,6 +257,9 @@ class Conformance:
         dtype = dtype_of(policy.tensors(0))
         tolerance = tolerance_of(dtype) if self._tolerance is None else self._tolerance
         self._known = {"policy": _name_of(type(policy)), "dtype": dtype, "tolerance": tolerance}
+        if self._world_size > 1:
+            factory = self._ranks = Ranks(factory, self._world_size)
+            self._ranks.begin()
         return _LABS[self.kind](factory, policy, self._options, tolerance=tolerance, limit_s=self._limit_s)
 
     def _factory(self) -> Callable[..., Any]:

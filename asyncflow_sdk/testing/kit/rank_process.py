@@ -1,0 +1,89 @@
+"""One rank of an engine that the kit asks: ``python -m asyncflow_sdk.testing.kit.rank_process FD``. It ends with the socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...interfaces import TrainEngine
+from ...plugins import import_name
+from .check import CheckFailed
+from .rank_files import read_batch, write_pieces
+
+
+class Rank:
+    """Holds the engine. Each method is one call, and returns what is said of it."""
+
+    def __init__(self) -> None:
+        self._engine: TrainEngine | None = None
+
+    @property
+    def engine(self) -> TrainEngine:
+        if self._engine is None:
+            raise CheckFailed("there is no engine")
+        return self._engine
+
+    def make(
+        self, factory: str, model: str, algorithm: Mapping[str, Any], options: Mapping[str, Any], port: int
+    ) -> dict[str, Any]:
+        os.environ["MASTER_PORT"] = str(port)
+        made = import_name(factory)(
+            model=model, algorithm=import_name(algorithm["of"])(**algorithm["options"]), **options
+        )
+        if not isinstance(made, TrainEngine):
+            raise CheckFailed(f"the factory made {made!r}, which is no asyncflow_sdk.TrainEngine")
+        self._engine = made
+        return {}
+
+    def train_step(self, batch: str) -> dict[str, Any]:
+        result = self.engine.train_step(read_batch(Path(batch)))
+        filtered = None if result.filtered is None else np.asarray(result.filtered, np.bool_).tolist()
+        return {"metrics": result.metrics, "filtered": filtered}
+
+    def logprobs(self, batch: str) -> dict[str, Any]:
+        return {"logprobs": self.engine.logprobs(read_batch(Path(batch))).tolist()}
+
+    def named_weights(self, to: str) -> dict[str, Any]:
+        write_pieces(Path(to), self.engine.named_weights())
+        return {}
+
+    def save(self, path: str) -> dict[str, Any]:
+        self.engine.save(Path(path))
+        return {}
+
+    def load(self, path: str) -> dict[str, Any]:
+        self.engine.load(Path(path))
+        return {}
+
+    def export(self, path: str) -> dict[str, Any]:
+        self.engine.export(Path(path))
+        return {}
+
+    def close(self) -> dict[str, Any]:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+        return {}
+
+
+def main() -> None:
+    rank = Rank()
+    with socket.socket(fileno=int(sys.argv[1])) as kit, kit.makefile("rb") as asked:
+        for line in asked:
+            said = json.loads(line)
+            try:
+                answer = getattr(rank, said.pop("call"))(**said)
+            except Exception as error:
+                answer = {"error": type(error).__name__, "text": str(error)}
+            kit.sendall(json.dumps(answer).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Ranks: a train engine of several processes, held to its interface as if it were one.
+
+    made = Ranks(Mine, world_size=2)
+    engine = made(model=PATH, algorithm=af.GRPO())       # in each process one, and here what stands for all
+
+Each call goes to all ranks at once. Of a batch each gets whole groups, and perhaps none; what they say of their rows is put
+together. Processes stay from one engine to the next, and end with ``close``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import AsyncFlowError, ConfigError, by_name
+from ...interfaces import StepResult, TrainEngine
+from ...plugins import import_path
+from ...types import Batch, Ragged
+from .check import CheckFailed
+from .rank_files import Piece, read_pieces, write_batch
+
+MAKE_S, ANSWER_S = 90.0, 60.0
+AFTER_AN_ERROR_S = 15.0
+"""How long the other ranks may be in a call that one has raised from."""
+
+
+class Ranks:
+    """Makes engines of ``world_size`` ranks by a factory that can be imported; it finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT in its environment, as under torchrun. Raises ConfigError. Closed by ``close``."""
+
+    def __init__(self, factory: Any, world_size: int) -> None:
+        path = import_path(factory)
+        if path is None:
+            raise ConfigError(f"{factory!r} cannot be imported elsewhere, and ranks run in processes of their own")
+        self.path, self.world_size = path, world_size
+        self.__wrapped__ = factory  # for who asks for its options
+        self._files = tempfile.TemporaryDirectory(prefix="asyncflow-ranks-")
+        self._ranks: list[_Rank] = []
+
+    def __call__(self, *, model: str, algorithm: Any, **options: Any) -> TrainEngine:
+        if any(rank.broken for rank in self._ranks):
+            self.close()
+        self.begin()
+        return _Together(self._ranks, Path(self._files.name), self.path, model, algorithm, options)
+
+    def begin(self) -> None:
+        """Start the processes that are not there."""
+        if not self._ranks:
+            self._ranks = [_Rank(rank, self.world_size) for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            rank.close()
+
+
+class _Rank:
+    """One process, and the socket over which it is asked: a line of JSON there, one back."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.broken = rank, False
+        self._socket, theirs = socket.socketpair()
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.rank_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **place, "PYTHONPATH": path},
+            )  # fmt: skip
+        self._answers = self._socket.makefile("rb")
+
+    @property
+    def fd(self) -> int:
+        return self._socket.fileno()
+
+    def ask(self, call: str, **said: Any) -> None:
+        self.broken = True  # until it has answered
+        try:
+            self._socket.sendall(json.dumps({"call": call, **said}).encode() + b"\n")
+        except OSError as error:
+            raise CheckFailed(f"rank {self.rank} has ended (status {self._process.poll()})") from error
+
+    def answer(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            raise CheckFailed(f"rank {self.rank} ended in the call (status {self._process.wait(10)})")
+        self.broken = False
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        self._answers.close()
+        self._socket.close()  # it ends when it sees that
+        try:
+            self._process.wait(0.0 if self.broken else 10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Together(TrainEngine):
+    """All ranks of one engine."""
+
+    def __init__(
+        self, ranks: list[_Rank], files: Path, factory: str, model: str, algorithm: Any,
+        options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._ranks, self._files = ranks, files
+        self._all(
+            "make", factory=factory, model=model, algorithm=_told(algorithm), options=options, port=_free_port()
+        )
+
+    def train_step(self, batch: Batch) -> StepResult:
+        rows, said = self._shared("train_step", batch)
+        filtered = np.zeros(batch.rows, np.bool_)
+        for part, each in zip(rows, said, strict=True):
+            if each["filtered"] is not None:
+                filtered[part] = each["filtered"]
+        return StepResult(said[0]["metrics"], filtered if filtered.any() else None)
+
+    def logprobs(self, batch: Batch) -> Ragged:
+        rows, said = self._shared("logprobs", batch)
+        values: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * batch.rows
+        for part, each in zip(rows, said, strict=True):
+            for row, given in zip(part.tolist(), each["logprobs"], strict=True):
+                values[row] = np.array(given, np.float32)
+        return Ragged.of(values, np.float32)
+
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        """What all ranks give: whole tensors as they come, pieces put together."""
+        self._all("named_weights", to=[str(self._weights(rank)) for rank in range(len(self._ranks))])
+        pieces: dict[str, list[Piece]] = {}
+        for rank in range(len(self._ranks)):
+            for piece in read_pieces(self._weights(rank)):
+                if piece.start is None:
+                    yield piece.name, piece.array
+                else:
+                    pieces.setdefault(piece.name, []).append(piece)
+        for name, parts in pieces.items():
+            yield name, _whole(name, parts)
+
+    def save(self, path: Path) -> None:
+        self._all("save", path=str(path))
+
+    def load(self, path: Path) -> None:
+        self._all("load", path=str(path))
+
+    def export(self, path: Path) -> None:
+        self._all("export", path=str(path))
+
+    def close(self) -> None:
+        if not any(rank.broken for rank in self._ranks):  # else the processes end before the next engine
+            self._all("close")
+
+    def _weights(self, rank: int) -> Path:
+        return self._files / f"weights-{rank}.npz"
+
+    def _shared(self, call: str, batch: Batch) -> tuple[list[npt.NDArray[np.int64]], list[dict[str, Any]]]:
+        """Which rows each rank has, and what it says of them."""
+        rows = _dealt(batch, len(self._ranks))
+        paths = [self._files / f"batch-{rank}.npz" for rank in range(len(rows))]
+        for path, part in zip(paths, rows, strict=True):
+            write_batch(path, batch.take(part))
+        return rows, self._all(call, batch=[str(path) for path in paths])
+
+    def _all(self, call: str, **said: Any) -> list[dict[str, Any]]:
+        """Ask all, and wait for all. Of a list each is told its own. Raises what the first of them raised."""
+        for rank in self._ranks:
+            own = {name: value[rank.rank] if isinstance(value, list) else value for name, value in said.items()}
+            rank.ask(call, **own)
+        waiting, answers = {rank.fd: rank for rank in self._ranks}, {}
+        until, raised = time.monotonic() + (MAKE_S if call == "make" else ANSWER_S), ""
+        while waiting:
+            ready, _, _ = select.select(list(waiting), [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                others = ", ".join(str(rank.rank) for rank in waiting.values())
+                raise CheckFailed(f"rank {others} does not come back from {call}(){raised}")
+            for fd in ready:
+                rank = waiting.pop(fd)
+                answer = answers[rank.rank] = rank.answer()
+                if "error" in answer and not raised:
+                    raised = f", and rank {rank.rank} raised {answer['error']} ({answer['text']}): all must, or none"
+                    until = min(until, time.monotonic() + AFTER_AN_ERROR_S)
+        failed = [answers[rank] for rank in sorted(answers) if "error" in answers[rank]]
+        if failed and len(failed) < len(answers):
+            raise CheckFailed(f"{call}() ended well in some ranks{raised}")
+        if failed:
+            raise _error(failed[0])
+        return [answers[rank.rank] for rank in self._ranks]
+
+
+def _dealt(batch: Batch, shares: int) -> list[npt.NDArray[np.int64]]:
+    """Whole groups to each, by chance, which follows from the order of the rows: in another order groups are on other ranks, and
+    some rank may have none. Neither must matter."""
+    groups, group = np.unique(batch.groups, return_inverse=True)
+    owner = np.random.default_rng(batch.ids % (1 << 32)).integers(shares, size=len(groups))
+    return [np.flatnonzero(owner[group] == share) for share in range(shares)]
+
+
+def _whole(name: str, parts: list[Piece]) -> npt.NDArray[Any]:
+    whole = np.zeros(parts[0].whole or (), parts[0].array.dtype)
+    covered = np.zeros(whole.shape, np.int64)
+    for part in parts:
+        at = tuple(slice(low, low + size) for low, size in zip(part.start or (), part.array.shape, strict=True))
+        whole[at] = part.array
+        covered[at] += 1
+    if (covered != 1).any():
+        raise CheckFailed(f"the pieces of {name!r} leave a gap, or overlap: {[part.start for part in parts]}")
+    return whole
+
+
+def _told(algorithm: Any) -> dict[str, Any]:
+    """An algorithm in words."""
+    path = import_path(type(algorithm))
+    if path is None or not dataclasses.is_dataclass(algorithm):
+        raise ConfigError(f"{algorithm!r} cannot be told to ranks: it is no dataclass that can be imported")
+    told = [field.name for field in dataclasses.fields(algorithm) if field.init and field.compare]
+    return {"of": path, "options": {name: getattr(algorithm, name) for name in told}}
+
+
+def _error(said: Mapping[str, str]) -> Exception:
+    if said["error"] == NotImplementedError.__name__:
+        return NotImplementedError(said["text"])
+    error = by_name(said["error"], said["text"])
+    return error if type(error) is not AsyncFlowError else RuntimeError(str(error))
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

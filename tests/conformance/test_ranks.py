@@ -1,0 +1,80 @@
+"""Train engines of several processes are asked what those of one are, and their own faults are seen."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from waiting import until
+
+from asyncflow_sdk._guard import descendants
+from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.testing import Conformance
+from asyncflow_sdk.testing.kit import ranks
+from asyncflow_sdk.testing.kit.conformance import BoundCheck
+
+pytest.importorskip("torch")
+
+from bigram_ranks import (
+    BigramRanks,
+    BothPublish,
+    EachForItself,
+    MeanOfRanks,
+    NeverComes,
+    PublishesHalf,
+    RefusesAlone,
+)
+
+right = Conformance("train", BigramRanks, world_size=2)
+
+
+@right.parametrize
+def test_two_ranks_pass_as_one_engine(check: BoundCheck) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("engine", "check", "says"),
+    [
+        (EachForItself, "row_order", "of their size apart"),
+        (MeanOfRanks, "row_order", "of their size apart"),
+        (
+            RefusesAlone,
+            "bad_batches",
+            r"rank \d does not come back from train_step\(\), and rank \d raised SchemaError",
+        ),
+        (PublishesHalf, "names", "leave a gap"),
+        (BothPublish, "names", "twice"),
+        (NeverComes, "step", r"rank 0, 1 does not come back from train_step\(\)|rank 1"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_what_ranks_get_wrong_is_seen(
+    engine: type[BigramRanks], check: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "ANSWER_S", 5.0)
+    monkeypatch.setattr(ranks, "AFTER_AN_ERROR_S", 1.0)
+
+    report = Conformance("train", engine, world_size=2, only=[check]).run()
+
+    (result,) = report.results
+    assert result.outcome == "failed"
+    assert re.search(says, result.detail), result.detail
+
+
+def test_no_rank_stays_when_all_is_asked() -> None:
+    before = set(descendants(os.getpid()))
+
+    assert Conformance("train", BigramRanks, world_size=2, only=["names"]).run().ok
+
+    until(lambda: not set(descendants(os.getpid())) - before, "the end of its processes")
+
+
+def test_ranks_that_make_no_sense_are_refused() -> None:
+    for kind, world_size in (("rollout", 2), ("train", 0)):
+        with pytest.raises(ConfigError, match="world_size"):
+            Conformance(kind, BigramRanks, world_size=world_size)  # type: ignore[arg-type]
+    local = Conformance("train", lambda **options: BigramRanks(**options), policy="bigram:BigramPolicy", world_size=2)
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        local.run()
