@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
+import itertools
 import json
 import os
 import select
@@ -173,28 +174,31 @@ def living_below() -> dict[int, str]:
     return living
 
 
-def stack_of(stacks: str) -> str:
-    """Where the thread stood that a fault was in, or those that did not only wait, the innermost call first; "" if unknown."""
+def stack_of(stacks: str, within: str) -> str:
+    """Where the thread stood that a fault was in, or those that did not only wait, the innermost call first, down to the files of
+    folder ``within`` that called it; "" if unknown."""
     last = stacks[max(stacks.rfind("Timeout ("), stacks.rfind("Fatal Python error"), 0) :]
     threads = [part.splitlines() for part in last.split("\n\n") if " (most recent call first):" in part]
     faulty = [part for part in threads if any(line.startswith("Current thread") for line in part)]
     said = []
     for lines in faulty or threads:
-        calls = [_call(line) for line in lines if line.startswith("  File ")]
-        if calls and (faulty or not calls[0].endswith(_WAITING)):
-            said.append(" < ".join(calls[:5]))
+        frames = [line for line in lines if line.startswith("  File ")]
+        inner = list(itertools.takewhile(lambda line: f"/{within}/" not in line, frames))
+        if len(inner) < len(frames) and (faulty or not all(map(_of_python, inner))):
+            said.append(" < ".join(map(_call, inner[:5])))
     return "; ".join(dict.fromkeys(said))
 
 
-_WAITING = ("(threading.py)", "(selectors.py)", "(queue.py)", "(socket.py)")
+def _of_python(frame: str) -> bool:
+    """Whether it is the standard library's, as all are of a thread that waits, for the interpreter's lock too."""
+    return f'"{Path(os.__file__).parent}/' in frame and "/site-packages/" not in frame
 
 
-def _call(line: str) -> str:
-    """'  File "/a/b.py", line 3 in f' as 'f (b.py:3)', without the line where it is of those that wait."""
-    path, _, rest = line.strip().removeprefix('File "').partition('", line ')
+def _call(frame: str) -> str:
+    """'  File "/a/b.py", line 3 in f' as 'f (b.py:3)'."""
+    path, _, rest = frame.strip().removeprefix('File "').partition('", line ')
     number, _, name = rest.partition(" in ")
-    file = path.rsplit("/", 1)[-1]
-    return f"{name} ({file})" if f"({file})" in _WAITING else f"{name} ({file}:{number})"
+    return f"{name} ({path.rsplit('/', 1)[-1]}:{number})"
 
 
 if __name__ == "__main__":

@@ -305,6 +305,13 @@ def check(
     expect: Annotated[
         list[str] | None, typer.Option(help="A check that fails, and why; it must.", metavar="CHECK=REASON")
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the model's weights; without it as they are stored.", metavar="NAME")
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="How far log-probs may be apart, nats; without it what suits the dtype.", metavar="NATS"),
+    ] = None,
     limit: Annotated[float, typer.Option(min=0.1, help="Seconds that a check may take.")] = 100.0,
     seed: Annotated[
         int | None, typer.Option(help="Of checks that try steps by chance; without it always the same.")
@@ -326,7 +333,8 @@ def check(
     if show:
         show_checks(Console(), markdown=markdown)
         return
-    asked = Asked(kind, tier, only or (), model, policy, named_options(option, "--option"), expect or (), limit, seed)
+    options = named_options(option, "--option")
+    asked = Asked(kind, tier, only or (), model, policy, options, expect or (), limit, seed, tolerance, dtype)
     raise typer.Exit(0 if carry_out(name, asked, Console(), json) else 1)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import json
 import os
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigError, PluginError
-from ..interfaces import RolloutEngine, TrainEngine
-from ..plugins import import_name, registry
+from ..plugins import registry
 from ..testing.kit import TIERS, Conformance, Report, Result, checks_of
 from ..testing.kit.conformance import KINDS
+from .apart import Apart
 
 _SIGNS = {
     "passed": ("✓", "ok", "green"), "failed": ("✗", "FAILED", "bold red"),
     "does not apply": ("·", "n/a", "dim"), "failed as expected": ("~", "expected", "yellow"),
-    "passed unexpectedly": ("✗", "PASSED", "bold red"),
+    "not asked": ("?", "not asked", "yellow"), "passed unexpectedly": ("✗", "PASSED", "bold red"),
 }  # fmt: skip
-_CLOSING_S = 5.0
 ENGINES = ("rollout", "train")
 """What is checked where nothing is named."""
 
@@ -48,28 +44,48 @@ class Asked:
     expected: Sequence[str] = ()
     limit_s: float = 100.0
     seed: int | None = None
+    tolerance: float | None = None
+    dtype: str | None = None
 
 
 def check(name: str | None, asked: Asked, console: Console, json_path: Path | None) -> bool:
     """Check one engine by name, or every one that is installed; True if nothing is wrong. Raises ConfigError and PluginError."""
     if asked.tier not in TIERS:
         raise ConfigError(f"--tier is one of {', '.join(TIERS)}, not {asked.tier!r}")
-    reports = []
+    reports: list[Report] = []
+    told = _Told(json_path)
     for kind, engine in _named(name, asked.kind, console):
-        kit = _kit(kind, engine, asked, alone=name is not None, console=console)
-        if kit is not None:
-            reports.append(_run(kit, console))
-            _say_verdict(reports[-1], console)
+        with Apart(_spec(kind, engine, asked)) as apart:
+            kit = _kit(apart, engine, asked, alone=name is not None, console=console)
+            if kit is not None:
+                reports.append(_run(kit, apart, console, lambda so_far: told.write([*reports, so_far])))
+                _say_verdict(reports[-1], apart.left, console)
     if not reports:
         raise PluginError("there was nothing to check")
+    told.write(reports, complete=True)
+    if not any(result.outcome != "not asked" for report in reports for result in report.results):
+        raise PluginError("nothing could be asked")
     ok = all(report.ok for report in reports)
-    if json_path is not None:
-        told = {"ok": ok, "engines": [report.to_dict() for report in reports]}
-        json_path.write_text(json.dumps(told, indent=2) + "\n")
     if len(reports) > 1:
         bad = ", ".join(f"{report.kind} {report.engine}" for report in reports if not report.ok)
         console.print(Text(f"{len(reports)} engines; not right: {bad or 'none'}", "green" if ok else "bold red"))
     return ok
+
+
+class _Told:
+    """The file of results: at any moment whole, with what is known then. ``ok`` is said of what is ``complete`` only."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def write(self, reports: Sequence[Report], *, complete: bool = False) -> None:
+        if self._path is None:
+            return
+        ok = complete and all(report.ok for report in reports)
+        told = {"ok": ok, "complete": complete, "engines": [report.to_dict() for report in reports]}
+        beside = self._path.with_name(f"{self._path.name}.new")
+        beside.write_text(json.dumps(told, indent=2) + "\n")
+        beside.replace(self._path)
 
 
 def show_checks(console: Console, *, markdown: bool) -> None:
@@ -94,8 +110,7 @@ def _named(name: str | None, kind: str, console: Console) -> Iterator[tuple[str,
     if kind and kind not in KINDS:
         raise ConfigError(f"there are no checks of kind {kind!r}; there are of {', '.join(KINDS)}")
     if name is not None and ":" in name:
-        sys.path.insert(0, os.getcwd())  # as `python -m` has
-        yield kind or _kind_of(import_name(name), name), name
+        yield kind, name  # "" where its class says it
         return
     found = [a for a in registry().adapters if a.spec.kind in kinds and name in (None, a.spec.name)]
     if name is not None and not found:
@@ -108,75 +123,70 @@ def _named(name: str | None, kind: str, console: Console) -> Iterator[tuple[str,
         yield adapter.spec.kind, adapter.spec.name
 
 
-def _kind_of(factory: Any, name: str) -> str:
-    for kind, base in (("rollout", RolloutEngine), ("train", TrainEngine)):
-        if inspect.isclass(factory) and issubclass(factory, base):
-            return kind
-    raise ConfigError(f"{name} is no subclass of an engine's interface: say --kind {' or --kind '.join(KINDS)}")
+def _spec(kind: str, engine: str, asked: Asked) -> dict[str, Any]:
+    """What the process that asks makes its kit of."""
+    return {
+        "kind": kind, "engine": engine, "options": dict(asked.options or {}), "policy": asked.policy, "model": asked.model,
+        "dtype": asked.dtype, "tolerance": asked.tolerance, "limit_s": asked.limit_s, "seed": asked.seed, "tiers": TIERS,
+        "path": [os.getcwd(), *sys.path],  # as `python -m` has it
+    }  # fmt: skip
 
 
-def _kit(kind: str, engine: str, asked: Asked, *, alone: bool, console: Console) -> Conformance | None:
-    """None for one of all that has nothing to check."""
+def _kit(apart: Apart, engine: str, asked: Asked, *, alone: bool, console: Console) -> Conformance | None:
+    """What is asked; None for one of all that has nothing to check."""
+    known = None if apart.kind else apart.unknowable
     pairs = dict(each.partition("=")[::2] for each in asked.expected)
-    names = {each.name for each in checks_of(kind)}
+    names = {each.name for each in checks_of(apart.kind)}
     if alone or not asked.only or names & set(asked.only):
         kit = Conformance(
-            kind, engine,  # type: ignore[arg-type]
-            options=asked.options, policy=asked.policy, model=asked.model, tiers=TIERS[: TIERS.index(asked.tier) + 1],
-            only=asked.only if alone else [n for n in asked.only if n in names], limit_s=asked.limit_s, seed=asked.seed,
+            apart.kind, engine,  # type: ignore[arg-type]
+            tiers=TIERS[: TIERS.index(asked.tier) + 1], only=asked.only if alone else [n for n in asked.only if n in names],
             expected=pairs if alone else {n: reason for n, reason in pairs.items() if n in names},
+            tolerance=asked.tolerance, dtype=asked.dtype,
         )  # fmt: skip
-        why = kit.unknowable
+        why = apart.unknowable if known is None else known
         if not why:
             return kit
         if alone:
-            raise ConfigError(f"{kind} {engine}: {why}")
-        console.print(Text(f"{kind} {engine}: not checked, {why}", "dim"), soft_wrap=True)
+            raise ConfigError(f"{apart.kind} {engine}: {why}")
+        console.print(Text(f"{apart.kind} {engine}: not checked, {why}", "dim"), soft_wrap=True)
     return None
 
 
-def _run(kit: Conformance, console: Console) -> Report:
-    """Ask each check, and say what came of it."""
+def _run(kit: Conformance, apart: Apart, console: Console, on_result: Callable[[Report], None]) -> Report:
+    """Ask each check, and say what came of it. Those that make an engine anew come last, so that one serves the others."""
     console.print(Text(f"{kit.kind} {kit.engine}: {len(kit.checks)} checks", "bold"), soft_wrap=True)
-    results = []
+    report = Report(kit.kind, kit.engine, ())
+    on_result(report)
     progress = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True,
         disable=not console.is_terminal or console.is_dumb_terminal,
     )  # fmt: skip
-    try:
-        with progress:
-            for each in kit.checks:
-                task = progress.add_task(f"{each.name}: {each.asks}")
-                results.append(kit.ask(each))
-                progress.remove_task(task)
-                console.print(_line(results[-1], console), soft_wrap=True)
-    finally:
-        _close(kit)
-    return Report(kit.kind, kit.engine, tuple(results))
-
-
-def _close(kit: Conformance) -> None:
-    """An engine that hangs does not keep the command: it is left to the end of the process."""
-
-    def close() -> None:
-        with contextlib.suppress(Exception):
-            kit.close()
-
-    closing = threading.Thread(target=close, daemon=True, name="closing the engine")
-    closing.start()
-    closing.join(_CLOSING_S)
+    with progress:
+        for each in sorted(kit.checks, key=lambda check: check.alone):
+            task = progress.add_task(f"{each.name}: {each.asks}")
+            result = kit.judged(apart.ask(each))
+            progress.remove_task(task)
+            report = Report(kit.kind, kit.engine, (*report.results, result), apart.asked)
+            on_result(report)
+            console.print(_line(result, console), soft_wrap=True)
+        closing = progress.add_task("closing the engine")
+        apart.close()
+        progress.remove_task(closing)
+    return report
 
 
 def _line(result: Result, console: Console) -> Text:
     sign, plain, style = _SIGNS[result.outcome]
     mark = plain.ljust(8) if console.options.ascii_only or not console.is_terminal else f" {sign} "
     rest = f"{result.seconds:6.1f} s" if result.seconds else "        "
-    why = f"  {result.detail}" if result.outcome in ("does not apply", "failed as expected") else ""
+    why = "" if result.outcome == "passed" or result.bad else f"  {result.detail}"
     return Text.assemble((mark, style), f" {result.check.name:20}", (rest, "dim"), (why, "dim"))
 
 
-def _say_verdict(report: Report, console: Console) -> None:
-    """What failed, each once with all checks that failed so; what it means, where to look; the level."""
+def _say_verdict(report: Report, left: Sequence[str], console: Console) -> None:
+    """What failed, each once with all checks that failed so; what it means, where to look; the level. ``left``: processes that
+    were there when the engine was closed."""
     alike: dict[str, list[Result]] = {}
     for result in report.results:
         if result.bad:
@@ -190,6 +200,9 @@ def _say_verdict(report: Report, console: Console) -> None:
             said += [("means", results[0].check.means), ("look at", results[0].check.look)]
         for head, text in said:
             console.print(Text.assemble((f"  {head:8}", "dim"), text), soft_wrap=True)
+    if left:
+        running = f"\nleft running when the engine was closed, and killed: {'; '.join(left)}"
+        console.print(Text(running, "yellow"), soft_wrap=True)
     counts: dict[str, int] = {}
     for result in report.results:
         counts[result.outcome] = counts.get(result.outcome, 0) + 1

@@ -41,7 +41,7 @@ class Check:
     ``tier``: "basic": what every run needs; "full": what comes up in long ones; "chaos": what comes
     up in orders that nobody thought of, or with processes that are killed.
     ``body``: takes the lab of its kind, which holds the engine; a coroutine function where the engine has an event loop.
-    ``alone``: it wants a process in which no engine was made before, where that can be had.
+    ``alone``: it makes an engine anew, and what a process can have only one of has another chance in a process of its own.
     """
 
     kind: str

@@ -13,13 +13,15 @@ report.level                         # "full": all that apply of the tiers basic
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import importlib
 import json
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any, Protocol
 
@@ -195,22 +197,23 @@ class Conformance:
             spent = time.monotonic() - began
             if renew:
                 self._lab.renew()
-            return self.failed(check, _said(error), spent)
-        spent = time.monotonic() - began
-        if reason := self.expected.get(check.name):
-            text = f"it was expected to fail ({reason}); take the expectation out"
-            return Result(check, "passed unexpectedly", text, spent)
-        return Result(check, "passed", "", spent)
+            return self.judged(Result(check, "failed", _said(error), spent))
+        return self.judged(Result(check, "passed", "", time.monotonic() - began))
 
-    def failed(self, check: Check, seen: str, seconds: float) -> Result:
-        """What comes of a check that failed, as is expected of it or not."""
-        reason = self.expected.get(check.name)
-        return Result(check, "failed" if reason is None else "failed as expected", reason or seen, seconds)
+    def judged(self, result: Result) -> Result:
+        """What came of a check, by what is expected of it."""
+        reason = self.expected.get(result.check.name)
+        if reason is None or result.outcome not in ("passed", "failed"):
+            return result
+        if result.outcome == "failed":
+            return replace(result, outcome="failed as expected", detail=reason)
+        text = f"it was expected to fail ({reason}); take the expectation out"
+        return replace(result, outcome="passed unexpectedly", detail=text)
 
     @property
     def ever_made(self) -> bool:
         """Whether there ever was an engine."""
-        return self._lab is None or self._lab.ever_made
+        return self._lab is not None and self._lab.ever_made
 
     def asked(self) -> dict[str, Any]:
         """What decides what comes of it, as plain values: options, model, dtype, tolerance, versions of all that is loaded, ..."""
@@ -228,7 +231,7 @@ class Conformance:
         """A mark for a pytest function with the parameter ``check``, which it calls."""
         import pytest
 
-        atexit.register(self.close)
+        atexit.register(self._close_late)
         return pytest.mark.parametrize("check", list(self), ids=str)
 
     def close(self) -> None:
@@ -241,6 +244,10 @@ class Conformance:
             ranks, self._ranks = self._ranks, None
             if ranks is not None:
                 ranks.close()
+
+    def _close_late(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter ends: no thread can be started any more
+            self.close()
 
     def _make_lab(self) -> Lab:
         lab = self._new_lab()
@@ -351,8 +358,11 @@ def _plain(value: Any) -> Any:
 def _packages() -> dict[str, str]:
     """The versions of all distributions that modules of this process are from."""
     loaded = {name.partition(".")[0] for name in tuple(sys.modules)}
-    found = {each for top, names in metadata.packages_distributions().items() if top in loaded for each in names}
-    return {name: metadata.version(name) for name in sorted(found, key=str.lower)}
+    found = {each for top, names in _distributions().items() if top in loaded for each in names}
+    return {name: _version(name) for name in sorted(found, key=str.lower)}
+
+
+_distributions, _version = functools.cache(metadata.packages_distributions), functools.cache(metadata.version)
 
 
 def _name_of(factory: Callable[..., Any]) -> str:

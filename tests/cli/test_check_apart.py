@@ -1,0 +1,208 @@
+"""``asyncflow check`` asks in a process of its own: whatever an engine does to that one, the next check is asked, and nothing stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+from waiting import until
+
+from asyncflow_sdk.cli.app import app
+
+WRONG = """
+import asyncio, ctypes, os, subprocess, sys
+from asyncflow_sdk.testing import EchoRollout
+
+class Crashes(EchoRollout):
+    async def load_weights(self, update):
+        ctypes.string_at(0)
+
+class Exits(EchoRollout):
+    async def load_weights(self, update):
+        os._exit(3)
+
+class HoldsTheLock(EchoRollout):
+    async def load_weights(self, update):
+        ctypes.PyDLL(None).sleep(100)
+
+class ClosesNever(EchoRollout):
+    async def close(self):
+        ctypes.PyDLL(None).sleep(100)
+
+class MadeOnce(EchoRollout):
+    made = False
+    def __init__(self, model):
+        assert not MadeOnce.made, "the process group is initialised already"
+        MadeOnce.made = True
+        super().__init__(model)
+
+class LeavesAServer(EchoRollout):
+    # detached: nobody's child, in a session of its own
+    def __init__(self, model):
+        super().__init__(model)
+        detached = ["setsid", "sh", "-c", "sleep 600 > /dev/null 2>&1 & echo $!"]
+        with open("servers", "a") as file:
+            file.write(subprocess.run(detached, check=True, capture_output=True, text=True).stdout)
+
+class HangsWithAServer(LeavesAServer):
+    async def load_weights(self, update):
+        open("hangs", "w").close()
+        ctypes.PyDLL(None).sleep(100)
+
+class Unmade(EchoRollout):
+    def __init__(self, model):
+        with open("tries", "a") as file:
+            file.write("made\\n")
+        os.abort()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _wrong_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wrong_apart.py").write_text(WRONG)
+    monkeypatch.chdir(tmp_path)
+
+
+def check(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["check", *arguments], env={"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"})
+
+
+def asked(engine: str, *checks: str, more: tuple[str, ...] = ()) -> Result:
+    only = [word for name in checks for word in ("--only", name)]
+    return check(f"wrong_apart:{engine}", *only, "--json", "said.json", *more)
+
+
+def said() -> dict[str, tuple[str, str]]:
+    (engine,) = json.loads(Path("said.json").read_text())["engines"]
+    return {result["check"]: (result["outcome"], result.get("detail", "")) for result in engine["results"]}
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def servers() -> list[int]:
+    return [int(line) for line in Path("servers").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    [
+        ("Crashes", "the process that the engine is in was ended by SIGSEGV; it was in string_at"),
+        ("Exits", "the process that the engine is in ended with status 3"),
+        (
+            "HoldsTheLock",
+            "it did not end within 6 s, and its process was killed; it was in load_weights (wrong_apart.py:",
+        ),
+    ],
+)
+def test_an_engine_that_takes_its_process_with_it_fails_that_check_and_no_other(engine: str, how: str) -> None:
+    done = asked(engine, "greedy", "update", "stale_cache", "scores", more=("--limit", "1"))
+
+    assert done.exit_code == 1, done.output
+    came = said()
+    assert {name: outcome for name, (outcome, _) in came.items()} == {
+        "greedy": "passed", "update": "failed", "stale_cache": "failed", "scores": "failed",
+    }  # fmt: skip
+    assert how in came["update"][1]
+    assert done.output.count(how) == 1  # those that failed in the same way are told together
+
+
+def test_a_crash_that_is_expected_is_none() -> None:
+    done = asked("Crashes", "greedy", "update", more=("--expect", "update=its issue 12"))
+
+    assert done.exit_code == 0, done.output
+    assert said()["update"] == ("failed as expected", "its issue 12")
+
+
+def test_an_engine_whose_close_hangs_fails_closes_only_and_keeps_nobody() -> None:
+    done = asked("ClosesNever", "greedy", "closes", more=("--limit", "1"))
+
+    came = said()
+    assert (came["greedy"][0], came["closes"][0]) == ("passed", "failed")
+    assert "close() did not end within 1 s" in came["closes"][1] or "its process was killed" in came["closes"][1]
+    assert done.exit_code == 1
+
+
+def test_an_engine_that_a_process_can_make_once_is_right() -> None:
+    done = check("wrong_apart:MadeOnce")
+
+    assert done.exit_code == 0, done.output
+    assert "level reached: full" in done.output
+
+
+def test_an_engine_that_ends_its_process_when_it_is_made_is_made_twice_and_no_more() -> None:
+    done = asked("Unmade", "greedy", "update", "stops", "scores")
+
+    assert done.exit_code == 1
+    assert {outcome for outcome, _ in said().values()} == {"failed"}
+    assert done.output.count("SIGABRT") == 1
+    assert len(Path("tries").read_text().split()) == 2
+
+
+def test_servers_that_detached_themselves_are_named_and_ended() -> None:
+    done = asked("LeavesAServer", "greedy", "closes", more=("--limit", "2"))
+
+    came = said()
+    assert came["greedy"][0] == "passed"
+    assert "processes are still alive after close()" in came["closes"][1]
+    assert "(sleep 600)" in came["closes"][1]
+    assert "left running when the engine was closed, and killed: " in done.output
+    assert servers()
+    assert not any(map(runs, servers()))
+
+
+def test_a_check_that_is_killed_leaves_what_is_known_and_no_process() -> None:
+    command = [sys.executable, "-m", "asyncflow_sdk.cli", "check", "wrong_apart:HangsWithAServer"]
+    only = ["--only", "greedy", "--only", "update", "--json", "said.json"]
+    with subprocess.Popen([*command, *only], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as it:
+        until(Path("hangs").exists, "the engine to hang")
+        below = _below(it.pid)
+        assert len(below) >= 2
+        it.send_signal(signal.SIGKILL)
+        it.wait()
+
+    until(lambda: not any(map(runs, (*below, *servers()))), "all that it started to end")
+    told = json.loads(Path("said.json").read_text())
+    assert (told["ok"], told["complete"]) == (False, False)
+    assert said() == {"greedy": ("passed", "")}
+
+
+def test_what_was_asked_and_with_what_is_told_with_the_results() -> None:
+    check(
+        "echo",
+        "--kind",
+        "rollout",
+        "--only",
+        "greedy",
+        "--tolerance",
+        "0.5",
+        "--option",
+        "max_rows=8",
+        "--json",
+        "said.json",
+    )
+
+    told = json.loads(Path("said.json").read_text())
+    (engine,) = told["engines"]
+    assert told["complete"] is True
+    assert engine["tolerance"] == 0.5
+    assert engine["options"] == {"max_rows": 8}
+    assert {"numpy", "msgspec"} <= engine["packages"].keys()
+
+
+def _below(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        for child in map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()):
+            found += [child, *_below(child)]
+    return found
