@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ..errors import ConfigError, PluginError
 from ..workflow import load_workflow
-from ..workflow.resuming import again, read_summary
+from ..workflow.resuming import again, read_summary, write_whole
 from .live import LiveView
 from .report import write_report
 from .table import summary_table
@@ -78,9 +78,10 @@ def show_outcome(out: Path, console: Console) -> None:
     file = out / "summary.json"
     summary: dict[str, Any] = json.loads(file.read_text())
     try:
-        summary["report"] = str(write_report(out))
-        file.write_text(json.dumps(summary, indent=2))
-    except PluginError as error:
+        page = str(write_report(out))
+        write_whole(file, {**summary, "report": page})
+        summary["report"] = page
+    except (ConfigError, PluginError, OSError) as error:  # as on a full disk, or where its events were removed
         console.print(f"no report page: {error}", style="yellow", markup=False)
     console.print(summary_table(summary))
     if summary["report"]:

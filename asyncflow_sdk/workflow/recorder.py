@@ -12,6 +12,7 @@ logs/               what each worker wrote
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import re
 import threading
@@ -82,6 +83,7 @@ class Recorder:
         self.staleness_max = 0
         self.tally = Tally()
         self._waiting = self._skipped = 0  # steps not yet written; steps left out
+        self._lost, self._last_lost = 0, ""  # steps that could not be written
         self.errors: list[str] = []
         if again:
             self._recall()
@@ -121,6 +123,12 @@ class Recorder:
                 if VERSION_SPANS in batch:
                     self.tally.step(int(path.stem), batch.ages(int(path.stem)))
 
+    def _unrecorded(self, step: int, error: Exception) -> None:
+        """The first is named here, and when all is over how many followed: a disk that is full loses every step."""
+        self._lost, self._last_lost = self._lost + 1, f"step {step} was not recorded: {error}"
+        if self._lost == 1:
+            self.errors.append(self._last_lost)
+
     def _reached(self, lines: Iterable[bytes]) -> None:
         for found in filter(None, map(_TIME.search, lines)):
             self.tally.reached(float(found[1]))
@@ -154,7 +162,11 @@ class Recorder:
         if self._thread.is_alive():
             self.errors.append("a listener still blocks; its last events were left out")
             return
+        if self._lost > 1:
+            self.errors.append(f"{self._lost} steps were not recorded, the last: {self._last_lost}")
         try:
+            if not self._log.closed and not os.fstat(self._log.fileno()).st_nlink:
+                self.errors.append(f"{self._directory} was removed while the run went on: its events are gone")
             self._log.close()
         except OSError as error:
             if not self._torn:
@@ -167,7 +179,7 @@ class Recorder:
                 try:
                     self._record(item[0], item[1]())
                 except Exception as error:
-                    self.errors.append(f"step {item[0]} was not recorded: {error}")
+                    self._unrecorded(item[0], error)
                 continue
             if isinstance(item, ev.StepTrained):
                 self._trained(item.step, item.metrics)

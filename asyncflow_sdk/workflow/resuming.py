@@ -38,10 +38,14 @@ def write_description(workflow: Workflow, directory: Path) -> None:
 
 
 def write_whole(path: Path, data: Any) -> None:
-    """JSON as people read it, whole or not there, whatever dies meanwhile."""
+    """JSON as people read it, whole or not there, whatever dies meanwhile. Raises OSError."""
     part = path.with_name(f".{path.name}-{os.getpid()}")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2))
-    part.replace(path)
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2))
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def again(directory: Path) -> Workflow:

@@ -182,7 +182,8 @@ def main() -> int:
 
 
 def _ending(error: BaseException) -> WorkerEnding:
-    traceback.print_exception(error)
+    with contextlib.suppress(OSError):  # a disk that is full may be why
+        traceback.print_exception(error)
     text = plain_text("".join(traceback.format_exception(error, limit=-12)), LAST_WORDS // 4)
     return WorkerEnding(FATAL_STATUS if isinstance(error, FATAL) else 1, text)
 

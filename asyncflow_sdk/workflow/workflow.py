@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import AsyncFlowError, ConfigError, Interrupted, WorkerFailed
+from ..errors import AsyncFlowError, ConfigError, Interrupted, MemoryFull, WorkerFailed
 from ..interfaces import OnFailure, Place
 from ..ledger import Audit
 from ..plugins import registry
@@ -188,7 +188,11 @@ class Workflow(Described):
             unstoppable()
             recorder.close()
             summary = self._summary(recorder, outcome, time.monotonic() - began)
-            write_whole(directory / "summary.json", summary)
+            try:
+                write_whole(directory / "summary.json", summary)
+            except OSError as error:
+                text = f"{directory} has no summary.json: {error}; the run {outcome.status}"
+                outcome.error = outcome.error or MemoryFull(f"{text}, {recorder.steps} of {self.steps} steps trained")
         if outcome.error is not None:
             raise outcome.error
         return Result(directory, summary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import threading
 from pathlib import Path
 
@@ -157,3 +158,27 @@ def test_a_directory_that_holds_a_run_is_gone_on_with_only_where_that_is_meant(t
         return
     with pytest.raises(af.ConfigError, match="already holds a run"):
         Recorder(tmp_path, [])
+
+
+def test_steps_that_cannot_be_written_are_named_once_and_counted(tmp_path: Path) -> None:
+    def full() -> Batch:
+        raise OSError("No space left on device")
+
+    recorder = Recorder(tmp_path, [])
+    for number in range(9):
+        recorder.step(number, full)
+    recorder.close()
+
+    assert recorder.errors == [
+        "step 0 was not recorded: No space left on device",
+        "9 steps were not recorded, the last: step 8 was not recorded: No space left on device",
+    ]
+
+
+def test_a_directory_that_is_removed_under_a_run_is_told(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "run", [])
+    shutil.rmtree(tmp_path / "run")
+    recorder.event(step(0, reward=0.5))
+    recorder.close()
+
+    assert recorder.errors == [f"{tmp_path / 'run'} was removed while the run went on: its events are gone"]

@@ -1,0 +1,62 @@
+"""A disk that is full where a run lies: what ended the run is told, and nothing that was written before is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from echo_runs import echo_workflow
+
+from asyncflow_sdk.errors import MemoryFull, WorkerFailed
+
+FULL = "/dev/full"
+
+
+def given_no_room_for(path: Path) -> None:
+    """Writing there is refused by the kernel, as on a full disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(FULL)
+
+
+def summary_part(directory: Path) -> Path:
+    return directory / f".summary.json-{os.getpid()}"
+
+
+def test_a_summary_that_cannot_be_written_is_told_with_how_the_run_ended(tmp_path: Path) -> None:
+    given_no_room_for(summary_part(tmp_path / "run"))
+
+    with pytest.raises(MemoryFull, match=r"no summary.json: .*No space left.*; the run completed, 2 of 2 steps"):
+        echo_workflow(steps=2).run(tmp_path / "run")
+
+    assert not os.path.lexists(summary_part(tmp_path / "run"))
+    assert len(list((tmp_path / "run" / "steps").iterdir())) == 2
+
+
+def test_why_a_run_failed_is_told_also_where_nothing_can_be_written(tmp_path: Path) -> None:
+    given_no_room_for(summary_part(tmp_path / "run"))
+    given_no_room_for(tmp_path / "run" / "logs" / "train-0.log")
+
+    with pytest.raises(WorkerFailed, match="told to fail at step 1"):
+        echo_workflow(train={"fail_at": 1}).run(tmp_path / "run")
+
+
+def test_the_page_of_a_run_that_cannot_be_written_costs_neither_its_summary_nor_its_status(tmp_path: Path) -> None:
+    # given a run that is shown when it has ended, and no room for its page
+    (tmp_path / "rewards.py").write_text(
+        "def length(response_ids):\n    return [float(len(r)) for r in response_ids]\n"
+    )
+    (tmp_path / "run.toml").write_text(
+        'steps = 2\nbatch_size = 8\nprompts = { prompt_ids = [[1], [2]] }\nreward = "rewards:length"\n'
+        'rollout = { engine = "echo", prompt = "prompt_ids", group_size = 4 }\ntrain = { engine = "echo" }\n'
+    )
+    (tmp_path / "out" / "report.html").mkdir(parents=True)
+
+    command = [sys.executable, "-m", "asyncflow_sdk.cli", "run", "run.toml", "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no report page: " in done.stdout
+    assert '"status": "completed"' in (tmp_path / "out" / "summary.json").read_text()
