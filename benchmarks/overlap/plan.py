@@ -5,6 +5,7 @@ Times are the model's seconds. The same plan is run for real (``drive``) and sim
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -29,31 +30,25 @@ SWAPS: dict[str, SwapPolicy] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model on a machine. ``slots``: responses that all replicas generate at once, which is how many a step has."""
+    """A model on a machine. ``rollout``: of a replica of 32 rows. ``copy_s``: of reading the trainer's weights."""
 
-    name: str
-    step_s: float
-    step_row_s: float  # at 32 rows a replica; fewer rows of fewer, larger devices would not be the same machine
-    prefill_s: float
-    load_s: float
+    rollout: RolloutLatency
     copy_s: float
-    median: float
-    sigma: float
-    longest: int
 
 
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape(
-            name="7B", step_s=0.016, step_row_s=0.0005, prefill_s=1e-4, load_s=0.6, copy_s=0.4, median=700, sigma=0.7,
-            longest=3072,
+    "7B": Shape(
+        rollout=RolloutLatency(
+            step_s=0.016, step_row_s=0.0005, prefill_s=1e-4, load_s=0.6, median=700, sigma=0.7, longest=3072
         ),
-        Shape(
-            name="32B", step_s=0.035, step_row_s=0.001, prefill_s=4e-4, load_s=2.5, copy_s=1.5, median=1100, sigma=0.8,
-            longest=8192,
+        copy_s=0.4,
+    ),
+    "32B": Shape(
+        rollout=RolloutLatency(
+            step_s=0.035, step_row_s=0.001, prefill_s=4e-4, load_s=2.5, median=1100, sigma=0.8, longest=8192
         ),
-    )
+        copy_s=1.5,
+    ),
 }  # fmt: skip
 
 
@@ -125,10 +120,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def rollout(self) -> RolloutLatency:
-        shape = SHAPES[self.shape]
-        names = ("step_s", "prefill_s", "load_s", "median", "sigma", "longest")
-        a_row = shape.step_row_s * 32 / self.max_rows  # a replica of few rows is a small one
-        return RolloutLatency(step_row_s=a_row, seed=self.seed, **{name: getattr(shape, name) for name in names})
+        usual = SHAPES[self.shape].rollout
+        a_row = usual.step_row_s * 32 / self.max_rows  # of fewer, larger devices would not be the same machine
+        return dataclasses.replace(usual, step_row_s=a_row, seed=self.seed)
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -207,7 +201,4 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def options(self) -> dict[str, Any]:
         """Of the timed rollout engine."""
-        return {name: getattr(self.rollout, name) for name in self.rollout.__dataclass_fields__} | {
-            "max_rows": self.max_rows,
-            "time_scale": self.time_scale,
-        }
+        return dataclasses.asdict(self.rollout) | {"max_rows": self.max_rows, "time_scale": self.time_scale}
