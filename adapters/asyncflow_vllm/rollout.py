@@ -18,6 +18,7 @@ from asyncflow_sdk.interfaces import Capabilities, Completion, Request, RolloutE
 from asyncflow_sdk.weights import Handover
 
 from .checkpoint import Checkpoint, first_equal
+from .registering import owned
 
 _Result = TypeVar("_Result")
 LOOK_S = 1.0
@@ -60,7 +61,8 @@ class VllmEngine(RolloutEngine):
         )
         try:
             config = made.create_engine_config()
-            self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=made.disable_log_stats)
+            with owned():
+                self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=made.disable_log_stats)
         except ConfigError:
             raise
         except Exception as error:

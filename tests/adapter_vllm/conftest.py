@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_options import OPTIONS
 
 ASKED = os.environ.get("ASYNCFLOW_TEST_VLLM", "")
 """Where vLLM must be: "here", or the interpreter that has it; "" nowhere."""
 INSTALL = "vLLM is not installed here: make test-vllm"
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "max_rows": 32, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20,
-}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
