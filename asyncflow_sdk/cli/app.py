@@ -316,6 +316,7 @@ def check(
     seed: Annotated[
         int | None, typer.Option(help="Of checks that try steps by chance; without it always the same.")
     ] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Processes that together are one train engine.")] = 1,
     json: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write the results there.", metavar="PATH")
     ] = None,
@@ -334,7 +335,9 @@ def check(
         show_checks(Console(), markdown=markdown)
         return
     options = named_options(option, "--option")
-    asked = Asked(kind, tier, only or (), model, policy, options, expect or (), limit, seed, tolerance, dtype)
+    asked = Asked(
+        kind, tier, only or (), model, policy, options, expect or (), limit, seed, tolerance, dtype, world_size
+    )
     raise typer.Exit(0 if carry_out(name, asked, Console(), json) else 1)
 
 

@@ -46,6 +46,7 @@ class Asked:
     seed: int | None = None
     tolerance: float | None = None
     dtype: str | None = None
+    world_size: int = 1
 
 
 def check(name: str | None, asked: Asked, console: Console, json_path: Path | None) -> bool:
@@ -128,6 +129,7 @@ def _spec(kind: str, engine: str, asked: Asked) -> dict[str, Any]:
     return {
         "kind": kind, "engine": engine, "options": dict(asked.options or {}), "policy": asked.policy, "model": asked.model,
         "dtype": asked.dtype, "tolerance": asked.tolerance, "limit_s": asked.limit_s, "seed": asked.seed, "tiers": TIERS,
+        "world_size": asked.world_size,
         "path": [os.getcwd(), *sys.path],  # as `python -m` has it
     }  # fmt: skip
 
@@ -142,7 +144,7 @@ def _kit(apart: Apart, engine: str, asked: Asked, *, alone: bool, console: Conso
             apart.kind, engine,  # type: ignore[arg-type]
             tiers=TIERS[: TIERS.index(asked.tier) + 1], only=asked.only if alone else [n for n in asked.only if n in names],
             expected=pairs if alone else {n: reason for n, reason in pairs.items() if n in names},
-            tolerance=asked.tolerance, dtype=asked.dtype,
+            tolerance=asked.tolerance, dtype=asked.dtype, world_size=asked.world_size,
         )  # fmt: skip
         why = apart.unknowable if known is None else known
         if not why:

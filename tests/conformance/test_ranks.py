@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from waiting import until
@@ -69,6 +73,20 @@ def test_no_rank_stays_when_all_is_asked() -> None:
     assert Conformance("train", BigramRanks, world_size=2, only=["names"]).run().ok
 
     until(lambda: not set(descendants(os.getpid())) - before, "the end of its processes")
+
+
+def test_the_command_asks_ranks_and_says_how_many(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    command = [sys.executable, "-m", "asyncflow_sdk.cli", "check", "bigram_ranks:BigramRanks", "--world-size", "2"]
+
+    done = subprocess.run(
+        [*command, "--only", "names", "--json", str(told)], cwd=Path(__file__).parent, capture_output=True, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+
+    assert not done.returncode, done.stdout + done.stderr
+    (engine,) = json.loads(told.read_text())["engines"]
+    assert '"world_size": 2' in json.dumps(engine)
 
 
 def test_ranks_that_make_no_sense_are_refused() -> None:

@@ -220,7 +220,7 @@ class Conformance:
         return {
             "options": {name: _plain(value) for name, value in self._options.items()}, "model": self._model,
             "policy": None, "dtype": self._dtype, "tolerance": self._tolerance, **self._known, "limit_s": self._limit_s,
-            "seed": self._seed, "python": platform.python_version(), "platform": platform.platform(), "packages": _packages(),
+            "seed": self._seed, "world_size": self._world_size, "python": platform.python_version(), "platform": platform.platform(), "packages": _packages(),
         }  # fmt: skip
 
     def __iter__(self) -> Iterator[BoundCheck]:
