@@ -197,7 +197,7 @@ class EchoTrain(TrainEngine):
     """A step adds one to every weight. Reports the mean reward; refuses rows that the wrong weights made.
 
     ``delay_s``: of a step. ``fail_at``: raise at this step, for tests of failure. ``shifted``: versions are no longer as many
-    steps as their number says, since there was a rollback: then rows only must not come from a mixture.
+    steps as their number says, since there was a rollback, as after ``load``: then rows only must not come from a mixture.
     """
 
     conformance_policy = "asyncflow_sdk.testing:EchoPolicy"
@@ -248,6 +248,7 @@ class EchoTrain(TrainEngine):
 
     def load(self, path: Path) -> None:
         self.steps = json.loads((path / "echo.json").read_text())["steps"]
+        self._shifted = True  # the run goes on with a new version of what this one was
 
     def export(self, path: Path) -> None:
         self.save(path)

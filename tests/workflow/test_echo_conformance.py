@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from asyncflow_sdk.testing import Conformance
+from asyncflow_sdk.errors import WeightMismatch
+from asyncflow_sdk.testing import Conformance, EchoPolicy, EchoTrain
 from asyncflow_sdk.testing.kit.conformance import BoundCheck
+from asyncflow_sdk.testing.kit.train_lab import TrainLab, changed
+from asyncflow_sdk.types import VERSION_SPANS, one_version
 
 plain = Conformance("rollout", "echo")
 training = Conformance("train", "echo")
@@ -55,6 +60,20 @@ def test_it_passes_in_a_real_run_whose_replicas_are_killed() -> None:
     report = Conformance("rollout", "echo", only=["killed"]).run()
 
     assert report.ok, report.to_dict()
+
+
+def test_after_a_load_versions_need_not_be_as_many_steps_as_their_number_says(tmp_path: Path) -> None:
+    """As in a run that goes on, whose rows are of a new version of what was saved; else no trainer that was killed could go on."""
+    lab = TrainLab(EchoTrain, EchoPolicy(), {})
+    batch = lab.batch()
+    renumbered = changed(batch, **{VERSION_SPANS: one_version(3, batch.ragged("response_ids").lengths)})
+    engine = EchoTrain()
+    engine.save(tmp_path)
+
+    with pytest.raises(WeightMismatch, match="by other versions"):
+        engine.train_step(renumbered)
+    engine.load(tmp_path)
+    engine.train_step(renumbered)
 
 
 def test_weights_that_are_not_taken_are_seen_in_a_real_run() -> None:
