@@ -74,7 +74,7 @@ class ReadyQueue:
         taken = 0
         while taken < min(count, room) and (queue := self._first()) is not None:
             chunk = queue[0]
-            ends = np.append(np.flatnonzero(np.diff(self._firsts(chunk))) + 1, len(chunk))
+            ends = np.append(self._ends(chunk), len(chunk))
             fits = ends[ends <= min(count, room) - taken]
             if len(fits):
                 cut = int(fits[-1])
@@ -119,11 +119,16 @@ class ReadyQueue:
     def _firsts(self, ids: Ids) -> Ids:
         return self._rows.first[self._rows.at(ids)]
 
+    def _ends(self, ids: Ids) -> Ids:
+        """Where another group begins."""
+        firsts = self._firsts(ids)
+        return np.flatnonzero(firsts[1:] != firsts[:-1]) + 1
+
     def _split(self, ids: Ids) -> list[Ids]:
         """Chunks that end where groups end."""
         if len(ids) <= CHUNK:
             return [ids]
-        ends = np.flatnonzero(np.diff(self._firsts(ids))) + 1
+        ends = self._ends(ids)
         after = np.searchsorted(ends, np.arange(CHUNK, len(ids), CHUNK))
         return np.split(ids, np.unique(ends[after[after < len(ends)]]))
 

@@ -214,7 +214,7 @@ class Places:
         """``fields``: of all blocks, packed, or for each row."""
         first = int(places[0])
         count = len(places)
-        if count == 1 or (int(places[-1]) - first == count - 1 and (np.diff(places) == 1).all()):
+        if count == 1 or (int(places[-1]) - first == count - 1 and (places[1:] - places[:-1] == 1).all()):
             segment, *block, _ = self._blocks[first >> _SHIFT].tolist()
             return Located(
                 names,
@@ -224,11 +224,11 @@ class Places:
                 _RUN.pack(first & _ENTRY),
                 _RUN.pack(count),
             )
-        run = np.flatnonzero(np.diff(places, prepend=first - 2) != 1)  # where runs begin
+        run = np.flatnonzero(_steps(places, first - 2) != 1)  # where runs begin
         slots = places[run] >> _SHIFT
-        new = np.flatnonzero(np.diff(slots, prepend=-1))  # where blocks begin, among the runs
+        new = np.flatnonzero(_steps(slots, -1))  # where blocks begin, among the runs
         blocks = self._blocks[slots[new]]
-        blocks[:, 5] = np.diff(new, append=len(run))
+        blocks[:, 5] = _sizes(new, len(run))
         segments, blocks[:, 0] = _numbered(blocks[:, 0])
         return Located(
             names,
@@ -236,7 +236,7 @@ class Places:
             tuple(self._segments.names[segment] for segment in segments),
             blocks.tobytes(),
             (places[run] & _ENTRY).astype(np.int32).tobytes(),
-            np.diff(run, append=count).astype(np.int32).tobytes(),
+            _sizes(run, count).astype(np.int32).tobytes(),
         )
 
     def _forget(self, slots: Ids) -> list[Freed]:
@@ -317,3 +317,19 @@ def _numbered(values: npt.NDArray[Any]) -> tuple[list[int], npt.NDArray[Any]]:
         return [int(values[0])], np.zeros(len(values), np.int64)
     known, which = np.unique(values, return_inverse=True)
     return known.tolist(), which
+
+
+def _steps(values: Ids, before: int) -> Ids:
+    """How far each is from the one before it. (As ``np.diff`` with what to prepend, which takes four times as long.)"""
+    steps = values.copy()
+    steps[1:] -= values[:-1]
+    steps[0] -= before
+    return steps
+
+
+def _sizes(starts: Ids, end: int) -> Ids:
+    """Of the parts that begin at ``starts``, up to ``end``."""
+    sizes = np.empty_like(starts)
+    np.subtract(starts[1:], starts[:-1], out=sizes[:-1])
+    sizes[-1] = end - starts[-1]
+    return sizes

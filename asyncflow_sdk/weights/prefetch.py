@@ -210,8 +210,10 @@ class Prefetch:
         before, self.staged = self.staged, staged
         if before is not None:
             before.release()
-        await self._port.send(command)  # before anyone can ask to load it: it is on its way when this suspends
+        told_of = asyncio.ensure_future(self._port.send(command))
+        await asyncio.sleep(0)  # it is on its way: who asks to load it now does so behind it
         self._changed()
+        await told_of
 
     async def _next(self) -> cmd.Version:
         """The newest version, once it is one to be fetched, and not one to be let alone for a while."""

@@ -18,7 +18,8 @@ from .processes import watch
 from .sockets import connect
 
 _AT_ONCE = int(zmq.NOBLOCK)
-READABLE, _MORE = int(zmq.POLLIN), int(zmq.RCVMORE)  # operations on enumerations take longer than receiving
+# As plain integers: an operation on zmq's enumerations takes longer than receiving a message.
+READABLE, _MORE, _EVENTS = int(zmq.POLLIN), int(zmq.RCVMORE), int(zmq.EVENTS)
 LAST_WORDS_MS = 100
 """How long after a server's end what it sent before may still be on its way."""
 
@@ -112,54 +113,76 @@ class ThreadSocket:
 
 
 class LoopSocket:
-    """One socket and one receiving task of an event loop."""
+    """The socket of an event loop, which watches it itself: what ZeroMQ has for event loops takes several turns of one for
+    each message."""
 
-    def __init__(self, context: Any, address: str, key: RunKey | None, server: ServerProcess, ended: Any) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], address: str, key: RunKey | None, server: ServerProcess, ended: Any
+    ) -> None:
         self.address = address
         self._loop = asyncio.get_running_loop()
         self._server, self._ended, self._gone = server, ended, False
+        self._waiting: dict[int, asyncio.Future[Reply | None]] = {}
         self.socket = context.socket(zmq.DEALER)
         connect(self.socket, address, key)
-        self.waiting: dict[int, asyncio.Future[Reply]] = {}
-        self.task = self._loop.create_task(self._receive(), name="asyncflow-receive")
+        self._fd = self.socket.getsockopt(zmq.FD)
+        self._loop.add_reader(self._fd, self._receive)
         if server.fd >= 0:
             self._loop.add_reader(server.fd, self._server_ended)
 
-    def expect(self, seq: int) -> asyncio.Future[Reply]:
+    async def exchange(
+        self, seq: int, envelope: bytes, frames: Sequence[Any], wait_s: float
+    ) -> tuple[Any, Reply | None]:
+        """Send, if there is an envelope, and wait for the answer: what tells when the payload is through, and the answer; None if
+        it has not come in time."""
         if self._gone:
             raise self._ended()
-        self.waiting[seq] = self._loop.create_future()
-        return self.waiting[seq]
+        future = self._waiting[seq] = self._loop.create_future()
+        timer = self._loop.call_later(max(wait_s, 0.0), _settle, future, None)
+        try:
+            tracker = self.send(envelope, frames) if envelope else None
+            return tracker, await future
+        finally:
+            timer.cancel()
+            self._waiting.pop(seq, None)
 
-    async def send(self, envelope: bytes, frames: Sequence[Any]) -> Any:
+    def send(self, envelope: bytes, frames: Sequence[Any] = ()) -> Any:
         """The same as that of ``ThreadSocket``."""
-        with contextlib.suppress(zmq.Again):
+        try:
             if frames:
-                return await self.socket.send_multipart((envelope, *frames), _AT_ONCE, copy=False, track=True)
-            await self.socket.send(envelope, _AT_ONCE)
+                return self.socket.send_multipart((envelope, *frames), _AT_ONCE, copy=False, track=True)
+            self.socket.send(envelope, _AT_ONCE)
+        except zmq.Again:
+            pass
+        finally:
+            # Hazard: sending may take note of what has come, and then nothing wakes the loop for it.
+            self._loop.call_soon(self._receive)
         return None
 
     def close(self) -> None:
+        if self.socket.closed:
+            return
         with contextlib.suppress(RuntimeError):  # the loop has ended already
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._fd)
             self._unwatch()
-            self.task.cancel()
             self._fail(ServerLost(f"this connection to {self.address} is closed"))
         self.socket.close(linger=200)
 
-    async def _receive(self) -> None:
-        while True:
+    def _receive(self) -> None:
+        """All that has come."""
+        while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & READABLE:
             frames: list[Any] = []
             try:
-                envelope = await self.socket.recv()
-                while self.socket.getsockopt(zmq.RCVMORE):
-                    frames.append(await self.socket.recv(copy=False))
+                envelope = self.socket.recv(_AT_ONCE)
+                while self.socket.getsockopt(_MORE):
+                    frames.append(self.socket.recv(_AT_ONCE, copy=False))
                 response = decode_response(envelope)
             except ProtocolError as error:
                 self._fail(error)
-                continue
-            future = self.waiting.get(response.seq)
-            if future is not None and not future.done():
-                future.set_result(Reply(response.body, frames))
+            else:
+                if response.seq in self._waiting:
+                    _settle(self._waiting[response.seq], Reply(response.body, frames))
 
     def _server_ended(self) -> None:
         self._unwatch()
@@ -171,6 +194,11 @@ class LoopSocket:
             self._loop.remove_reader(self._server.fd)
 
     def _fail(self, error: AsyncFlowError) -> None:
-        for future in self.waiting.values():
+        for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
+
+
+def _settle(future: asyncio.Future[Reply | None], reply: Reply | None) -> None:
+    if not future.done():
+        future.set_result(reply)

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError
 from .channels import LAST_WORDS_MS, READABLE, LoopSocket, Reply, ServerProcess, ThreadSocket
@@ -174,26 +173,23 @@ class Client:
             until = (
                 began + max(0.0, timeout_s) + GRACE_S
             )  # not a number waits for nothing, and must not wait for ever
-            future = channel.expect(seq)
             tracker: Any = None
             while True:
-                if tracker is None or tracker.done:
-                    tracker = await channel.send(self._numbering.frame(seq, body), frames)
+                again = tracker is None or tracker.done
+                envelope = self._numbering.frame(seq, body) if again else b""
                 left = min(RESEND_S, until - time.monotonic())
-                done, _ = await asyncio.wait([future], timeout=max(left, 0.0))
-                if done:
-                    answer = future.result()
+                sent, answer = await channel.exchange(seq, envelope, frames, left)
+                if answer is not None:
                     self._numbering.answered(seq)
                     return answer
+                tracker = sent if again else tracker
                 if time.monotonic() >= until:
                     raise self._lost(began)
         except BaseException:
             self._numbering.drop(seq)
             with contextlib.suppress(zmq.ZMQError):
-                channel.socket.send(self._numbering.frame(0, b""), zmq.NOBLOCK)
+                channel.send(self._numbering.frame(0, b""))
             raise
-        finally:
-            channel.waiting.pop(seq, None)
 
     def interrupt(self) -> None:
         """Requests under way in other threads raise WireError now, and so does each that is to belong to what was begun
@@ -231,7 +227,6 @@ class Client:
         channel = self._loops.pop(asyncio.get_running_loop(), None)
         if channel is not None:
             channel.close()
-            await asyncio.gather(channel.task, return_exceptions=True)
 
     def _wait(self, channel: ThreadSocket, seconds: float) -> bool:
         """Whether there is something to receive within so many seconds."""
@@ -300,6 +295,5 @@ class Client:
         if loop not in self._loops:
             for ended in [known for known in self._loops if known.is_closed()]:
                 self._loops.pop(ended).close()
-            context = zmq.asyncio.Context.shadow(self._context)
-            self._loops[loop] = LoopSocket(context, self.address, self.key, self._server, self._ended)
+            self._loops[loop] = LoopSocket(self._context, self.address, self.key, self._server, self._ended)
         return self._loops[loop]

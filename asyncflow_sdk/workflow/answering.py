@@ -27,7 +27,7 @@ GIVE_UP_AFTER = 8
 
 
 class Answering:
-    """Answers what ``begin`` is given. ``wake`` is called when something has ended, ``room`` when a row has; ``failure`` says why it cannot go on."""
+    """Answers what ``begin`` is given. ``wake`` is called when all that runs has ended or something failed, ``room`` when a row has ended; ``failure`` says why it cannot go on."""
 
     def __init__(
         self, engine: RolloutEngine, drawing: Drawing, completing: Completing, connection: Connection, *,
@@ -181,7 +181,10 @@ class Answering:
             )
         if not self._running:
             self._idle_since = time.monotonic()
-        self._wake()
+        if not self._running or self.failure is not None:
+            self._wake()
+        else:
+            self._room()
 
     # ---- what is not wanted any more
 

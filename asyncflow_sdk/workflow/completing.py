@@ -129,7 +129,7 @@ class Completing:
         ids = _ragged([response.token_ids for response in responses], np.int32)
         columns: dict[str, Any] = {
             "response_ids": ids,
-            "logprobs": _ragged([response.logprobs for response in responses], np.float32),
+            "logprobs": Ragged(_joined([response.logprobs for response in responses], np.float32), ids.offsets),
             VERSION_SPANS: _spans(answers, ids.lengths),
         }
         if self._text is not None:
@@ -153,7 +153,11 @@ def _ragged(parts: Sequence[Any], dtype: npt.DTypeLike) -> Ragged:
     lengths: list[int] = []
     for part in parts:
         lengths += part.lengths.tolist() if isinstance(part, Ragged) else (len(part),)
-    return Ragged.from_lengths(np.concatenate([*map(_values, parts)]).astype(dtype, copy=False), np.array(lengths))
+    return Ragged.from_lengths(_joined(parts, dtype), np.array(lengths))
+
+
+def _joined(parts: Sequence[Any], dtype: npt.DTypeLike) -> Any:
+    return np.concatenate([*map(_values, parts)]).astype(dtype, copy=False)
 
 
 def _values(part: Any) -> Any:

@@ -147,15 +147,13 @@ class Producer:
         if self._swapping.due(idle=self._answering.idle):
             await self._swap()
             return True
-        room = self._engine.capabilities.max_rows - self._answering.rows
         if self._asking is None:
-            least = self._answering.largest if self._answering.running else 1  # a lease is a whole group at least
             if self._drawing.loaded is None and self._updates.ended:
                 return False  # it was to generate nothing before it had a version, and none will come
-            if self._drawing.loaded in (None, self._refused) or room < least:
+            if not self._may_ask:
                 await self._first_of(self._wake.wait())
                 return True
-            self._asking = asyncio.create_task(self._aio.get(self._task, room, timeout_s=WAIT_S))
+            self._asking = asyncio.create_task(self._aio.get(self._task, self._places, timeout_s=WAIT_S))
             self._asked_with = self._drawing.loaded
         await self._first_of(self._asking, self._wake.wait())
         if self._asking.done():
@@ -166,11 +164,26 @@ class Producer:
                 return False
             except VersionNeeded:  # this replica is given nothing before it has loaded a newer one
                 self._refused = self._asked_with  # in flight it may have done so since it asked
+                if self._may_ask and self._refused == self._drawing.loaded:
+                    await self._first_of(self._wake.wait())  # no version comes any more, but the end does
         return True
+
+    @property
+    def _places(self) -> int:
+        """So many more rows may run."""
+        return self._engine.capabilities.max_rows - self._answering.rows
+
+    @property
+    def _may_ask(self) -> bool:
+        """Whether there is room for prompts, and somebody may give some."""
+        least = self._answering.largest if self._answering.running else 1  # a lease is a whole group at least
+        loaded = self._drawing.loaded
+        refused = loaded is None or (loaded == self._refused and not self._updates.ended)
+        return not refused and self._places >= least
 
     def _room(self) -> None:
         """A row has ended, so that another may begin."""
-        if self._asking is None:
+        if self._asking is None and self._may_ask:
             self._wake.set()
 
     def _raise_failure(self) -> None:

@@ -170,6 +170,8 @@ def run_worker(config: bytes) -> WorkerEnding:
 
 def main() -> int:
     """The worker that standard input names."""
+    # Hazard: tokenizers wakes a thread a core for a few short texts, which takes longer than they do; its place may say otherwise.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     line = _first_line()
     if not line:  # the driver died before it had said what to be
         return 0
