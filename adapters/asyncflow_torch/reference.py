@@ -1,6 +1,6 @@
 """HuggingFacePolicy: a model folder as the conformance kit knows it, its answers computed one sequence at a time.
 
-policy = HuggingFacePolicy()                       # a small Llama of its own, random
+policy = HuggingFacePolicy()                       # a small random Llama, whose folder has what engines stumble over
 policy = HuggingFacePolicy("models/mine")          # yours, in the dtype of its weights
 """
 
@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from asyncflow_sdk.testing import Policy
 from asyncflow_sdk.types import from_torch, to_torch
 
+from .decode import end_tokens
 from .demo.model import BOS, EOS, PAD, tokenizer
+from .kit_model import kit_model
 from .policy import context_of, element, export_policy, load_policy, named_weights, no_progress_bar, vocabulary_of
 
 Ids = npt.NDArray[np.int32]
@@ -52,7 +54,7 @@ def tiny_model(folder: Path, *, seed: int = 0, ends: bool = False, dtype: str = 
 
 
 class HuggingFacePolicy(Policy):
-    """``folder``: a Hugging Face model folder; None makes `tiny_model` in a temporary one. ``dtype``: of the weights that engines
+    """``folder``: a Hugging Face model folder; None makes `kit_model` in a temporary one. ``dtype``: of the weights that engines
     hold; "auto": as they are stored, float32 in the one that is made.
 
     Weights are given in that dtype. Answers are computed from just these on the CPU in float32, so that they are nobody's rounding.
@@ -62,13 +64,18 @@ class HuggingFacePolicy(Policy):
     def __init__(self, folder: str | None = None, *, dtype: str = "auto") -> None:
         if folder is None:
             self._made = tempfile.TemporaryDirectory(prefix="asyncflow-policy-")
-            folder = tiny_model(Path(self._made.name), dtype="float32" if dtype == "auto" else dtype)
+            folder = kit_model(Path(self._made.name), dtype="float32" if dtype == "auto" else dtype)
         self._folder, self._dtype = folder, dtype
         model = load_policy(folder, dtype=dtype, device="cpu")
         self.vocabulary, self.context = vocabulary_of(model), context_of(model) or 1024
         self._first = {name: from_torch(tensor).copy() for name, tensor in named_weights(model)}
         self._model = model if model.dtype == torch.float32 else model.float()
         self._model.requires_grad_(False)
+        self.ends = tuple(end_tokens(model))
+        # of the folder's, only where a response ends: what else it asks for (penalties) is no part of the policy
+        self._model.generation_config = GenerationConfig(
+            eos_token_id=list(self.ends) or None, pad_token_id=self.ends[0] if self.ends else None
+        )
         self._targets = dict(named_weights(self._model))
         self._held: int | Weights = 0
         self._versions = functools.lru_cache(maxsize=4)(self._changed)
@@ -94,6 +101,20 @@ class HuggingFacePolicy(Policy):
         ids = np.concatenate([prompt, response]).astype(np.int64)
         rows = self._scored(ids, 1.0)[len(prompt) - 1 : -1]
         return np.asarray(rows[np.arange(len(response)), ids[len(prompt) :]], np.float64)
+
+    def retokenised(self, ids: Ids) -> Ids | None:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return None
+        return np.array(tokenizer.encode(tokenizer.decode(ids.tolist()), add_special_tokens=False), np.int32)
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        """None where the folder has none."""
+        try:
+            return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+        except (OSError, ValueError):
+            return None
 
     def read(self, folder: Path) -> Weights:
         model = load_policy(str(folder), dtype=self._dtype, device="cpu")

@@ -182,7 +182,7 @@ def _line(result: Result, console: Console) -> Text:
     sign, plain, style = _SIGNS[result.outcome]
     mark = plain.ljust(8) if console.options.ascii_only or not console.is_terminal else f" {sign} "
     rest = f"{result.seconds:6.1f} s" if result.seconds else "        "
-    why = "" if result.outcome == "passed" or result.bad else f"  {result.detail}"
+    why = f"  {result.detail}" if result.detail and not result.bad else ""
     return Text.assemble((mark, style), f" {result.check.name:20}", (rest, "dim"), (why, "dim"))
 
 

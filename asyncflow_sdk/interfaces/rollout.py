@@ -137,9 +137,12 @@ class RolloutEngine(abc.ABC):
 
         Swapped after draining, or between requests, nothing is running; with ``in_flight``, requests run: the
         engine stops between two tokens by itself, loads, and goes on, and every later token is of the new version, by its span
-        and by its log-prob. After it no token may come from a cache of the old one. Either all tensors are taken, or
-        this raises: then the caller loads the version before once more, and the worker ends where that cannot be had. Names
-        that are not the update's are refused in the same way.
+        and by its log-prob. After it no token may come from a cache of the old one. What begins during a load waits for
+        its end, or is answered by the old version wholly; by an engine without ``in_flight`` it may be refused with EngineError.
+
+        Either all tensors are taken, or this raises, whatever it is: then the caller loads the version before once more, and the
+        worker ends where that cannot be had. Names that are not the update's are refused in the same way; an update that lacks a
+        tensor of the model, or has one too many, this refuses.
         """
 
     async def interrupt(self) -> None:

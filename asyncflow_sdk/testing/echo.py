@@ -148,6 +148,10 @@ class EchoRollout(RolloutEngine):
                 raise WeightMismatch(
                     f"version {update.version}: tensor {name!r} is {array.dtype}{array.shape}; this engine has {has}"
                 )
+        if missing := self._weights.keys() - new.keys():
+            raise WeightMismatch(
+                f"version {update.version} lacks {', '.join(sorted(missing))}, which this engine has"
+            )
         self._between.clear()
         try:
             await asyncio.sleep(self._slow_load_s)

@@ -10,6 +10,7 @@ import wrong_engines as wrong
 from own_engine import NumpyPolicy, NumpyRollout
 
 from asyncflow_sdk.testing import Conformance, EchoRollout, Result
+from asyncflow_sdk.testing.kit.rollout_machine import LEAST
 
 pytest.importorskip("hypothesis")
 
@@ -19,20 +20,56 @@ def policy() -> NumpyPolicy:
     return NumpyPolicy()
 
 
-def tried(engine: type[NumpyRollout], policy: NumpyPolicy, seed: int | None = None) -> Result:
-    (result,) = Conformance("rollout", engine, policy=policy, only=["any_order"], limit_s=24, seed=seed).run().results
+def tried(engine: type[NumpyRollout], policy: NumpyPolicy, seed: int | None = None, limit_s: float = 24.0) -> Result:
+    kit = Conformance("rollout", engine, policy=policy, only=["any_order"], limit_s=limit_s, seed=seed)
+    (result,) = kit.run().results
     return result
 
 
+def steps_of(result: Result) -> int:
+    told = re.fullmatch(r"(\d+) steps in \d+ sequences", result.detail)
+    assert told, result.detail
+    return int(told[1])
+
+
 def test_a_right_engine_stands_any_order(policy: NumpyPolicy) -> None:
-    assert tried(NumpyRollout, policy).detail == ""
+    result = tried(NumpyRollout, policy)
+
+    assert result.outcome == "passed", result.detail
+    assert steps_of(result) >= LEAST
+
+
+def test_an_engine_that_is_long_in_the_making_is_made_once_and_asked_as_much(policy: NumpyPolicy) -> None:
+    wrong.TakesLongToMake.MADE.clear()
+
+    result = tried(wrong.TakesLongToMake, policy, limit_s=3.0)
+
+    assert result.outcome == "passed", result.detail
+    assert steps_of(result) >= LEAST
+    assert len(wrong.TakesLongToMake.MADE) == 1
+
+
+def test_an_engine_that_is_long_in_the_making_and_wrong_is_caught(policy: NumpyPolicy) -> None:
+    result = tried(wrong.TakesLongAndKeepsTheCache, policy, limit_s=3.0)
+
+    assert result.outcome == "failed"
+    assert "load version" in result.detail
+
+
+def test_too_few_steps_are_a_failure(policy: NumpyPolicy) -> None:
+    result = tried(wrong.TakesLongForAll, policy, limit_s=2.0)
+
+    assert result.outcome == "failed"
+    assert re.search(r"only \d+ steps could be taken .* give the check more time \(--limit", result.detail)
 
 
 @pytest.mark.parametrize("options", [{}, {"partial": True, "token_s": 0.001}, {"in_flight": True, "token_s": 0.001}])
 def test_echo_stands_any_order_in_each_way_of_taking_weights(options: dict[str, object]) -> None:
     report = Conformance("rollout", EchoRollout, options=options, only=["any_order"], limit_s=20).run()
 
-    assert [(result.outcome, result.detail) for result in report.results] == [("passed", "")]
+    (result,) = report.results
+    assert result.outcome == "passed", result.detail
+    assert steps_of(result) >= LEAST
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,41 @@ class RaisesKeyError(NumpyRollout):
             raise KeyError("prompt") from error
 
 
+class AssertsPrompts(NumpyRollout):
+    def _check_request(self, request: af.Request) -> None:
+        try:
+            super()._check_request(request)
+        except EngineError as error:
+            raise AssertionError("a prompt that does not fit") from error
+
+
+class AssertsWeights(NumpyRollout):
+    """Right: a load that does not work out may raise anything."""
+
+    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
+        new = arrays(update)
+        for name in {**new, **self._weights}:
+            assert new[name].shape == self._weights[name].shape, name
+        self._take(new, update.version)
+        return set(new)
+
+
+class RefusesMore(NumpyRollout):
+    """Right: nobody has to take more rows at once than ``max_rows``."""
+
+    _rows = 0
+
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        self._rows += request.n
+        try:
+            if self._rows > self.capabilities.max_rows:
+                raise EngineError(f"{self._rows} rows at once, and {self.capabilities.max_rows} fit")
+            async for got in super().generate(request):
+                yield got
+        finally:
+            self._rows -= request.n
+
+
 class CutsLongPrompts(NumpyRollout):
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
         most = 256 - request.sampling.max_tokens
@@ -328,6 +363,18 @@ class SwallowsTheUnknown(NumpyRollout):
         return set(new)
 
 
+class NeverMissesAny(NumpyRollout):
+    """What does not come stays as it was."""
+
+    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
+        new = arrays(update)
+        for name, array in new.items():
+            if name not in self._weights or array.shape != self._weights[name].shape:
+                raise EngineError(f"{name} has no place")
+        self._take({**self._weights, **new}, update.version)
+        return set(new)
+
+
 class Reshapes(NumpyRollout):
     async def load_weights(self, update: af.WeightUpdate) -> set[str]:
         new = arrays(update)
@@ -443,6 +490,35 @@ class LeaksInItsWorker(NumpyRollout):
         self._worker.communicate()
 
 
+# ---- how long it takes
+
+
+class TakesLongToMake(NumpyRollout):
+    """Right, and made in more time than a check has for steps."""
+
+    MADE: list[str] = []  # noqa: RUF012
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self.MADE.append(model)
+        time.sleep(0.8)
+
+
+class TakesLongAndKeepsTheCache(TakesLongToMake, KeepsTheCache):
+    pass
+
+
+class TakesLongForAll(NumpyRollout):
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        await asyncio.sleep(0.6)
+        async for got in super().generate(request):
+            yield got
+
+    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
+        await asyncio.sleep(0.6)
+        return await super().load_weights(update)
+
+
 # ---- aborts
 
 
@@ -530,6 +606,68 @@ class KeepsStates(NumpyRollout):
     def _take(self, new: Weights, version: int) -> None:
         self._weights, self._version = new, version
         self._prefixes.clear()
+
+
+class AnswersAsItWrites(NumpyRollout):
+    """Requests that come between two tensors are answered from what is written."""
+
+    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
+        for name, array in arrays(update).items():
+            self._take({**self._weights, name: array}, self._version)
+            await asyncio.sleep(0.002)
+        self._version = update.version
+        return set(update.tensors)
+
+
+class WritesInAThread(Changing):
+    """As one that is drained first, and thinks that nobody asks it anything then."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self.capabilities = af.Capabilities(swap={"drain"}, token_versions=False, max_rows=16, context=256)
+
+    def change(self, request: af.Request, got: af.Completion) -> Iterator[af.Completion]:
+        yield af.Completion(got.index, got.token_ids, got.logprobs, got.finish_reason)
+
+    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
+        await asyncio.to_thread(self._write, update)
+        return set(update.tensors)
+
+    def _write(self, update: af.WeightUpdate) -> None:
+        for name, array in update.arrays():
+            self._weights = {**self._weights, name: np.array(array)}
+            self._prefixes.clear()
+
+
+class CachesWhileItLoads(NumpyRollout):
+    """The cache is emptied when a load begins, and what comes meanwhile is read by the old weights into it."""
+
+    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
+        self._prefixes.clear()
+        self._weights = await asyncio.to_thread(arrays, update)
+        self._version = update.version
+        for row in self._running:
+            row.state = None
+        return set(self._weights)
+
+
+class RefusesDuringLoads(NumpyRollout):
+    """Though it says that requests may run then."""
+
+    _loading = False
+
+    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
+        self._loading = True
+        try:
+            self._take(await asyncio.to_thread(arrays, update), update.version)
+        finally:
+            self._loading = False
+        return set(update.tensors)
+
+    def _check_request(self, request: af.Request) -> None:
+        super()._check_request(request)
+        if self._loading:
+            raise EngineError("it loads")
 
 
 class ThrowsAway(NumpyRollout):

@@ -12,7 +12,7 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 Outcome = Literal["passed", "failed", "does not apply", "not asked", "failed as expected", "passed unexpectedly"]
 """The last one is a failure too: an expectation that is not true any more is to be taken out."""
 
-Body = Callable[[Any], "Awaitable[None] | None"]
+Body = Callable[[Any], "Awaitable[str | None] | str | None"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -40,7 +40,8 @@ class Check:
 
     ``tier``: "basic": what every run needs; "full": what comes up in long ones; "chaos": what comes
     up in orders that nobody thought of, or with processes that are killed.
-    ``body``: takes the lab of its kind, which holds the engine; a coroutine function where the engine has an event loop.
+    ``body``: takes the lab of its kind, which holds the engine; a coroutine function where the engine has an event loop. What it
+    returns, if anything, is what it has to say of its having passed: how much was tried.
     ``alone``: it makes an engine anew, and what a process can have only one of has another chance in a process of its own.
     """
 
@@ -59,8 +60,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one check. ``detail``: of a failure what was seen, of an expected one the reason given, else why it does not
-    apply or was not asked. ``seconds``: how long it took, for people; it is part of no verdict."""
+    """What came of one check. ``detail``: of a failure what was seen, of an expected one the reason given, of one that does not
+    apply or was not asked why; of one that passed how much was tried, where that can differ. ``seconds``: how long it took, for
+    people; it is part of no verdict."""
 
     check: Check
     outcome: Outcome

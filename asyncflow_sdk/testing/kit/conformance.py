@@ -61,8 +61,8 @@ class Lab(Protocol):
     ever_made: bool
     waits: Callable[[float], Any]
 
-    def ask(self, body: Callable[[Any], Any], what: str) -> None:
-        """Run a check. Raises what it raises; CheckFailed when it does not end."""
+    def ask(self, body: Callable[[Any], Any], what: str) -> str | None:
+        """Run a check; what it returns. Raises what it raises; CheckFailed when it does not end."""
 
     def renew(self) -> None:
         """A check failed: the next one gets a new engine."""
@@ -188,7 +188,7 @@ class Conformance:
             self._lab = self._make_lab()
         began = time.monotonic()
         try:
-            self._lab.ask(check.body, f"check {check.name!r}")
+            said = self._lab.ask(check.body, f"check {check.name!r}")
         except DoesNotApply as why:
             return Result(check, "does not apply", str(why))
         except NotAsked as why:
@@ -198,7 +198,7 @@ class Conformance:
             if renew:
                 self._lab.renew()
             return self.judged(Result(check, "failed", _said(error), spent))
-        return self.judged(Result(check, "passed", "", time.monotonic() - began))
+        return self.judged(Result(check, "passed", said or "", time.monotonic() - began))
 
     def judged(self, result: Result) -> Result:
         """What came of a check, by what is expected of it."""

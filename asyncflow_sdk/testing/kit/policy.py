@@ -28,6 +28,8 @@ class Policy(abc.ABC):
 
     vocabulary: int
     context: int
+    ends: Sequence[int] | None = None
+    """The tokens that end a response, which has them as its last; None where responses end for another reason too."""
     learns: bool = True
     """Whether training on rewards changes its answers by them."""
     rollout: tuple[str, Mapping[str, Any]] = ("timed", {"median": 8.0, "sigma": 0.5, "longest": 24, "step_s": 0.002})
@@ -64,6 +66,10 @@ class Policy(abc.ABC):
                 return None
             rows.append(row)
         return np.stack(rows)
+
+    def retokenised(self, ids: Ids) -> Ids | None:
+        """What ids become that are decoded to text and encoded again. None where there is no text."""
+        return None
 
     def logprobs_of(self, tensors: Tensors, prompt: Ids, response: Ids) -> Logprobs:
         """As ``logprobs`` at temperature 1, under weights that are given. Checks of train engines need it, and no others."""

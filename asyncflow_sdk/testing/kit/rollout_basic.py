@@ -11,13 +11,15 @@ import numpy as np
 
 from ...errors import EngineError
 from ...interfaces import RolloutEngine
+from .chance import FALSE_ALARM, chance, chance_of_no_more
 from .check import CheckFailed, DoesNotApply, check, expect
 from .resources import check_given_back
 from .rollout_lab import RolloutLab
 
-DRAWS = 256
+DRAWS, TRIED = 640, 16
 NAMED = 64
-SIGMAS = 5.0
+ENDED, TEXTS = 96, 48
+"""So many prompts are looked at for those whose responses end by themselves, and for those that text does not keep."""
 TURN_S, SEEN_S = 0.002, 0.2
 
 
@@ -113,47 +115,76 @@ async def logprobs(lab: RolloutLab) -> None:
     means="the tokens come from another distribution than their log-probs say, or a group's responses are all the same: a biased or empty gradient",
     look="defaults of the engine that cut the draw (top_k, top_p, repetition penalties of generation_config.json), the seed",
 )  # fmt: skip
-async def draws(lab: RolloutLab) -> None:
-    """Tokens are drawn from the distribution that their log-probs are of, each response for itself."""
-    prompt = lab.policy.prompts(1, seed=5)[0]
-    temperature = 1.3
-    wanted = lab.policy.next_logprobs(lab.version, prompt, temperature)
-    if wanted is None:
+async def draws(lab: RolloutLab) -> str:
+    """Tokens are drawn from the distribution that their log-probs are of, all of it, each response for itself."""
+    prompt = _telling_prompt(lab)
+    for temperature in (1.0, 1.3):
+        groups = []
+        for seed in range(-(-DRAWS // lab.rows)):
+            group = await lab.answer(
+                lab.request(prompt, lab.rows, temperature=temperature, max_tokens=1, seed=1000 + seed)
+            )
+            groups.append([int(np.asarray(got.token_ids)[0]) for got in group])
+        _check_drawn(lab, prompt, temperature, np.array(groups))
+    return f"{DRAWS} tokens at each of two temperatures"
+
+
+def _telling_prompt(lab: RolloutLab) -> np.ndarray[Any, Any]:
+    """One after which its own tokens are likely, so that it shows when they are made less so."""
+    prompts = lab.policy.prompts(TRIED, longest=min(96, lab.context // 2), seed=5)
+    scored = [lab.policy.next_logprobs(lab.version, prompt) for prompt in prompts]
+    read = [
+        float(np.exp(row[np.unique(prompt)]).sum())
+        for prompt, row in zip(prompts, scored, strict=True)
+        if row is not None
+    ]
+    if not read:
         raise DoesNotApply("this policy's answers are not drawn")
-    groups: list[list[int]] = []
-    for seed in range(-(-DRAWS // lab.rows)):
-        group = await lab.answer(
-            lab.request(prompt, lab.rows, temperature=temperature, max_tokens=1, seed=1000 + seed)
-        )
-        groups.append([int(np.asarray(got.token_ids)[0]) for got in group])
-    drawn, share = np.array(groups), np.exp(wanted)
+    return prompts[int(np.argmin(np.abs(np.array(read) - 0.5)))]
+
+
+def _check_drawn(
+    lab: RolloutLab, prompt: np.ndarray[Any, Any], temperature: float, drawn: np.ndarray[Any, Any]
+) -> None:
+    """``drawn``: first tokens after ``prompt``, (groups, responses of a group)."""
+    wanted = lab.policy.next_logprobs(lab.version, prompt, temperature)
+    assert wanted is not None
+    share = np.exp(wanted)
     same = float((share**2).sum())
-    error = SIGMAS * float(np.sqrt(same * (1 - same) / drawn.size)) + 0.02
-    for what, pairs, allowed in (
-        ("responses of one place in groups of different seeds", drawn[1:] == drawn[:-1], (1 + same) / 2),
-        ("neighbours of one group", drawn[:, 1:] == drawn[:, :-1], same + error),
+    half, most = len(drawn) // 2 * 2, drawn.shape[1] // 2 * 2
+    for what, pairs in (  # no response is in two pairs
+        ("responses of one place in groups of different seeds", drawn[:half:2] == drawn[1:half:2]),
+        ("neighbours of one group", drawn[:, :most:2] == drawn[:, 1:most:2]),
     ):
+        alike = float(pairs.mean()) if pairs.size else 0.0
         expect(
-            not pairs.size or pairs.mean() <= allowed,
-            f"{pairs.mean():.0%} of {what} begin with the same token, {same:.0%} would by chance:"
+            alike <= same or _by_chance([0, 1], [1 - same, same], pairs),
+            f"{alike:.0%} of {what} begin with the same token, {same:.0%} would by chance:"
             " they are drawn with the same random numbers",
         )
-    likeliest = np.argsort(-wanted)
-    rank = int(np.flatnonzero(np.isin(likeliest, drawn)).max()) + 1
-    beyond = float(share[likeliest[rank:]].sum())
+    said = f"of {drawn.size} tokens drawn at temperature {temperature:g}"
+    likely, rank, beyond = chance_of_no_more(share, drawn)
     expect(
-        (1 - beyond) ** drawn.size > 1e-6,
-        f"of {drawn.size} tokens drawn at temperature {temperature:g} none was beyond the {rank} likeliest, and"
-        f" {beyond:.1%} should be: the draw is cut (top_k, top_p, min_p)",
+        likely > FALSE_ALARM,
+        f"{said} none was beyond the {rank} likeliest, and {beyond:.1%} should be: the draw is cut (top_k, top_p, min_p)",
     )
-    mean = float((share * wanted).sum())
-    error = float(np.sqrt((share * (wanted - mean) ** 2).sum() / drawn.size))
-    have = float(wanted[drawn].mean())
+    read = np.isin(np.arange(len(share)), prompt)
+    found = read[drawn]
     expect(
-        abs(have - mean) <= SIGMAS * error + 1e-9,
-        f"of {drawn.size} tokens drawn at temperature {temperature:g} the mean log-prob is {have:.4f}; the policy's is"
-        f" {mean:.4f} ± {error:.4f}: they are drawn from a {'narrower' if have > mean else 'wider'} distribution",
+        _by_chance(read, share, found),
+        f"{said} {found.mean():.1%} are tokens of the prompt, and {share[read].sum():.1%} should be: what was read is made"
+        f" {'less' if found.mean() < share[read].sum() else 'more'} likely (repetition, presence or frequency penalties)",
     )
+    have, mean = float(wanted[drawn].mean()), float(share @ wanted)
+    expect(
+        _by_chance(wanted, share, wanted[drawn]),
+        f"{said} the mean log-prob is {have:.4f}; the policy's is {mean:.4f}: they are drawn from a"
+        f" {'narrower' if have > mean else 'wider'} distribution",
+    )
+
+
+def _by_chance(values: Any, shares: Any, drawn: np.ndarray[Any, Any]) -> bool:
+    return chance(values, shares, float(drawn.mean()), drawn.size) > FALSE_ALARM
 
 
 @check(
@@ -191,6 +222,59 @@ async def stops(lab: RolloutLab) -> None:
 
 @check(
     "rollout", "basic",
+    means="responses run on past the model's end, or lose its end token, which then is never learned: they grow longer and longer",
+    look="the end tokens: all of generation_config.json's eos_token_id, also where nothing else of that file may apply; keep the token and its log-prob",
+)  # fmt: skip
+async def ends(lab: RolloutLab) -> None:
+    """A response ends at each of the model's end tokens, which it includes with its log-prob, and says that it stopped."""
+    left = set(lab.policy.ends or ())
+    if not left:
+        raise DoesNotApply("this policy has no end token")
+    found = []
+    for prompt in lab.policy.prompts(ENDED, seed=10):
+        wanted = lab.policy.greedy(lab.version, prompt, 24)
+        if len(wanted) > 1 and int(wanted[-1]) in left:
+            left.remove(int(wanted[-1]))
+            found.append((prompt, wanted))
+        if not left:
+            break
+    if not found:
+        raise DoesNotApply(f"no response to {ENDED} prompts comes to an end token within 24 tokens")
+    for prompt, wanted in found:
+        (got,) = await lab.answer(lab.request(prompt, max_tokens=len(wanted) + 8))
+        lab.check_response(prompt, got, wanted, when=f", which come to end token {wanted[-1]},")
+        expect(
+            got.finish_reason == "stop" or not np.array_equal(got.token_ids, wanted),  # rounding may lead elsewhere
+            f"a response that comes to end token {wanted[-1]} says it ended for {got.finish_reason!r}, not stop",
+        )
+
+
+@check(
+    "rollout", "basic",
+    means="token ids become text and other ids again on their way: log-probs are of tokens that nobody drew, and no error says so",
+    look="give the engine the prompt's ids, not its text, and take the ids that it drew from it, never those of its text encoded anew",
+)  # fmt: skip
+async def retokenised(lab: RolloutLab) -> None:
+    """Prompts and responses whose text would be encoded to other ids are answered, and come, as the ids they are."""
+    changed = []
+    for prompt in lab.policy.prompts(TEXTS, seed=11):
+        wanted = lab.policy.greedy(lab.version, prompt, 8)
+        again = [lab.policy.retokenised(ids) for ids in (prompt, wanted)]
+        if any(got is None for got in again):
+            raise DoesNotApply("this policy has no text")
+        if not any(np.array_equal(got, ids) for got, ids in zip(again, (prompt, wanted), strict=True)):  # type: ignore[arg-type]
+            changed.append((prompt, wanted))
+        if len(changed) == 3:
+            break
+    if not changed:
+        raise DoesNotApply(f"the text of {TEXTS} prompts and their responses is encoded to the same ids again")
+    for prompt, wanted in changed:
+        (got,) = await lab.answer(lab.request(prompt))
+        lab.check_response(prompt, got, wanted)
+
+
+@check(
+    "rollout", "basic",
     means="one bad prompt ends the run, or is answered with something else than was asked, or hangs",
     look="raise EngineError before the request reaches the engine, and for errors the engine answers with",
 )  # fmt: skip
@@ -202,20 +286,15 @@ async def bad_requests(lab: RolloutLab) -> None:
         "an empty prompt": lab.request(np.zeros(0, np.int32)),
         f"a prompt longer than the context of {context}": lab.request(np.resize(good[0], context + 1), max_tokens=1),
     }
-    beside = asyncio.create_task(lab.check_greedy(good, when=" beside bad requests"))
+    beside = asyncio.create_task(lab.check_greedy(good[: lab.rows - 1], when=" beside bad requests"))
     for what, request in bad.items():
         try:
             got = await lab.answer(request)
         except EngineError:
             continue
-        except AssertionError:
-            raise
-        except Exception as error:
-            expect(
-                False, f"{what} raised {type(error).__name__} ({error}), not EngineError: the worker would end for it"
-            )
-        else:
-            expect(False, f"{what} was answered with {np.asarray(got[0].token_ids).tolist()[:8]}, not refused")
+        except CheckFailed as failed:
+            raise CheckFailed(f"{what}: {failed}") from failed
+        expect(False, f"{what} was answered with {np.asarray(got[0].token_ids).tolist()[:8]}, not refused")
     await beside
     await lab.check_greedy(good, when=" after bad requests")
 

@@ -36,22 +36,23 @@ def killed(lab: RolloutLab) -> None:
     path = import_path(lab.make)
     if path is None:
         raise NotAsked("its factory is not in a module that a worker could import")
+    size = min(SIZE, lab.had().rows)
     lab.renew()  # an engine may not like a second one beside it
     prompts = lab.policy.prompts(STEPS * GROUPS, seed=80)
     with tempfile.TemporaryDirectory(prefix="asyncflow-check-") as folder, _serve(folder) as run:
-        run.queue.put({"prompt_ids": Ragged.of(prompts)}, group_size=SIZE)
+        run.queue.put({"prompt_ids": Ragged.of(prompts)}, group_size=size)
         run.queue.end()
         replicas = run.start(
             Rollout(
-                path, model=lab.policy.folder, replicas=2, group_size=SIZE, prompt="prompt_ids",
+                path, model=lab.policy.folder, replicas=2, group_size=size, prompt="prompt_ids",
                 sampling=Sampling(max_tokens=24), max_restarts=len(KILLED_AT), **lab.options,
             )
         )  # fmt: skip
         run.start(Stage(functions.odd, task="reward", gives=["reward"]))
-        rows = _train(lab, run, replicas)
+        rows = _train(lab, run, replicas, GROUPS * size)
         audit = run.audit()
     expect(
-        len(rows) == len(set(rows)) == STEPS * GROUPS * SIZE,
+        len(rows) == len(set(rows)) == STEPS * GROUPS * size,
         f"{len(rows)} rows came, {len(set(rows))} different ones",
     )
     expect(audit.balanced and not audit.live, f"the books do not balance: {audit}")
@@ -61,13 +62,11 @@ def _serve(folder: str) -> Run:
     return serve(Path(folder) / "run", max_staleness=STALENESS)
 
 
-def _train(lab: RolloutLab, run: Run, replicas: list[Worker]) -> list[int]:
+def _train(lab: RolloutLab, run: Run, replicas: list[Worker], batch_size: int) -> list[int]:
     """Publish a version after each step, as a trainer does. Returns the rows that came."""
     rows: list[int] = []
     publisher = run.weight_publisher("shm")
-    for number, step in enumerate(
-        run.consumer("train", batch_size=GROUPS * SIZE, needs=NEEDS, timeout_s=lab.limit_s)
-    ):
+    for number, step in enumerate(run.consumer("train", batch_size=batch_size, needs=NEEDS, timeout_s=lab.limit_s)):
         _look_at(lab, step, step.version)
         rows += step.ids.tolist()
         version = step.version + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ...errors import EngineError
 from ...interfaces import Completion, Completions, Request, RolloutEngine, WeightUpdate
 from ...types import Ragged, Sampling
 from .check import CheckFailed, expect
@@ -44,6 +46,7 @@ class RolloutLab:
         self.seed: int | None = None
         self.version = 0
         """What the engine holds, or, after a load that failed, what it held before."""
+        self.making_s = 0.0
         self.doing = ""
         """What a check is at, for when it does not end: "waiting for ..."."""
         self.make, self.options = make, dict(options)
@@ -57,20 +60,19 @@ class RolloutLab:
 
     # ---- for the runner
 
-    def ask(self, body: Callable[[RolloutLab], Any], what: str) -> None:
+    def ask(self, body: Callable[[RolloutLab], Any], what: str) -> str | None:
         """Run a check. One that is a coroutine function runs on the engine's loop, and the engine is made if there is none; others
-        make theirs. Raises what the check raises."""
+        make theirs. What it says of its having passed, if anything. Raises what the check raises."""
         self.doing = ""
         if not inspect.iscoroutinefunction(inspect.unwrap(body)):
             self.waits(MAKING_S + _CALLS * self.limit_s)
-            body(self)
-            return
+            return body(self)  # type: ignore[no-any-return]
         if self._engine is None:
             self.start()
-        self.call(self._body(body), what)
+        return self.call(self._body(body), what)
 
-    async def _body(self, body: Callable[[RolloutLab], Any]) -> None:
-        await body(self)
+    async def _body(self, body: Callable[[RolloutLab], Any]) -> str | None:
+        return await body(self)  # type: ignore[no-any-return]
 
     def call(self, work: Coroutine[Any, Any, T], what: str) -> T:
         """What ``work`` comes to on the engine's loop; for checks that are no coroutine functions."""
@@ -81,13 +83,14 @@ class RolloutLab:
     def start(self) -> None:
         """Make the engine, on its loop. Raises what its factory raises."""
         self._loop = LoopThread()
-        limit_s = max(self.limit_s, MAKING_S)
+        limit_s, began = max(self.limit_s, MAKING_S), time.monotonic()
         self.waits(limit_s)
         engine = self._loop.call(self._made(), limit_s, "making the engine")
         expect(
             isinstance(engine, RolloutEngine), f"the factory made {engine!r}, which is no asyncflow_sdk.RolloutEngine"
         )
         self._engine, self.version, self._closed, self.ever_made = engine, 0, False, True
+        self.making_s = time.monotonic() - began
 
     async def _made(self) -> Any:
         return self.make(model=self.policy.folder, **self.options)
@@ -117,6 +120,16 @@ class RolloutLab:
         await self.engine.close()
 
     @property
+    def made(self) -> bool:
+        return self._engine is not None
+
+    def had(self) -> RolloutLab:
+        """With its engine, which is made if there is none; for checks that are no coroutine functions."""
+        if not self.made:
+            self.start()
+        return self
+
+    @property
     def engine(self) -> RolloutEngine:
         assert self._engine is not None
         return self._engine
@@ -141,12 +154,20 @@ class RolloutLab:
     async def answer(self, request: Request, *, aborted: bool = False) -> list[Completion]:
         """All responses, by index, their form looked at. ``aborted``: whether they may be."""
         got: dict[int, Completion] = {}
-        async with contextlib.aclosing(self.engine.generate(request)) as completions:  # type: ignore[type-var]
-            async for completed in completions:
-                for completion in _each(completed):
-                    check_form(self, request, completion, aborted=aborted)
-                    expect(completion.index not in got, f"response {completion.index} of {request.n} came twice")
-                    got[completion.index] = completion
+        try:
+            async with contextlib.aclosing(self.engine.generate(request)) as completions:  # type: ignore[type-var]
+                async for completed in completions:
+                    for completion in _each(completed):
+                        check_form(self, request, completion, aborted=aborted)
+                        expect(completion.index not in got, f"response {completion.index} of {request.n} came twice")
+                        got[completion.index] = completion
+        except (EngineError, CheckFailed):
+            raise
+        except Exception as error:
+            raise CheckFailed(
+                f"generate() raised {type(error).__name__} ({error}), not EngineError: the worker ends for it. Where the engine"
+                " cannot answer a request, write `raise EngineError(str(error)) from error`, and no assert"
+            ) from error
         missing = sorted(set(range(request.n)) - set(got))
         expect(not missing, f"of n={request.n} responses, {missing} never came")
         return [got[index] for index in range(request.n)]
@@ -158,8 +179,14 @@ class RolloutLab:
         return time.monotonic() - began
 
     async def answers(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Of requests made at once, no more rows than the engine takes."""
-        return await asyncio.gather(*(self.answer(request) for request in requests))
+        """Of requests made at once, as far as the engine takes so many rows; the rest when those have ended."""
+        got: list[list[Completion]] = []
+        while len(got) < len(requests):
+            left = requests[len(got) :]
+            ends = itertools.accumulate(request.n for request in left)
+            count = max(sum(end <= self.engine.capabilities.max_rows for end in ends), 1)
+            got += await asyncio.gather(*(self.answer(request) for request in left[:count]))
+        return got
 
     async def update(self, version: int | None = None) -> int:
         """Have the engine load a version, by default one that it never had. Returns its number."""
@@ -278,6 +305,27 @@ def check_form(lab: RolloutLab, request: Request, got: Completion, *, aborted: b
         f"{said}: a log-prob is {wrong[:1].tolist()}; they are natural logs of probabilities, 0 or less",
     )
     check_spans(lab, said, got)
+    if lab.policy.ends is not None:
+        check_end(said, request, got, [*lab.policy.ends, *request.sampling.stop_ids])
+
+
+def check_end(said: str, request: Request, got: Completion, ends: Sequence[int]) -> None:
+    """It has nothing after a token that ends it, and ended for the reason that it says."""
+    ids, most = np.asarray(got.token_ids), request.sampling.max_tokens
+    at = np.flatnonzero(np.isin(ids, ends))
+    expect(
+        not len(at) or at[0] == len(ids) - 1,
+        f"{said}: its token {at[:1].tolist()} is {ids[at[:1]].tolist()}, which ends a response, and it goes on to {len(ids)} tokens",
+    )
+    expect(
+        got.finish_reason != "stop" or len(at),
+        f"{said}: it says that it ended at a stop token, and its last one is {ids[-1:].tolist()}; {list(ends)} end a response, and"
+        " belong to it",
+    )
+    expect(
+        got.finish_reason != "length" or len(ids) == most,
+        f"{said}: it says that it ended for its length, at {len(ids)} of {most} tokens",
+    )
 
 
 def check_spans(lab: RolloutLab, said: str, got: Completion) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .check import CheckFailed, NotAsked, check
+from .check import CheckFailed, NotAsked, check, expect
 from .rollout_lab import RolloutLab
 from .rollout_world import RolloutWorld
 
@@ -17,8 +17,13 @@ with contextlib.suppress(ImportError):
     # ("AST constructor recursion depth mismatch").
     import hypothesis.stateful  # noqa: F401
 
-EXAMPLES, STEPS, SHARE = 40, 24, 0.25
-"""So many sequences of so many steps at most, in this share of what a check may take."""
+EXAMPLES, STEPS, SHARE, WHOLE = 80, 24, 0.25, 0.9
+"""So many sequences of so many steps at most, in this share of what a check may take: more, up to the second, while there are
+not yet ``LEAST`` steps."""
+LEAST = 60
+"""Fewer steps than these prove nothing."""
+CHEAP_S = 0.5
+"""An engine that is made in less is made anew for each sequence."""
 Found = list[tuple[list[str], BaseException]]
 
 
@@ -27,7 +32,7 @@ Found = list[tuple[list[str], BaseException]]
     means="what is right by itself goes wrong together, some hours into a run, and cannot be repeated",
     look="the last step of the list, and what the ones before it leave behind: caches, flags, room, rows half done",
 )  # fmt: skip
-def any_order(lab: RolloutLab) -> None:
+def any_order(lab: RolloutLab) -> str:
     """In whatever order generations, updates, torn loads, interruptions, cancellations and restarts come, every answer is the policy's for the versions it may be of."""
     try:
         import hypothesis
@@ -36,7 +41,9 @@ def any_order(lab: RolloutLab) -> None:
     except ImportError:
         raise NotAsked("it needs Hypothesis: pip install 'asyncflow-sdk[kit]'") from None
     found: Found = []
-    clock = _Clock(SHARE * lab.limit_s)
+    if lab.had().version:
+        lab.call(lab.update(0), "loading version 0 again")
+    clock = _Clock(lab.limit_s, lab.making_s)
     machine = _machine(lab, found, clock)
     if lab.seed is not None:
         hypothesis.seed(lab.seed)(machine)
@@ -49,6 +56,8 @@ def any_order(lab: RolloutLab) -> None:
         set_hypothesis_home_dir(home)  # else it leaves a folder wherever the command is called
         try:
             run_state_machine_as_test(machine, settings=settings)
+        except SystemError:
+            pass  # CPython 3.11 may fail to parse what Hypothesis has it parse; the steps that were done count
         except Exception:
             if not found and not clock.over:  # one that is cut short by the clock looks to it as if it were no test
                 raise
@@ -59,25 +68,39 @@ def any_order(lab: RolloutLab) -> None:
         listed = "\n".join(f"  {number}. {step}" for number, step in enumerate(steps, 1))
         said = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         raise CheckFailed(f"in any order of steps, this one fails:\n{listed}\n{said}") from None
+    expect(
+        clock.steps >= LEAST,
+        f"only {clock.steps} steps could be taken in {WHOLE * lab.limit_s:.0f} s, none of them wrong, and fewer than {LEAST} prove"
+        " nothing: give the check more time (--limit, limit_s=), or the engine a smaller model",
+    )
+    return f"{clock.steps} steps in {clock.sequences} sequences"
 
 
 class _Clock:
-    def __init__(self, allowed_s: float) -> None:
-        self._allowed_s = allowed_s
-        self.again()
+    """What may still be done, by an engine that took ``making_s`` to make."""
 
-    def again(self) -> None:
-        self._until_s = time.monotonic() + self._allowed_s
+    def __init__(self, limit_s: float, making_s: float) -> None:
+        self.steps = self.sequences = 0
+        self.costly = making_s > CHEAP_S
+        self._allowed_s, self._making_s, self._least = SHARE * limit_s, making_s, LEAST
+        now = time.monotonic()
+        self._until_s, self._last_s = now + self._allowed_s, now + WHOLE * limit_s
+
+    def shorten(self) -> None:
+        """Time to try shorter sequences, each with a new engine, if it is enough for some of them."""
+        enough = 4 * self._making_s < self._allowed_s
+        self._until_s = self._last_s = time.monotonic() + (self._allowed_s if enough else 0.0)
 
     @property
     def over(self) -> bool:
-        return time.monotonic() > self._until_s
+        now = time.monotonic()
+        return now > self._last_s or (now > self._until_s and self.steps >= LEAST)
 
 
 def _machine(lab: RolloutLab, found: Found, clock: _Clock) -> Any:
     """The class of a machine that moves the lab's engine until the time is over, and then does nothing."""
     from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-    from hypothesis.strategies import booleans, integers, sampled_from
+    from hypothesis.strategies import booleans, integers, lists, sampled_from
 
     shares, which = sampled_from([0.0, 0.1, 0.4, 1.0]), integers(0, 3)
 
@@ -85,20 +108,20 @@ def _machine(lab: RolloutLab, found: Found, clock: _Clock) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.world: RolloutWorld | None = None
-            self.take(lambda world: None)
+            self.take(RolloutWorld.try_out)
 
-        def take(self, step: Callable[[RolloutWorld], Any]) -> None:
-            if clock.over:
-                if self.world is not None:
-                    self.world.release()
+        def take(self, step: Callable[[RolloutWorld], Any], *, always: bool = False) -> None:
+            if clock.over and not always:
                 return
             try:
                 if self.world is None:
-                    self.world = RolloutWorld(lab)
+                    clock.sequences += 1
+                    self.world = RolloutWorld(lab, anew=not clock.costly)
                 step(self.world)
+                clock.steps += 1
             except Exception as error:
                 if not found:
-                    clock.again()  # to shorten it
+                    clock.shorten()
                 found.append((list(self.world.steps) if self.world else ["make the engine"], error))
                 if self.world is not None:
                     self.world.release()
@@ -109,10 +132,21 @@ def _machine(lab: RolloutLab, found: Found, clock: _Clock) -> Any:
         def has(self, what: Callable[[RolloutWorld], Any]) -> bool:
             return self.world is not None and bool(what(self.world))
 
-        @precondition(lambda self: self.has(lambda world: world.rows + 2 <= max(lab.rows, 2)))
+        def room(self) -> bool:
+            return self.has(lambda world: world.rows + 2 <= max(lab.rows, 2))
+
+        @precondition(room)
         @rule(prompt=which, rows=integers(1, 2), tokens=sampled_from([24, 8, 1]), greedy=booleans())
         def begin(self, prompt: int, rows: int, tokens: int, greedy: bool) -> None:
             self.take(lambda world: world.begin(prompt, min(rows, lab.rows), tokens, greedy))
+
+        @precondition(room)
+        @rule(prompts=lists(which, min_size=2, max_size=3))
+        def begin_some(self, prompts: list[int]) -> None:
+            """Rules are chosen alike often: without this one little would run when something else happens."""
+            for prompt in prompts:
+                if self.room():
+                    self.take(lambda world, prompt=prompt: world.begin(prompt, 1, 24, True))  # type: ignore[misc]
 
         @precondition(lambda self: self.has(lambda world: world.running))
         @rule(share=shares)
@@ -151,12 +185,12 @@ def _machine(lab: RolloutLab, found: Found, clock: _Clock) -> Any:
         def score(self) -> None:
             self.take(lambda world: world.score())
 
-        @precondition(lambda self: self.has(lambda world: world.running))
+        @precondition(lambda self: self.has(lambda world: world.running and world.rows < lab.rows))
         @rule()
         def refuse(self) -> None:
             self.take(lambda world: world.refuse())
 
-        @precondition(lambda self: self.has(lambda world: world.cheap))
+        @precondition(lambda self: self.has(lambda world: world.running and not clock.costly))
         @rule()
         def remake(self) -> None:
             self.take(lambda world: world.remake())
@@ -168,6 +202,6 @@ def _machine(lab: RolloutLab, found: Found, clock: _Clock) -> Any:
 
         def teardown(self) -> None:
             if self.world is not None:
-                self.take(lambda world: world.end())
+                self.take(lambda world: world.end(back=clock.costly), always=True)
 
     return Machine

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from .policy import Logprobs, Policy
 
 Ids = npt.NDArray[np.int32]
-_BACK, _LOW_IDS = 3, 3
+_BACK, _LOW_IDS, _MORE = 3, 3, 4
 _CUT = 3.0
 """Nobody leaves less than a twentieth of the probability in the draw."""
 
@@ -25,6 +25,11 @@ def whose_tokens(policy: Policy, version: int, prompt: Ids, ids: Ids) -> str:
     for changed, what in _prompts(policy, prompt):
         if _same(policy.greedy(version, changed, len(ids)), ids):
             return f": that is the answer to the prompt {what}"
+    wanted = policy.greedy(version, prompt, len(ids) + _MORE)
+    for length in range(1, len(wanted) + 1):
+        again = policy.retokenised(wanted[:length])
+        if again is not None and _same(again[: len(ids)], ids):
+            return ": those are what the right tokens become when they are decoded to text and encoded again"
     return ""
 
 
@@ -79,6 +84,9 @@ def _prompts(policy: Policy, prompt: Ids) -> Iterator[tuple[Ids, str]]:
         put = np.array([token], np.int32)
         yield np.concatenate([put, prompt]), f"with token {token} put before it"
         yield np.concatenate([prompt, put]), f"with token {token} put after it"
+    again = policy.retokenised(prompt)
+    if again is not None and len(again) and not _same(again, prompt):
+        yield again, "decoded to text and encoded again"
 
 
 def _same(one: Ids, other: Ids) -> bool:

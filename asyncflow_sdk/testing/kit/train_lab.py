@@ -55,12 +55,12 @@ class TrainLab:
 
     # ---- for the runner
 
-    def ask(self, body: Callable[[TrainLab], Any], what: str) -> None:
+    def ask(self, body: Callable[[TrainLab], Any], what: str) -> str | None:
         """Run a check in the engine's thread. Raises what the check raises."""
         if self._thread is None or self._thread.stuck:
             self._thread = EngineThread()
         self.waits(self.limit_s)
-        self._thread.call(lambda: body(self), self.limit_s, what)
+        return self._thread.call(lambda: body(self), self.limit_s, what)  # type: ignore[no-any-return]
 
     def renew(self) -> None:
         """After a failed check nobody knows what the engine is like: the next check gets a new one."""

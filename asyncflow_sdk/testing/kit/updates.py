@@ -20,13 +20,13 @@ BUCKET = 1 << 20
 class HeldUpdate(WeightUpdate):
     """A version like those that transports fetch, with which a check can do what memory may suffer.
 
-    ``breaks_after``: so many tensors come, then iterating raises OSError. ``scribble`` overwrites all its bytes, as the next
+    ``breaks_after``: so many tensors come, then iterating raises OSError. ``halfway`` is called before the middle one. ``scribble`` overwrites all its bytes, as the next
     version in the same memory would.
     """
 
     def __init__(
         self, version: int, tensors: Mapping[str, npt.NDArray[Any]], rename: Callable[[str], str] | None = None,
-        *, breaks_after: int | None = None,
+        *, breaks_after: int | None = None, halfway: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         infos, sizes = layout(tensors, 1 << 26)
         self._chunks = [np.zeros(size, np.uint8) for size in sizes]
@@ -36,7 +36,7 @@ class HeldUpdate(WeightUpdate):
         chunks = tuple(Chunk(len(chunk), _digests(chunk)) for chunk in self._chunks)
         whole = Update(version, [Fetched(Manifest(version, tuple(infos), chunks, BUCKET), self._chunks)], rename)
         self.version, self.tensors, self.root, self._whole = version, whole.tensors, whole.root, whole
-        self._breaks_after = breaks_after
+        self._breaks_after, self._halfway = breaks_after, halfway
 
     def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         return self._breaking(self._whole.arrays())
@@ -55,6 +55,8 @@ class HeldUpdate(WeightUpdate):
         for number, each in enumerate(tensors):
             if number == self._breaks_after:
                 raise OSError(f"version {self.version}: told to break off before tensor {each[0]!r}")
+            if number == len(self.tensors) // 2:
+                self._halfway()
             yield each
 
 
