@@ -28,7 +28,8 @@ class OfAFolder(TransformersEngine):
 
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
         async for got in super().generate(self.asked(request)):
-            yield self.answered(got)
+            for one in got.each() if isinstance(got, af.Completions) else [got]:
+                yield self.answered(one)
 
     def asked(self, request: af.Request) -> af.Request:
         return request
