@@ -109,6 +109,7 @@ class VllmEngine(RolloutEngine):
     async def _respond(self, name: str, prompt: list[int], request: Request, index: int) -> Completion:
         from .requests import completion, drawing
 
+        self._check_usable()  # a load may have broken off since it was asked for
         if name in self._interrupted:  # before vLLM knew of it
             return Completion(index, (), (), "aborted")
         (output,) = (await self._answer(name, prompt, drawing(request, index, self._ends))).outputs
