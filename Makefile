@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo test test-ray test-contrib test-vllm fuzz lint bench-demo bench-queue bench-weights bench-overlap clean
+.PHONY: help install demo test test-ray test-contrib test-vllm test-sglang fuzz lint bench-demo bench-queue bench-weights bench-overlap clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-ray    the launcher for Ray, against a real Ray in an environment of its own"
 	@echo "make test-contrib  the engines and trackers of contrib/, against their real libraries"
 	@echo "make test-vllm   the adapter for vLLM, against a real vLLM on the CPU, in an environment of its own (VLLM=... takes another)"
+	@echo "make test-sglang  the adapter for SGLang, against a real SGLang on the CPU, in an environment of its own"
 	@echo "make lint        ruff, mypy, import contracts"
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
@@ -111,6 +112,21 @@ test-vllm: install .venv-vllm/.ready
 	$(ON_CPU) ASYNCFLOW_TEST_VLLM=here .venv-vllm/bin/python -m pytest tests/adapter_vllm $(ARGS)
 	$(ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python $(BIN)/python -m pytest tests/adapter_vllm/test_vllm_run.py $(ARGS)
 
+# SGLang on a CPU: its requirements without CUDA's, then itself, and stand-ins for what it imports of CUDA's all the same.
+.venv-sglang/.ready: pyproject.toml tests/adapter_sglang/cpu/requirements.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet -r tests/adapter_sglang/cpu/requirements.txt
+	.venv-sglang/bin/python -m pip install --quiet --no-deps torchvision==0.28.0 sglang==0.5.23
+	echo '$(CURDIR)/tests/adapter_sglang/cpu' > "$$(.venv-sglang/bin/python -c 'import site; print(site.getsitepackages()[0])')/asyncflow_cpu.pth"
+	.venv-sglang/bin/python -m pip install --quiet -e '.[kit]' 'pytest>=8' 'pytest-timeout>=2.3'
+	touch $@
+
+# Then a run whose trainer is in the main environment.
+SGLANG_ON_CPU := SGLANG_USE_CPU_ENGINE=1 SGLANG_CPU_OMP_THREADS_BIND=0 OMP_NUM_THREADS=1
+test-sglang: install .venv-sglang/.ready
+	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=here .venv-sglang/bin/python -m pytest tests/adapter_sglang $(ARGS)
+	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=.venv-sglang/bin/python $(BIN)/python -m pytest tests/adapter_sglang/test_sglang_run.py $(ARGS)
+
 bench-weights: install $(RAY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)
 
@@ -118,4 +134,4 @@ bench-overlap: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overlap $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-vllm .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis

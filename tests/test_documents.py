@@ -72,6 +72,14 @@ def test_a_block_prints_what_it_says(tmp_path: Path, code: str) -> None:
     assert out.splitlines() == [line.removeprefix("#> ") for line in code.splitlines() if line.startswith("#> ")]
 
 
+@pytest.mark.parametrize("code", blocks("sglang"))
+def test_a_block_for_an_engine_that_is_not_here_makes_what_it_says(code: str) -> None:
+    space: dict[str, object] = {}
+    exec(code, space)
+
+    assert isinstance(space["rollout"], af.Rollout)
+
+
 def test_the_agent_of_the_guide_is_imported_and_runs(tmp_path: Path, start: Path) -> None:
     module, code = blocks("agent")
     (tmp_path / "calculator.py").write_text(module)

@@ -1,0 +1,116 @@
+"""Checkpoint: which tensors an SGLang server has places for, and in which types it takes them.
+
+SGLang skips what it has no place for, keeps what did not come, and converts, all without a word. So a version is compared with
+the model's folder before the server hears of it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from asyncflow_sdk.errors import ConfigError, WeightMismatch
+from asyncflow_sdk.interfaces import TensorType, WeightUpdate
+
+HEADER_BYTES = 100 << 20
+METADATA = "__metadata__"
+SAFETENSORS = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "float16": "F16",
+    "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""How safetensors writes a dtype."""
+_DTYPES = {code: name for name, code in SAFETENSORS.items()}
+_TIED = "lm_head.weight"
+_SHOWN = 10
+
+
+class Checkpoint:
+    """A Hugging Face folder with weights in safetensors, as a server loads it with floating-point weights of ``dtype``; None: that of
+    the folder. Raises ConfigError for what is none.
+
+    ``context``: the most tokens the model was made for, None if it does not say. ``vocabulary``: token ids run below it.
+    """
+
+    def __init__(self, folder: str, dtype: str | None = None) -> None:
+        path = Path(folder)
+        config = _config(path)
+        text = config | next((config[key] for key in ("text_config", "llm_config") if key in config), {})
+        self.vocabulary = int(text["vocab_size"])
+        context = text.get("max_position_embeddings")
+        self.context = int(context) if context else None
+        self._saved = str(text.get("dtype") or text.get("torch_dtype") or "float32")
+        self.dtype = dtype or self._saved
+        self._tied = bool(text.get("tie_word_embeddings", False))
+        self._tensors = _tensors(path)
+
+    def check(self, update: WeightUpdate) -> None:
+        """Raise WeightMismatch, listing all that does not fit."""
+        problems = []
+        for name, given in update.tensors.items():
+            held = self._tensors.get(name)
+            if held is None:
+                if not (self._tied and name.endswith(_TIED)):
+                    problems.append(f"{name}: the model has no such weight")
+            elif given.shape != held.shape or given.dtype not in self._taken(held.dtype):
+                wanted = f"{self._taken(held.dtype)[0]}{list(held.shape)}"
+                problems.append(
+                    f"{name}: the version has {given.dtype}{list(given.shape)}, the server takes {wanted}"
+                )
+            if given.dtype not in SAFETENSORS:
+                problems.append(f"{name}: safetensors has no dtype {given.dtype}")
+        missing = self._tensors.keys() - update.tensors.keys()
+        problems += [
+            f"{name}: missing from the version" for name in missing if not (self._tied and name.endswith(_TIED))
+        ]
+        if problems:
+            more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise WeightMismatch(
+                f"version {update.version} does not fit this model, nothing was loaded:\n  "
+                + "\n  ".join(sorted(problems)[:_SHOWN]) + more
+            )  # fmt: skip
+
+    def _taken(self, dtype: str) -> tuple[str, ...]:
+        """As which a server takes a tensor of the folder. Models keep some, such as biases of routers, in a dtype of their own."""
+        if dtype == self._saved:
+            return (self.dtype,)
+        return (dtype, self.dtype) if dtype in ("float16", "bfloat16", "float32", "float64") else (dtype,)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+        if "vocab_size" not in (config | config.get("text_config", {}) | config.get("llm_config", {})):
+            raise ValueError("it says no vocab_size")
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"model folder {str(path)!r} has no config.json that can be used: {error}; give the path of a Hugging Face model folder"
+        ) from None
+    return dict(config)
+
+
+def _tensors(path: Path) -> dict[str, TensorType]:
+    """What is in the folder's files."""
+    found: dict[str, TensorType] = {}
+    try:
+        index = path / "model.safetensors.index.json"
+        names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else None
+        files = [file for file in sorted(path.glob("*.safetensors")) if names is None or file.name in names]
+        for file in files:
+            with file.open("rb") as read:
+                (size,) = struct.unpack("<Q", read.read(8))
+                if size > HEADER_BYTES:
+                    raise ValueError(f"{file.name} is no safetensors file")
+                header = json.loads(read.read(size))
+            for name, entry in header.items():
+                if name != METADATA:
+                    dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+                    found[name] = TensorType(dtype, tuple(entry["shape"]))
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise ConfigError(f"the weights in {str(path)!r} cannot be read: {error}") from None
+    if not found:
+        raise ConfigError(
+            f"model folder {str(path)!r} has no weights in safetensors files, by whose names versions are checked"
+        )
+    return found

@@ -1,0 +1,57 @@
+"""python -m asyncflow_sglang.launch: an SGLang server that ends with whoever started it.
+
+The first line of its standard input is what ``sglang.launch_server`` is called with, as JSON, so that keys are on no command
+line. The end of the input is the end of the server and of all processes it started: the starter's death closes it, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import runpy
+import signal
+import sys
+import threading
+
+_LEFT = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_)\S+")
+
+
+def main() -> None:
+    line = sys.stdin.buffer.readline()
+    ends = os.dup(0)  # what the server starts must not read from it
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    threading.Thread(target=_end, args=(ends,), name="starter", daemon=True).start()
+    sys.argv = ["sglang.launch_server", *json.loads(line)]
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+def shared_memory(group: int) -> set[str]:
+    """Files of shared memory that a server's processes use, and leave behind when they are killed."""
+    found: set[str] = set()
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and os.getpgid(int(name)) == group:
+                with open(f"/proc/{name}/maps") as maps:
+                    found.update(_LEFT.findall(maps.read()))
+    return found
+
+
+def remove(files: set[str]) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.unlink(file)
+
+
+def _end(ends: int) -> None:
+    while os.read(ends, 1 << 10):
+        pass
+    remove(shared_memory(os.getpgid(0)))
+    os.kill(os.getpid(), signal.SIGKILL)  # its schedulers hear of that from the kernel
+
+
+if __name__ == "__main__":
+    main()

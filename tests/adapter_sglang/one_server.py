@@ -1,0 +1,61 @@
+"""How SGLang runs on this CPU, and one server that several engines use one after another."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+KEY_ENV = "ASYNCFLOW_TEST_SGLANG_KEY"
+SERVER = {
+    "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "dtype": "float32",
+    "max_total_tokens": 8192, "max_running_requests": 32, "mem_fraction_static": 0.05, "sleep_on_idle": True,
+}  # fmt: skip
+OWN: dict[str, Any] = {"server": SERVER, "max_rows": 32}
+"""Options of an engine with a server of its own."""
+
+
+class Server(NamedTuple):
+    """``options``: of an engine that uses it. ``process``: as the adapter knows it. ``model``: what it serves, a tiny random Llama."""
+
+    url: str
+    options: dict[str, Any]
+    process: Any
+    model: str
+
+
+@functools.cache
+def model() -> str:
+    from asyncflow_torch.reference import tiny_model
+
+    folder = tempfile.TemporaryDirectory(prefix="asyncflow-sglang-model-")
+    atexit.register(folder.cleanup)
+    return tiny_model(Path(folder.name))
+
+
+@functools.cache
+def server() -> Server:
+    """The one that is shared: started when it is first asked for, and there until this process ends."""
+    from asyncflow_sglang.arguments import own_arguments, own_environment
+    from asyncflow_sglang.process import ServerProcess, free_port
+
+    port, key = free_port(), secrets.token_hex(8)
+    options = {name: value for name, value in SERVER.items() if name != "dtype"}
+    arguments = own_arguments(model(), options, port=port, key=key, dtype="float32", context=256, version=0)
+    process = ServerProcess(arguments, own_environment())
+    atexit.register(process.close)
+    os.environ[KEY_ENV] = key
+    process.wait_ready(port, 600.0)
+    url = f"http://127.0.0.1:{port}"
+    return Server(url, {"url": url, "key_env": KEY_ENV, "max_rows": 32}, process, model())
+
+
+def attached(model: str, **options: Any) -> Any:
+    """An engine that uses the shared server."""
+    from asyncflow_sglang.server import SGLangServer
+
+    return SGLangServer(model, **{**server().options, **options})

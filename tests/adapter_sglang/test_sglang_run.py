@@ -1,0 +1,40 @@
+"""A run whose rollout engine is SGLang in its environment, and whose trainer is PyTorch in this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import one_server
+
+import asyncflow_sdk as af
+
+
+def odd(response_ids: list[list[int]]) -> list[float]:
+    return [sum(token % 2 for token in row) / len(row) for row in response_ids]
+
+
+def test_a_run_over_two_environments_trains_and_every_version_is_proven(far: str, tmp_path: Path) -> None:
+    from asyncflow_torch.reference import tiny_model
+
+    model = tiny_model(tmp_path / "model", ends=True)
+    probe = af.Probe(prompt_ids=((5, 6, 7), (8, 9)), response_ids=((10, 42, 12), (13,)), tolerance=1e-4)
+    prompts = [[5 + n, 6 + n, 7] for n in range(12)]
+    workflow = af.Workflow(
+        prompts={"prompt_ids": af.Ragged.of(prompts)},
+        rollout=af.Rollout(
+            "sglang", model=model, python=far, group_size=8, prompt="prompt_ids", sampling=af.Sampling(max_tokens=12),
+            **one_server.OWN,
+        ),
+        reward=odd,
+        train=af.Train("torch", model=model, lr=5e-3),
+        weights=af.Weights(swap="drain", probe=probe, verify=["probe"]),
+        batch_size=16,
+        steps=6,
+        staleness=af.Staleness(max_staleness=1),
+    )  # fmt: skip
+
+    result = workflow.run(tmp_path / "run")
+
+    assert result.summary["balanced"]
+    assert result.summary["status"] == "completed", result.summary
+    print(result.summary)

@@ -1,0 +1,259 @@
+"""Parts of SGLang's adapter that need no SGLang: files of versions, checks against a folder, what a server is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import asyncflow_sdk as af
+from asyncflow_sdk.testing.kit.updates import HeldUpdate
+from asyncflow_sglang.arguments import own_arguments, own_environment
+from asyncflow_sglang.checkpoint import Checkpoint
+from asyncflow_sglang.handing import Handing
+from asyncflow_sglang.replies import Meta, Reason, Reply, Span, completion
+from asyncflow_sglang.requests import generate_body, response_seed, token_ids
+
+pytest.importorskip("safetensors")
+TENSORS = {
+    "odd": np.arange(7, dtype=np.uint8),
+    "half": np.arange(6, dtype=np.float32).astype(ml_dtypes.bfloat16).reshape(2, 3),
+    "wide": np.linspace(0, 1, 5),
+    "nothing": np.zeros((0, 4), np.float32),
+    "scalar": np.array(3.5, np.float32),
+}
+
+
+@pytest.fixture
+def handing() -> Iterator[Handing]:
+    made = Handing()
+    yield made
+    made.close()
+
+
+def read(handing: Handing) -> dict[str, Any]:
+    """As SGLang reads it."""
+    from safetensors import safe_open
+
+    (file,) = handing.folder.glob("*.safetensors")
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
+def test_the_file_of_a_version_is_that_version_to_the_bit(handing: Handing) -> None:
+    from asyncflow_sdk.types import from_torch
+
+    handing.write(HeldUpdate(1, TENSORS))
+
+    found = read(handing)
+    assert found.keys() == TENSORS.keys()
+    for name, array in TENSORS.items():
+        got = from_torch(found[name])
+        assert (got.dtype, got.shape, got.tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
+def test_a_version_of_another_size_gets_a_file_of_its_size_and_closing_leaves_nothing(handing: Handing) -> None:
+    for size in (1000, 10, 500):
+        handing.write(HeldUpdate(1, {"w": np.full(size, size, np.int64)}))
+        assert read(handing)["w"].tolist() == [size] * size
+
+    handing.close()
+    assert not handing.folder.exists()
+
+
+def test_what_somebody_may_still_be_reading_is_not_written_over(handing: Handing) -> None:
+    handing.write(HeldUpdate(1, {"w": np.ones(1000)}))
+    (file,) = handing.folder.glob("*.safetensors")
+    with file.open("rb") as reading:
+        handing.forget()
+        handing.write(HeldUpdate(2, {"w": np.zeros(1000)}))
+        reading.seek(-8000, 2)
+        assert set(np.frombuffer(reading.read(), np.float64)) == {1.0}
+
+
+def test_a_version_that_breaks_off_raises_what_it_raised(handing: Handing) -> None:
+    with pytest.raises(OSError, match="told to break off"):
+        handing.write(HeldUpdate(1, TENSORS, breaks_after=2))
+
+
+# ---- the folder
+
+
+def folder(tmp_path: Path, *, tied: bool = False, dtype: str = "float32") -> str:
+    torch = pytest.importorskip("torch")
+    from asyncflow_torch.reference import tiny_model
+
+    path = tiny_model(tmp_path, tie_word_embeddings=tied)
+    if dtype != "float32":
+        import transformers
+
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).save_pretrained(path)
+    return path
+
+
+def tensors(path: str) -> dict[str, Any]:
+    from asyncflow_torch.reference import HuggingFacePolicy
+
+    return dict(HuggingFacePolicy(path).tensors(1))
+
+
+def test_tied_weights_may_come_once_or_twice(tmp_path: Path) -> None:
+    path = folder(tmp_path, tied=True)
+    given = tensors(path)
+
+    Checkpoint(path).check(HeldUpdate(1, given))
+    Checkpoint(path).check(HeldUpdate(1, given | {"lm_head.weight": given["model.embed_tokens.weight"]}))
+
+
+def test_weights_that_are_not_tied_must_come(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    given = tensors(path)
+    del given["lm_head.weight"]
+
+    with pytest.raises(af.WeightMismatch, match=r"lm_head\.weight: missing from the version"):
+        Checkpoint(path).check(HeldUpdate(1, given))
+
+
+def test_the_servers_dtype_is_the_one_to_publish_in(tmp_path: Path) -> None:
+    path = folder(tmp_path, dtype="bfloat16")
+    single = {name: array.astype(np.float32) for name, array in tensors(path).items()}
+    half = {name: array.astype(ml_dtypes.bfloat16) for name, array in single.items()}
+
+    Checkpoint(path).check(HeldUpdate(1, half))
+    Checkpoint(path, "float32").check(HeldUpdate(1, single))
+    with pytest.raises(af.WeightMismatch, match=r"has float32\[.*the server takes bfloat16"):
+        Checkpoint(path).check(HeldUpdate(1, single))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda path: (path / "config.json").unlink(), "config.json"),
+        (lambda path: (path / "config.json").write_text("{}"), "vocab_size"),
+        (lambda path: (path / "model.safetensors").unlink(), "no weights in safetensors"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"\xff" * 100), "cannot be read"),
+    ],
+)
+def test_a_folder_that_is_none_is_refused(tmp_path: Path, change: Any, why: str) -> None:
+    path = folder(tmp_path)
+    change(tmp_path)
+
+    with pytest.raises(af.ConfigError, match=why):
+        Checkpoint(path)
+
+
+# ---- what a server is told
+
+
+def test_a_server_gets_the_users_options_and_what_this_adapter_needs() -> None:
+    options = {
+        "tp_size": 2,
+        "disable_overlap_schedule": True,
+        "enable_metrics": False,
+        "random_seed": None,
+        "cuda_graph_bs": [1, 2],
+    }
+
+    got = own_arguments("m", options, port=1, key="k", dtype="bfloat16", context=256, version=7)
+
+    line = " ".join(got)
+    for part in (
+        "--tp-size 2",
+        "--cuda-graph-bs 1 2",
+        "--host 127.0.0.1",
+        "--weight-version 7",
+        "--api-key k",
+        "--context-length 263",
+    ):
+        assert part in line
+    assert "--disable-overlap-schedule" in got
+    assert not {"--enable-metrics", "--random-seed"} & set(got)
+
+
+@pytest.mark.parametrize("name", ["host", "api_key", "api-key", "model-path", "sampling_defaults"])
+def test_options_that_are_not_the_users_are_refused(name: str) -> None:
+    with pytest.raises(af.ConfigError, match=name):
+        own_arguments("m", {name: "x"}, port=1, key="k", dtype="bfloat16", context=None, version=0)
+
+
+def test_what_would_change_log_probs_is_off_whatever_the_workers_environment_says() -> None:
+    assert own_environment()["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+
+
+def test_every_response_of_a_group_has_a_seed_of_its_own_and_the_same_one_each_time() -> None:
+    seeds = {response_seed(5, number) for number in range(100)}
+
+    assert len(seeds) == 100
+    assert seeds == {response_seed(5, number) for number in range(100)}
+    assert response_seed(None, 0) != response_seed(None, 0)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_everything_that_changes_a_draw_is_said() -> None:
+    said = generate_body([1], af.Sampling(top_k=0))["sampling_params"]
+
+    assert said["top_k"] == -1
+    assert {"top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"} <= said.keys()
+
+
+@pytest.mark.parametrize(("n", "drawn", "why"), [(0, 4, "n must be"), (9, 4, "n must be"), (1, 300, "context")])
+def test_a_request_that_does_not_fit_is_refused(n: int, drawn: int, why: str) -> None:
+    request = af.Request(np.array([1], np.int32), af.Sampling(max_tokens=drawn), n)
+
+    with pytest.raises(af.EngineError, match=why):
+        token_ids(request, vocabulary=43, context=256, max_rows=8)
+
+
+# ---- what it answers
+
+
+def reply(tokens: list[int], values: list[Any], spans: list[Span], reason: str = "length") -> Reply:
+    scored = [(value, token, None) for value, token in zip(values, tokens, strict=True)]
+    return Reply(Meta(Reason(reason), output_token_logprobs=scored, weight_versions=spans), tokens)
+
+
+def test_spans_are_the_servers() -> None:
+    got = completion(reply([1, 2, 3], [-1.0, -2.0, -0.5], [Span("4", 0, 2), Span("5", 2, 3)]), 0, interrupted=False)
+
+    assert [tuple(span) for span in got.spans] == [(4, 0, 2), (5, 2, 3)]
+    assert math.isclose(float(np.asarray(got.logprobs).sum()), -3.5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (reply([1], [None], [Span("0", 0, 1)]), "not those of the tokens"),
+        (reply([1], [-1.0], [Span("default", 0, 1)]), "no run published"),
+        (reply([1, 2], [-1.0, -1.0], [Span("0", 0, 1)]), "for 2 tokens"),
+        (reply([1], [-1.0], [Span("0", 0, 1)], "abort"), "nobody interrupted"),
+        (Reply(Meta(Reason("stop"), output_token_logprobs=[]), [1]), "1 tokens with 0 log-probs"),
+        (Reply(Meta(None), [1]), "nothing of an end"),
+    ],
+)
+def test_an_answer_that_does_not_hold_together_is_an_error(answer: Reply, why: str) -> None:
+    with pytest.raises(af.EngineError, match=why):
+        completion(answer, 0, interrupted=False)
+
+
+def test_an_interrupted_response_has_the_tokens_with_log_probs() -> None:
+    answer = Reply(
+        Meta(
+            Reason("abort"),
+            output_token_logprobs=[(-1.0, 7, None), (-1.0, 8, None)],
+            weight_versions=[Span("0", 0, 9)],
+        ),
+        [7],
+    )
+
+    got = completion(answer, 0, interrupted=True)
+
+    assert (got.finish_reason, list(got.token_ids), [tuple(span) for span in got.spans]) == (
+        "aborted",
+        [7],
+        [(0, 0, 1)],
+    )
