@@ -35,7 +35,7 @@ demo: install
 	$(BIN)/asyncflow demo $(ARGS)
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 fuzz: install
 	HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/queue/test_queue_fuzz.py \

@@ -22,7 +22,7 @@ from .plans import all_plans, quick_plans
 from .simulation import simulate_steps
 
 LIMIT_S = 600
-RATE, QUICK_RATE = 80.0, 150.0
+RATE, QUICK_RATE = 40.0, 150.0
 
 
 def drive(plan: Plan, simulated_s: list[float], rate: float, console: Console) -> Measured:
@@ -48,7 +48,7 @@ def measure(plans: list[Plan], jobs: int, rate: float, console: Console) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="seven runs of few steps, faster")
-    parser.add_argument("--jobs", type=int, default=4, help="runs at a time")
+    parser.add_argument("--jobs", type=int, default=6, help="runs at a time")
     parser.add_argument("--rate", type=float, help="rows a second that each run trains")
     parser.add_argument("--only", default="", help="runs whose name contains this")
     parser.add_argument("--picture", type=Path, help="draw the ablation, staleness and replicas into this file")
