@@ -37,25 +37,36 @@ def model() -> str:
     return tiny_model(Path(folder.name))
 
 
-@functools.cache
-def server() -> Server:
-    """The one that is shared: started when it is first asked for, and there until this process ends."""
+def server(folder: str = "") -> Server:
+    """The one that is shared, of models like that in ``folder``: started when it is first asked for, and there until this
+    process ends."""
+    folder = folder or model()
+    return _server((Path(folder) / "config.json").read_bytes(), folder)
+
+
+_started: dict[bytes, Server] = {}
+
+
+def _server(config: bytes, folder: str) -> Server:
+    if config in _started:
+        return _started[config]
     from asyncflow_sglang.arguments import own_arguments, own_environment
     from asyncflow_sglang.process import ServerProcess, free_port
 
     port, key = free_port(), secrets.token_hex(8)
     options = {name: value for name, value in SERVER.items() if name != "dtype"}
-    arguments = own_arguments(model(), options, port=port, key=key, dtype="float32", context=256, version=0)
+    arguments = own_arguments(folder, options, port=port, key=key, dtype="float32", context=256, version=0)
     process = ServerProcess(arguments, own_environment())
     atexit.register(process.close)
-    os.environ[KEY_ENV] = key
     process.wait_ready(port, 600.0)
     url = f"http://127.0.0.1:{port}"
-    return Server(url, {"url": url, "key_env": KEY_ENV, "max_rows": 32}, process, model())
+    os.environ[f"{KEY_ENV}_{port}"] = key
+    options = {"url": url, "key_env": f"{KEY_ENV}_{port}", "max_rows": 32}
+    return _started.setdefault(config, Server(url, options, process, folder))
 
 
 def attached(model: str, **options: Any) -> Any:
     """An engine that uses the shared server."""
     from asyncflow_sglang.server import SGLangServer
 
-    return SGLangServer(model, **{**server().options, **options})
+    return SGLangServer(model, **{**server(model).options, **options})
