@@ -64,7 +64,7 @@ class Renewing:
                     with self._news:
                         self._held.pop((token, rank), None)
                 except AsyncFlowError:
-                    if self._port.connection.wire.closed:
+                    if self._port.connection.wire.closed or self._port.connection.wire.over:
                         return
 
     def _due(self) -> list[tuple[int, int]]:

@@ -117,15 +117,20 @@ class QueueServer(Carrying):
     def close(self) -> None:
         """Stop serving and remove the run's segments, unless a journal may want them: one does until the stream has ended
         and every row with it. Views that processes hold stay valid."""
-        self._wire.stop()
+        journal = self._keeping.journal
+        self._wire.stop(for_good=lambda: journal is None or self._is_over())
         self._remote.close()
         self._mapper.close()
-        live = self.ledger.audit().live
-        over = self.ledger.ended and not live
-        if self._keeping.journal is not None and not over:
+        over = self._is_over()
+        if journal is not None and not over:
+            live = self.ledger.audit().live
             text = f"{live} live rows are kept for whoever serves this run again; to give them up, remove"
-            self._note(f"{text} {self._keeping.journal.path.parent}", "info")
+            self._note(f"{text} {journal.path.parent}", "info")
         self._keeping.close(over=over)
+
+    def _is_over(self) -> bool:
+        """Whether the stream has ended, and every row with it."""
+        return self.ledger.ended and not self.ledger.audit().live
 
     # ---- called by the wire
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import zmq
 
 from ..errors import AsyncFlowError, ProtocolError, ServerLost
-from .envelope import decode_response
+from .envelope import GOODBYE, decode_response
 from .handshake import Handshake
 from .keys import RunKey
 from .processes import watch
@@ -50,13 +50,14 @@ class ServerProcess:
 
 
 class ThreadSocket:
-    """The socket of one thread. ``busy``: requests under way on it (two, when a signal handler asks)."""
+    """The socket of one thread. ``busy``: requests under way on it (two, when a signal handler asks). ``told_goodbye``: the
+    server said it here."""
 
     def __init__(
         self, context: zmq.Context[Any], address: str, key: RunKey | None, unproven: bool, frame_bytes: int
     ) -> None:
         self.busy = 0
-        self.torn = False
+        self.torn = self.told_goodbye = False
         self.wake, self._roused = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
         self._open = [self.wake]
         self.handshake: Handshake | None = None
@@ -97,7 +98,15 @@ class ThreadSocket:
         while self.socket.getsockopt(_MORE):
             frames.append(self.socket.recv(copy=False))
         self.torn = False
+        self.told_goodbye |= response.seq == GOODBYE
         return Reply(response.body, frames) if response.seq == seq else None
+
+    def overhear(self) -> bool:
+        """Read what has come while nobody waits, answers that nobody wants any more; returns ``told_goodbye``."""
+        with contextlib.suppress(ProtocolError):
+            while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & READABLE:
+                self.receive(GOODBYE)
+        return self.told_goodbye
 
     def close(self, linger: int = 200) -> None:
         if self.handshake is not None:
@@ -117,9 +126,11 @@ class LoopSocket:
     each message."""
 
     def __init__(
-        self, context: zmq.Context[Any], address: str, key: RunKey | None, server: ServerProcess, ended: Any
-    ) -> None:
-        self.address = address
+        self, context: zmq.Context[Any], address: str, key: RunKey | None, server: ServerProcess, ended: Any,
+        goodbye: Callable[[], AsyncFlowError],
+    ) -> None:  # fmt: skip
+        """``goodbye``: told that the server said it; gives what requests end with."""
+        self.address, self._goodbye = address, goodbye
         self._loop = asyncio.get_running_loop()
         self._server, self._ended, self._gone = server, ended, False
         self._waiting: dict[int, asyncio.Future[Reply | None]] = {}
@@ -181,7 +192,9 @@ class LoopSocket:
             except ProtocolError as error:
                 self._fail(error)
             else:
-                if response.seq in self._waiting:
+                if response.seq == GOODBYE:
+                    self._fail(self._goodbye())
+                elif response.seq in self._waiting:
                     _settle(self._waiting[response.seq], Reply(response.body, frames))
 
     def _server_ended(self) -> None:

@@ -1,7 +1,8 @@
 """The asking end: a session whose requests can be repeated without a second effect.
 
 ``ask`` serves threads (each owns a socket), ``aask`` serves an event loop (one socket a loop). A request is
-sent again while no answer comes, so an answer lost with a connection is not lost. Payload goes beside a request
+sent again while no answer comes, so an answer lost with a connection is not lost. Nobody waits for a server that
+has said goodbye. Payload goes beside a request
 without a copy where that pays, and is not sent again before it is through.
 """
 
@@ -70,13 +71,18 @@ class Client:
         self._server = ServerProcess()
         self.max_bytes = MAX_BYTES
         self.closed = False
+        self.over = False
+        """The server has said goodbye: it closed for good, and all requests end with ServerLost."""
 
     def check(self) -> None:
-        """Raises unless requests can be made: ServerLost once closed, AsyncFlowError in a forked child."""
+        """Raises unless requests can be made: ServerLost once closed, here or for good at the server; AsyncFlowError in a
+        forked child."""
         if os.getpid() != self._pid:
             raise AsyncFlowError("a connection cannot be used in a child made by fork(); connect again in the child")
         if self.closed:
             raise ServerLost(f"this connection to {self.address} is closed")
+        if self.over:
+            raise self._goodbye()
 
     def fits(self, body: bytes, frames: Sequence[Any] = (), more: int = 0) -> None:
         """Raises ProtocolError for a request that is larger than ``max_bytes``, the most the server takes. ``more``:
@@ -96,7 +102,7 @@ class Client:
 
     def ask(self, body: bytes, timeout_s: float, grace_s: float | None = None) -> bytes:
         """Send and wait. Raises ServerLost when no answer comes in ``timeout_s`` and a grace, when the server's
-        process ends, or on close; AccessDenied."""
+        process ends or says goodbye, or on close; AccessDenied."""
         return self.exchange(body, timeout_s, grace_s=grace_s).body
 
     def exchange(
@@ -131,10 +137,12 @@ class Client:
                     if not self._wait(channel, left):
                         continue
                     answer = channel.receive(seq)
+                    if channel.told_goodbye:
+                        raise self._goodbye()
                     if answer is not None:
                         self._numbering.answered(seq)
                         return answer
-                self.check()
+                self._overhear()
                 if time.monotonic() >= until:
                     raise self._lost(began)
         except BaseException:
@@ -183,6 +191,7 @@ class Client:
                     self._numbering.answered(seq)
                     return answer
                 tracker = sent if again else tracker
+                self._overhear()
                 if time.monotonic() >= until:
                     raise self._lost(began)
         except BaseException:
@@ -259,6 +268,21 @@ class Client:
             why = f"does its process still live{network}?"
         return ServerLost(f"{self.address} gave no answer in {took_s:.1f} s; {why}")
 
+    def _overhear(self) -> None:
+        """Raises what ``check`` does, also for a goodbye that came over a socket on which no thread waits: a connection that
+        was made after it hears none."""
+        with self._lock:
+            self._overhear_idle()
+
+    def _overhear_idle(self) -> None:
+        """The same, under the lock: a socket that is not busy is nobody's meanwhile."""
+        self.over |= any(channel.overhear() for channel in list(self._sockets) if not channel.busy)
+        self.check()
+
+    def _goodbye(self) -> ServerLost:
+        self.over = True
+        return ServerLost(f"the run at {self.address} was closed by the process that served it")
+
     def _interrupted(self) -> WireError:
         return WireError(f"a request to {self.address} was interrupted")
 
@@ -268,6 +292,7 @@ class Client:
     def _thread_socket(self) -> ThreadSocket:
         channel: ThreadSocket | None = getattr(self._local, "channel", None)
         if channel is None:
+            self._overhear_idle()
             channel = self._local.channel = ThreadSocket(
                 self._context, self.address, self.key, not self._let_in, self._frame_bytes
             )
@@ -293,7 +318,10 @@ class Client:
     def _loop_socket(self) -> LoopSocket:
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
+            self._overhear()
             for ended in [known for known in self._loops if known.is_closed()]:
                 self._loops.pop(ended).close()
-            self._loops[loop] = LoopSocket(self._context, self.address, self.key, self._server, self._ended)
+            self._loops[loop] = LoopSocket(
+                self._context, self.address, self.key, self._server, self._ended, self._goodbye
+            )
         return self._loops[loop]

@@ -5,6 +5,9 @@ and ``seq`` make a retry recognisable. ``done``: everything below it is over; ``
 whose answers arrived; both let the server forget answers. ``dropped``: requests nobody waits for any more.
 Further frames after this one carry payload, bytes as they are.
 
+A reply to request 0, which nobody asked for, is a goodbye: the server has closed for good, and nobody will ever answer
+in its place.
+
 In every protocol, past and to come, a request begins with (protocol, session, seq), and a reply is (protocol, seq,
 body). A server answers a request of another protocol in its own, with a text for a body: so a client that finds
 another number than its own in a reply knows that the body says why.
@@ -20,6 +23,8 @@ PROTOCOL = 2
 MAX_BYTES = 1 << 30
 """The largest message a server takes, unless it is told another: envelope and payload."""
 MAX_FRAMES = 4096
+GOODBYE = 0
+"""The request that a goodbye is a reply to."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -12,6 +13,8 @@ from .listening import Route
 
 MAX_UNSENT_BYTES = 4 << 30
 """Payload on its way to one session past which a further answer is not sent before it is asked for again."""
+MOST_HEARD = 1024
+"""So many connections of one session are remembered."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Remembered:
     it comes and taken back at once, as if it had come in order. What it gives back must not be lost with it.
     """
 
-    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "unsent", "routes"})
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "unsent", "routes", "heard"})
 
     answers: dict[int, bytes] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)  # those of them that are made anew each time they are sent
@@ -41,10 +44,17 @@ class Remembered:
     unsent: dict[int, Unsent] = field(default_factory=dict)  # payload of theirs that is not through yet
     tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket, unanswered
     routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection it came over last
+    heard: dict[Route, None] = field(default_factory=dict)  # connections that anything came over, the first first
     done: int = 0
     low: int = 0  # every request up to here has come, or is in early
     ahead: set[int] = field(default_factory=set)  # those beyond of which that is so
     early: set[int] = field(default_factory=set)
+
+    def hear(self, route: Route) -> None:
+        """Something came over a connection. Of too many, the first is kept, which said hello, and the newest."""
+        self.heard[route] = None
+        if len(self.heard) > MOST_HEARD:
+            del self.heard[next(itertools.islice(self.heard, 1, None))]
 
     def has(self, seq: int) -> bool:
         """Whether a request has come before."""

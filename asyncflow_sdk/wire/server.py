@@ -3,7 +3,7 @@
 A request repeated by (session, seq) is not carried out again: it gets the answer it had, or waits for it. Payload
 beside an answer is not kept: it is made anew for who asks again, and not before what was sent of it is through.
 Garbage is counted and dropped; the server and its other sessions go on. A message past the size limit cuts
-only the connection that it came over.
+only the connection that it came over. A server that closes for good says goodbye to all it has heard from.
 """
 
 from __future__ import annotations
@@ -20,12 +20,25 @@ from typing import Any, Protocol
 import zmq
 
 from ..errors import ProtocolError
-from .envelope import MAX_BYTES, MAX_FRAMES, PROTOCOL, OtherProtocol, Request, Response, decode_request, encode
+from .envelope import (
+    GOODBYE,
+    MAX_BYTES,
+    MAX_FRAMES,
+    PROTOCOL,
+    OtherProtocol,
+    Request,
+    Response,
+    decode_request,
+    encode,
+)
 from .keys import ServerKeys
 from .listening import Listening, Route
 from .processes import process_key, watch
 from .remembered import Remembered, Unsent
 
+_GOODBYE = encode(Response(PROTOCOL, GOODBYE, b""))
+_UNREAD = 10_000
+"""So many requests that came too late have their senders told."""
 MAX_WAIT_S = 3600.0
 """The longest sleep between two rounds, whatever deadline comes next: a deadline may be infinite."""
 # As plain integers: an operation on zmq's enumerations costs as much as receiving a message.
@@ -92,6 +105,7 @@ class Server:
         self._pidfds: dict[int, str] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
+        self._for_good: Callable[[], bool] = lambda: False
         self.garbage = 0
         self.max_bytes = max_bytes
         self._listening = Listening(addresses, keys, max_bytes, trusted=trusted, bulk=bulk)
@@ -121,9 +135,13 @@ class Server:
             if self._wake_in >= 0:  # it may have found the function already, and have stopped
                 os.write(self._wake_in, b"\0")
 
-    def stop(self) -> None:
-        """Finish the round under way, close the socket, end the thread. From any other thread."""
+    def stop(self, for_good: Callable[[], bool] = lambda: False) -> None:
+        """Finish the round under way, close the socket, end the thread. From any other thread.
+
+        ``for_good``: asked in the server's thread, after the last answer, whether no other will ever serve in its
+        place. Then clients are told, and wait for nothing any more."""
         if self._thread.is_alive():
+            self._for_good = for_good
             self.call(self._stop)
             self._thread.join()
         elif self._thread.ident is None:
@@ -230,8 +248,21 @@ class Server:
                         self._receive(router)
             self._idle()
             self._flush()
+            if self._for_good():
+                self._say_goodbye()
         finally:
             self._close()
+
+    def _say_goodbye(self) -> None:
+        """Over each connection that anything came over, behind the answers that went there. What has not been read is not
+        carried out, but who sent it is told, too."""
+        routes = {route for session in self._sessions.values() for route in session.heard}
+        for router in self._listening.routers:
+            with contextlib.suppress(zmq.Again):
+                for _ in range(_UNREAD):
+                    routes.add((router, router.recv_multipart(_AT_ONCE, copy=False)[0].bytes))
+        for route in routes:
+            self._post(route, _GOODBYE)
 
     def _bury(self) -> None:
         for fd, _ in self._deaths.poll(0):
@@ -309,6 +340,8 @@ class Server:
         session = self._sessions.get(request.session)
         if session is None:
             session = self._sessions[request.session] = Remembered()
+        if route not in session.heard:
+            session.hear(route)
         for seq in request.dropped:
             self._drop(request.session, session, seq)
         for seq in request.settled:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import AsyncFlowError, ConfigError, WorkerFailed
+from ..errors import AsyncFlowError, ConfigError, ServerLost, WorkerFailed
 from ..interfaces import Launcher, OnFailure, Place, WorkerOrder
 from ..ledger import commands as cmd
 from ..queue import TransferQueue
@@ -126,6 +126,10 @@ class Crews:
 
     # ---- told by workers, each in a thread of its own
 
+    @property
+    def over(self) -> bool:
+        return self._connection.wire.over
+
     def report(self, event: Event) -> None:
         with contextlib.suppress(AsyncFlowError):  # the run may be over
             self._connection.report(event)
@@ -135,6 +139,10 @@ class Crews:
         self._tell(worker.name, why)
 
     def failed(self, worker: Worker, error: WorkerFailed) -> None:
+        if self.over:  # that is why, whatever it ended with
+            where = self._connection.wire.address
+            self._fail(ServerLost(f"the run at {where} was closed before worker {worker.name!r} was through"))
+            return
         if (worker.order.place.on_failure or self._on_failure) == "stop":
             self._fail(error)
             return

@@ -34,6 +34,10 @@ def launcher_named(name: str) -> Launcher:
 class Boss(Protocol):
     """Who is told of a worker, in the worker's own thread. None of it may raise."""
 
+    @property
+    def over(self) -> bool:
+        """Whether the run was closed for good: nobody is there for whom a worker could be started again."""
+
     def report(self, event: Event) -> None:
         """The worker changed its state."""
 
@@ -130,7 +134,7 @@ class Worker:
                 return
             if lived_s > FORGIVEN_S:
                 restarts = 0
-            if ending.comes_again or restarts >= place.max_restarts:
+            if ending.comes_again or restarts >= place.max_restarts or self._boss.over:
                 again = f" after {restarts} restarts" if restarts else ""
                 self._fail(_how(ending.status) + again, ending.text)
                 return

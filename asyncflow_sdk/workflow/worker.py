@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..algorithms import AlgorithmSpec, make_algorithm
-from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError, WeightMismatch
+from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError, ServerLost, WeightMismatch
 from ..interfaces import FATAL_STATUS, WorkerEnding
 from ..ledger import commands as cmd
 from ..memory import directory_at, remove_if_ownerless
@@ -131,9 +131,13 @@ class WorkerMain:
         renewing = Renewing(connection, TRAIN_PATIENCE_S if isinstance(self.config.job, TrainJob) else PATIENCE_S)
         try:
             ending = self._do(queue, connection)
-            queue.flush()
+            try:
+                queue.flush()
+            except ServerLost:
+                if not (ending.status or connection.wire.over):
+                    raise
             connection.close()
-        except Exception as error:  # the server is gone, as after the end of a run
+        except Exception as error:  # the server is gone
             return _ending(error)
         finally:
             renewing.close()

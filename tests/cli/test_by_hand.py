@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 import asyncflow_sdk as af
 
@@ -98,6 +99,51 @@ def test_a_worker_that_is_interrupted_finishes_what_it_holds(module: Path) -> No
         run.queue.put({"response_ids": [[1]]})
         with pytest.raises(af.DeadlineExceeded):
             run.queue.get("end", timeout_s=0.1)
+
+
+def test_who_waits_when_the_run_is_closed_ends_with_the_stream_though_its_process_lives_on(module: Path) -> None:
+    with af.serve(module / "run") as run:
+        run.queue.put({"response_ids": [[1]]})
+        come = ["worker", str(module / "run")]
+        with (
+            Command(*come, "rollout", "--engine", "echo", "--prompt", "prompt_ids", cwd=module) as rollout,
+            Command(*come, "stage", "mine:length", "--task", "reward", cwd=module) as stage,
+        ):
+            run.queue.declare("end", needs=["reward"])
+            run.queue.get("end", timeout_s=60).ack()
+            until(lambda: len(run.queue.status().waiting) == 2, "both to wait")
+            # when
+            run.close()
+            # then
+            assert [each.end() for each in (rollout, stage)] == [0, 0], rollout.said + stage.said
+        assert rollout.said.endswith("the stream has ended\n")
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_who_works_when_the_run_is_closed_says_so_and_is_not_started_again(module: Path, leave: bool) -> None:
+    # given a worker in the middle of a call, which counts how often it is made
+    (module / "slow.py").write_text(
+        "import pathlib, time\n\ndef slow(response_ids):\n"
+        "    with open('calls', 'a') as calls:\n        calls.write('x')\n"
+        "    while not pathlib.Path('go').exists():\n        time.sleep(0.01)\n"
+        "    return [1.0] * len(response_ids)\n"
+    )
+    with af.serve(module / "run", address="tcp://127.0.0.1:0") as run:
+        run.queue.put({"response_ids": [[1]]})
+        with Command("worker", run.address, "stage", "slow:slow", "--task", "reward", cwd=module) as worker:
+            until((module / "calls").exists, "the call")
+            # when the run is closed under it, and this process lives on
+            run.close()
+            if leave:
+                worker.process.send_signal(signal.SIGINT)
+                worker.until("leaving")
+            (module / "go").touch()
+            # then
+            assert worker.end() == (130 if leave else 2), worker.said
+        closed = f"error: the run at {run.address} was closed before worker"
+        assert worker.said.count(closed) == (0 if leave else 1), worker.said
+        assert (module / "calls").read_text() == "x"
+        assert len(list((module / "logs").glob("reward-*.log"))) == 1
 
 
 def test_a_role_as_a_workflows_file_has_it(module: Path) -> None:

@@ -16,10 +16,10 @@ import pytest
 from children import Child
 from journal_children import hold, produce_and_wait, serve_and_die, values_of
 from recovery_bench import Bench, kill, make
-from waiting import until
+from waiting import in_thread, until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost, MemoryFull
+from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost, MemoryFull, ServerLost
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.memory import sweep
@@ -391,7 +391,7 @@ def test_a_step_with_lost_rows_is_filled_again(tmp_path: Path) -> None:
 
 TRANSIENT = {
     "wire": {
-        "_calls", "_deaths", "_handler", "_hold", "_listening", "_outbox", "_pidfds", "_poller", "_stopping",
+        "_calls", "_deaths", "_for_good", "_handler", "_hold", "_listening", "_outbox", "_pidfds", "_poller", "_stopping",
         "_thread", "_wake_in", "_wake_out", "_waking", "addresses", "garbage", "max_bytes",
     },
     "server": {
@@ -480,6 +480,27 @@ def test_a_snapshot_whose_clean_up_fails_counts_all_the_same(tmp_path: Path, mon
     with af.serve(run_directory) as run:
         assert run.audit().put == 7
         run.queue.end(cancel=True)
+
+
+def test_a_run_that_may_come_back_is_waited_for_and_one_that_is_over_is_not(tmp_path: Path) -> None:
+    # given a client in the middle of a request when a durable run is closed before its end
+    run = af.serve(tmp_path / "run", durability="process")
+    run.queue.declare("work", needs=["x"])
+    other = af.connect(run.address)
+    wait = in_thread(other.queue.get, "work", timeout_s=1000)
+    until(lambda: run.queue.status().waiting, "the request")
+    run.close()
+    # when it is served again
+    with af.serve(tmp_path / "run") as run:
+        run.queue.put({"x": [1.0]})
+        # then the client got what it asked for
+        with wait() as batch:
+            batch.ack()
+        run.queue.end()
+    # and is told of the end that is one
+    with pytest.raises(ServerLost, match=f"the run at {run.address} was closed"):
+        other.queue.status()
+    other.close()
 
 
 def test_a_client_that_leaves_ends_no_run(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from asyncflow_sdk.workflow.supervise import Worker
 class Boss:
     """Remembers what it was told."""
 
+    over = False
+
     def __init__(self) -> None:
         self.states: list[str] = []
         self.errors: list[WorkerFailed] = []
@@ -151,3 +153,12 @@ def test_a_signal_without_a_name_is_told_by_its_number(tmp_path: Path) -> None:
     boss = supervised(tmp_path, af.WorkerEnding(-77), restarts=0)
 
     assert str(boss.errors[0]) == "worker 'w' was killed by signal 77"
+
+
+def test_a_worker_of_a_run_that_was_closed_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Boss, "over", True)
+    boss = supervised(tmp_path, af.WorkerEnding(1, "the run was closed"))
+    assert boss.states == ["failed"]
+    assert len(boss.errors) == 1

@@ -1,0 +1,130 @@
+"""A server that closes for good says so to everybody it has heard from; one that may come back says nothing."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import in_thread, until
+from wire_handlers import Parrot, Raw, frame, serving
+
+from asyncflow_sdk.errors import ServerLost
+from asyncflow_sdk.wire import Client, RunKey, remembered
+from asyncflow_sdk.wire import client as rules
+from asyncflow_sdk.wire.keys import server_keys
+
+CLOSED = "the run at {} was closed by the process that served it"
+
+
+@pytest.fixture(params=["inproc", "ipc", "tcp", "keys"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Parrot, Client]]:
+    keys = server_keys(tmp_path / "server.key", tmp_path / "run.key") if request.param == "keys" else None
+    address = {"inproc": f"inproc://{tmp_path.name}", "ipc": f"ipc://{tmp_path}/s"}.get(request.param)
+    with serving(address or "tcp://127.0.0.1:0", keys=keys) as parrot:
+        client = Client(parrot.server.addresses[0], RunKey.load(tmp_path / "run.key") if keys else None)
+        yield parrot, client
+        client.close()
+
+
+def close_for_good(parrot: Parrot) -> None:
+    parrot.server.stop(for_good=lambda: True)
+
+
+def test_who_waits_hears_what_was_said_before_and_then_goodbye(served: tuple[Parrot, Client]) -> None:
+    parrot, client = served
+    # given threads and a loop that wait, and two of them whose answers leave just before the end
+
+    async def ask() -> list[object]:
+        return await asyncio.gather(
+            *(client.aask(b"park-loop-%d" % n, 1000) for n in range(2)), return_exceptions=True
+        )
+
+    waits = [in_thread(client.ask, b"park-%d" % n, 1000) for n in range(2)]
+    loop = in_thread(lambda: asyncio.run(ask()))
+    until(lambda: len(parrot.parked) == 4, "all requests")
+    parrot.let_go(b"park-0")
+    parrot.let_go(b"park-loop-0")
+    # when
+    close_for_good(parrot)
+    # then
+    heard = [*(wait() for wait in waits), *loop()]
+    assert [heard[0], heard[2]] == [b"park-0 at last", b"park-loop-0 at last"]
+    for lost in heard[1], heard[3]:
+        assert isinstance(lost, ServerLost)
+        assert str(lost) == CLOSED.format(client.address)
+
+
+def test_who_asks_later_learns_so_on_any_thread_and_any_loop(served: tuple[Parrot, Client]) -> None:
+    parrot, client = served
+    client.ask(b"x", 10)
+    # when nobody waits
+    close_for_good(parrot)
+    # then a thread that has no socket yet is told what came over another's
+    outcome = in_thread(client.ask, b"y", 1000)()
+    assert str(outcome) == CLOSED.format(client.address)
+    with pytest.raises(ServerLost, match="was closed by"):
+        client.ask(b"z", 1000)
+    with pytest.raises(ServerLost, match="was closed by"):
+        asyncio.run(client.aask(b"z", 1000))
+    assert parrot.carried_out == [b"x"]
+
+
+def test_a_loop_that_asked_before_learns_so_at_its_next_request(served: tuple[Parrot, Client]) -> None:
+    parrot, client = served
+
+    async def scenario() -> None:
+        await client.aask(b"x", 10)
+        close_for_good(parrot)  # while this loop reads nothing
+        with pytest.raises(ServerLost, match="was closed by"):
+            await client.aask(b"y", 1000)
+
+    asyncio.run(scenario())
+    assert client.over
+
+
+def test_a_first_request_that_comes_too_late_is_not_carried_out_and_its_sender_told(tmp_path: Path) -> None:
+    with serving(f"ipc://{tmp_path}/s") as parrot, Raw(parrot.server.addresses[0]) as raw:
+
+        def after_the_last_round() -> bool:
+            raw.send(frame(1, b"late"))
+            assert parrot.server._listening.routers[0].poll(30_000)
+            return True
+
+        parrot.server.stop(after_the_last_round)
+        assert raw.hear() == (0, b"")
+        assert not parrot.carried_out
+
+
+def test_a_server_that_may_come_back_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "RESEND_S", 0.1)
+    with serving(f"ipc://{tmp_path}/s") as first:
+        client = Client(first.server.addresses[0])
+        client.ask(b"x", 10)
+        wait = in_thread(client.ask, b"park", 1000)
+        until(lambda: first.parked, "the request")
+    with serving(f"ipc://{tmp_path}/s") as second:
+        until(lambda: second.parked, "the same request")
+        second.let_go(b"park")
+        assert wait() == b"park at last"
+        assert client.ask(b"y", 10) == b"y 1"
+        client.close()
+
+
+def test_of_a_session_a_bounded_number_of_connections_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remembered, "MOST_HEARD", 3)
+    with serving(f"ipc://{tmp_path}/s") as parrot:
+        client = Client(parrot.server.addresses[0])
+        client.ask(b"first", 10)
+        for _ in range(5):
+            assert in_thread(client.ask, b"x", 10)().startswith(b"x")
+        wait = in_thread(client.ask, b"park", 1000)
+        until(lambda: parrot.parked, "the last request")
+        assert len(parrot.server._sessions[client.session].heard) == 3
+        # when
+        close_for_good(parrot)
+        # then the first and the last are told
+        assert "was closed by" in str(wait())
+        until(client._thread_socket().overhear, "the goodbye over the first connection")
+        client.close()
