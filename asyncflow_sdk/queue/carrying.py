@@ -8,6 +8,7 @@ their order, so that a replay does the same.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from .clock import Clock
 from .files import Files
 from .gauges import Gauges
 from .keeping import Keeping
+from .kept import Kept
 from .places import Places
 from .protocol import Answer, encode, failure
 from .reader import Reader
@@ -71,6 +73,7 @@ class Carrying:
         self._gauges = Gauges({self.directory.path, self.rows}, self._places)
         self._on_event = on_event
         self._on_step = on_step
+        self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()  # what was told of and may not be read yet
         self._clock = Clock()
         self._replaying = False
         self._sessions: dict[str, int] = {}
@@ -222,7 +225,7 @@ class Carrying:
         else:
             self._tell(self._on_step, step, read)
 
-    def _keep(self, ids: Ids, groups: Ids, completed_at: Ids) -> Callable[[], Batch]:
+    def _keep(self, ids: Ids, groups: Ids, completed_at: Ids) -> Kept:
         """A way to read rows with every column they have, in any thread, also after their memory was freed.
 
         The ledger may have forgotten them by now; their places are known until they are retired.
@@ -240,7 +243,9 @@ class Carrying:
             batch.completed_at, batch.stretches = completed_at, stretches
             return batch
 
-        return read
+        kept = Kept(read)
+        self._kept.add(kept)
+        return kept
 
     def _locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[tuple[Located, ...], dict[str, ColumnSpec]]:
         if not len(ids):  # a rank of a team without rows: what they would be

@@ -29,6 +29,8 @@ from .leased import AsyncLeasedBatch, Lease, LeasedBatch
 from .protocol import Answer
 from .stream import AsyncStream, BlockingStream
 
+_READ_TRIES = 8
+"""Rows that ended on their way here do not come again: so often others are asked for in their place."""
 B = TypeVar("B", bound=Lease)
 S = TypeVar("S")
 
@@ -176,7 +178,7 @@ class Verbs(Generic[B, S]):
     async def _take(self, ask: cmd.Lease, last: Lease | None, *, acknowledge: bool = True) -> B:
         """The batch that ``ask`` gives. The last word on batch ``last`` rides with it."""
         answer = None if last is None else await last._post_last(ask, acknowledge=acknowledge)
-        while True:
+        for left in reversed(range(_READ_TRIES)):
             if answer is None:
                 answer = await self._port.answer(ask)
             answer.raise_error()
@@ -191,12 +193,13 @@ class Verbs(Generic[B, S]):
                     await self._port.send(
                         cmd.GiveBack(token=lease.token, reason="reading the rows failed", rank=lease.rank)
                     )
-                if not isinstance(error, LeaseLost):
+                if not (left and isinstance(error, LeaseLost)):
                     raise
                 answer = None  # some ended on the way here, and their memory is others': there may be more
                 continue
             batch._bind(self._port, lease)
             return batch
+        raise AssertionError("the last try returns or raises")
 
     def _read(self, answer: Answer, lease: cmd.Leased) -> B:
         """Views and copies of the rows leased."""

@@ -350,7 +350,7 @@ def test_rows_that_ended_before_they_were_sent_are_given_back(run: Run, monkeypa
         patch.setattr(run.server._remote._reader, "read", gone)
         # when / then
         with pytest.raises(LeaseLost, match="the rows ended before their values were sent"):
-            queue.get("read", 3)
+            queue.get("read", 3, timeout_s=5)
     with queue.get("read", 3, timeout_s=5) as batch:
         assert batch.array("x").tolist() == [0, 1, 2]
         batch.ack()

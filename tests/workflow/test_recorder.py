@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +149,17 @@ def test_a_run_that_comes_back_tells_the_steps_again_that_no_checkpoint_covers(t
         for step in run.consumer("train"):
             step.ack()
         run.checkpoint(lambda path: None, keep=1)
+
+
+@pytest.mark.parametrize("rows", [2, 40_000])
+def test_a_step_that_was_told_of_can_be_read_when_its_run_is_closed(tmp_path: Path, rows: int) -> None:
+    told: list[Callable[[], Batch]] = []
+    with af.serve(tmp_path / "run", on_step=lambda step, read: told.append(read)) as run:
+        run.queue.declare("train", needs=["x"], batch_rows=rows)
+        for part in np.split(np.arange(float(rows)), 2):
+            run.queue.put({"x": part})
+        run.queue.get("train").ack()
+    assert [read()["x"].tolist() for read in told] == [list(range(rows))]
 
 
 @pytest.mark.parametrize("again", [False, True])

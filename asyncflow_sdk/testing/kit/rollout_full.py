@@ -186,7 +186,7 @@ async def memory(lab: RolloutLab) -> None:
     began = time.monotonic()
     await some(2 * UPDATES[0])
     each_s = (time.monotonic() - began) / (2 * UPDATES[0])
-    count = max(min(count, int(lab.limit_s / 20 / each_s)), UPDATES[0])
+    count = max(min(count, int(lab.limit_s / 10 / each_s)), UPDATES[0])
     growth = Growth(nbytes=int(GROWN * nbytes) + ALLOCATOR_BYTES, count=count // 2)
     for _ in range(3):
         lab.doing = f"loading {count} versions"
