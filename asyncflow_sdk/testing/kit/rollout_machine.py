@@ -62,8 +62,8 @@ def any_order(lab: RolloutLab) -> str:
                 try:
                     run_state_machine_as_test(machine, settings=settings)
                     break
-                except SystemError as error:  # CPython 3.11 may fail to parse what Hypothesis has it parse
-                    broke_off = str(error)
+                except SystemError as broken:  # CPython 3.11 may fail to parse what Hypothesis has it parse
+                    broke_off = str(broken)
                     if clock.steps >= LEAST:
                         break
         except Exception:
