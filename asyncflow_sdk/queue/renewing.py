@@ -42,6 +42,12 @@ class Renewing:
         connection.on_lease = self._leased
         threading.Thread(target=self._run, name="renewing", daemon=True).start()
 
+    @property
+    def holds(self) -> bool:
+        """Whether anything that was leased is held still, and has rows left."""
+        with self._news:
+            return bool(self._look())
+
     def close(self) -> None:
         """Renew nothing more, and end the thread. Does not wait."""
         with self._news:

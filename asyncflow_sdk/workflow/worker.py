@@ -130,7 +130,7 @@ class WorkerMain:
         queue = open_queue(connection)
         renewing = Renewing(connection, TRAIN_PATIENCE_S if isinstance(self.config.job, TrainJob) else PATIENCE_S)
         try:
-            ending = self._do(queue, connection)
+            ending = self._do(queue, connection, renewing)
             try:
                 queue.flush()
             except ServerLost:
@@ -143,12 +143,14 @@ class WorkerMain:
             renewing.close()
         return ending
 
-    def _do(self, queue: TransferQueue, connection: Connection) -> WorkerEnding:
+    def _do(self, queue: TransferQueue, connection: Connection, renewing: Renewing) -> WorkerEnding:
         _state(connection, "starting")
         try:
             if not self._leaving:
                 self._work(queue)
         except (Exception, SystemExit) as error:  # an engine that exits has not ended the stream
+            if isinstance(error, ServerLost) and connection.wire.over and not renewing.holds:
+                return WorkerEnding(0)  # a run that is closed has ended, for who held nothing of it
             ending = _ending(error)
             _state(connection, "failed", ending.text)
             return ending
