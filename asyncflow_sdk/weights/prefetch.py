@@ -207,11 +207,11 @@ class Prefetch:
         )
         self._stopped, self._without_base, self.trouble = False, -1, ""
         self._dealt_with = self._last_staged = told.version
+        told_of = asyncio.ensure_future(self._port.send(command))
+        await asyncio.sleep(0)  # it is on its way: who sees it staged, and asks to load it, does so behind it
         before, self.staged = self.staged, staged
         if before is not None:
             before.release()
-        told_of = asyncio.ensure_future(self._port.send(command))
-        await asyncio.sleep(0)  # it is on its way: who asks to load it now does so behind it
         self._changed()
         await told_of
 

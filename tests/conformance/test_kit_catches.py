@@ -118,9 +118,8 @@ def policy() -> NumpyPolicy:
 
 @pytest.mark.parametrize(("engine", "check", "reason"), CAUGHT, ids=lambda each: getattr(each, "__name__", "-"))
 def test_a_wrong_engine_is_caught(engine: type[NumpyRollout], check: str, reason: str, policy: NumpyPolicy) -> None:
-    report = Conformance(
-        "rollout", engine, policy=policy, only=[check], limit_s=HANG_S if engine in HANGS else 60.0
-    ).run()
+    limit_s = HANG_S if engine in HANGS else 600.0 if check == "memory" else 60.0  # what leaks shows after many updates
+    report = Conformance("rollout", engine, policy=policy, only=[check], limit_s=limit_s).run()
 
     (result,) = report.results
     assert result.outcome == "failed"

@@ -395,7 +395,7 @@ TRANSIENT = {
         "_thread", "_wake_in", "_wake_out", "_waking", "addresses", "garbage", "max_bytes",
     },
     "server": {
-        "_clock", "_files", "_gauges", "_keeping", "_mapper", "_measuring", "_next_status", "_on_event",
+        "_clock", "_files", "_gauges", "_keeping", "_kept", "_mapper", "_measuring", "_next_status", "_on_event",
         "_on_step", "_places", "_reader", "_remote", "_replaying", "_schemas", "_wire", "addresses",
         "directory", "durability", "here", "ledger", "recovered", "rows",
     },

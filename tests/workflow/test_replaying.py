@@ -63,8 +63,8 @@ def test_a_whole_run_with_killed_workers_is_replayed_from_its_beginning(
     # given a run of many short journals, of which workers were killed
     monkeypatch.setattr(recovery, "LEAST_BYTES", 1 << 14)
     monkeypatch.setattr(recovery, "GROWTH", 0)
-    killer = Killer("rollout-0", at=[2, 6])
-    workflow = echo_workflow(steps=10, train={"delay_s": 0.02}, checkpoint=af.Checkpoint(every=4, history=True))
+    killer = Killer("rollout-0", at=[2, 6])  # hears of a step some of them later
+    workflow = echo_workflow(steps=40, train={"delay_s": 0.05}, checkpoint=af.Checkpoint(every=16, history=True))
     result = workflow.run(tmp_path / "run", on_event=killer)
     assert killer.killed == 2
     assert len(list((tmp_path / "run" / "journal" / "history").glob("journal-*"))) > 1
@@ -75,10 +75,10 @@ def test_a_whole_run_with_killed_workers_is_replayed_from_its_beginning(
     assert found.audit.terminal == result.summary["rows"]
     assert (found.audit.put, found.audit.live) == (result.summary["rows_put"], 0)
     assert found.cuts[0].audit.put == 0
-    assert max(cut.step for cut in found.cuts) == 10
+    assert max(cut.step for cut in found.cuts) == 40
     shown = CliRunner().invoke(app, ["replay", str(tmp_path / "run")])
     assert shown.exit_code == 0
-    assert "a checkpoint of step 8 covers" in shown.output
+    assert "a checkpoint of step 32 covers" in shown.output
     assert found.digest in shown.output
 
 

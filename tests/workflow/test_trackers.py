@@ -62,7 +62,7 @@ def test_all_of_a_workflow_is_heard_by_every_tracker(tmp_path: Path, plugin: Non
     said = heard(tmp_path / "run" / "second")
     assert said[0] == ["open", False, 3, 16]
     assert [each[:3] for each in said if each[0] == "log"] == [["log", 0, 0], ["log", 1, 1], ["log", 2, 2]]
-    assert "staleness_mean" in said[-2][3] or any("staleness_mean" in e[3] for e in said if e[0] == "log")
+    assert any("staleness_mean" in each[3] for each in said if each[0] == "log")
     assert [each[1] for each in said if each[0] == "published"][:3] == [0, 1, 2]
     assert said[-1] == ["close"]
     assert said == heard(tmp_path / "run" / "third")

@@ -169,7 +169,7 @@ async def updates_in_a_row(lab: RolloutLab) -> None:
     means="every version costs memory that never comes back: a run of some hours is killed",
     look="references to old tensors, to updates, to results of requests; caches that are keyed by version",
 )  # fmt: skip
-async def memory(lab: RolloutLab) -> None:
+async def memory(lab: RolloutLab) -> str:
     """Loading version after version takes no more and more memory, shared memory, GPU memory, descriptors, threads or processes."""
     prompt = lab.policy.prompts(1, seed=24)
     nbytes = sum(array.nbytes for array in lab.policy.tensors(lab.version).values())
@@ -186,14 +186,15 @@ async def memory(lab: RolloutLab) -> None:
     began = time.monotonic()
     await some(2 * UPDATES[0])
     each_s = (time.monotonic() - began) / (2 * UPDATES[0])
-    count = max(min(count, int(lab.limit_s / 10 / each_s)), UPDATES[0])
+    count = max(min(count, int(lab.limit_s / 6 / each_s)), UPDATES[0])
     growth = Growth(nbytes=int(GROWN * nbytes) + ALLOCATOR_BYTES, count=count // 2)
     for _ in range(3):
         lab.doing = f"loading {count} versions"
         before = Held.now()
         await some(count)
         if not growth.look(before):
-            return
+            seen = count * nbytes > growth.nbytes
+            return "" if seen else f"{count} versions of {nbytes >> 10} KB each were too few to show as memory that grows"
     raise CheckFailed(growth.said("updates", count, nbytes))
 
 
