@@ -6,10 +6,11 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo test test-ray test-contrib test-vllm test-sglang fuzz lint bench-demo bench-queue bench-weights bench-overlap clean
+.PHONY: help install demo demo-vllm test test-ray test-contrib test-vllm test-sglang fuzz lint bench-demo bench-queue bench-weights bench-overlap clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
+	@echo "make demo-vllm   the same with a real vLLM on the CPU generating, in an environment of its own"
 	@echo "make test        run the whole test suite"
 	@echo "make test-ray    the launcher for Ray, against a real Ray in an environment of its own"
 	@echo "make test-contrib  the engines and trackers of contrib/, against their real libraries"
@@ -33,6 +34,11 @@ $(READY): pyproject.toml
 
 demo: install
 	$(BIN)/asyncflow demo $(ARGS)
+
+# The demo with vLLM generating, under its own interpreter.
+demo-vllm: install .venv-vllm/.ready
+	$(ON_CPU) $(BIN)/asyncflow demo --rollout vllm --python .venv-vllm/bin/python --option dtype=float32 --option enforce_eager=true \
+	  --option kv_cache_memory_bytes=134217728 $(ARGS)
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

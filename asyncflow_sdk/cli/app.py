@@ -121,6 +121,16 @@ def demo(
             exists=True, file_okay=False, help="Hugging Face folder to start from; skips the warm-up.", metavar="PATH"
         ),
     ] = None,
+    rollout: Annotated[
+        str,
+        typer.Option(help="The engine that generates. Each version it loads is proven by a probe.", metavar="NAME"),
+    ] = "transformers",
+    python: Annotated[
+        str | None, typer.Option(help="The interpreter that has this engine; without it this one.", metavar="PATH")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Of this engine, such as max_rows=64.", metavar="NAME=VALUE")
+    ] = None,
     no_plugin: _NoPlugin = None,
     debug: _Debug = False,
 ) -> None:
@@ -136,7 +146,12 @@ def demo(
             f"the demo cannot be loaded: {error}. It trains with torch and transformers;"
             f" install them with: {_INSTALL_TORCH}"
         ) from error
-    raise typer.Exit(module.run_demo(out, steps, seed, max_staleness, model, Console(), staleness_policy))
+    from .working import named_options
+
+    options = named_options(option, "--option")
+    raise typer.Exit(
+        module.run_demo(out, steps, seed, max_staleness, model, Console(), staleness_policy, rollout, python, options)
+    )
 
 
 @app.command()

@@ -233,6 +233,14 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert isinstance(calls[0][5], Console)
 
 
+def test_demo_takes_any_engine_for_rollouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = []
+    given_demo(monkeypatch, lambda *args: calls.append(args) or 0)
+    options = ("--option", "max_rows=64", "--option", 'server={"dtype": "float32"}', "--option", "dtype=auto")
+    assert run("demo", "--out", str(tmp_path / "d"), "--rollout", "mine", "--python", "py", *options).exit_code == 0
+    assert calls[0][7:] == ("mine", "py", {"max_rows": 64, "server": {"dtype": "float32"}, "dtype": "auto"})
+
+
 def test_demo_has_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.chdir(tmp_path)
@@ -242,6 +250,7 @@ def test_demo_has_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert out.parent == Path("runs")
     assert out.name.startswith("demo-2")
     assert rest == [300, 0, 1, None]
+    assert calls[0][7:] == ("transformers", None, {})
 
 
 def test_demo_never_writes_into_another_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
