@@ -11,9 +11,9 @@ import itertools
 import secrets
 from typing import Any
 
+from asyncflow_http.calls import Calls
 from asyncflow_sdk.errors import AsyncFlowError, EngineGone
 
-from .calls import Calls
 from .replies import Reply
 from .requests import Body
 

@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow_http.calls import Calls, Dropped
+from asyncflow_http.finding import Claim, call_now
 from asyncflow_sdk.errors import AsyncFlowError, ConfigError, EngineError, EngineGone, WeightError
 from asyncflow_sdk.interfaces import Capabilities, Completion, Request, RolloutEngine, WeightUpdate
 
 from .arguments import own_arguments, own_environment
 from .asking import Asked, Asking
-from .calls import Calls, Dropped, check_url
 from .checkpoint import Checkpoint
 from .handing import Handing
 from .process import ServerProcess, free_port
@@ -39,7 +40,7 @@ from .requests import (
     score_body,
     token_ids,
 )
-from .serving import Claim, ServerInfo, call_now, server_info
+from .serving import ServerInfo, check_url, server_info
 
 SHARED_TOKENS = 64
 """A prompt as long as this is read once for all responses of a group, before they are drawn."""

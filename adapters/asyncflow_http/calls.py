@@ -1,4 +1,4 @@
-"""Calls: requests to one SGLang server, each with a deadline and a bound on its answer."""
+"""Calls: requests to one inference server, each with a deadline and a bound on its answer."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ class Dropped(EngineGone):
     """Raised when a connection ended. The server may be there for others."""
 
 
+class Refused(EngineError):
+    """Raised for an answer with another status than 200, which is ``status``."""
+
+    status: int
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class _Failure(msgspec.Struct):
     """What an answer that is none may say: an object or a text for ``error``; ``message``; ``detail``."""
 
@@ -44,7 +54,7 @@ class Calls:
         self, path: str, body: Mapping[str, Any], answer: type[Answer], *, timeout_s: float = CALL_S,
         most_bytes: int = ANSWER_BYTES,
     ) -> Answer:  # fmt: skip
-        """What it says, as an ``answer``; ``object``: whatever it says. Raises EngineError for what the server refuses, and for an answer that cannot be read; EngineGone, naming the server,
+        """What it says, as an ``answer``; ``object``: whatever it says. Raises Refused for what the server refuses, EngineError for an answer that cannot be read; EngineGone, naming the server,
         when it does not answer in time, and Dropped when the connection ends."""
         return await self._call("POST", path, msgspec.json.encode(body), answer, timeout_s, most_bytes)
 
@@ -81,7 +91,7 @@ class Calls:
         except (aiohttp.ClientError, OSError) as error:
             raise Dropped(f"{what} cannot be reached: {type(error).__name__}: {error}") from error
         if status != 200:
-            raise EngineError(f"{what} answered with status {status}: {said(raw)}")
+            raise Refused(f"{what} answered with status {status}: {said(raw)}", status)
         if answer is object:
             return cast(Answer, bytes(raw))
         try:
@@ -90,9 +100,8 @@ class Calls:
             raise EngineError(f"{what} answered what cannot be read: {error}") from None
 
 
-def check_url(url: str, key: str | None) -> str:
-    """The URL of a server, without what is behind its port. Raises ConfigError for what is none, and for one beyond this
-    host without a key: who reaches an SGLang server without one can have it run code."""
+def base_url(url: str) -> str:
+    """The URL of a server, without what is behind its port. Raises ConfigError for what is none."""
     parts = urllib.parse.urlsplit(url)
     try:
         host, port = parts.hostname, parts.port
@@ -100,16 +109,13 @@ def check_url(url: str, key: str | None) -> str:
         raise ConfigError(f"url={url!r}: {error}") from None
     if parts.scheme not in ("http", "https") or not host or parts.path.strip("/") or parts.query or parts.username:
         raise ConfigError(f"url={url!r} is not like http://127.0.0.1:30000")
-    if not key and not _is_loopback(host):
-        raise ConfigError(
-            f"url={url!r} is another host, and there is no key: start that server with --api-key, and name the environment"
-            " variable that holds the key with key_env="
-        )
     shown = f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{shown}" + (f":{port}" if port else "")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(url: str) -> bool:
+    """Whether only this host reaches a server there."""
+    host = urllib.parse.urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
