@@ -1,10 +1,13 @@
-"""From rows to what a forward pass takes: right-padded token ids, and where the responses are in them.
+"""From rows to what a forward pass takes: token ids, right-padded or packed, and where the responses are in them.
 
-    for part in micro_batches(batch, tokens=16384, device="cuda"):
+    for rows in split(batch, tokens=16384):
+        part = collate(batch, rows, device="cuda")
         logprobs = response_logprobs(model, part, temperature=1.0)        # (tokens of its responses,)
 
 Rows are padded on the right, behind everything a causal model looks back at. So a pass needs neither an
-attention mask nor position ids, and attention may use its causal kernel: a tenth less time on a CPU.
+attention mask nor position ids, and attention may use its causal kernel: a tenth less time on a CPU. Packed, rows lie one
+after another in a single one, without padding, and positions begin anew with each: what attention of varied lengths takes
+(FlashAttention); any other makes a mask of them, which grows with the square of all tokens.
 """
 
 from __future__ import annotations
@@ -28,39 +31,53 @@ class MicroBatch:
     ``rows``: int64 (rows,), their places in the batch, on the host. ``input_ids``: int64 (rows, width),
     prompt and response without its last token, which predicts nothing, then padding. Response tokens (those of the mask, where there is one) lie
     packed, row by row: ``targets``: int64 (tokens,), their ids; ``predicted_at``: int64 (tokens,), where in
-    the flattened (rows * width) positions each is predicted.
+    the flattened (rows * width) positions each is predicted. ``position_ids``: int64 (1, width) where rows are packed into one; else None.
     """
 
     rows: npt.NDArray[np.int64]
     input_ids: Any
     targets: Any
     predicted_at: Any
+    position_ids: Any = None
 
 
 def micro_batches(
     batch: Batch, *, tokens: int | None, device: Any, mask: Ragged | None = None
 ) -> Iterator[MicroBatch]:
     """The rows of ``batch`` in parts of at most ``tokens`` input tokens, padding included. ``mask``: which response tokens
-    are targets; the model reads the others too. None: all.
+    are targets; the model reads the others too. None: all."""
+    for rows in split(batch, tokens=tokens):
+        yield collate(batch, rows, device=device, mask=mask)
+
+
+def split(batch: Batch, *, tokens: int | None, packed: bool = False) -> list[npt.NDArray[np.int64]]:
+    """Places of the rows of each part of at most ``tokens`` input tokens, padding included unless they are ``packed``.
 
     None makes one part of all. Rows of like length come together, the longest first, so that memory runs
     out at once or never; a row longer than ``tokens`` is a part of its own.
     """
-    prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
-    widths = prompts.lengths + responses.lengths - 1
+    widths = batch.ragged("prompt_ids").lengths + batch.ragged("response_ids").lengths - 1
     order = np.argsort(-widths, kind="stable")
+    ends = np.cumsum(widths[order])
+    parts = []
     start = 0
     while start < len(order):
-        fitting = len(order) if tokens is None else max(1, tokens // int(widths[order[start]]))
-        rows = order[start : start + fitting]
-        targets = None if mask is None else mask.take(rows).values.astype(np.bool_)
-        yield _collate(rows, prompts.take(rows), responses.take(rows), targets, device)
+        fitting = len(order)
+        if tokens is not None and packed:
+            before = ends[start] - widths[order[start]]
+            fitting = max(1, int(np.searchsorted(ends, before + tokens, side="right")) - start)
+        elif tokens is not None:
+            fitting = max(1, tokens // int(widths[order[start]]))
+        parts.append(order[start : start + fitting])
         start += fitting
+    return parts
 
 
-def _collate(
-    rows: npt.NDArray[np.int64], prompts: Ragged, responses: Ragged, mask: npt.NDArray[np.bool_] | None, device: Any
+def collate(
+    batch: Batch, rows: npt.NDArray[np.int64], *, device: Any, mask: Ragged | None = None, packed: bool = False
 ) -> MicroBatch:
+    """These rows of ``batch``, ready for a model on ``device``. ``mask``: as of `micro_batches`."""
+    prompts, responses = batch.ragged("prompt_ids").take(rows), batch.ragged("response_ids").take(rows)
     starts, lengths = prompts.lengths, responses.lengths
     ends = starts + lengths
     places = np.arange(int(ends.max()))
@@ -68,17 +85,30 @@ def _collate(
     ids[places < starts[:, None]] = prompts.values
     ids[(places >= starts[:, None]) & (places < ends[:, None])] = responses.values
     width = len(places) - 1
-    first = np.arange(len(rows)) * width + starts - 1
-    at = np.repeat(first - responses.offsets[:-1], lengths) + np.arange(len(responses.values))
+    ids, positions = ids[:, :-1], None
+    begins = np.arange(len(rows)) * width
+    if packed:
+        read = places[:-1] < ends[:, None] - 1
+        begins = np.cumsum(ends - 1) - (ends - 1)
+        ids, positions = ids[read][None], np.broadcast_to(places[:-1], read.shape)[read][None]
+    at = np.repeat(begins + starts - 1 - responses.offsets[:-1], lengths) + np.arange(len(responses.values))
     targets = responses.values
     if mask is not None:
-        at, targets = at[mask], targets[mask]
+        chosen = mask.take(rows).values.astype(np.bool_)
+        at, targets = at[chosen], targets[chosen]
     return MicroBatch(
         rows=rows,
-        input_ids=torch.from_numpy(ids[:, :-1]).to(device),
+        input_ids=torch.from_numpy(ids).to(device),
         targets=torch.from_numpy(targets.astype(np.int64)).to(device),
         predicted_at=torch.from_numpy(at).to(device),
+        position_ids=None if positions is None else torch.from_numpy(positions).to(device),
     )
+
+
+def no_rows(*, device: Any) -> MicroBatch:
+    """A pass of one token that predicts nothing, for a rank that has no more rows while others have."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return MicroBatch(np.zeros(0, np.int64), torch.zeros((1, 1), dtype=torch.int64, device=device), none, none)
 
 
 def check_tokens(batch: Batch, *, vocabulary: int, context: int | None) -> None:

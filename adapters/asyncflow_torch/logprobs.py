@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +28,9 @@ def response_logprobs(model: Any, part: MicroBatch, *, temperature: float) -> To
     One forward pass. The output layer sees response positions only, so logits are (tokens, vocabulary)
     however long the prompts and however ragged the rows.
     """
+    places = {} if part.position_ids is None else {"position_ids": part.position_ids}
     with _output_layer_at(model, part.predicted_at):
-        logits = model(input_ids=part.input_ids, use_cache=False).logits[0].float()
+        logits = model(input_ids=part.input_ids, use_cache=False, **places).logits[0].float()
     if temperature != 1.0:
         logits = logits / temperature
     log_total = logits.logsumexp(-1)
@@ -42,9 +43,16 @@ def response_logprobs(model: Any, part: MicroBatch, *, temperature: float) -> To
 def batch_logprobs(model: Any, batch: Batch, *, temperature: float, tokens: int | None) -> Ragged:
     """Log-probs of ``response_ids`` after ``prompt_ids``, without gradient, in the batch's order; in passes of
     at most ``tokens`` input tokens. The ids must be checked."""
-    rows, values = [], []
-    with torch.inference_mode():
-        for part in micro_batches(batch, tokens=tokens, device=model.device):
+    parts = micro_batches(batch, tokens=tokens, device=model.device)
+    return logprobs_of_parts(model, batch, parts, temperature=temperature)
+
+
+def logprobs_of_parts(model: Any, batch: Batch, parts: Iterable[MicroBatch], *, temperature: float) -> Ragged:
+    """The same of parts that have each row of ``batch`` once; those without rows are passed through all the same."""
+    rows: list[Any] = [np.zeros(0, np.int64)]
+    values: list[Any] = [np.zeros(0, np.float32)]
+    with torch.no_grad():
+        for part in parts:
             rows.append(part.rows)
             values.append(response_logprobs(model, part, temperature=temperature).logprobs.cpu().numpy())
     order = np.concatenate(rows)

@@ -1,0 +1,163 @@
+"""DataParallelEngine: what train engines have in common that compute on some rows each and add up their gradients.
+
+    class Mine(DataParallelEngine):
+        def __init__(self, model, *, algorithm=None, ...):
+            ...                                                # load, wrap, make the optimizer
+            super().__init__(wrapped, ranks=ranks, algorithm=algorithm, vocabulary=..., context=..., device=...)
+
+        def zero_gradients(self): ...
+        def backward(self, loss, *, last): ...
+        def optimizer_step(self): ...                          # {"grad_norm": ...}
+        # and named_weights, save, load, export
+
+One rank is the case that needs no process group. Sums over ranks differ from those of one process by the order of addition: in
+float32 losses, log-probs' means and norms of gradients agree to 1e-5 of their size, and updates to 2e-2 of theirs, since
+Adam divides by the size of gradients that may be nearly 0.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncflow_sdk.errors import EngineError, SchemaError
+from asyncflow_sdk.interfaces import Algorithm, PackedTokens, StepResult, TrainEngine
+from asyncflow_sdk.types import Batch, Ragged
+
+from .collate import MicroBatch, check_tokens, collate, no_rows, split
+from .logprobs import TokenStats, logprobs_of_parts, response_logprobs
+from .ranks import Ranks
+from .shares import Share, Whole, share_of
+
+
+class DataParallelEngine(TrainEngine):
+    """``model``: what is called, wrapped as the engine wants it; ``vocabulary`` and ``context`` are the plain model's.
+    ``micro_batch_tokens``: the most input tokens of a forward pass, padding included; None takes a step in one. ``packed``:
+    rows are packed, not padded. All ranks make the same number of passes, some of them perhaps without rows."""
+
+    def __init__(
+        self, model: Any, *, ranks: Ranks, algorithm: Algorithm, vocabulary: int, context: int | None, device: Any,
+        temperature: float, micro_batch_tokens: int | None, packed: bool = False,
+    ) -> None:  # fmt: skip
+        self._model, self._ranks, self._algorithm, self._device = model, ranks, algorithm, device
+        self._vocabulary, self._context = vocabulary, context
+        self._temperature, self._tokens, self._packed = temperature, micro_batch_tokens, packed
+
+    # ---- what an engine brings
+
+    @abc.abstractmethod
+    def zero_gradients(self) -> None:
+        """Forget all gradients; a backward pass that raised may have left some."""
+
+    @abc.abstractmethod
+    def backward(self, loss: Any, *, last: bool) -> None:
+        """Add the gradients of ``loss`` to the step's, which in the end are the sum, not the mean, over all passes and
+        ranks. ``last``: of this step's passes. All ranks call it together."""
+
+    @abc.abstractmethod
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip the gradients and make one step. Returns ``grad_norm``, before clipping, of the whole model, the same on all ranks, and
+        perhaps more metrics. Where it is not finite, no step is made and the gradients are forgotten."""
+
+    # ---- the same for all
+
+    def train_step(self, batch: Batch) -> StepResult:
+        """One optimizer step on the rows of ``batch``, whole groups, and those that other ranks have.
+
+        Where the algorithm drops rows of advantage 0 and all are, no step is made, and ``rows_used`` is 0. Metrics, of all ranks' rows:
+        reward, reward_std, response_tokens (mean length), rows_used; over the tokens trained, which are those of the
+        column loss_mask where there is one: tokens (how many), loss, grad_norm (before clipping), entropy (under the weights before
+        the step), logprob_drift (mean of |log-prob - behaviour's|), and the algorithm's own. Raises EngineError, the weights unchanged,
+        when the gradient is not finite.
+        """
+        with self._ranks.calling("train_step"):
+            share = self._ranks.together(
+                lambda: share_of(
+                    batch, self._algorithm, vocabulary=self._vocabulary, context=self._context, tokens=self._tokens,
+                    packed=self._packed,
+                )
+            )  # fmt: skip
+            whole = Whole.of(self._ranks.gather(share.counts))
+            if not whole.rows:
+                raise self._ranks.agreed(SchemaError("the batch has no rows"))
+            metrics = dict(whole.metrics)
+            if whole.used:
+                metrics |= self._step(share, whole)
+        return StepResult(metrics, None if share.used.all() else ~share.used)
+
+    def _step(self, share: Share, whole: Whole) -> dict[str, float]:
+        sums: dict[str, Any] = defaultdict(float)
+        self.zero_gradients()
+        for number in range(whole.passes):
+            part = self._part(share.batch, share.parts, number, share.mask)
+            stats = response_logprobs(self._model, part, temperature=self._temperature)
+            if len(part.rows):
+                loss, measured = self._loss(share, whole, part, stats)
+                for name, value in measured.items():
+                    sums[name] += value
+            else:
+                loss = stats.logprobs.sum()  # of nothing: its gradient is 0
+            self.backward(loss, last=number == whole.passes - 1)
+        made = self.optimizer_step()
+        if not math.isfinite(made["grad_norm"]):
+            raise self._ranks.agreed(
+                EngineError(
+                    f"the gradient's norm is {made['grad_norm']}; no step was made, the weights are as before"
+                )
+            )
+        return _added(self._ranks.gather({name: float(value) for name, value in sums.items()})) | made
+
+    def _loss(self, share: Share, whole: Whole, part: MicroBatch, stats: TokenStats) -> tuple[Any, dict[str, Any]]:
+        """Of one pass, and what it adds to the step's metrics."""
+        lengths = share.behaviour.lengths[part.rows]
+        behaviour = self._tensor(share.behaviour.of_rows(part.rows))
+        loss, measured = self._algorithm.loss(
+            PackedTokens(
+                logprobs=stats.logprobs, behaviour=behaviour, advantages=self._tensor(share.advantages.of_rows(part.rows)),
+                rows=torch.from_numpy(np.repeat(np.arange(len(part.rows)), lengths)).to(self._device),
+                row_count=len(part.rows), total_tokens=whole.tokens, total_rows=whole.used,
+                columns={name: self._tensor(each.of_rows(part.rows)) for name, each in share.columns.items()},
+            )
+        )  # fmt: skip
+        drift = (stats.logprobs.detach() - behaviour).abs().sum() / whole.tokens
+        entropy = stats.entropy.sum() / whole.tokens
+        return loss, {"logprob_drift": drift, **measured, "loss": loss.detach(), "entropy": entropy}
+
+    def logprobs(self, batch: Batch) -> Ragged:
+        """Log-probs of ``response_ids`` under the current weights and the engine's temperature. All ranks call it together."""
+        with self._ranks.calling("logprobs"):
+            self._ranks.together(lambda: self._check(batch))
+            parts = split(batch, tokens=self._tokens, packed=self._packed)
+            passes = max(self._ranks.gather(len(parts)))
+            each: Iterator[MicroBatch] = (self._part(batch, parts, number, None) for number in range(passes))
+            return logprobs_of_parts(self._model, batch, each, temperature=self._temperature)
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self._ranks.close()
+
+    def _check(self, batch: Batch) -> None:
+        if batch.rows or self._ranks.size == 1:
+            check_tokens(batch, vocabulary=self._vocabulary, context=self._context)
+
+    def _part(
+        self, batch: Batch, parts: Sequence[npt.NDArray[np.int64]], number: int, mask: Ragged | None
+    ) -> MicroBatch:
+        if number >= len(parts):
+            return no_rows(device=self._device)
+        return collate(batch, parts[number], device=self._device, mask=mask, packed=self._packed)
+
+    def _tensor(self, values: npt.NDArray[np.float32]) -> Any:
+        return torch.from_numpy(values.astype(np.float32)).to(self._device)
+
+
+def _added(each: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What ranks have measured; one without rows has measured nothing."""
+    return {name: sum(one.get(name, 0.0) for one in each) for name in sorted({name for one in each for name in one})}

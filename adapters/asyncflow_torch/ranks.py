@@ -1,0 +1,221 @@
+"""Ranks: the processes of one train engine. They meet in collectives, and raise together.
+
+    ranks = Ranks.join("cpu", timeout_s=600)                   # RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; without them, one
+    with ranks.calling("train_step"):
+        share = ranks.together(lambda: checked(batch))         # raises on all ranks, or on none
+        counts = ranks.gather(len(share))                      # what each rank says, in their order
+
+Words go as JSON through gloo, on the CPU whatever the device, and tensors as the engine sends them. A rank that ends, hangs or
+raises in the middle of a call ends it for the others too, with its number and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from asyncflow_sdk.errors import ConfigError, EngineError, by_name
+
+ROLL_CALL_S = 10.0
+"""How long ranks whose call broke off wait to hear from the others why."""
+_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_T = TypeVar("_T")
+
+
+class Ranks:
+    """Not thread-safe; every rank calls the same methods in the same order. Made by `join` or `alone`."""
+
+    def __init__(self, rank: int, size: int, *, group: Any = None, store: Any = None, owned: bool = False) -> None:
+        self.rank, self.size = rank, size
+        self._group, self._store, self._owned = group, store, owned
+        self._agreed: Exception | None = None
+        self._broken = ""
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """One rank, and no process group."""
+        return cls(0, 1)
+
+    @classmethod
+    def join(cls, device: str, *, timeout_s: float) -> Ranks:
+        """The ranks that the environment speaks of, as torchrun sets it, in torch's default process group: gloo on the CPU, and
+        beside it what torch has for ``device``. One that is there already is used, and left. ``timeout_s``: of each collective.
+
+        Raises ConfigError for an environment that says half of it, EngineError where the others do not come in time.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        if dist.is_initialized():
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            return cls(dist.get_rank(), dist.get_world_size(), group=group)
+        rank, size = _place()
+        store: Any
+        try:
+            if size == 1:
+                store = dist.HashStore()
+            else:
+                store, rank, size = next(rendezvous("env://", rank, size, timeout=timeout))
+                store = dist.PrefixStore("asyncflow", store)
+            dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            where = ":".join(os.environ.get(name, "") for name in _PLACE[2:])
+            raise EngineError(
+                f"rank {rank} of {size} has not met the others at {where} within {timeout_s:g} s: {_first(error)}"
+            ) from error
+        return cls(rank, size, store=store, owned=True)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which writes what is written once."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gave, anything that JSON holds. A collective."""
+        if self.size == 1:
+            return [value]
+        said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(said)]), group=self._group)
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(said)] = said
+        heard = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(heard, padded, group=self._group)
+        return [json.loads(bytes(h[: int(n)].numpy())) for h, n in zip(heard, lengths, strict=True)]
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self.gather(None)
+
+    def together(self, look: Callable[[], _T]) -> _T:
+        """What ``look`` returns, if it returns on every rank. Where it raises on one, all raise: what it raised here, or else an
+        error of the same kind with that rank's number. A collective."""
+        problem, found = None, None
+        try:
+            found = look()
+        except Exception as error:
+            problem = error
+        said = self.gather(None if problem is None else [type(problem).__name__, str(problem)])
+        for rank, words in enumerate(said):
+            if words is not None:
+                raise self.agreed(problem or by_name(words[0], f"rank {rank}: {words[1]}"))
+        return found  # type: ignore[return-value]
+
+    def agreed(self, error: Exception) -> Exception:
+        """An error that every rank raises at this place, so that all may go on after it."""
+        self._agreed = error
+        return error
+
+    @contextlib.contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Within, an error that is not ``agreed`` upon ends the call on all ranks, and the engine: EngineError says which rank it
+        was and why. Not to be nested."""
+        if self._broken:
+            raise EngineError(f"{call}() is not possible: {self._broken}")
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1 or error is self._agreed:
+                raise
+            self._broken = self._ended(call, error)
+            raise EngineError(self._broken) from error
+        finally:
+            self._agreed = None
+
+    def close(self) -> None:
+        """Leave the process group, where it is ours. Idempotent."""
+        owned, self._owned = self._owned, False
+        if owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+    # ---- when a call broke off
+
+    def _ended(self, call: str, error: Exception) -> str:
+        """Whose fault it was, in words."""
+        lost = _lost(error)
+        own = "" if lost else "".join(traceback.format_exception(error))[-4000:]
+        said, gone = self._roll_call(own)
+        failed = [f"rank {rank} of {self.size} failed in {call}():\n{why}" for rank, why in said.items() if why]
+        if failed:
+            return "\n".join(failed)
+        if gone:
+            who = ", ".join(str(rank) for rank in gone)
+            return f"rank {who} of {self.size} has ended or hangs; rank {self.rank} waited for it in {call}(): {_first(error)}"
+        return f"the ranks are out of step in {call}(), on rank {self.rank}: {_first(error)}"
+
+    def _roll_call(self, own: str) -> tuple[dict[int, str], list[int]]:
+        """What each rank says why it is here, "" when it lost another; and those who say nothing."""
+        said = {self.rank: own}
+        if self._store is None:  # somebody else's group: its store is not ours to ask
+            return said, []
+        try:
+            self._store.set(f"ended/{self.rank}", own or "-")
+            self._leave()
+            self._hear("ended", said)
+            self._store.set(f"heard/{self.rank}", "-")
+            if self.first:  # the store may be of this process: others still read
+                self._hear("heard", {self.rank: ""}, only=said)
+        except RuntimeError:  # no store any more
+            said.setdefault(0, "" if self.rank == 0 else "it held the group's store, which is gone")
+        return {rank: why.strip("-") for rank, why in said.items()}, [r for r in range(self.size) if r not in said]
+
+    def _hear(self, what: str, said: dict[int, str], only: Any = None) -> None:
+        until = time.monotonic() + ROLL_CALL_S
+        for rank in range(self.size) if only is None else sorted(only):
+            if rank in said:
+                continue
+            left = timedelta(seconds=max(0.05, until - time.monotonic()))
+            with contextlib.suppress(dist.DistStoreError):  # it did not come in time
+                self._store.wait([f"{what}/{rank}"], left)
+                said[rank] = self._store.get(f"{what}/{rank}").decode()
+
+    def _leave(self) -> None:
+        """Break off the others' collectives, which would wait until their time is out. With NCCL the end of the process does."""
+        if self._owned and dist.get_backend() == "gloo":
+            self.close()
+
+
+def local_device(device: str) -> str:
+    """``device``, or of several of its kind this rank's: "cuda" is "cuda:1" for LOCAL_RANK 1, where two are to be seen."""
+    kind = getattr(torch, device, None)
+    if device == "cpu" or ":" in device or kind is None or not kind.is_available():
+        return device
+    place = f"{device}:{int(os.environ.get('LOCAL_RANK', '0')) % kind.device_count()}"
+    kind.set_device(place)
+    return place
+
+
+def _place() -> tuple[int, int]:
+    said = [name for name in _PLACE if os.environ.get(name)]
+    if not said or int(os.environ.get("WORLD_SIZE") or 1) == 1:
+        return 0, 1
+    missing = [name for name in _PLACE if name not in said]
+    if missing:
+        raise ConfigError(
+            f"the environment has {', '.join(said)} and not {', '.join(missing)}; a launcher sets all four for each rank"
+        )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _backend(device: str) -> str:
+    kind = torch.device(device).type
+    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
+def _lost(error: Exception) -> bool:
+    """Whether a collective broke off because of another rank. gloo says so in words only."""
+    words = ("gloo", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def _first(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,100 @@
+"""Shares: what one rank trains of a step, and what all ranks have together.
+
+    share = share_of(batch, algorithm, vocabulary=43, context=None, tokens=16384)
+    whole = Whole.of(ranks.gather(share.counts))          # losses are divided by the whole step's tokens and rows
+
+A rank may have no rows, or none that are used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncflow_sdk.interfaces import Algorithm
+from asyncflow_sdk.types import Batch, Ragged, loss_mask
+
+from .collate import check_tokens, check_training, split
+from .packing import PerToken, checked_advantages, extra_columns
+
+
+@dataclass(frozen=True)
+class Share:
+    """``used``: bool (rows,), the rows that are trained; everything else is of those, and of the tokens that are trained in
+    them. ``parts``: their places, a forward pass each. ``counts``: what other ranks must know, as JSON holds it."""
+
+    used: npt.NDArray[np.bool_]
+    batch: Batch
+    mask: Ragged | None
+    advantages: PerToken
+    behaviour: PerToken
+    columns: Mapping[str, PerToken]
+    parts: Sequence[npt.NDArray[np.int64]]
+    counts: dict[str, float]
+
+
+def share_of(
+    batch: Batch, algorithm: Algorithm, *, vocabulary: int, context: int | None, tokens: int | None, packed: bool = False
+) -> Share:  # fmt: skip
+    """Of the rows of ``batch``, whole groups, those that ``algorithm`` trains; in passes of at most ``tokens`` input tokens.
+    Raises SchemaError naming rows that cannot be trained on, EngineError for advantages that are none."""
+    if not batch.rows:
+        none = PerToken(np.zeros(0, np.float32), np.zeros(0, np.int64), by_row=True)
+        return Share(np.zeros(0, np.bool_), batch, None, none, none, {}, (), _counts(batch, 0, 0, 0))
+    check_tokens(batch, vocabulary=vocabulary, context=context)
+    check_training(batch)
+    advantages = checked_advantages(algorithm.advantages(batch), batch, algorithm)
+    used = advantages.nonzero if algorithm.drop_zero_advantage else np.ones(batch.rows, np.bool_)
+    rows = np.flatnonzero(used)
+    chosen, mask = batch.take(rows), None
+    if len(rows):
+        mask = loss_mask(chosen)
+    behaviour = PerToken.of(chosen.ragged("logprobs")).masked(mask)
+    columns = {name: each.masked(mask) for name, each in extra_columns(algorithm.needs, chosen).items()}
+    parts = split(chosen, tokens=tokens, packed=packed)
+    counts = _counts(batch, len(rows), int(behaviour.lengths.sum()), len(parts))
+    return Share(used, chosen, mask, advantages.take(rows).masked(mask), behaviour, columns, parts, counts)
+
+
+def _counts(batch: Batch, used: int, tokens: int, passes: int) -> dict[str, float]:
+    found: dict[str, float] = {"rows": batch.rows, "used": used, "tokens": tokens, "passes": passes}
+    if not batch.rows:
+        return found | {"length": 0, "reward": 0.0, "spread": 0.0}
+    rewards = batch.array("reward").astype(np.float64)
+    length = int(batch.ragged("response_ids").lengths.sum())
+    spread = float(((rewards - rewards.mean()) ** 2).sum())
+    return found | {"length": length, "reward": float(rewards.sum()), "spread": spread}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The whole step. ``tokens``: that are trained; ``rows``, ``used``: all, and those that are trained. ``passes``: of the rank that
+    has the most, which all ranks make, since the layers of a sharded model meet in each."""
+
+    rows: int
+    used: int
+    tokens: int
+    passes: int
+    metrics: dict[str, float]
+
+    @classmethod
+    def of(cls, counts: Sequence[Mapping[str, Any]]) -> Whole:
+        """Metrics: mean and standard deviation of the rewards, mean length of responses, rows and tokens that are trained."""
+        total = {name: sum(each[name] for each in counts) for name in counts[0]}
+        rows = int(total["rows"])
+        mean = total["reward"] / max(rows, 1)
+        # of all rows: within ranks, and between them
+        spread = total["spread"] + sum(c["rows"] * (c["reward"] / c["rows"] - mean) ** 2 for c in counts if c["rows"])
+        return cls(
+            rows, int(total["used"]), int(total["tokens"]), max(int(each["passes"]) for each in counts),
+            {
+                "reward": mean, "reward_std": math.sqrt(spread / max(rows, 1)),
+                "response_tokens": total["length"] / max(rows, 1),
+                "rows_used": float(total["used"]), "tokens": float(total["tokens"]),
+            },
+        )  # fmt: skip

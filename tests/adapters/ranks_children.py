@@ -1,0 +1,83 @@
+"""One of the ranks that tests of Ranks ask: ``python ranks_children.py WHAT``. It says what it found as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from asyncflow_sdk.errors import SchemaError
+from asyncflow_torch.ranks import Ranks
+
+
+def words(ranks: Ranks) -> object:
+    return ranks.gather({"rank": ranks.rank, "text": "ü" * ranks.rank, "odd": [None, float("inf")]})
+
+
+def one_refuses(ranks: Ranks) -> object:
+    """And all go on after it."""
+
+    def look() -> int:
+        if ranks.rank == 1:
+            raise SchemaError("rows 7 are odd")
+        return ranks.rank
+
+    found = []
+    try:
+        with ranks.calling("first"):
+            ranks.together(look)
+    except SchemaError as error:
+        found.append(str(error))
+    with ranks.calling("second"):
+        found.append(ranks.together(lambda: ranks.rank))
+    return found
+
+
+def one_fails(ranks: Ranks) -> object:
+    """In the middle of a call, while the others are in a collective."""
+    with ranks.calling("third"):
+        if ranks.rank == 1:
+            raise MemoryError("no room for gradients")
+        dist.all_reduce(torch.ones(3))
+    return None
+
+
+def one_dies(ranks: Ranks) -> object:
+    with ranks.calling("fourth"):
+        if ranks.rank == int(os.environ["DIES"]):
+            os._exit(3)
+        dist.all_reduce(torch.ones(3))
+    return None
+
+
+def one_hangs(ranks: Ranks) -> object:
+    with ranks.calling("fifth"):
+        if ranks.rank == 1:
+            print(json.dumps("asleep"), flush=True)
+            time.sleep(600)
+        dist.all_reduce(torch.ones(3))
+    return None
+
+
+def main() -> None:
+    ranks = Ranks.join("cpu", timeout_s=float(os.environ.get("TIMEOUT_S", "60")))
+    again = None
+    try:
+        found = globals()[sys.argv[1]](ranks)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        try:
+            with ranks.calling("another"):
+                again = "went on"
+        except Exception as error:
+            again = str(error)
+    print(json.dumps([found, again]), flush=True)
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
