@@ -151,9 +151,13 @@ def train(
     batch_size: Annotated[int, typer.Option(min=0, help="Rows of a step; 0 where the task is declared already.")] = 0,
     export: Annotated[str, typer.Option(help="Folder for the model in the end.", metavar="PATH")] = "",
     transport: Annotated[str, typer.Option(help="By which new weights travel.")] = "auto",
+    world_size: Annotated[
+        int,
+        typer.Option(min=1, help="Ranks to start here. Under torchrun and the like each is one process of theirs."),
+    ] = 1,
     options: _Set = None,
 ) -> None:
-    """Train, and publish each version."""
+    """Train, and publish each version. Where RANK and WORLD_SIZE are set, as torchrun sets them, as that rank."""
     from ..types import Weights
     from ..workflow import Train
 
@@ -162,8 +166,25 @@ def train(
         _from_file(call, "train")
         return
     _need("train", engine=engine)
-    spec = Train(engine, model=model, weights=Weights(transport=transport), **call.place, **named_options(options))
-    _work(call, spec, batch_size, export=export)
+    spec = Train(
+        engine, model=model, weights=Weights(transport=transport), world_size=world_size, **call.place,
+        **named_options(options),
+    )  # fmt: skip
+    _train(call, spec, batch_size, export=export)
+
+
+def _train(call: _Call, spec: Any, batch_size: int, **job: Any) -> None:
+    """As a whole, or as the rank that the environment names: then ending the others, and starting again, is for its launcher."""
+    from ..workflow.ranks import own_rank
+
+    rank = own_rank()
+    if rank is not None:
+        if spec.world_size not in (1, rank.world_size):
+            raise ConfigError(
+                f"world_size is {spec.world_size}, and the environment has WORLD_SIZE={rank.world_size}: say the same"
+            )
+        spec.world_size, spec.place = rank.world_size, replace(spec.place, max_restarts=0)
+    _work(call, spec, batch_size, rank=rank, **job)
 
 
 def _from_file(call: _Call, task: str) -> None:
@@ -187,7 +208,7 @@ def _from_file(call: _Call, task: str) -> None:
             _work(call, each)
             return
     if task == "train":
-        _work(call, flow.train, flow.batch_size, weights=flow.weights)
+        _train(call, flow.train, flow.batch_size, weights=flow.weights)
         return
     known = ", ".join(map(repr, [*(r.task for r in flow.rollouts), *(s.task for s in flow.stages), flow.train.task]))
     raise ConfigError(f"{call.file} has no task {task!r}; it has: {known}")
@@ -207,14 +228,18 @@ def _work(call: _Call, spec: Any, batch_size: int = 0, **job: Any) -> None:
         if batch_size:
             run.declare(spec, batch_size)
         workers = run.start(spec, **job)
+        alone = job.get("rank") is None
         if len(workers) != call.replicas and spec.task != "train":
             workers = run.scale(spec, call.replicas)
         for each in workers:
-            say(f"{each.name} joins {call.address} as process {each.pid}; log: {each.order.log}")
+            say(f"{', '.join(each.pids)} joins {call.address} as process {each.pid}; log: {each.order.log}")
         try:
             for each in workers:
                 run.wait(each)
         except KeyboardInterrupt:
+            if not alone:  # the others may be gone, and it would wait for them
+                run.stop_workers()
+                raise
             say("leaving: what is held is finished first; Ctrl-C again stops at once")
             run.dismiss_workers()
             for each in workers:

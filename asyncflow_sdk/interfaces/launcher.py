@@ -111,6 +111,10 @@ class Launcher(abc.ABC):
     """Starts workers. Made without arguments by its plugin's factory, once for each run that asks for it by name. A worker
     ends with its driver, however that ends: it is for the launcher to see to."""
 
+    ranks: bool = False
+    """Whether it can start the ranks of one trainer: processes of the driver's host, each with the environment of its place. They
+    find each other at an address of this host that is in it."""
+
     def check(self, place: Place) -> None:
         """Raises ConfigError for what cannot be had: called for each place before a worker is started there. Optional."""
 

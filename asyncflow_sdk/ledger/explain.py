@@ -28,6 +28,8 @@ def explain(ledger: State, waiter: Waiter, now: float) -> str:
         return f"{waited}no version newer than {command.after}; {_why_no_version(ledger, now)}"
     if isinstance(command, cmd.AwaitLost):
         return f"{waited}none of the rows this session has leased has ended"
+    if isinstance(command, cmd.Meet):
+        return f"{waited}{_who_has_not_come(ledger, waiter, now)}"
     if isinstance(command, cmd.Announce):
         return f"{waited}version {command.version} comes after another one; {why_not_there(ledger, now)}"
     if isinstance(command, cmd.Swap):
@@ -41,6 +43,26 @@ def explain(ledger: State, waiter: Waiter, now: float) -> str:
             return f"{waited}the queue has all the rows that {ahead} can take"
         return f"{waited}the queue has all the rows its steps can take"
     return f"{waited}task {command.task!r} has {_what_there_is(ledger, command)}; {_why_task(ledger, waiter, now)}"
+
+
+def _who_has_not_come(ledger: State, waiter: Waiter, now: float) -> str:
+    """Which ranks are not where this one waits for them, and what they say they do."""
+    command = waiter.command
+    there = [
+        each
+        for each in ledger.waiters.get(waiter.place, {}).values()
+        if each.command.world_size == command.world_size
+    ]
+    here = {command.rank, *(each.command.rank for each in there if each.command.what == command.what)}
+    absent = sorted(set(range(command.world_size)) - here)
+    elsewhere = "".join(
+        f"; rank {each.command.rank} ({ledger._name(each.session)}) waits at {each.command.what!r}"
+        for each in there
+        if each.command.rank in absent
+    )
+    ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {command.world_size} of team {command.team!r}"
+    holding = "" if elsewhere or command.team not in ledger.tasks else _holding(ledger, [command.team], now)
+    return f"{ranks} did not come to {command.what!r} yet{elsewhere}" + (f"; {holding}" if holding else "")
 
 
 def _what_there_is(ledger: State, command: cmd.Lease) -> str:

@@ -6,7 +6,7 @@ command follows the rows it names, never the rows alive. Not thread-safe: one th
 
 Built in layers, each adding the commands of one idea to the one below:
 state → noticing → ending → policing → stepping → choosing → leasing → finishing → teaming → intake → publishing → versioning → swapping
-→ rolling_back → losing → resuming → ledger.
+→ rolling_back → losing → resuming → meeting → ledger.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost
 from . import commands as cmd
 from .commands import TERMINAL, Ids
 from .explain import explain
+from .meeting import Meeting, meeting_place
 from .records import Effects, Session, Waiter
 from .reporting import report
-from .resuming import Resuming
 
 
-class Ledger(Resuming):
+class Ledger(Meeting):
     """See the module docstring. ``now`` is ledger seconds, never falling."""
 
     def __init__(self) -> None:
@@ -60,6 +60,7 @@ class Ledger(Resuming):
             cmd.Checkpoint: self._checkpoint,
             cmd.Resume: self._resume,
             cmd.GetCut: self._get_cut,
+            cmd.Meet: self._meet,
             cmd.GetPut: self._get_put,
         }
 
@@ -219,4 +220,6 @@ def _place(command: cmd.Command) -> str:
     """Where a parked command waits."""
     if isinstance(command, cmd.Lease):
         return f"task {command.task}"
+    if isinstance(command, cmd.Meet):
+        return meeting_place(command.team)
     return PLACES[type(command)]

@@ -72,6 +72,15 @@ class Held:
     def session_of(self, rank: int) -> int:
         return self.session if self.crew is None else self.crew.members[rank]
 
+    def left_of(self, session: int) -> int:
+        """Rows that one of those that hold it has still to do something with."""
+        crew = self.crew
+        if crew is None:
+            return self.left
+        ranks = [rank for rank, member in enumerate(crew.members) if member == session and rank not in crew.done]
+        spans = [(rank, crew.span(rank)) for rank in ranks]
+        return sum(span.stop - span.start - int(np.sum(crew.seen.get(rank, 0))) for rank, span in spans)
+
     @property
     def over(self) -> bool:
         """Whether nobody has anything left to say of it."""

@@ -95,7 +95,7 @@ def _session(session: Session, now: float) -> SessionStatus:
         age_s=now - session.since,
         loaded=session.loaded,
         leases=len(session.leases),
-        rows=sum(held.left for held in session.leases.values()),
+        rows=sum(held.left_of(session.id) for held in session.leases.values()),
         task=oldest.task if oldest is not None else "",
         held_s=now - oldest.since if oldest is not None else 0.0,
         replica=session.replica is not None,
@@ -143,4 +143,6 @@ def _verb(command: cmd.Command) -> str:
         return f"publish {command.version}"
     if isinstance(command, cmd.Swap):
         return f"load {command.version}"
+    if isinstance(command, cmd.Meet):
+        return f"meet at {command.what}"
     return "lost" if isinstance(command, cmd.AwaitLost) else "wanted"

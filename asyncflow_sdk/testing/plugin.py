@@ -8,6 +8,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
     return [
         AdapterSpec(kind="rollout", name="echo", factory="asyncflow_sdk.testing.echo:EchoRollout"),
         AdapterSpec(kind="train", name="echo", factory="asyncflow_sdk.testing.echo:EchoTrain"),
+        AdapterSpec(kind="train", name="echo-ranks", factory="asyncflow_sdk.testing.echo_ranks:EchoRanks"),
         AdapterSpec(
             kind="rollout",
             name="timed",

@@ -1,6 +1,6 @@
 """Plain values: columns and batches, spans, manifests, events, and what users choose."""
 
-from .ages import TokenAges, token_ages
+from .ages import AgeSums, TokenAges, token_ages
 from .batch import Batch
 from .columns import Column, ColumnSpec, Values, pack, unpack
 from .config import Checkpoint, Sampling, Staleness, Weights
@@ -25,6 +25,7 @@ from .spans import (
 __all__ = [
     "LOSS_MASK",
     "VERSION_SPANS",
+    "AgeSums",
     "Batch",
     "Checkpoint",
     "Chunk",

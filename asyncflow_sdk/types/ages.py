@@ -6,8 +6,10 @@ ages.in_flight + ages.in_queue == ages.total
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,12 +34,43 @@ class TokenAges(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         """What a step says of them: mean and most, of all and of both parts."""
-        parts = {"staleness": self.total, "staleness_in_flight": self.in_flight, "staleness_in_queue": self.in_queue}
+        return AgeSums.of(self).metrics()
+
+
+class AgeSums(NamedTuple):
+    """What is told of ages, so that shards of a step can be put together. ``parts``: by name, the sum and the most."""
+
+    tokens: int
+    parts: dict[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, ages: TokenAges) -> AgeSums:
+        named = {"staleness": ages.total, "staleness_in_flight": ages.in_flight, "staleness_in_queue": ages.in_queue}
+        tokens = len(ages.total)
+        return cls(tokens, {name: (int(each.sum()), int(each.max())) for name, each in named.items() if tokens})
+
+    @classmethod
+    def all(cls, packed: Iterable[bytes]) -> AgeSums:
+        """Of several shards, each as ``packed`` gave it."""
+        shards = [shard for each in packed if (shard := msgspec.msgpack.decode(each, type=cls)).tokens]
+        names = shards[0].parts if shards else ()
+        return cls(
+            sum(shard.tokens for shard in shards),
+            {
+                name: (sum(shard.parts[name][0] for shard in shards), max(shard.parts[name][1] for shard in shards))
+                for name in names
+            },
+        )
+
+    def packed(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    def metrics(self) -> dict[str, float]:
+        """Mean and most of each part."""
         return {
             f"{name}_{what}": float(value)
-            for name, ages in parts.items()
-            if len(ages)
-            for what, value in (("mean", ages.mean()), ("max", ages.max()))
+            for name, (total, most) in self.parts.items()
+            for what, value in (("mean", total / self.tokens), ("max", most))
         }
 
 

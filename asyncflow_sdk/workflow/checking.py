@@ -21,6 +21,7 @@ from ..weights.publisher import check_publishing
 from .dataflow import Dataflow, Node
 from .planning import planned
 from .policy import rows_needed
+from .ranks import check_ranks
 from .specs import Rollout, Stage, Train
 from .supervise import launcher_named
 from .text import Text, token_ids
@@ -135,7 +136,7 @@ def _find(flow: Workflow, problems: Problems) -> None:
         if isinstance(stage.work, (Logprobs, Generate)) and _is_here(stage.task):
             _check_engine("stage", stage.work, stage.place, problems, *key, "work")
         _check_here(stage, problems, *key)
-    _check_place("train", flow.train.place, problems, "train")
+    _check_place("train", flow.train.place, problems, "train", world_size=flow.train.world_size)
     if _is_here(flow.train.task):
         _check_engine("train", flow.train, flow.train.place, problems, "train")
     if all(_is_here(rollout.task) or not _lacks_model(rollout) for rollout in flow.rollouts):
@@ -191,6 +192,11 @@ def _check_numbers(flow: Workflow, problems: Problems) -> None:
             f" epochs={flow.epochs}: no step can fill; use batch_size={rows} or less, more prompts, or more epochs",
             "batch_size",
         )
+    if flow.batch_size < flow.train.world_size:
+        problems.add(
+            f"a step of {flow.batch_size} rows cannot be dealt out to world_size={flow.train.world_size} ranks",
+            "batch_size",
+        )
     if flow.train.place.max_restarts and flow.checkpoint is None:
         problems.add(
             f"train has max_restarts={flow.train.place.max_restarts}, and a trainer that is started again without a"
@@ -202,13 +208,13 @@ def _check_numbers(flow: Workflow, problems: Problems) -> None:
             flow.train.algorithm.check(group_size=size)
 
 
-def _check_place(where: str, place: Place, problems: Problems, *key: str | int) -> None:
+def _check_place(where: str, place: Place, problems: Problems, *key: str | int, world_size: int = 1) -> None:
     if _role.get() is not None:
         return
     try:
-        problems.launcher(place.launcher).check(place)
+        check_ranks(problems.launcher(place.launcher), place, world_size)
     except (ConfigError, PluginError) as error:
-        about = [name for name in ("python", "cpus", "gpus", "env") if f"{name}=" in str(error)]
+        about = [name for name in ("python", "cpus", "gpus", "env", "launcher") if f"{name}=" in str(error)]
         problems.add(f"{where}: {error}", *key, *(about[:1] or ["launcher"]))
 
 

@@ -38,6 +38,7 @@ from ..memory import sync_directory
 from ..queue import TransferQueue
 from ..queue._once import drive
 from ..types import events as ev
+from .meeting import Meeting
 
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -77,17 +78,23 @@ class Damaged(Exception):
 
 
 class Checkpoints:
-    """Those of one run, for its one trainer. ``keep``: so many, the newest; rows are kept for the oldest of them. Not
-    thread-safe."""
+    """Those of one run, for its one trainer. ``keep``: so many, the newest; rows are kept for the oldest of them. ``ranks``: of
+    a trainer of several, which all call the same at the same time, in a directory that all of them see. Not thread-safe."""
 
-    def __init__(self, queue: TransferQueue, directory: Path, keep: int = 2) -> None:
+    def __init__(self, queue: TransferQueue, directory: Path, keep: int = 2, ranks: Meeting | None = None) -> None:
         if keep < 1:
             raise ConfigError(f"keep must be 1 or more, not {keep}")
         self._queue, self.directory, self._keep = queue, directory, keep
+        self._ranks = ranks or Meeting()
 
     def resume(self) -> Point:
         """Go on from the newest checkpoint that is whole; without any from the start. Raises ConfigError where rows that would
         have to be trained again are gone."""
+        found = self._ranks.by_first("where training goes on", lambda: _packed(self._resume()))
+        path, step, version = msgspec.json.decode(found, type=tuple[str | None, int, int | None])
+        return Point(None if path is None else Path(path), step, version)
+
+    def _resume(self) -> Point:
         cut = self._cut()
         for left in self.directory.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -111,10 +118,18 @@ class Checkpoints:
     def save(self, save: Callable[[Path], None], *, last: bool = False) -> Path:
         """Have ``save`` write the engine's state of now, after the last acknowledged step. ``last``: no step follows, so none
         will be trained again. Raises MemoryFull when the disk is full, and what ``save`` raises; then nothing has changed."""
+        self._ranks.words("the acknowledgement of a step")
         cut = self._cut()
         path = self._path(cut.step)
-        if not (last and cut.step in self.steps()):
-            write(path, save, step=cut.step, version=cut.version, rows_put=cut.put)
+        again = self._ranks.by_first("a checkpoint", lambda: b"there" * (last and cut.step in self.steps()))
+        if not again:
+            write(path, save, step=cut.step, version=cut.version, rows_put=cut.put, ranks=self._ranks)
+        if self._ranks.first:
+            self._count(cut, path, last)
+        return path / "engine"
+
+    def _count(self, cut: cmd.Cut, path: Path, last: bool) -> None:
+        """A checkpoint is there: it counts, and older ones need not."""
         steps = [step for step in self.steps() if step <= cut.step][-self._keep :]
         covers = cut.step if last else steps[0] if len(steps) == self._keep else cut.covered
         self._send(cmd.Checkpoint(step=cut.step, covers=max(covers, cut.covered)))
@@ -122,7 +137,6 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
         for lost in self.directory.glob("lost-step-*"):
             shutil.rmtree(lost, ignore_errors=True)
-        return path / "engine"
 
     def steps(self) -> list[int]:
         """The steps that checkpoints go on with, in order; whole or not."""
@@ -159,14 +173,30 @@ class Checkpoints:
         connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level=level))
 
 
-def write(path: Path, save: Callable[[Path], None], *, step: int, version: int, rows_put: int) -> None:
-    """A checkpoint that is whole or not there, also when the host dies. Raises MemoryFull, and what ``save`` raises."""
-    part = path.with_name(f".{path.name}-{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
+def _packed(point: Point) -> bytes:
+    return msgspec.json.encode((None if point.path is None else str(point.path), point.step, point.version))
+
+
+def write(
+    path: Path, save: Callable[[Path], None], *, step: int, version: int, rows_put: int, ranks: Meeting | None = None
+) -> None:
+    """A checkpoint that is whole or not there, also when the host dies. Of several ``ranks`` each writes its part in the same
+    directory, and the first one the rest. Raises MemoryFull, and what ``save`` raises."""
+    ranks = ranks or Meeting()
+
+    def begin() -> bytes:
+        made = path.with_name(f".{path.name}-{os.getpid()}")
+        shutil.rmtree(made, ignore_errors=True)
+        (made / "engine").mkdir(parents=True)
+        return made.name.encode()
+
+    part = path.with_name(ranks.by_first(f"the folder for the checkpoint of step {step}", begin).decode())
+    engine = part / "engine"
     try:
-        engine = part / "engine"
-        engine.mkdir(parents=True)
-        save(engine)
+        with ranks.all_or_none(f"the checkpoint of step {step}"):
+            save(engine)
+        if not ranks.first:
+            return
         manifest = Manifest(
             format=FORMAT, sdk=__version__, step=step, version=version, rows_put=rows_put, files=_synced(engine)
         )
@@ -181,7 +211,8 @@ def write(path: Path, save: Callable[[Path], None], *, step: int, version: int, 
         part.rename(path)
         sync_directory(path.parent)
     except BaseException as error:
-        shutil.rmtree(part, ignore_errors=True)
+        if ranks.first:
+            shutil.rmtree(part, ignore_errors=True)
         if _is_full(error):
             raise MemoryFull(f"no room for a checkpoint in {path.parent}: {error}; the one before counts") from error
         raise

@@ -21,13 +21,14 @@ from ..queue._once import drive
 from ..types import Checkpoint, Event, Weights
 from ..types import events as ev
 from ..weights import AUTO
+from .ranks import Group, rank_name
 from .resuming import own_path
 from .specs import Rollout, Stage, Train
 from .supervise import GRACE_S, Worker, launcher_named
 from .threads import ThreadLauncher
 from .waiting import News
 from .work import FunctionWork
-from .worker import RolloutJob, StageJob, TrainJob, WorkerConfig, WorkerMain
+from .worker import Rank, RolloutJob, StageJob, TrainJob, WorkerConfig, WorkerMain
 
 Spec = Rollout | Stage | Train
 Job = RolloutJob | StageJob | TrainJob
@@ -41,6 +42,7 @@ class Crew:
     spec: Spec
     job: Job
     launcher: Launcher
+    rank: Rank | None = None
     workers: list[Worker] = field(default_factory=list)
 
     @property
@@ -74,11 +76,14 @@ class Crews:
         with self._lock:
             return [worker for crew in self._crews for worker in crew.workers]
 
-    def start(self, spec: Spec, **job: Any) -> list[Worker]:
-        """Start the workers of a spec. Raises ConfigError; then none of them runs."""
+    def start(self, spec: Spec, rank: Rank | None = None, **job: Any) -> list[Worker]:
+        """Start the workers of a spec; of a trainer of several ranks all, or the one that is ``rank``, where others start the
+        others. Raises ConfigError; then none of them runs."""
         launcher = self._launcher_of(spec)
+        if isinstance(spec, Train) and rank is None and spec.world_size > 1:
+            launcher = Group(launcher, spec.world_size)
         launcher.check(spec.place)
-        crew = Crew(spec, _job(spec, **job), launcher)
+        crew = Crew(spec, _job(spec, **job), launcher, rank)
         with self._lock:
             try:
                 for _ in range(getattr(spec, "replicas", 1)):
@@ -94,7 +99,7 @@ class Crews:
         with self._lock:
             crew = self._crew(which)
             if isinstance(crew.spec, Train):
-                raise ConfigError("a trainer is one worker; its ranks are its own. Scale rollouts and stages")
+                raise ConfigError("a trainer is one worker, of world_size= ranks. Scale rollouts and stages")
             if replicas < 0:
                 raise ConfigError(f"replicas must be 0 or more, not {replicas}")
             for worker in crew.staying[replicas:]:
@@ -106,7 +111,7 @@ class Crews:
     def dismiss(self, worker: Worker, grace_s: float) -> None:
         """Have a worker leave: it finishes what it holds within ``grace_s``, and what it has not goes back."""
         worker.leave(grace_s)
-        if not self._tell(worker.name):
+        if not sum(self._tell(name) for name in worker.pids):
             worker.stop()  # nobody is there yet who could hold anything
 
     def close(self) -> None:
@@ -136,7 +141,8 @@ class Crews:
             self._queue.flush()
 
     def gone(self, worker: Worker, why: str) -> None:
-        self._tell(worker.name, why)
+        for name in worker.pids:
+            self._tell(name, why)
 
     def failed(self, worker: Worker, error: WorkerFailed) -> None:
         if self.over:  # that is why, whatever it ended with
@@ -170,10 +176,13 @@ class Crews:
         number = self._counts.get(role, 0)
         self._counts[role] = number + 1
         name = f"{role}-{self._mark}{number}"
-        config = WorkerConfig(name, self._near, crew.job, own_path(), self._connection.wire.key)
-        order = WorkerOrder(
-            name=name, config=msgspec.json.encode(config), place=crew.spec.place, log=self._logs / f"{name}.log"
+        log = self._logs / f"{name}.log"
+        if crew.rank is not None:
+            name = rank_name(name, crew.rank.rank)
+        config = WorkerConfig(
+            name, self._near, crew.job, own_path(), self._connection.wire.key, rank=crew.rank or Rank()
         )
+        order = WorkerOrder(name=name, config=msgspec.json.encode(config), place=crew.spec.place, log=log)
         crew.workers.append(Worker(crew.launcher, order, role, self))
 
     def _crew(self, which: Spec | str) -> Crew:

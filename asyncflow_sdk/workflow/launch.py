@@ -30,6 +30,8 @@ _NO_MODULE = re.compile(r"No module named '?[\w.]+'?(?=\)?\s*$)")
 class ProcessLauncher(Launcher):
     """Local processes. ``cpus`` are those they are kept on, ``gpus`` those that CUDA shows them."""
 
+    ranks = True
+
     def check(self, place: Place) -> None:
         if place.python is not None and shutil.which(place.python) is None:
             raise ConfigError(

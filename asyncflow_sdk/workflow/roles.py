@@ -11,11 +11,12 @@ import numpy as np
 from ..errors import ConfigError, VersionGone
 from ..interfaces import TrainEngine
 from ..queue import TransferQueue
-from ..types import VERSION_SPANS, Batch, Probe, Ragged, Weights, one_version
+from ..types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_version
 from ..types import events as ev
 from ..weights import WeightPublisher
 from .checkpoint import Checkpoints, Point
 from .consumer import Consumer
+from .meeting import APART, Meeting
 
 
 def train(
@@ -27,41 +28,51 @@ def train(
     export: Path | None = None,
     checkpoints: Checkpoints | None = None,
     every: int = 50,
+    ranks: Meeting | None = None,
 ) -> None:
     """Train step after step until the stream ends, publishing each version; then export the policy, if the engine can.
 
     Publishes version 0 first, so that rollouts start from these very weights. With ``checkpoints`` it goes on from the newest,
     or begins anew where there is none; it makes one after ``every`` so many steps, and a last one. Without, where versions are
     published already (another trainer's, who died), it goes on with the next step from the weights ``engine`` has, and says so.
+
+    ``ranks``: this is one of several that train each step together, each its shard of one lease, and publish each version
+    together. What is said once is said by the first.
     """
-    connection = queue._port.connection
-    versions = _Versions(queue, engine, weights or Weights())
+    connection, ranks = queue._port.connection, ranks or Meeting()
+    shard = {"team": task, "rank": ranks.rank, "world_size": ranks.world_size}
+    versions = _Versions(queue, engine, weights or Weights(), ranks)
     try:
         versions.begin(_gone_on(engine, checkpoints) if checkpoints is not None else None)
-        for step in Consumer(queue, task, ahead=True):
+        for step in Consumer(queue, task, ahead=True, ranks=shard if ranks.world_size > 1 else None):
             began, cpu = time.monotonic(), time.process_time()
             result = engine.train_step(step)
             took, cpu_s = time.monotonic() - began, time.process_time() - cpu
             versions.publish(step.version + 1)
             ages = step.ages(step.index)
-            metrics = {name: float(value) for name, value in result.metrics.items()} | ages.metrics()
             connection.report(
                 ev.Span(
                     time_s=began, worker=connection.name, kind="train", seconds=took, rows=step.rows,
                     tokens=len(ages.total), version=step.version, cpu_s=cpu_s,
-                ),
-                ev.StepTrained(
-                    time_s=time.monotonic(), worker=connection.name, step=step.index, version=step.version,
-                    metrics=metrics,
-                ),
+                )
             )  # fmt: skip
+            every_rank = ranks.words(f"the end of step {step.index}", AgeSums.of(ages).packed())
+            if ranks.first:
+                metrics = {name: float(value) for name, value in result.metrics.items()}
+                metrics |= AgeSums.all(every_rank).metrics()
+                connection.report(
+                    ev.StepTrained(
+                        time_s=time.monotonic(), worker=connection.name, step=step.index, version=step.version,
+                        metrics=metrics,
+                    )
+                )  # fmt: skip
             step.ack(filtered=result.filtered)
             if checkpoints is not None and (step.index + 1) % every == 0:
-                _keep(queue, engine, checkpoints)
+                _keep(queue, engine, checkpoints, ranks)
         if checkpoints is not None:
-            _keep(queue, engine, checkpoints, last=True)
+            _keep(queue, engine, checkpoints, ranks, last=True)
         if export is not None:
-            _export(queue, engine, export)
+            _export(queue, engine, export, ranks)
     finally:
         queue.flush()
         versions.close()
@@ -75,12 +86,18 @@ def _gone_on(engine: TrainEngine, checkpoints: Checkpoints) -> Point:
     return point
 
 
-def _keep(queue: TransferQueue, engine: TrainEngine, checkpoints: Checkpoints, *, last: bool = False) -> None:
+def _keep(
+    queue: TransferQueue, engine: TrainEngine, checkpoints: Checkpoints, ranks: Meeting, *, last: bool = False
+) -> None:
     """A checkpoint that cannot be made costs the rows their memory, and a restart some steps; training goes on."""
     connection, began = queue._port.connection, time.monotonic()
     try:
         path = checkpoints.save(engine.save, last=last)
     except Exception as error:
+        if ranks.world_size > 1 and isinstance(error, APART):
+            raise
+        if not ranks.first:
+            return
         text = f"no checkpoint was made: {type(error).__name__}: {error}"
         connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="error"))
     else:
@@ -88,14 +105,17 @@ def _keep(queue: TransferQueue, engine: TrainEngine, checkpoints: Checkpoints, *
             time_s=began, worker=connection.name, kind="checkpoint", seconds=time.monotonic() - began,
             detail=path.parent.name,
         )  # fmt: skip
-        connection.report(span)
+        if ranks.first:
+            connection.report(span)
 
 
-def _export(queue: TransferQueue, engine: TrainEngine, path: Path) -> None:
+def _export(queue: TransferQueue, engine: TrainEngine, path: Path, ranks: Meeting) -> None:
     """Optional for engines: the run is through, and one that cannot has trained no worse."""
     try:
         engine.export(path)
     except NotImplementedError as error:
+        if not ranks.first:
+            return
         connection = queue._port.connection
         text = f"no model folder was written: {error}"
         connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
@@ -105,9 +125,11 @@ class _Versions:
     """What a trainer publishes: ``step.version + 1`` for each step. A rollback takes the number of a step that was leased before
     it, and withdraws the version that is on its way: then nothing is published for that step."""
 
-    def __init__(self, queue: TransferQueue, engine: TrainEngine, how: Weights) -> None:
-        self._queue, self._engine, self._probe = queue, engine, how.probe
-        self._publisher = WeightPublisher(queue, how.transport, dtype=how.dtype, **how.options)
+    def __init__(self, queue: TransferQueue, engine: TrainEngine, how: Weights, ranks: Meeting) -> None:
+        self._queue, self._engine, self._probe, self._ranks = queue, engine, how.probe, ranks
+        self._publisher = WeightPublisher(
+            queue, how.transport, rank=ranks.rank, world_size=ranks.world_size, dtype=how.dtype, **how.options
+        )
         self._last = -1
 
     def begin(self, point: Point | None) -> None:
@@ -149,6 +171,8 @@ class _Versions:
             self._warn(f"version {self._last} was withdrawn by a rollback")
 
     def _warn(self, what: str) -> None:
+        if not self._ranks.first:
+            return
         connection, name = self._queue._port.connection, type(self._engine).__name__
         text = f"{what}; this trainer goes on with the weights that its own {name} has"
         connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))

@@ -243,7 +243,7 @@ class Run:
                     stall.through = True
                     continue
                 why = str(stall) if late else f"after {timeout_s:g} s: {worker.name} has not ended"
-                raise DeadlineExceeded(f"{why}; {what_stands(self.queue.status(), worker.name)}")
+                raise DeadlineExceeded(f"{why}; {what_stands(self.queue.status(), *worker.pids)}")
             self._changed.wait(seen, left_s)
         self.check()
 

@@ -42,7 +42,7 @@ def described(flow: Workflow) -> dict[str, Any]:
         ],
         "train": {
             "engine": flow.train.engine, "model": flow.train.model, "options": flow.train.options,
-            "algorithm": _algorithm(flow.train),
+            "algorithm": _algorithm(flow.train), **({"world_size": flow.train.world_size} if flow.train.world_size > 1 else {}),
             "needs": flow.train.needs, "place": _placed(flow.train.place, 0),
         },
         "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in dataflow(flow).edges],
@@ -117,7 +117,8 @@ def _stage(stage: Stage) -> str:
 
 def _train(train: Train) -> str:
     (algorithm,) = _algorithm(train)
-    return f"engine {train.engine}{_of(train.model)}, {algorithm}{_options(train.options)}{_where(train.place, 0)}"
+    several = f" × {train.world_size} ranks" if train.world_size > 1 else ""
+    return f"engine {train.engine}{several}{_of(train.model)}, {algorithm}{_options(train.options)}{_where(train.place, 0)}"
 
 
 def _algorithm(train: Train) -> dict[str, Any]:

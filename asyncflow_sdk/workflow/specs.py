@@ -34,6 +34,8 @@ from .work import (
 RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS)
 
 WHOLE_GROUPS = SamplerSpec("whole_groups")
+SHARES = SamplerSpec("token_balanced", {"column": "response_ids", "whole_groups": True})
+"""How the rows of a step are dealt out to the ranks of a trainer."""
 _BATCH = 256
 _SMALL_BATCH = 32
 """Rows of a call where several run at a time, and of a lease of an engine."""
@@ -268,6 +270,10 @@ class Train(Described):
     that is the workflow's. ``needs``: columns that its batches have beside TRAIN_COLUMNS and those of its algorithm.
     ``options`` are the engine's own.
 
+    ``world_size``: so many processes train it together, its ranks: each gets its share of the rows of every step, in whole groups
+    and about as many tokens as the others, and finds the others as under torchrun. ``gpus`` are one a rank, by LOCAL_RANK;
+    ``cpus`` are shared out among them. When one dies all are ended, and started again together.
+
     ``algorithm``: the name of an installed one ("grpo"), "module:Class", a class, one of these with options
     (("grpo", {"clip_high": 0.3})), or an Algorithm that is a dataclass; GRPO by default. One that only the interpreter ``python``
     has is made there, and what it needs is to be said in ``needs``."""
@@ -281,6 +287,7 @@ class Train(Described):
         *,
         model: str | Path = "",
         algorithm: Any = None,
+        world_size: int = 1,
         needs: Sequence[str] = (),
         python: str | None = None,
         env: Mapping[str, str] | None = None,
@@ -292,7 +299,9 @@ class Train(Described):
         weights: Weights | None = None,
         **options: Any,
     ) -> None:
-        self.engine, self.model = engine_name(engine), str(model)
+        if world_size < 1:
+            raise ConfigError(f"world_size must be 1 or more, not {world_size}")
+        self.engine, self.model, self.world_size = engine_name(engine), str(model), world_size
         self.options = plain_options(self.engine, options)
         self.weights = weights
         self.algorithm_spec = algorithm_spec(algorithm)
@@ -317,4 +326,5 @@ class Train(Described):
         return other
 
     def declare(self, batch_rows: int) -> TaskSpec:
-        return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=600.0)
+        shares = SHARES if self.world_size > 1 else None
+        return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=600.0, sampler=shares)

@@ -13,6 +13,7 @@ from ..interfaces import Launcher, WorkerEnding, WorkerHandle, WorkerOrder
 from ..plugins import registry
 from ..types import Event
 from ..types import events as ev
+from .ranks import GroupEnding, Together
 
 BACKOFF_S = 0.5
 BACKOFF_MOST_S = 30.0
@@ -69,8 +70,14 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process as it is now, on its host."""
+        """The process as it is now, on its host; of several ranks that of the first."""
         return self._handle.pid
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Its processes as they are now, by the names that the run knows them by: one, or those of its ranks."""
+        handle = self._handle
+        return dict(handle.pids) if isinstance(handle, Together) else {self.name: handle.pid}
 
     @property
     def host(self) -> str:
@@ -126,9 +133,7 @@ class Worker:
             began, ending = time.monotonic(), self._wait()
             lived_s = time.monotonic() - began
             if ending.status or self._stopping.is_set():
-                self._boss.gone(
-                    self, f"its worker {_how(ending.status)}" if ending.status else "its worker was stopped"
-                )
+                self._boss.gone(self, f"its worker {_how(ending)}" if ending.status else "its worker was stopped")
             if not ending.status or self._stopping.is_set() or self.leaving:
                 self._say("stopped")
                 return
@@ -136,12 +141,12 @@ class Worker:
                 restarts = 0
             if ending.comes_again or restarts >= place.max_restarts or self._boss.over:
                 again = f" after {restarts} restarts" if restarts else ""
-                self._fail(_how(ending.status) + again, ending.text)
+                self._fail(_how(ending) + again, ending.text)
                 return
             wait_s = back_off(wait_s, lived_s)
             restarts += 1
             again = f"restart {restarts} of {place.max_restarts} in {wait_s:g} s"
-            self._say("restarting", f"{_how(ending.status)}; {again}")
+            self._say("restarting", f"{_how(ending)}; {again}")
             if self._last.wait(wait_s):
                 self._say("stopped")
                 return
@@ -163,9 +168,10 @@ class Worker:
         self._boss.failed(self, WorkerFailed(f"worker {self.name!r} {how}", self.name, text))
 
     def _say(self, state: str, detail: str = "") -> None:
-        self._boss.report(
-            ev.WorkerState(time_s=time.monotonic(), worker=self.name, state=state, pid=self.pid, detail=detail)
-        )
+        for name, pid in self.pids.items():
+            self._boss.report(
+                ev.WorkerState(time_s=time.monotonic(), worker=name, state=state, pid=pid, detail=detail)
+            )
 
 
 def back_off(waited_s: float, lived_s: float) -> float:
@@ -176,10 +182,11 @@ def back_off(waited_s: float, lived_s: float) -> float:
     return min(BACKOFF_MOST_S, 2 * waited_s)
 
 
-def _how(status: int) -> str:
+def _how(ending: WorkerEnding) -> str:
+    status, who = ending.status, f"rank {ending.rank} " if isinstance(ending, GroupEnding) else ""
     if status < 0:
         try:
-            return f"was killed by {signal.Signals(-status).name}"
+            return f"{who}was killed by {signal.Signals(-status).name}"
         except ValueError:
-            return f"was killed by signal {-status}"
-    return f"ended with status {status}"
+            return f"{who}was killed by signal {-status}"
+    return f"{who}ended with status {status}"

@@ -15,15 +15,15 @@ ENDING_S = 3600.0
 """What a trainer may take after its last step, for a last checkpoint and its model, where a stall is not given longer."""
 
 
-def what_stands(report: StatusReport, worker: str = "") -> str:
-    """Who waits for what and since when; where nobody does, who has held rows the longest. ``worker``: what it waits for, or
-    holds, comes first."""
+def what_stands(report: StatusReport, *workers: str) -> str:
+    """Who waits for what and since when; where nobody does, who has held rows the longest. ``workers``: what they wait for, or
+    hold, comes first."""
     own = [
         f"{each.name} has held {each.rows} rows of task {each.task!r} for {each.held_s:.1f} s"
         for each in report.sessions
-        if each.name == worker and each.rows
+        if each.name in workers and each.rows
     ]
-    first = sorted(report.waiting, key=lambda name: name != worker)
+    first = sorted(report.waiting, key=lambda name: name not in workers)
     waits = [f"{name} waits {report.waiting[name]}" for name in first]
     more = f"; {len(waits) - MOST} more wait" if len(waits) > MOST else ""
     if own or waits:

@@ -89,6 +89,13 @@ class TrainJob(msgspec.Struct, frozen=True, tag="train"):
     """The columns of its batches."""
 
 
+class Rank(msgspec.Struct, frozen=True):
+    """Which of the processes of one trainer this is."""
+
+    rank: int = 0
+    world_size: int = 1
+
+
 class WorkerConfig(msgspec.Struct, frozen=True):
     """What a worker is told: its name, the server, and its job."""
 
@@ -101,6 +108,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """What the driver itself came in with, from another host."""
     plugins: dict[str, str] = msgspec.field(default_factory=plugin_choice)
     """The variables by which the driver's plugins were chosen."""
+    rank: Rank = Rank()
 
 
 class WorkerMain:
@@ -111,7 +119,7 @@ class WorkerMain:
         self.config = msgspec.json.decode(config, type=WorkerConfig)
         self.directory = directory_at(self.config.address)
         """Where the run's shared memory lies, as soon as that is known and where it is in sight."""
-        self._work = work or (lambda queue: _work(queue, self.config.job))
+        self._work = work or (lambda queue: _work(queue, self.config.job, self.config.rank))
         self._connection: Connection | None = None
         self._leaving = False
 
@@ -196,9 +204,10 @@ def _ending(error: BaseException) -> WorkerEnding:
     return WorkerEnding(FATAL_STATUS if isinstance(error, FATAL) else 1, text)
 
 
-def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob) -> None:
+def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob, rank: Rank) -> None:
     from . import roles
     from .checkpoint import Checkpoints
+    from .meeting import Meeting
     from .stages import stage
 
     connection = queue._port.connection
@@ -217,10 +226,11 @@ def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob) -> None:
             )
         engine = make_engine("train", job.engine, model=job.model, algorithm=algorithm, **job.options)
         _state(connection, "ready")
-        checkpoints = Checkpoints(queue, Path(job.checkpoints), job.keep) if job.checkpoints else None
+        ranks = Meeting(queue, "train", rank.rank, rank.world_size)
+        checkpoints = Checkpoints(queue, Path(job.checkpoints), job.keep, ranks) if job.checkpoints else None
         roles.train(
             queue, engine, weights=job.weights, export=Path(job.export) if job.export else None,
-            checkpoints=checkpoints, every=job.every,
+            checkpoints=checkpoints, every=job.every, ranks=ranks,
         )  # fmt: skip
     else:
         asyncio.run(_rollout(queue, job))

@@ -49,7 +49,7 @@ from .run import (
     Sampling,
     TaskSpec,
 )
-from .training import Checkpoint, Cut, GetCut, Resume, Resumed
+from .training import Checkpoint, Cut, GetCut, Meet, Met, Resume, Resumed
 from .unions import AnyCommand, AnyReply
 from .versions import (
     Announce,
@@ -114,6 +114,8 @@ __all__ = [
     "LoadFirst",
     "Loaded",
     "Lost",
+    "Meet",
+    "Met",
     "NotLoaded",
     "OpenPublisher",
     "ParkedStatus",

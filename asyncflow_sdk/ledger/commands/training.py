@@ -1,4 +1,4 @@
-"""What a trainer says of the steps that it has kept for good, and of those that it trains again."""
+"""What a trainer says of the steps that it has kept for good, and of those that it trains again; and where its ranks meet."""
 
 from __future__ import annotations
 
@@ -46,3 +46,21 @@ class Cut(Reply, frozen=True, tag="cut"):
     covered: int
     put: int
     checkpoints: bool
+
+
+class Meet(Command, frozen=True, tag="meet"):
+    """A rank has come to ``what``, and goes on when every rank of ``team`` has. Answered with ``Met``. Whoever joined last in a
+    rank's name is that rank. ``word``: for the others."""
+
+    team: str
+    what: str
+    rank: int
+    world_size: int
+    word: bytes = b""
+    timeout_s: float = 0.0
+
+
+class Met(Reply, frozen=True, tag="met"):
+    """All are there. ``words``: of each rank."""
+
+    words: tuple[bytes, ...]

@@ -1,0 +1,159 @@
+"""An echo train engine of several ranks: the contract of a sharded one at no cost, without torch.
+
+It is told where its ranks find each other as under torchrun: by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import AsyncFlowError, by_name
+from ..interfaces import StepResult
+from ..types import Batch, Shard
+from .echo import EchoTrain, weights
+
+MEET_S = 60.0
+
+
+class Gather:
+    """An all-gather of words between ranks, over sockets: rank 0 has all others' connections, hears one word of each, and sends
+    all back. ``deaf``: a rank that waits does not notice that another has gone, as in many a collective of a device."""
+
+    def __init__(self, deaf: bool = False) -> None:
+        self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._deaf = deaf
+        self._lines: list[tuple[socket.socket, Any]] = []
+        if self.world_size == 1:
+            return
+        at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if self.rank:
+            self._add(_reached(at))
+            self._send(0, self.rank)
+            return
+        with socket.create_server(at) as server:
+            server.settimeout(MEET_S)
+            while len(self._lines) < self.world_size - 1:
+                self._add(server.accept()[0])
+        ranks = [self._hear(line) for line in range(len(self._lines))]
+        self._lines = [line for _, line in sorted(zip(ranks, self._lines, strict=True), key=lambda pair: pair[0])]
+
+    def __call__(self, word: Any) -> list[Any]:
+        """The word of every rank, when all have said theirs."""
+        if self.world_size == 1:
+            return [word]
+        if self.rank:
+            self._send(0, word)
+            words: list[Any] = self._hear(0)
+            return words
+        words = [word, *(self._hear(line) for line in range(len(self._lines)))]
+        for line in range(len(self._lines)):
+            self._send(line, words)
+        return words
+
+    def close(self) -> None:
+        for sock, file in self._lines:
+            file.close()
+            sock.close()
+
+    def _add(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        self._lines.append((sock, sock.makefile("rb")))
+
+    def _send(self, line: int, word: Any) -> None:
+        self._lines[line][0].sendall(json.dumps(word).encode() + b"\n")
+
+    def _hear(self, line: int) -> Any:
+        said = self._lines[line][1].readline()
+        while not said and self._deaf:
+            time.sleep(3600.0)
+        if not said:
+            raise ConnectionError(f"rank {line + 1 if not self.rank else 0} is gone")
+        return json.loads(said)
+
+
+def _reached(at: tuple[str, int]) -> socket.socket:
+    until = time.monotonic() + MEET_S
+    while True:
+        try:
+            return socket.create_connection(at, MEET_S)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+
+
+class EchoRanks(EchoTrain):
+    """``EchoTrain`` in ``world_size`` processes: each looks at its own rows, and a step is one of all or of none. Gives the larger
+    tensors as one piece a rank. ``die_at``: the rank ``die`` ends in this step as by kill -9; ``deaf``: the others do not
+    notice."""
+
+    def __init__(
+        self, model: str = "", *, algorithm: Any = None, delay_s: float = 0.0, fail_at: int = -1, shifted: bool = False,
+        deaf: bool = False, die_at: int = -1, die: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(model, algorithm=algorithm, delay_s=delay_s, fail_at=fail_at, shifted=shifted)
+        self._gather = Gather(deaf)
+        self._die_at = die_at if self._gather.rank == die else -1
+
+    @property
+    def rank(self) -> int:
+        return self._gather.rank
+
+    def train_step(self, batch: Batch) -> StepResult:
+        if self.steps == self._die_at:
+            os.kill(os.getpid(), 9)
+        error: Exception | None = None
+        try:
+            if batch.rows:
+                super().train_step(batch)
+            else:
+                self.steps += 1
+        except Exception as own:
+            error = own
+        word = {"error": None if error is None else [type(error).__name__, str(error)], "rows": batch.rows}
+        every = self._gather(word | {"reward": float(batch.array("reward").sum()) if not error else 0.0})
+        failed = [each["error"] for each in every if each["error"]]
+        if failed:
+            self.steps -= error is None
+            raise error or _raised(*failed[0])
+        rows = [each["rows"] for each in every]
+        reward = sum(each["reward"] for each in every) / max(sum(rows), 1)
+        return StepResult({"reward": reward, "rows": float(sum(rows)), "rows_most": float(max(rows))})
+
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        size, rank = self._gather.world_size, self.rank
+        for name, whole in weights(self.steps).items():
+            if not whole.ndim or len(whole) < size:
+                if not rank:
+                    yield name, whole
+                continue
+            first, last = len(whole) * rank // size, len(whole) * (rank + 1) // size
+            yield name, Shard(whole[first:last], (first, *([0] * (whole.ndim - 1))), whole.shape)
+
+    def save(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"rank-{self.rank}.json").write_text(json.dumps({"steps": self.steps}))
+        self._gather("saved")
+
+    def load(self, path: Path) -> None:
+        found = json.loads((path / "rank-0.json").read_text())["steps"]
+        self.steps, self._shifted = int(np.unique([found, *self._gather(found)]).item()), True
+
+    def export(self, path: Path) -> None:
+        self.save(path)
+
+    def close(self) -> None:
+        self._gather.close()
+
+
+def _raised(name: str, text: str) -> Exception:
+    error = by_name(name, text)
+    return error if type(error) is not AsyncFlowError else RuntimeError(text)
