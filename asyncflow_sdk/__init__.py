@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .algorithms import CISPO as CISPO
+    from .algorithms import DAPO as DAPO
     from .algorithms import GRPO as GRPO
+    from .algorithms import GSPO as GSPO
+    from .algorithms import KL as KL
+    from .algorithms import PPO as PPO
+    from .algorithms import Critic as Critic
+    from .algorithms import DrGRPO as DrGRPO
+    from .algorithms import OffPolicy as OffPolicy
+    from .algorithms import Overlong as Overlong
+    from .algorithms import PolicyGradient as PolicyGradient
+    from .algorithms import dynamic_sampling as dynamic_sampling
     from .cli.live import LiveView as LiveView
     from .cli.report import write_report as write_report
     from .errors import AsyncFlowError as AsyncFlowError
@@ -110,7 +121,18 @@ _WHERE = {
     "Completion": "interfaces",
     "Completions": "interfaces",
     "Filling": "interfaces",
+    "CISPO": "algorithms",
+    "DAPO": "algorithms",
     "GRPO": "algorithms",
+    "GSPO": "algorithms",
+    "KL": "algorithms",
+    "PPO": "algorithms",
+    "Critic": "algorithms",
+    "DrGRPO": "algorithms",
+    "OffPolicy": "algorithms",
+    "Overlong": "algorithms",
+    "PolicyGradient": "algorithms",
+    "dynamic_sampling": "algorithms",
     "Probe": "types",
     "Ragged": "types",
     "Request": "interfaces",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 import typer
 
-from asyncflow_sdk import errors, interfaces, plugins, testing, types
+from asyncflow_sdk import algorithms, errors, interfaces, plugins, testing, types
 from asyncflow_sdk.cli.app import app
 
 PAGE = Path(__file__).parent / "reference.md"
@@ -37,6 +37,23 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
     ),
     "Train engines": ('kind "train"', [interfaces.TrainEngine, interfaces.StepResult]),
     "Algorithms": ('kind "algorithm"', [interfaces.Algorithm, interfaces.PackedTokens]),
+    "Algorithms that come with the SDK": (
+        "what they are for is in [algorithms](algorithms.md)",
+        [
+            algorithms.PolicyGradient,
+            algorithms.GRPO,
+            algorithms.DrGRPO,
+            algorithms.DAPO,
+            algorithms.GSPO,
+            algorithms.CISPO,
+            algorithms.PPO,
+            algorithms.KL,
+            algorithms.OffPolicy,
+            algorithms.Critic,
+            algorithms.Overlong,
+            algorithms.dynamic_sampling,
+        ],
+    ),
     "New weights": ("what engines are given", [interfaces.WeightUpdate, interfaces.TensorType, interfaces.FilePlace]),
     "Weight transports": (
         'kind "transport"; in `asyncflow_sdk.interfaces`',

@@ -6,8 +6,6 @@ python examples/dapo_refill.py MODEL_FOLDER DATA.jsonl OUT_DIRECTORY [STEPS]
 
 import sys
 
-import numpy as np
-
 import asyncflow_sdk as af
 
 
@@ -19,21 +17,12 @@ def share_right(response: list[str], answer: list[str]) -> list[float]:
     ]
 
 
-def keep_mixed(score: np.ndarray, groups: np.ndarray) -> dict[str, np.ndarray]:
-    """A parameter named ``groups`` makes a stage work on whole groups; "filtered" drops them."""
-    _, group = np.unique(groups, return_inverse=True)
-    lowest, highest = np.full(group.max() + 1, np.inf), np.full(group.max() + 1, -np.inf)
-    np.minimum.at(lowest, group, score)
-    np.maximum.at(highest, group, score)
-    return {"reward": score, "filtered": (lowest == highest)[group]}
-
-
 def main(model: str, data: str, out: str, steps: int = 100) -> None:
     result = af.Workflow(
         prompts=data,
         rollout=af.Rollout("transformers", model=model, group_size=4, sampling=af.Sampling(max_tokens=7), threads=1),
-        stages=[af.Stage(share_right, task="score"), af.Stage(keep_mixed, task="filter", gives=["reward"])],
-        train=af.Train("torch", model=model, algorithm=af.GRPO(drop_zero_advantage=False), lr=1e-5, threads=1),
+        stages=[af.Stage(share_right, task="score"), af.Stage(af.dynamic_sampling, gives=["reward"])],
+        train=af.Train("torch", model=model, algorithm=af.DAPO(drop_zero_advantage=False), lr=1e-5, threads=1),
         batch_size=32,
         steps=steps,
     ).run(out)

@@ -189,6 +189,31 @@ def test_the_plugin_of_the_reference_has_an_algorithm_and_a_tracker_that_work(tm
     assert all('"ratio":' in line for line in steps)
 
 
+def test_the_algorithm_of_the_documents_keeps_its_promises_and_trains(tmp_path: Path, start: Path) -> None:
+    (code,) = blocks("algorithm")
+    assert len(code.splitlines()) <= 26
+    (tmp_path / "mine.py").write_text(code)
+    (tmp_path / "functions.py").write_text(
+        "def first(response, answer):\n    return [float(a[:1] == b[:1]) for a, b in zip(response, answer)]\n"
+    )
+    (tmp_path / "use.py").write_text(
+        given(start) + "from functions import first\nfrom mine import LeaveOneOut\n"
+        "af.Workflow(\n"
+        "    prompts=prompts, rollout=af.Rollout('transformers', model=model, group_size=4, sampling=af.Sampling(max_tokens=4)),\n"
+        "    reward=first, train=af.Train('torch', model=model, algorithm=LeaveOneOut(most=3.0)), batch_size=16, steps=2,\n"
+        ").run('run')\n"
+    )
+
+    checked = python(
+        tmp_path, "-m", "asyncflow_sdk.cli", "check", "mine:LeaveOneOut", "--kind", "algorithm", path=tmp_path
+    )
+    python(tmp_path, "use.py", path=tmp_path)
+
+    assert "level reached: full" in checked
+    steps = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert sum('"event":"step"' in line and '"weight":' in line for line in steps) == 2
+
+
 def test_example_own_loop(tmp_path: Path, start: Path) -> None:
     script = REPOSITORY / "examples" / "own_loop.py"
     out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")

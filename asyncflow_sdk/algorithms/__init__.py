@@ -1,6 +1,18 @@
-"""The algorithms that come with the SDK, and how one is found by its name, its class or its import path."""
+"""The algorithms that come with the SDK, the terms that they are made of, and how one is found by its name, its class or its import path."""
 
-from .grpo import GRPO, group_advantages
+from .advantages import gae, group_advantages
+from .critic import Critic
+from .grpo import GRPO
+from .kl import KL
 from .making import AlgorithmSpec, algorithm_spec, make_algorithm
+from .named import CISPO, DAPO, GSPO, PPO, DrGRPO
+from .off_policy import OffPolicy
+from .policy_gradient import PolicyGradient
+from .rewards import Overlong, dynamic_sampling
+from .terms import bounded, clip, row_mean, sequence_ratio, token_mean, token_ratio, truncate
 
-__all__ = ["GRPO", "AlgorithmSpec", "algorithm_spec", "group_advantages", "make_algorithm"]
+__all__ = [
+    "CISPO", "DAPO", "GRPO", "GSPO", "KL", "PPO", "AlgorithmSpec", "Critic", "DrGRPO", "OffPolicy", "Overlong",
+    "PolicyGradient", "algorithm_spec", "bounded", "clip", "dynamic_sampling", "gae", "group_advantages", "make_algorithm",
+    "row_mean", "sequence_ratio", "token_mean", "token_ratio", "truncate",
+]  # fmt: skip

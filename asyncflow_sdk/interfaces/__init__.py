@@ -1,6 +1,6 @@
 """What plugins implement: abstract classes and their promises, nothing else."""
 
-from .algorithm import Algorithm, PackedTokens
+from .algorithm import Advantages, Algorithm, PackedTokens
 from .launcher import (
     FATAL_STATUS,
     Launcher,
@@ -31,6 +31,7 @@ from .weights import (
 __all__ = [
     "FATAL_STATUS",
     "TRAIN_COLUMNS",
+    "Advantages",
     "Algorithm",
     "Candidates",
     "Capabilities",

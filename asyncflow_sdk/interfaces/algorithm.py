@@ -34,11 +34,14 @@ class PackedTokens:
     """Response tokens of some rows of a step, packed row after row; those that ``loss_mask`` leaves out are not among them.
     Tensors of the engine's framework, on its device, float32 (tokens,) where nothing else is said. Later SDKs may add fields.
 
-    ``logprobs``: of the policy being trained, the only one with gradient. ``behaviour``: of the policy that drew them.
+    ``logprobs``: of the policy being trained, with gradient. ``behaviour``: of the policy that drew them.
     ``advantages``: of each token. ``rows``: int64, the row of each token, from 0 to ``row_count`` - 1: sums over rows are
     ``tensor.new_zeros(row_count).index_add(0, rows, tensor)``. ``columns``: what the algorithm ``needs`` beside
-    TRAIN_COLUMNS, by name; of a column with one number a row, that number for each token. ``total_tokens``,
-    ``total_rows``: of the whole step, of which these are a part.
+    TRAIN_COLUMNS, what it ``asks`` its engine for, and what it gave beside its advantages, by name; of one number a row, that number
+    for each token. ``total_tokens``, ``total_rows``: of the whole step, of which these are a part.
+
+    ``entropy``: of the distribution each token was drawn from, with gradient; ``values``: of the critic being trained, with
+    gradient. None where the algorithm did not ask for them.
     """
 
     logprobs: Any
@@ -49,6 +52,13 @@ class PackedTokens:
     total_tokens: int
     total_rows: int
     columns: Mapping[str, Any] = field(default_factory=dict)
+    entropy: Any = None
+    values: Any = None
+
+
+Advantages = npt.NDArray[np.floating[Any]] | Ragged | Mapping[str, npt.NDArray[np.floating[Any]] | Ragged]
+"""One a row, floating point (rows,), or ragged, one for each response token; or by name, "advantages" and others of either form,
+which the loss gets as columns."""
 
 
 class Algorithm(abc.ABC):
@@ -57,18 +67,24 @@ class Algorithm(abc.ABC):
     A dataclass, so that it travels to the trainer's worker: fields that JSON can hold, which are its options. ``needs``: columns
     that it reads beside TRAIN_COLUMNS; a workflow has them given to its trainer. ``drop_zero_advantage``: rows whose
     advantages are all 0 are left out of the forward pass, and counted as filtered.
+
+    ``asks``: what its engine is to compute. "proximal_logprobs": log-probs under the weights that the step begins with, a column;
+    "values": of a critic that the engine trains beside the policy, a column as they are before the step, which `advantages` may read
+    too, and ``tokens.values``; "entropy": ``tokens.entropy``. An engine that cannot (``TrainEngine.computes``) is refused.
     """
 
     needs: tuple[str, ...] = ()
+    asks: tuple[str, ...] = ()
     drop_zero_advantage: bool = False
 
     def check(self, *, group_size: int) -> None:
         """Raises ConfigError, before anything starts, for a run that it cannot train. Optional."""
 
     @abc.abstractmethod
-    def advantages(self, batch: Batch) -> npt.NDArray[np.floating[Any]] | Ragged:
+    def advantages(self, batch: Batch) -> Advantages:
         """Of a whole step, with all rows of each group (``batch.groups``): one a row, floating point (rows,), or ragged, one
-        for each response token. Finite, else the step is refused."""
+        for each response token; or a mapping with these as "advantages", and further numbers of rows or tokens, which `loss` gets
+        as columns. Finite, else the step is refused."""
 
     @abc.abstractmethod
     def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:

@@ -32,8 +32,11 @@ class TrainEngine(abc.ABC):
     """Trains the policy on batches of whole groups.
 
     Made by its plugin's factory as ``factory(model=PATH, algorithm=ALGORITHM, **options)`` in the worker's
-    process, with an ``Algorithm``. Not thread-safe: one thread calls it.
+    process, with an ``Algorithm``. Not thread-safe: one thread calls it. ``computes``: what it can compute of all that an
+    algorithm may ask for (``Algorithm.asks``).
     """
+
+    computes: tuple[str, ...] = ()
 
     @abc.abstractmethod
     def train_step(self, batch: Batch) -> StepResult:

@@ -11,6 +11,15 @@ SAMPLERS = {
     "token_balanced": "TokenBalanced",
 }
 
+ALGORITHMS = {
+    "grpo": "GRPO",
+    "dr_grpo": "DrGRPO",
+    "dapo": "DAPO",
+    "gspo": "GSPO",
+    "cispo": "CISPO",
+    "ppo": "PPO",
+}
+
 POLICIES = {"wait": "Wait", "drop": "Drop", "count": "Count"}
 
 
@@ -53,7 +62,10 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             can={"hosts": "one"},
             tested="Linux 6.18",
         ),
-        AdapterSpec(kind="algorithm", name="grpo", factory="asyncflow_sdk.algorithms.grpo:GRPO"),
+        *(
+            AdapterSpec(kind="algorithm", name=name, factory=f"asyncflow_sdk.algorithms:{factory}")
+            for name, factory in ALGORITHMS.items()
+        ),
         AdapterSpec(
             kind="launcher",
             name="thread",

@@ -225,6 +225,12 @@ def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob, rank: Ran
                 f"algorithm {job.algorithm.label!r} needs columns that the trainer is not given: say Train(..., needs={lacking})"
             )
         engine = make_engine("train", job.engine, model=job.model, algorithm=algorithm, **job.options)
+        unknown = [name for name in algorithm.asks if name not in engine.computes]
+        if unknown:
+            raise ConfigError(
+                f"algorithm {job.algorithm.label!r} asks its engine for {', '.join(unknown)}, which engine {job.engine!r} does"
+                f" not compute; it computes {', '.join(engine.computes) or 'nothing for algorithms'}"
+            )
         _state(connection, "ready")
         ranks = Meeting(queue, "train", rank.rank, rank.world_size)
         checkpoints = Checkpoints(queue, Path(job.checkpoints), job.keep, ranks) if job.checkpoints else None

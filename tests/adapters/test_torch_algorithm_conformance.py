@@ -13,9 +13,15 @@ import pytest
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import Conformance
 
+ALL = {"kl": af.KL(coef=0.1), "off_policy": af.OffPolicy(), "entropy": 0.01}
 
-def test_grpo() -> None:
-    report = Conformance("algorithm", "grpo").run()
+
+@pytest.mark.parametrize(
+    "factory",
+    ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", lambda: af.GRPO(**ALL), lambda: af.PPO(**ALL, dual_clip=3.0)],
+)
+def test_what_comes_with_the_sdk(factory: Any) -> None:
+    report = Conformance("algorithm", factory).run()
 
     assert report.ok, report.to_dict()
     assert report.level == "full"

@@ -78,7 +78,10 @@ def test_columns_that_it_needs_are_given_to_the_trainer_and_asked_of_the_workflo
     [
         (("grpo", {"clip_hi": 1}), "algorithm 'grpo' has no option 'clip_hi'; did you mean 'clip_high'"),
         (("grpo", {"clip_low": 2}), "clip range .* is empty"),
-        ("ppo", "no algorithm adapter is named 'ppo'; installed: grpo"),
+        ("a2c", "no algorithm adapter is named 'a2c'; installed: grpo, dr_grpo, dapo, gspo, cispo, ppo"),
+        (("grpo", {"mean": "median"}), "mean is one of tokens, rows, length, not 'median'"),
+        (("ppo", {"critic": {"decay": 2}}), "critic: decay is from 0 to 1"),
+        (("grpo", {"kl": 0.1}), "GRPO: kl must be KL or None, not float"),
         ("builtins:dict", "is a dict, which is no asyncflow_sdk.Algorithm"),
         ("algorithm_engines:Nothing", "importing 'algorithm_engines:Nothing' failed"),
         (3, "an algorithm is a name, a class, either with options, or an Algorithm, not 3"),
@@ -164,5 +167,27 @@ def test_a_file_says_it_with_a_name_and_options(tmp_path: Path, plugin: None) ->
     assert af.load_workflow(file, {"train.algorithm": "grpo"}).train.algorithm == af.GRPO()
     with pytest.raises(ConfigError, match=r"train.algorithm.betta=1: there is no key .*; did you mean 'beta'"):
         af.load_workflow(file, {"train.algorithm.betta": "1"})
+    parts = {"train.algorithm.name": "ppo", "train.algorithm.critic.decay": "0.9", "train.algorithm.entropy": "0.1"}
+    file.write_text(file.read_text().replace('"penalised", beta = 0.75', '"ppo", critic = { clip = 0.5 }'))
+    ppo = af.load_workflow(file, parts).train.algorithm
+    assert ppo == af.PPO(critic=af.Critic(clip=0.5, decay=0.9), entropy=0.1)
     elsewhere = {"train.algorithm.name": "theirs", "train.python": sys.executable}
+    file.write_text(file.read_text().replace('"ppo", critic = { clip = 0.5 }', '"penalised", beta = 0.75'))
     assert af.load_workflow(file, elsewhere).train.algorithm_spec.options == {"beta": 0.75}
+
+
+def test_parts_of_an_algorithm_travel_and_are_made_again(tmp_path: Path) -> None:
+    algorithm = af.GRPO(kl=af.KL(coef=0.1, where="reward"), overlong=af.Overlong(max_tokens=9, buffer=3))
+    reference = af.Stage(af.Logprobs("echo"), gives=["ref_logprobs"])
+    flow = echo_workflow(steps=1, stages=[reference], train=af.Train(TRAINED, algorithm=algorithm))
+    flow.run(tmp_path / "run")
+    assert (tmp_path / "run" / "model" / "algorithm").read_text() == repr(algorithm)
+
+
+def test_an_engine_that_cannot_compute_what_is_asked_is_refused_before_the_first_prompt(tmp_path: Path) -> None:
+    flow = echo_workflow(train=af.Train(TRAINED, algorithm=af.PPO()))
+
+    with pytest.raises(af.WorkerFailed, match="'PPO' asks its engine for values, which engine .* does not compute"):
+        flow.run(tmp_path / "run")
+
+    assert '"kind":"generate"' not in (tmp_path / "run" / "events.jsonl").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,16 @@ class _Ask:
             "prompt_ids": Ragged.of([[1, 2]] * rows), "response_ids": Ragged.from_lengths(np.ones(tokens, np.int32), lengths),
             "logprobs": Ragged.from_lengths(self.behaviour, lengths), "reward": random.standard_normal(rows).astype(np.float32),
         }  # fmt: skip
+        near, alike = 0.1 * random.standard_normal((2, tokens)), random.standard_normal(tokens)
+        self.asked = {
+            name: values.astype(np.float32)
+            for name, values in (
+                ("proximal_logprobs", np.minimum(self.behaviour + near[0], 0.0)), ("values", alike),
+                ("entropy", random.gamma(1.0, 1.0, tokens)),
+            ) if name in algorithm.asks
+        }  # fmt: skip
+        self.live_values = (alike + near[1]).astype(np.float32)
+        given |= {name: Ragged.from_lengths(each, lengths) for name, each in self.asked.items() if name != "entropy"}
         names = [name for name in algorithm.needs if name not in TRAIN_COLUMNS]
         self.columns, self.batch = self._taken(given, names, random)
 
@@ -66,6 +77,15 @@ class _Ask:
     def advantages(self, batch: Batch | None = None) -> np.ndarray[Any, Any]:
         """Of each token."""
         said = self.algorithm.advantages(batch or self.batch)
+        return self._by_token(said["advantages"] if isinstance(said, Mapping) else said)
+
+    def further(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What it gave beside them, of each token."""
+        said = self.algorithm.advantages(self.batch)
+        each = said if isinstance(said, Mapping) else {}
+        return {name: self._by_token(values) for name, values in each.items() if name != "advantages"}
+
+    def _by_token(self, said: Any) -> np.ndarray[Any, Any]:
         if isinstance(said, Ragged):
             expect(
                 said.lengths.tolist() == self.lengths.tolist(), "ragged advantages are one for each response token"
@@ -87,15 +107,21 @@ class _Ask:
         )
         total, sums = 0.0, dict[str, float]()
         gradient = np.zeros(len(worth), np.float32)
+        columns = self.columns | self.further() | {n: each for n, each in self.asked.items() if n != "entropy"}
         for rows in np.array_split(np.arange(len(self.lengths)), parts):
             kept = np.isin(row, rows)
             logprobs = torch.tensor(self.logprobs[kept], requires_grad=True)
+            entropy, values = (
+                torch.tensor(each[kept], requires_grad=True) if name in self.asked else None
+                for name, each in (("entropy", self.asked.get("entropy", worth)), ("values", self.live_values))
+            )
             loss, metrics = self.algorithm.loss(
                 PackedTokens(
                     logprobs=logprobs, behaviour=torch.tensor(self.behaviour[kept]), advantages=torch.tensor(worth[kept]),
                     rows=torch.tensor(row[kept] - rows[0]), row_count=len(rows), total_tokens=len(worth),
                     total_rows=len(self.lengths),
-                    columns={name: torch.tensor(values[kept]) for name, values in self.columns.items()},
+                    columns={name: torch.tensor(each[kept]) for name, each in columns.items()},
+                    entropy=entropy, values=values,
                 )
             )  # fmt: skip
             expect(getattr(loss, "shape", None) == (), f"the loss is {loss!r}, no scalar tensor")
@@ -179,7 +205,7 @@ def row_order(lab: PlainLab) -> None:
     """Advantages of rows are the same in any order of the rows."""
     ask = _Ask(lab, seed=3)
     said = ask.algorithm.advantages(ask.batch)
-    if isinstance(said, Ragged):
+    if isinstance(said, (Ragged, Mapping)):
         raise DoesNotApply("its advantages are of tokens")
     order = np.random.default_rng(4).permutation(len(ask.lengths))
     again = ask.algorithm.advantages(ask.batch.take(order))
@@ -204,6 +230,6 @@ def extremes(lab: PlainLab) -> None:
             np.isfinite(loss) and np.isfinite(gradient).all(),
             f"log-probs {apart:g} from the behaviour's give a loss of {loss}",
         )
-    same = {name: ask.batch[name] for name in ("prompt_ids", "response_ids", "logprobs", *ask.columns)}
+    same = {name: ask.batch[name] for name in ask.batch if name != "reward"}
     batch = Batch.of({**same, "reward": np.ones(len(ask.lengths), np.float32)}, groups=ask.batch.groups)
     expect(np.isfinite(ask.advantages(batch)).all(), "equal rewards in a group give advantages that are not finite")

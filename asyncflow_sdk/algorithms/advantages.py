@@ -1,0 +1,64 @@
+"""Advantages: what a response, or each of its tokens, was worth more than expected. numpy, float64 inside."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..types import Ragged
+
+
+def group_advantages(
+    rewards: npt.ArrayLike, groups: npt.NDArray[np.int64], *, epsilon: float | None = 1e-4
+) -> npt.NDArray[np.float32]:
+    """Advantage of each row: float32 (rows,), from rewards (rows,) and group numbers (rows,) in any order.
+
+    A_i = (R_i - mean(R)) / (std(R) + epsilon) over the row's group (arXiv 2402.03300, section 4.1.2), in
+    float64; without the division where ``epsilon`` is None. std is the unbiased estimate (n - 1), as ``torch.std``. A
+    group of one, or of equal rewards, has advantage exactly 0.
+    """
+    reward = np.asarray(rewards, np.float64)
+    _, group, count = np.unique(groups, return_inverse=True, return_counts=True)
+    order = np.argsort(group, kind="stable")
+    starts = np.cumsum(count) - count
+    spread = np.maximum.reduceat(reward[order], starts) > np.minimum.reduceat(reward[order], starts)
+    centred = reward - (np.bincount(group, reward) / count)[group]
+    if epsilon is not None:
+        variance = np.bincount(group, centred**2) / np.maximum(count - 1, 1)
+        centred /= np.sqrt(variance)[group] + epsilon
+    # Rounding in the mean would leave equal rewards an advantage of 1e-17, and so a gradient.
+    return np.where(spread[group], centred, 0.0).astype(np.float32)
+
+
+def gae(
+    rewards: npt.NDArray[np.float64], values: npt.NDArray[np.float64], lengths: npt.NDArray[np.int64], *,
+    discount: float, decay: float,
+) -> npt.NDArray[np.float64]:  # fmt: skip
+    """Generalised advantage estimates of tokens packed row after row, (tokens,): A_t = δ_t + γλ A_{t+1}, with
+    δ_t = r_t + γ V_{t+1} - V_t (arXiv 1506.02438, eq. 16). Nothing comes after a row's last token.
+
+    One pass over positions, of all rows at once: a step back costs what the rows have that are so long.
+    """
+    ends = np.cumsum(lengths)
+    ahead = np.append(values[1:], 0.0)
+    ahead[ends[lengths > 0] - 1] = 0.0
+    found = rewards + discount * ahead - values
+    longest_first = np.argsort(-lengths, kind="stable")
+    last = ends[longest_first] - 1
+    for back in range(1, int(lengths.max(initial=0))):
+        at = last[: np.count_nonzero(lengths > back)] - back
+        found[at] += discount * decay * found[at + 1]
+    return found
+
+
+def standardised(values: npt.NDArray[np.float64], *, epsilon: float) -> npt.NDArray[np.float64]:
+    """Less their mean, over their spread + ``epsilon``."""
+    if not len(values):
+        return values
+    return np.asarray((values - values.mean()) / (values.std() + epsilon))
+
+
+def row_sums(values: npt.NDArray[np.float64], column: Ragged) -> npt.NDArray[np.float64]:
+    """Of tokens that lie as in ``column``, by row: (rows,)."""
+    rows = np.repeat(np.arange(len(column)), column.lengths)
+    return np.bincount(rows, values, len(column)).astype(np.float64)

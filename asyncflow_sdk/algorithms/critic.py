@@ -1,0 +1,37 @@
+"""Critic: advantages from a value model, which learns beside the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError
+from ..types.typed import Configuration, check_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Critic(Configuration):
+    """Advantages by generalised advantage estimation (arXiv 1506.02438, eq. 16) with ``discount`` γ and ``decay`` λ. The value
+    loss weighs ``coef``; ``clip``: how far a value may go from that before the step (None: any way)."""
+
+    discount: float = 1.0
+    decay: float = 0.95
+    coef: float = 0.5
+    clip: float | None = 0.2
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("discount", "decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"critic: {name} is from 0 to 1, not {getattr(self, name)}")
+        if not self.coef > 0 or (self.clip is not None and not self.clip > 0):
+            raise ConfigError(f"critic: coef and clip are above 0, not {self.coef} and {self.clip}")
+
+    def losses(self, values: Any, before: Any, returns: Any) -> Any:
+        """max((V - R)², (V_before + clip(V - V_before, ±clip) - R)²) / 2 of each token (arXiv 1707.06347, eq. 9; clipped as in
+        arXiv 2005.12729, section 3)."""
+        squares = (values - returns).square()
+        if self.clip is not None:
+            near = before + (values - before).clamp(-self.clip, self.clip)
+            squares = squares.maximum((near - returns).square())
+        return squares / 2

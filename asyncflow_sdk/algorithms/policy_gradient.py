@@ -1,0 +1,191 @@
+"""PolicyGradient: what all algorithms that come with the SDK are, with one thing or another said.
+
+    af.PolicyGradient(ratio="sequence", mean="rows", clip_low=3e-4, clip_high=4e-4)       # which is what af.GSPO() says
+
+Its parts go with each other: advantages (of groups, or a critic's), ratio, surrogate, mean, and beside them a KL, a correction for
+tokens of other weights, an entropy bonus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError, EngineError
+from ..interfaces import Advantages, Algorithm, PackedTokens
+from ..types import Batch, Ragged, loss_mask
+from ..types.typed import Configuration, check_fields
+from .advantages import gae, group_advantages, row_sums, standardised
+from .critic import Critic
+from .kl import KL
+from .off_policy import OffPolicy
+from .rewards import Overlong
+from .terms import clip, row_mean, sequence_ratio, token_mean, token_ratio, truncate
+
+PROXIMAL, VALUES, ENTROPY, RETURNS = "proximal_logprobs", "values", "entropy", "returns"
+PARTS: dict[str, Any] = {"overlong": Overlong, "critic": Critic, "kl": KL, "off_policy": OffPolicy}
+CHOICES = {"ratio": ("token", "sequence"), "surrogate": ("clip", "truncate"), "mean": ("tokens", "rows", "length")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient(Configuration, Algorithm):
+    """The loss is -mean(w · surrogate(ratio, A)) + kl.coef · mean(KL) - entropy · mean(H) + critic.coef · mean(value loss).
+
+    ``ratio``: of each "token", or of the whole response, "sequence" (arXiv 2507.18071, eq. 7). ``surrogate``: "clip", the
+    least of r A and clip(r) A (arXiv 1707.06347, eq. 7), or "truncate", the clipped ratio as a weight of log π (arXiv 2506.13585,
+    eq. 4). Both clip to [1 - ``clip_low``, 1 + ``clip_high``]; ``dual_clip``: for tokens of A < 0 no ratio counts more than this.
+    ``mean``: over "tokens" of the step, over "rows" of the mean over their tokens, or the sum of all tokens over rows times
+    ``length``.
+
+    Advantage of a row: (reward - mean of its group) / (standard deviation of its group + ``epsilon``);
+    ``normalize_std=False`` leaves the division out. With a ``critic`` each token's is its GAE, of mean 0 and spread 1 over the
+    step's tokens, or as it is. ``overlong``: punishes long responses. ``drop_zero_advantage``: rows whose advantage
+    is zero are left out of the forward pass and counted as filtered; a KL and an entropy bonus are then not of them.
+    ``off_policy``: corrects for tokens of older weights; see each. ``entropy``: the weight of the bonus.
+    """
+
+    ratio: Literal["token", "sequence"] = "token"
+    surrogate: Literal["clip", "truncate"] = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = None
+    mean: Literal["tokens", "rows", "length"] = "tokens"
+    length: int = 1
+    normalize_std: bool = True
+    epsilon: float = 1e-4
+    overlong: Overlong | None = None
+    critic: Critic | None = None
+    kl: KL | None = None
+    off_policy: OffPolicy | None = None
+    entropy: float = 0.0
+    drop_zero_advantage: bool = True
+
+    def __post_init__(self) -> None:
+        for name, part in PARTS.items():  # options that travelled are plain
+            if isinstance(given := getattr(self, name), Mapping):
+                object.__setattr__(self, name, part(**given))
+        check_fields(self)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is one of {', '.join(choices)}, not {getattr(self, name)!r}")
+        nothing = self.clip_low == 1 and self.surrogate == "truncate"
+        if not (0 <= self.clip_low < 1 or nothing) or not self.clip_high >= 0:
+            raise ConfigError(f"clip range [1 - {self.clip_low}, 1 + {self.clip_high}] is empty or negative")
+        if self.dual_clip is not None and not self.dual_clip > 1 + self.clip_high:
+            raise ConfigError(f"dual_clip={self.dual_clip} is above 1 + clip_high, which is {1 + self.clip_high}")
+        if not self.epsilon >= 0 or not self.entropy >= 0:
+            raise ConfigError(f"epsilon and entropy are numbers from 0, not {self.epsilon} and {self.entropy}")
+        if self.length < 1:
+            raise ConfigError(f"length is a number from 1, not {self.length}")
+        asked = {PROXIMAL: self.off_policy, VALUES: self.critic, ENTROPY: self.entropy}
+        object.__setattr__(self, "asks", tuple(name for name, wanted in asked.items() if wanted))
+        object.__setattr__(self, "needs", () if self.kl is None else (self.kl.column,))
+
+    def check(self, *, group_size: int) -> None:
+        if group_size == 1 and self.critic is None:
+            raise ConfigError(
+                "group_size is 1: an advantage relative to the group is then always 0 and nothing would be"
+                " learned; use groups of 2 or more"
+            )
+
+    # ---- advantages
+
+    def advantages(self, batch: Batch) -> Advantages:
+        rewards = np.asarray(batch.array("reward"), np.float64)
+        if self.overlong is not None:
+            rewards = rewards + self.overlong.penalties(batch.ragged("response_ids").lengths)
+        penalty = self._penalty(batch)
+        if self.critic is not None:
+            return self._estimated(batch, self.critic, rewards, penalty)
+        if penalty is not None:
+            rewards = rewards - row_sums(penalty, batch.ragged("logprobs"))
+        return group_advantages(rewards, batch.groups, epsilon=self.epsilon if self.normalize_std else None)
+
+    def _penalty(self, batch: Batch) -> npt.NDArray[np.float64] | None:
+        """What each token of the responses costs for being unlike the reference; None where that is in the loss."""
+        if self.kl is None or self.kl.where != "reward":
+            return None
+        penalty = self.kl.coef * self.kl.of_arrays(
+            batch.ragged("logprobs").values, batch.ragged(self.kl.column).values
+        )
+        mask = loss_mask(batch)
+        return penalty if mask is None else np.where(mask.values != 0, penalty, 0.0)
+
+    def _estimated(
+        self, batch: Batch, critic: Critic, rewards: npt.NDArray[np.float64], penalty: npt.NDArray[np.float64] | None
+    ) -> dict[str, Ragged]:
+        """GAE and returns of the tokens that the policy drew; 0 of those between them, over which it looks."""
+        values, mask = batch.ragged(VALUES), loss_mask(batch)
+        drawn = np.ones(len(values.values), np.bool_) if mask is None else mask.values.astype(np.bool_)
+        lengths = row_sums(drawn.astype(np.float64), values).astype(np.int64)
+        each = np.zeros(int(lengths.sum())) if penalty is None else -penalty[drawn]
+        each[np.cumsum(lengths)[lengths > 0] - 1] += rewards[lengths > 0]
+        expected = values.values[drawn].astype(np.float64)
+        found = gae(each, expected, lengths, discount=critic.discount, decay=critic.decay)
+        returns = found + expected
+        if self.normalize_std:
+            found = standardised(found, epsilon=self.epsilon)
+        return {
+            name: Ragged(_spread(column, drawn), values.offsets)
+            for name, column in (("advantages", found), (RETURNS, returns))
+        }
+
+    # ---- the loss
+
+    def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
+        """See the class. Metrics, means over tokens: ``clip_fraction``, the share of tokens that the clip cut; ``logprob_drift``,
+        |logprobs - behaviour|; ``kl``, ``off_policy_weight``, ``off_policy_cut`` (tokens whose weight was), ``value_loss``, where there are such."""
+        older, mean = tokens.behaviour, self._mean
+        if self.off_policy is not None:
+            older = _asked(tokens.columns.get(PROXIMAL), PROXIMAL)
+        ratio = (token_ratio if self.ratio == "token" else sequence_ratio)(tokens.logprobs - older, tokens)
+        if self.surrogate == "clip":
+            gain, cut = clip(ratio, tokens.advantages, low=self.clip_low, high=self.clip_high, dual=self.dual_clip)
+        else:
+            gain, cut = truncate(ratio, tokens.advantages, tokens.logprobs, low=self.clip_low, high=self.clip_high)
+        metrics = {
+            "clip_fraction": token_mean(cut, tokens),
+            "logprob_drift": token_mean((tokens.logprobs - tokens.behaviour).detach().abs(), tokens),
+        }
+        if self.off_policy is not None:
+            weights, outside = self.off_policy.weights(older, tokens.behaviour)
+            gain = gain * weights
+            metrics["off_policy_weight"] = token_mean(weights, tokens)
+            metrics["off_policy_cut"] = token_mean(outside, tokens)
+        loss = -mean(gain, tokens)
+        if self.kl is not None:
+            estimates = self.kl.of_tensors(tokens.logprobs, tokens.columns[self.kl.column])
+            metrics["kl"] = token_mean(estimates.detach(), tokens)
+            if self.kl.where == "loss":
+                loss = loss + self.kl.coef * mean(estimates, tokens)
+        if self.entropy:
+            loss = loss - self.entropy * mean(_asked(tokens.entropy, ENTROPY), tokens)
+        if self.critic is not None:
+            values, before = _asked(tokens.values, VALUES), tokens.columns[VALUES]
+            losses = self.critic.losses(values, before, tokens.columns[RETURNS])
+            metrics["value_loss"] = token_mean(losses.detach(), tokens)
+            loss = loss + self.critic.coef * mean(losses, tokens)
+        return loss, metrics
+
+    def _mean(self, values: Any, tokens: PackedTokens) -> Any:
+        if self.mean == "tokens":
+            return token_mean(values, tokens)
+        if self.mean == "rows":
+            return row_mean(values, tokens)
+        return values.sum() / (max(tokens.total_rows, 1) * self.length)
+
+
+def _asked(given: Any, name: str) -> Any:
+    if given is None:
+        raise EngineError(f"the algorithm asks its engine for {name!r}, and was given none: it is in its `asks`")
+    return given
+
+
+def _spread(values: npt.NDArray[np.float64], where: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
+    column = np.zeros(len(where), np.float32)
+    column[where] = values
+    return column
