@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -10,26 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elsewhere import skip_elsewhere
 from vllm_options import OPTIONS
 
 ASKED = os.environ.get("ASYNCFLOW_TEST_VLLM", "")
 """Where vLLM must be: "here", or the interpreter that has it; "" nowhere."""
-INSTALL = "vLLM is not installed here: make test-vllm"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = importlib.util.find_spec("vllm") is not None
-    assert here or ASKED != "here", "vLLM is to be tested, and cannot be imported"
-    for item in items:
-        if Path(__file__).parent not in item.path.parents:
-            continue
+    for item in skip_elsewhere(items, Path(__file__).parent, "vllm", ASKED):
         item.add_marker(pytest.mark.timeout(600))  # it takes most of a minute to start
         item.add_marker(pytest.mark.filterwarnings("default"))  # those of vLLM and of what it needs
-        if "far" in getattr(item, "fixturenames", ()):
-            if not ASKED or ASKED == "here":
-                item.add_marker(pytest.mark.skip(reason=INSTALL))
-        elif not here:
-            item.add_marker(pytest.mark.skip(reason=INSTALL))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import wrong_engines as wrong
+import wrong_updates as updates
 from own_engine import NumpyPolicy, NumpyRollout
 
 from asyncflow_sdk.testing import Conformance, EchoRollout, Result
@@ -50,7 +51,7 @@ def test_an_engine_that_is_long_in_the_making_is_made_once_and_asked_as_much(pol
 
 
 def test_an_engine_that_is_long_in_the_making_and_wrong_is_caught(policy: NumpyPolicy) -> None:
-    result = tried(wrong.TakesLongAndKeepsTheCache, policy, limit_s=3.0)
+    result = tried(updates.TakesLongAndKeepsTheCache, policy, limit_s=3.0)
 
     assert result.outcome == "failed"
     assert "load version" in result.detail
@@ -75,9 +76,9 @@ def test_echo_stands_any_order_in_each_way_of_taking_weights(options: dict[str, 
 @pytest.mark.parametrize(
     ("engine", "steps", "said"),
     [
-        (wrong.KeepsTheCache, "load version", "log-probs"),
-        (wrong.WritesAsItReads, "which breaks off before tensor", "#1|logprobs"),
-        (wrong.KeepsStates, "while requests run", "tokens .* of #"),
+        (updates.KeepsTheCache, "load version", "log-probs"),
+        (updates.WritesAsItReads, "which breaks off before tensor", "#1|logprobs"),
+        (updates.KeepsStates, "while requests run", "tokens .* of #"),
         (wrong.AbortsAll, "cancel #", "raised EngineError: .*aborted"),
     ],
     ids=lambda each: getattr(each, "__name__", "-"),
@@ -93,6 +94,16 @@ def test_a_wrong_engine_is_told_by_its_steps(
     assert listed[0].startswith("  1. make the engine")
     assert steps in "\n".join(listed)
     assert re.search(said, last)
+
+
+def test_log_probs_that_are_off_by_less_than_one_token_may_be_are_caught_by_their_mean(policy: NumpyPolicy) -> None:
+    kit = Conformance("rollout", wrong.SlightlyOff, policy=policy, only=["any_order"], tolerance=1.5, limit_s=24.0)
+    (result,) = kit.run().results
+
+    assert result.outcome == "failed"
+    assert re.search(r"log-probs of tokens .* of #\d+ are on average 0\.5 from those of", result.detail), (
+        result.detail
+    )
 
 
 def test_steps_are_as_few_as_can_be_and_the_same_each_time_but_for_a_seed(policy: NumpyPolicy) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 import wrong_engines as wrong
+import wrong_leaks as leaks
+import wrong_updates as updates
 from own_engine import NumpyPolicy, NumpyRollout
 
 from asyncflow_sdk.testing import Conformance
@@ -19,6 +21,9 @@ CAUGHT = [
     (wrong.YieldsTwice, "completions", r"response \d came twice|response 0 of 1 came twice"),
     (wrong.NeverYieldsTheLast, "completions", r"of n=4 responses, \[3\] never came"),
     (wrong.FewerLogprobs, "completions", r"8 tokens have log-probs of shape \[7\]"),
+    (wrong.PacksFewerReasons, "completions", r"not one index, one row of tokens, one of log-probs and one reason each"),
+    (wrong.PacksFewerLogprobs, "completions", r"8 tokens have log-probs of shape \[7\]"),
+    (wrong.PacksLogprobsOfOthers, "logprobs", r"log-probs are (up to|on average) .* from those of version"),
     (wrong.Probabilities, "completions", r"natural logs of probabilities"),
     (wrong.DropsTheFirstToken, "greedy", r"those after the prompt without its first token"),
     (wrong.PutsBeginTwice, "greedy", r"those after the prompt with token 1 put before it"),
@@ -39,48 +44,48 @@ CAUGHT = [
     (wrong.AssertsPrompts, "bad_requests", r"raised AssertionError .*write `raise EngineError\(str\(error\)\) from error`"),
     (wrong.CutsLongPrompts, "bad_requests", r"longer than the context of 256 was answered"),
     (wrong.Blocks, "does_not_block", r"came round \d+ times: generate\(\) blocks it"),
-    (wrong.IgnoresUpdates, "update", r"those are of version 0; whichever tensor comes changed, its answers stay"),
-    (wrong.TakesAllButOne, "update", r"change no answer when they come changed: mix\.bias$"),
-    (wrong.LeavesAThread, "closes", r"threads \['never-joined'\] are still alive after close\(\)"),
-    (wrong.LeavesAProcess, "closes", r"processes are still alive after close\(\): \d+ \(sleep 30\)"),
-    (wrong.LeavesAServer, "closes", r"processes are still alive after close\(\): \d+ \(sleep 31\)"),
-    (wrong.LeavesASegment, "closes", r"segments of shared memory are still there after close\(\): /dev/shm/wrong-engine-"),
-    (wrong.LeavesDescriptors, "closes", r"closed left 1 descriptors open; open are .*/dev/zero"),
-    (wrong.LeavesADaemonThread, "closes", r"each engine that was made and closed left 1 threads running"),
-    (wrong.KeepsTheCache, "stale_cache", r"of a prompt seen before the update"),
-    (wrong.SwallowsTheUnknown, "unknown_tensor", r"it took 'model\.layers\.0\.not_there\.weight', which no model has"),
-    (wrong.NeverMissesAny, "missing_tensor", r"took a version without 'embed\.weight', .* other 3 names, as if it were whole"),
-    (wrong.Reshapes, "misshapen_tensor", r"was taken as \[48, 64\], and the model has \[64, 48\]"),
-    (wrong.WritesAsItReads, "torn_update", r"broke off before tensor \d of 4: it answers from a mixture"),
-    (wrong.HidesThatItBroke, "torn_update", r"returned, as if all was well, when tensor \d of 4 could not be read"),
-    (wrong.KeepsViews, "keeps_no_view", r"after the update's memory was written over"),
-    (wrong.StopsFollowing, "updates_in_a_row", r"after version 3 are .* those are of version 2"),
-    (wrong.NeverGoesBack, "updates_in_a_row", r"EngineError: an older version"),
-    (wrong.Leaks, "memory", r"did not come back: (0\.9|1\.\d) times the model each"),
-    (wrong.LeaksSegments, "memory", r"took \d+ MB of shared memory that did not come back"),
-    (wrong.LeaksSharedMaps, "memory", r"took \d+ MB of shared memory that did not come back"),
-    (wrong.LeaksDescriptors, "memory", r"updates of a model of \d+ KB left \d+ descriptors open"),
-    (wrong.LeaksThreads, "memory", r"updates of a model of \d+ KB left \d+ threads running"),
-    (wrong.LeaksInItsWorker, "memory", r"took \d+ MB that did not come back"),
+    (updates.IgnoresUpdates, "update", r"those are of version 0; whichever tensor comes changed, its answers stay"),
+    (updates.TakesAllButOne, "update", r"change no answer when they come changed: mix\.bias$"),
+    (leaks.LeavesAThread, "closes", r"threads \['never-joined'\] are still alive after close\(\)"),
+    (leaks.LeavesAProcess, "closes", r"processes are still alive after close\(\): \d+ \(sleep 30\)"),
+    (leaks.LeavesAServer, "closes", r"processes are still alive after close\(\): \d+ \(sleep 31\)"),
+    (leaks.LeavesASegment, "closes", r"segments of shared memory are still there after close\(\): /dev/shm/wrong-engine-"),
+    (leaks.LeavesDescriptors, "closes", r"closed left 1 descriptors open; open are .*/dev/zero"),
+    (leaks.LeavesADaemonThread, "closes", r"each engine that was made and closed left 1 threads running"),
+    (updates.KeepsTheCache, "stale_cache", r"of a prompt seen before the update"),
+    (updates.SwallowsTheUnknown, "unknown_tensor", r"it took 'model\.layers\.0\.not_there\.weight', which no model has"),
+    (updates.NeverMissesAny, "missing_tensor", r"took a version without 'embed\.weight', .* other 3 names, as if it were whole"),
+    (updates.Reshapes, "misshapen_tensor", r"was taken as \[48, 64\], and the model has \[64, 48\]"),
+    (updates.WritesAsItReads, "torn_update", r"broke off before tensor \d of 4: it answers from a mixture"),
+    (updates.HidesThatItBroke, "torn_update", r"returned, as if all was well, when tensor \d of 4 could not be read"),
+    (updates.KeepsViews, "keeps_no_view", r"after the update's memory was written over"),
+    (updates.StopsFollowing, "updates_in_a_row", r"after version 3 are .* those are of version 2"),
+    (updates.NeverGoesBack, "updates_in_a_row", r"EngineError: an older version"),
+    (leaks.Leaks, "memory", r"did not come back: (0\.9|1\.\d) times the model each"),
+    (leaks.LeaksSegments, "memory", r"took \d+ MB of shared memory that did not come back"),
+    (leaks.LeaksSharedMaps, "memory", r"took \d+ MB of shared memory that did not come back"),
+    (leaks.LeaksDescriptors, "memory", r"updates of a model of \d+ KB left \d+ descriptors open"),
+    (leaks.LeaksThreads, "memory", r"updates of a model of \d+ KB left \d+ threads running"),
+    (leaks.LeaksInItsWorker, "memory", r"took \d+ MB that did not come back"),
     (wrong.LosesRoom, "abort", r"that of cancelled ones has not come back"),
     (wrong.GoesOn, "abort", r"what is cancelled is still decoded to its end"),
     (wrong.AbortsAll, "abort", r"cancelling a generation ended another one too"),
     (wrong.ForgetsNeighbours, "abort", r"beside others that were cancelled: was it ended with them\?"),
-    (wrong.NamesTheNext, "versions", r"spans name versions \[2\], and 1 is held"),
-    (wrong.NamesTheFirst, "versions", r"spans name versions \[0\], and 1 is held"),
-    (wrong.OneSpan, "update_in_flight", r"are said to be of version \d+, and their log-probs are"),
-    (wrong.WaitsForTheEnd, "update_in_flight", r"no response got tokens of both versions: the engine waits for"),
-    (wrong.KeepsStates, "update_in_flight", r"not read anew by it \(old keys and values\)"),
-    (wrong.AnswersAsItWrites, "during_load", r"began while version \d+ came, tokens .* said to be of version \d+"),
-    (wrong.WritesInAThread, "during_load", r"began while version \d+ came .*: it comes from a mixture of both"),
-    (wrong.CachesWhileItLoads, "during_load", r"of prompts that were asked while the version came|began while version"),
-    (wrong.RefusesDuringLoads, "during_load", r"was refused, and requests may run then: it loads"),
-    (wrong.ThrowsAway, "interrupted", r"the tokens it had are thrown away"),
-    (wrong.NeverInterrupts, "interrupted", r"interrupt\(\) does not end what runs"),
-    (wrong.NumbersNew, "interrupted", r"of a response that goes on"),
-    (wrong.ScoresACopy, "scores", r"by logprobs\(\) .* they are those of version 0"),
-    (wrong.HoldsACopy, "holds", r"that the engine holds are other ones: they are those of version 0"),
-    (wrong.HoldsFused, "holds", r"the engine holds 'mix\.weight' as float32\[48, 64\]"),
+    (updates.NamesTheNext, "versions", r"spans name versions \[2\], and 1 is held"),
+    (updates.NamesTheFirst, "versions", r"spans name versions \[0\], and 1 is held"),
+    (updates.OneSpan, "update_in_flight", r"are said to be of version \d+, and their log-probs are"),
+    (updates.WaitsForTheEnd, "update_in_flight", r"no response got tokens of both versions: the engine waits for"),
+    (updates.KeepsStates, "update_in_flight", r"not read anew by it \(old keys and values\)"),
+    (updates.AnswersAsItWrites, "during_load", r"began while version \d+ came, tokens .* said to be of version \d+"),
+    (updates.WritesInAThread, "during_load", r"began while version \d+ came .*: it comes from a mixture of both"),
+    (updates.CachesWhileItLoads, "during_load", r"of prompts that were asked while the version came|began while version"),
+    (updates.RefusesDuringLoads, "during_load", r"was refused, and requests may run then: it loads"),
+    (updates.ThrowsAway, "interrupted", r"the tokens it had are thrown away"),
+    (updates.NeverInterrupts, "interrupted", r"interrupt\(\) does not end what runs"),
+    (updates.NumbersNew, "interrupted", r"of a response that goes on"),
+    (updates.ScoresACopy, "scores", r"by logprobs\(\) .* they are those of version 0"),
+    (updates.HoldsACopy, "holds", r"that the engine holds are other ones: they are those of version 0"),
+    (updates.HoldsFused, "holds", r"the engine holds 'mix\.weight' as float32\[48, 64\]"),
     (wrong.RefusesTheWholeContext, "whole_context", r"EngineError: too long"),
 ]  # fmt: skip
 
@@ -88,27 +93,27 @@ OF_MODELS = {"ends", "retokenised"}
 """Those that need a model folder with a tokenizer; see test_kit_catches_models."""
 
 HANGS = {
-    wrong.LosesRoom, wrong.ForgetsNeighbours, wrong.LeavesAThread, wrong.LeavesAProcess, wrong.LeavesAServer,
-    wrong.LeavesASegment,
+    wrong.LosesRoom, wrong.ForgetsNeighbours, leaks.LeavesAThread, leaks.LeavesAProcess, leaks.LeavesAServer,
+    leaks.LeavesASegment,
 }  # fmt: skip
 HANG_S = 3.0
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
-    wrong.LeavesAThread.END.clear()
+    leaks.LeavesAThread.END.clear()
     yield
-    wrong.LeavesAThread.END.set()
-    while wrong.LeavesAProcess.STARTED:
-        process = wrong.LeavesAProcess.STARTED.pop()
+    leaks.LeavesAThread.END.set()
+    while leaks.LeavesAProcess.STARTED:
+        process = leaks.LeavesAProcess.STARTED.pop()
         process.kill()
         process.wait(10)
-    while wrong.LeavesAServer.PIDS:
-        os.kill(wrong.LeavesAServer.PIDS.pop(), signal.SIGKILL)
-    while wrong.LeavesASegment.MADE:
-        wrong.LeavesASegment.MADE.pop().unlink()
-    while wrong.OPEN:
-        os.close(wrong.OPEN.pop())
+    while leaks.LeavesAServer.PIDS:
+        os.kill(leaks.LeavesAServer.PIDS.pop(), signal.SIGKILL)
+    while leaks.LeavesASegment.MADE:
+        leaks.LeavesASegment.MADE.pop().unlink()
+    while leaks.OPEN:
+        os.close(leaks.OPEN.pop())
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +123,9 @@ def policy() -> NumpyPolicy:
 
 @pytest.mark.parametrize(("engine", "check", "reason"), CAUGHT, ids=lambda each: getattr(each, "__name__", "-"))
 def test_a_wrong_engine_is_caught(engine: type[NumpyRollout], check: str, reason: str, policy: NumpyPolicy) -> None:
-    limit_s = HANG_S if engine in HANGS else 600.0 if check == "memory" else 60.0  # what leaks shows after many updates
+    limit_s = (
+        HANG_S if engine in HANGS else 600.0 if check == "memory" else 60.0
+    )  # what leaks shows after many updates
     report = Conformance("rollout", engine, policy=policy, only=[check], limit_s=limit_s).run()
 
     (result,) = report.results
@@ -133,7 +140,7 @@ def test_every_check_catches_somebody() -> None:
 
 
 def test_an_engine_that_a_process_can_make_once_gives_back_what_it_must(policy: NumpyPolicy) -> None:
-    report = Conformance("rollout", wrong.MadeOnce, policy=policy, only=["closes"]).run()
+    report = Conformance("rollout", leaks.MadeOnce, policy=policy, only=["closes"]).run()
 
     assert [(result.outcome, result.detail) for result in report.results] == [("passed", "")]
 

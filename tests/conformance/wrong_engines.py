@@ -6,26 +6,17 @@ Each is a class with what is wrong in its docstring, kept to the few lines that 
 from __future__ import annotations
 
 import asyncio
-import mmap
-import os
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from own_engine import HIDDEN, VOCABULARY, Array, NumpyRollout, Row, Weights, logprobs_of
+from own_engine import Array, NumpyRollout, Row, logprobs_of
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import EngineError
-from asyncflow_sdk.types import VersionSpan
+from asyncflow_sdk.interfaces import Completions
+from asyncflow_sdk.types import Ragged, VersionSpan
 
 
 def arrays(update: af.WeightUpdate) -> dict[str, Array]:
@@ -109,6 +100,46 @@ class BaseTwo(Changing):
 class ShiftedLogprobs(Changing):
     def change(self, request: af.Request, got: af.Completion) -> Iterator[af.Completion]:
         yield af.Completion(got.index, got.token_ids, np.roll(got.logprobs, 1), got.finish_reason, got.spans)
+
+
+class PacksFewerReasons(NumpyRollout):
+    """What ended together comes packed, and lacks something."""
+
+    async def generate(self, request: af.Request) -> AsyncIterator[Any]:
+        yield self.packed([got async for got in super().generate(request)])
+
+    def packed(self, ended: Sequence[af.Completion]) -> Completions:
+        return Completions(*columns(ended), [got.finish_reason for got in ended[1:]])
+
+
+class PacksFewerLogprobs(PacksFewerReasons):
+    def packed(self, ended: Sequence[af.Completion]) -> Completions:
+        index, ids, logprobs = columns(ended)
+        short = Ragged.of([row[1:] for row in logprobs], np.float32)
+        return Completions(index, ids, short, [got.finish_reason for got in ended], ended[0].spans[0].version)
+
+
+class PacksLogprobsOfOthers(PacksFewerReasons):
+    def packed(self, ended: Sequence[af.Completion]) -> Completions:
+        index, ids, logprobs = columns(ended)
+        others = Ragged(np.roll(logprobs.values, -int(logprobs.offsets[1])), logprobs.offsets)
+        return Completions(index, ids, others, [got.finish_reason for got in ended], ended[0].spans[0].version)
+
+
+def columns(ended: Sequence[af.Completion]) -> tuple[Array, Ragged, Ragged]:
+    return (
+        np.array([got.index for got in ended]),
+        Ragged.of([got.token_ids for got in ended], np.int32),
+        Ragged.of([got.logprobs for got in ended], np.float32),
+    )
+
+
+class SlightlyOff(Changing):
+    """By less than one token of weights in lower precision may be, where responses are drawn."""
+
+    def change(self, request: af.Request, got: af.Completion) -> Iterator[af.Completion]:
+        off = 0.5 * (request.sampling.temperature > 0)
+        yield af.Completion(got.index, got.token_ids, got.logprobs - off, got.finish_reason, got.spans)
 
 
 class DropsTheFirstToken(NumpyRollout):
@@ -258,7 +289,7 @@ class RefusesTheWholeContext(NumpyRollout):
             raise EngineError("too long")
 
 
-# ---- the event loop, threads, processes
+# ---- how long it takes
 
 
 class Blocks(NumpyRollout):
@@ -266,231 +297,6 @@ class Blocks(NumpyRollout):
         while self._waiting or self._running:
             self._token()
             time.sleep(0.002)  # noqa: ASYNC251
-
-
-class LeavesAThread(NumpyRollout):
-    END = threading.Event()
-
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        threading.Thread(target=self.END.wait, args=(30,), name="never-joined").start()
-
-
-class LeavesAProcess(NumpyRollout):
-    STARTED: list[subprocess.Popen[bytes]] = []  # noqa: RUF012
-
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self.STARTED.append(subprocess.Popen(["sleep", "30"]))
-
-
-class LeavesAServer(NumpyRollout):
-    """It detaches itself, as servers do, so that it is nobody's child any more."""
-
-    PIDS: list[int] = []  # noqa: RUF012
-
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        detached = ["setsid", "sh", "-c", "sleep 31 > /dev/null 2>&1 & echo $!"]
-        self.PIDS.append(int(subprocess.run(detached, check=True, capture_output=True).stdout))
-
-
-class LeavesASegment(NumpyRollout):
-    MADE: list[Path] = []  # noqa: RUF012
-
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self.MADE.append(path := segment())
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0)
-
-
-class LeavesDescriptors(NumpyRollout):
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        OPEN.append(os.open("/dev/zero", os.O_RDONLY))
-
-
-class LeavesADaemonThread(NumpyRollout):
-    """It keeps no process alive, and stays as long as one lives."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        threading.Thread(target=LeavesAThread.END.wait, args=(30,), daemon=True).start()
-
-
-class MadeOnce(NumpyRollout):
-    """Right: a process can have one only, and it keeps a descriptor of its own, which is not more and more."""
-
-    made = False
-
-    def __init__(self, model: str) -> None:
-        if MadeOnce.made:
-            raise RuntimeError("the process group is initialised already")
-        MadeOnce.made = True
-        super().__init__(model)
-        OPEN.append(os.open("/dev/zero", os.O_RDONLY))
-
-
-OPEN: list[int] = []
-"""Descriptors for tests to close."""
-
-
-def segment() -> Path:
-    """A new file in shared memory, of 64 KB."""
-    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="wrong-engine-", delete=False) as file:
-        os.posix_fallocate(file.fileno(), 0, 1 << 16)
-    return Path(file.name)
-
-
-# ---- updates
-
-
-class IgnoresUpdates(NumpyRollout):
-    def _take(self, new: Weights, version: int) -> None:
-        self._version = version
-
-
-class TakesAllButOne(NumpyRollout):
-    def _take(self, new: Weights, version: int) -> None:
-        super()._take({**new, "mix.bias": self._weights["mix.bias"]}, version)
-
-
-class SwallowsTheUnknown(NumpyRollout):
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        new = arrays(update)
-        self._take({name: new[name] for name in self._weights}, update.version)
-        return set(new)
-
-
-class NeverMissesAny(NumpyRollout):
-    """What does not come stays as it was."""
-
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        new = arrays(update)
-        for name, array in new.items():
-            if name not in self._weights or array.shape != self._weights[name].shape:
-                raise EngineError(f"{name} has no place")
-        self._take({**self._weights, **new}, update.version)
-        return set(new)
-
-
-class Reshapes(NumpyRollout):
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        new = arrays(update)
-        self._take({name: np.resize(new[name], old.shape) for name, old in self._weights.items()}, update.version)
-        return set(new)
-
-
-class KeepsTheCache(NumpyRollout):
-    def _take(self, new: Weights, version: int) -> None:
-        self._weights, self._version = new, version
-        for row in self._running:
-            row.state = None
-
-
-class WritesAsItReads(NumpyRollout):
-    """And when it breaks off goes on with what is written."""
-
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        for name, array in update.arrays():
-            self._take({**self._weights, name: array.copy()}, self._version)
-        self._version = update.version
-        return set(self._weights)
-
-
-class HidesThatItBroke(WritesAsItReads):
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        try:
-            return await super().load_weights(update)
-        except OSError:
-            return set(update.tensors)
-
-
-class KeepsViews(NumpyRollout):
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        new = dict(update.arrays())
-        self._take(new, update.version)
-        return set(new)
-
-
-class StopsFollowing(NumpyRollout):
-    """Takes two updates, and no more."""
-
-    taken = 0
-
-    def _take(self, new: Weights, version: int) -> None:
-        self.taken += 1
-        super()._take(new if self.taken < 3 else self._weights, version)
-
-
-class NeverGoesBack(NumpyRollout):
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        if update.version < self._version:
-            raise EngineError("an older version")
-        return await super().load_weights(update)
-
-
-class Leaks(NumpyRollout):
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self._old: list[Any] = []
-
-    def _take(self, new: Weights, version: int) -> None:
-        self._old.append(self._weights)
-        super()._take(new, version)
-
-
-class LeaksSegments(NumpyRollout):
-    """One an update, which nobody has open any more."""
-
-    def _take(self, new: Weights, version: int) -> None:
-        super()._take(new, version)
-        LeavesASegment.MADE.append(segment())
-
-
-class LeaksSharedMaps(NumpyRollout):
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self._maps: list[mmap.mmap] = []
-
-    def _take(self, new: Weights, version: int) -> None:
-        super()._take(new, version)
-        self._maps.append(mmap.mmap(-1, 1 << 16))
-
-
-class LeaksDescriptors(NumpyRollout):
-    def _take(self, new: Weights, version: int) -> None:
-        super()._take(new, version)
-        OPEN.append(os.open("/dev/zero", os.O_RDONLY))
-
-
-class LeaksThreads(NumpyRollout):
-    def _take(self, new: Weights, version: int) -> None:
-        super()._take(new, version)
-        threading.Thread(target=LeavesAThread.END.wait, args=(30,), daemon=True).start()
-
-
-class LeaksInItsWorker(NumpyRollout):
-    """The memory is that of a process of its own."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        code = "import sys; kept = [bytearray(b'x' * (1 << 16)) for _ in sys.stdin]"
-        self._worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-
-    def _take(self, new: Weights, version: int) -> None:
-        super()._take(new, version)
-        assert self._worker.stdin is not None
-        self._worker.stdin.write(b"update\n")
-        self._worker.stdin.flush()
-
-    async def close(self) -> None:
-        await super().close()
-        self._worker.communicate()
-
-
-# ---- how long it takes
 
 
 class TakesLongToMake(NumpyRollout):
@@ -502,10 +308,6 @@ class TakesLongToMake(NumpyRollout):
         super().__init__(model)
         self.MADE.append(model)
         time.sleep(0.8)
-
-
-class TakesLongAndKeepsTheCache(TakesLongToMake, KeepsTheCache):
-    pass
 
 
 class TakesLongForAll(NumpyRollout):
@@ -568,156 +370,3 @@ class GoesOn(NumpyRollout):
 
     async def close(self) -> None:
         self._running, self._waiting = [], type(self._waiting)()
-
-
-# ---- versions, updates in flight, interruptions
-
-
-class NamesTheNext(NumpyRollout):
-    """Spans name a version that is announced, not the one that is held."""
-
-    def _take(self, new: Weights, version: int) -> None:
-        super()._take(new, version + 1)
-
-
-class NamesTheFirst(NumpyRollout):
-    def _take(self, new: Weights, version: int) -> None:
-        super()._take(new, 0)
-
-
-class OneSpan(Changing):
-    """A response is said to be of the version it ended under."""
-
-    def change(self, request: af.Request, got: af.Completion) -> Iterator[af.Completion]:
-        spans = [VersionSpan(got.spans[-1].version, 0, len(got.token_ids))] if got.spans else []
-        yield af.Completion(got.index, got.token_ids, got.logprobs, got.finish_reason, spans)
-
-
-class WaitsForTheEnd(NumpyRollout):
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        while self._running or self._waiting:
-            await asyncio.sleep(0.001)
-        return await super().load_weights(update)
-
-
-class KeepsStates(NumpyRollout):
-    """Rows that run go on from what was read under the old weights."""
-
-    def _take(self, new: Weights, version: int) -> None:
-        self._weights, self._version = new, version
-        self._prefixes.clear()
-
-
-class AnswersAsItWrites(NumpyRollout):
-    """Requests that come between two tensors are answered from what is written."""
-
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        for name, array in arrays(update).items():
-            self._take({**self._weights, name: array}, self._version)
-            await asyncio.sleep(0.002)
-        self._version = update.version
-        return set(update.tensors)
-
-
-class WritesInAThread(Changing):
-    """As one that is drained first, and thinks that nobody asks it anything then."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self.capabilities = af.Capabilities(swap={"drain"}, token_versions=False, max_rows=16, context=256)
-
-    def change(self, request: af.Request, got: af.Completion) -> Iterator[af.Completion]:
-        yield af.Completion(got.index, got.token_ids, got.logprobs, got.finish_reason)
-
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        await asyncio.to_thread(self._write, update)
-        return set(update.tensors)
-
-    def _write(self, update: af.WeightUpdate) -> None:
-        for name, array in update.arrays():
-            self._weights = {**self._weights, name: np.array(array)}
-            self._prefixes.clear()
-
-
-class CachesWhileItLoads(NumpyRollout):
-    """The cache is emptied when a load begins, and what comes meanwhile is read by the old weights into it."""
-
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        self._prefixes.clear()
-        self._weights = await asyncio.to_thread(arrays, update)
-        self._version = update.version
-        for row in self._running:
-            row.state = None
-        return set(self._weights)
-
-
-class RefusesDuringLoads(NumpyRollout):
-    """Though it says that requests may run then."""
-
-    _loading = False
-
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        self._loading = True
-        try:
-            self._take(await asyncio.to_thread(arrays, update), update.version)
-        finally:
-            self._loading = False
-        return set(update.tensors)
-
-    def _check_request(self, request: af.Request) -> None:
-        super()._check_request(request)
-        if self._loading:
-            raise EngineError("it loads")
-
-
-class ThrowsAway(NumpyRollout):
-    async def interrupt(self) -> None:
-        for row in self._running:
-            row.ids, row.logprobs, row.versions = [], [], []
-        await super().interrupt()
-
-
-class NeverInterrupts(NumpyRollout):
-    async def interrupt(self) -> None:
-        while self._running or self._waiting:
-            await asyncio.sleep(0.001)
-
-
-class NumbersNew(NumpyRollout):
-    """A response that goes on is read without what it had drawn."""
-
-    def _read_row(self, row: Row) -> Array:
-        prompt = row.request.prompt_ids
-        return self._read(prompt[: len(prompt) - row.request.drawn])
-
-
-# ---- proofs
-
-
-class ScoresACopy(NumpyRollout):
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self._copy = {name: array.copy() for name, array in self._weights.items()}
-
-    def _score(self, prompt: Array, response: Array) -> list[float]:
-        held, self._weights = self._weights, self._copy
-        self._prefixes.clear()
-        try:
-            return super()._score(prompt, response)
-        finally:
-            self._weights = held
-            self._prefixes.clear()
-
-
-class HoldsACopy(NumpyRollout):
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self._copy = {name: array.copy() for name, array in self._weights.items()}
-
-    def held_weights(self) -> Iterator[tuple[str, Array]]:
-        return iter(self._copy.items())
-
-
-class HoldsFused(NumpyRollout):
-    def held_weights(self) -> Iterator[tuple[str, Array]]:
-        yield "mix.weight", np.zeros((HIDDEN, VOCABULARY), np.float32)

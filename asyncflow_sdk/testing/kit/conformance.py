@@ -40,7 +40,10 @@ from .train_lab import TrainLab
 HUGGING_FACE = "asyncflow_torch.reference:HuggingFacePolicy"
 LIMIT_S = 100.0
 _MODULES = {
-    "rollout": ("rollout_basic", "rollout_full", "rollout_machine", "rollout_chaos"),
+    "rollout": (
+        "rollout_basic", "rollout_loads", "rollout_full", "rollout_swaps", "rollout_proofs", "rollout_machine",
+        "rollout_chaos",
+    ),
     "train": ("train_basic", "train_full", "train_precision", "train_chaos"),
     "transport": ("transport_checks",),
     "sampler": ("policy_checks",),
@@ -48,7 +51,7 @@ _MODULES = {
     "algorithm": ("algorithm_checks",),
     "launcher": ("launcher_checks",),
     "tracker": ("tracker_checks",),
-}
+}  # fmt: skip
 KINDS = tuple(_MODULES)
 """Of which there are checks."""
 

@@ -9,21 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 from .check import CheckFailed, NotAsked, check, expect
+from .parsing import whole_parses
 from .rollout_lab import RolloutLab
 from .rollout_world import RolloutWorld
 
 with contextlib.suppress(ImportError):
-    # Now and not in the check: deep in calls, under pytest and with torch loaded, CPython 3.11.7 fails to compile its modules
-    # ("AST constructor recursion depth mismatch").
-    import hypothesis.stateful  # noqa: F401
+    import hypothesis.stateful  # noqa: F401  # now: it is no part of the time that a check has
 
 EXAMPLES, STEPS, SHARE, WHOLE = 80, 24, 0.25, 0.9
 """So many sequences of so many steps at most, in this share of what a check may take: more, up to the second, while there are
 not yet ``LEAST`` steps."""
 LEAST = 60
 """Fewer steps than these prove nothing."""
-PARSES = 3
-"""How often it is begun where Python itself fails to parse."""
 CHEAP_S = 0.5
 """An engine that is made in less is made anew for each sequence."""
 Found = list[tuple[list[str], BaseException]]
@@ -43,7 +40,6 @@ def any_order(lab: RolloutLab) -> str:
     except ImportError:
         raise NotAsked("it needs Hypothesis: pip install 'asyncflow-sdk[kit]'") from None
     found: Found = []
-    broke_off = ""
     if lab.had().version:
         lab.call(lab.update(0), "loading version 0 again")
     clock = _Clock(lab.limit_s, lab.making_s)
@@ -52,20 +48,14 @@ def any_order(lab: RolloutLab) -> str:
         suppress_health_check=list(hypothesis.HealthCheck), print_blob=False, report_multiple_bugs=False,
         verbosity=hypothesis.Verbosity.quiet,
     )  # fmt: skip
+    machine = _machine(lab, found, clock)
+    if lab.seed is not None:
+        hypothesis.seed(lab.seed)(machine)
     with tempfile.TemporaryDirectory(prefix="asyncflow-check-") as home:
         set_hypothesis_home_dir(home)  # else it leaves a folder wherever the command is called
         try:
-            for _ in range(PARSES):
-                machine, broke_off = _machine(lab, found, clock), ""
-                if lab.seed is not None:
-                    hypothesis.seed(lab.seed)(machine)
-                try:
-                    run_state_machine_as_test(machine, settings=settings)
-                    break
-                except SystemError as broken:  # CPython 3.11 may fail to parse what Hypothesis has it parse
-                    broke_off = str(broken)
-                    if clock.steps >= LEAST:
-                        break
+            with whole_parses():
+                run_state_machine_as_test(machine, settings=settings)
         except Exception:
             if not found and not clock.over:  # one that is cut short by the clock looks to it as if it were no test
                 raise
@@ -76,8 +66,6 @@ def any_order(lab: RolloutLab) -> str:
         listed = "\n".join(f"  {number}. {step}" for number, step in enumerate(steps, 1))
         said = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         raise CheckFailed(f"in any order of steps, this one fails:\n{listed}\n{said}") from None
-    if broke_off and clock.steps < LEAST:
-        raise NotAsked(f"Hypothesis could take {clock.steps} steps only: this Python fails inside of it: {broke_off}")
     expect(
         clock.steps >= LEAST,
         f"only {clock.steps} steps could be taken in {WHOLE * lab.limit_s:.0f} s, none of them wrong, and fewer than {LEAST} prove"

@@ -17,6 +17,7 @@ from ...interfaces import Completion, Request
 from ...types import VersionSpan
 from ...weights.proof import check_held
 from .check import CheckFailed, expect
+from .precision import too_far
 from .rollout_lab import Ids, RolloutLab
 from .signs import whose_logprobs
 
@@ -335,8 +336,9 @@ class RolloutWorld:
             )
         have = np.asarray(got.logprobs, np.float64)[start:end]
         apart = np.abs(have - policy.logprobs(version, before, ids))
-        if apart.max() > tolerance:
+        far = too_far(apart, tolerance)
+        if far:
             raise CheckFailed(
-                f"log-probs of tokens {start} to {end} of #{now.number} are up to {apart.max():.3g} from those of version"
+                f"log-probs of tokens {start} to {end} of #{now.number} are {far} from those of version"
                 f" {version}{whose_logprobs(policy, version, before, ids, have, 1.0, tolerance)}"
             )

@@ -1,0 +1,164 @@
+"""Loads of weights: what is read anew after them, what they must refuse, and what is left when they break off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...errors import EngineError
+from .check import CheckFailed, check, expect
+from .rollout_lab import RolloutLab
+
+
+@check(
+    "rollout", "full",
+    means="responses begin with keys and values of weights that are gone: tokens of no version at all",
+    look="prefix or KV caches: empty them in load_weights(), after the last request under the old weights has ended",
+)  # fmt: skip
+async def stale_cache(lab: RolloutLab) -> None:
+    """A prompt that was read under the old weights is read anew under the new ones, also where it only begins another."""
+    prompt = np.resize(lab.policy.prompts(1, seed=20)[0], min(64, lab.context - 24)).astype(np.int32)
+    longer = np.concatenate([prompt, lab.policy.prompts(1, seed=21)[0]])[: lab.context - 10]
+    for _ in range(2):
+        await lab.check_greedy([prompt])
+        await lab.check_greedy([prompt])  # from a cache, if there is one
+        await lab.update()
+        await lab.check_greedy([prompt, longer], when=" of a prompt seen before the update")
+
+
+@check(
+    "rollout", "full",
+    means="a tensor that has nowhere to go is dropped in silence: an engine that half follows the trainer",
+    look="load_weights(): compare every name with what the model has, and raise WeightMismatch naming the odd ones",
+)  # fmt: skip
+async def unknown_tensor(lab: RolloutLab) -> None:
+    """A tensor that the engine has no place for is refused by its name, and never said to be taken."""
+    version = lab.version + 1
+    tensors = {**lab.policy.tensors(version), "model.layers.0.not_there.weight": np.ones((4, 4), np.float32)}
+    taken = await _refused(lab, lab.make_update(version, tensors))
+    expect(
+        taken is None or "model.layers.0.not_there.weight" not in taken,
+        "load_weights() said that it took 'model.layers.0.not_there.weight', which no model has",
+    )
+    await _sound(lab, version, "a version with a tensor too many")
+
+
+@check(
+    "rollout", "full",
+    means="a tensor that did not come stays as it was, in silence: an engine that half follows the trainer",
+    look="load_weights(): compare the update's names with all that the model has, tied ones once, and raise WeightMismatch naming those that are not there",
+)  # fmt: skip
+async def missing_tensor(lab: RolloutLab) -> None:
+    """A version that lacks a tensor which the model has is refused, and never said to be taken as it is."""
+    version = lab.version + 1
+    tensors = lab.policy.tensors(version)
+    names = [name for name, array in tensors.items() if array.size]
+    for name in dict.fromkeys((max(names, key=lambda name: tensors[name].size), names[-1])):
+        update = lab.make_update(version, {other: array for other, array in tensors.items() if other != name})
+        taken = await _refused(lab, update)
+        expect(
+            taken != set(update.tensors),
+            f"load_weights() took a version without {name!r}, which the model has, and returned the other"
+            f" {len(update.tensors)} names, as if it were whole",
+        )
+    await _sound(lab, version, "a version with a tensor too few")
+
+
+@check(
+    "rollout", "full",
+    means="weights are read in the wrong order, or cut off, and the model talks nonsense",
+    look="load_weights(): compare shapes before anything is written; a view or a broadcast hides the difference",
+)  # fmt: skip
+async def misshapen_tensor(lab: RolloutLab) -> None:
+    """A tensor of another shape is refused."""
+    version = lab.version + 1
+    tensors = dict(lab.policy.tensors(version))
+    name = max((n for n, a in tensors.items() if a.ndim == 2), key=lambda n: tensors[n].size)
+    right = tensors[name]
+    for shaped in (right.T, right[1:], right.reshape(-1)):
+        if shaped.shape == right.shape:
+            continue
+        update = lab.make_update(version, {**tensors, name: np.ascontiguousarray(shaped)})
+        taken = await _refused(lab, update)
+        expect(
+            taken is None or lab.engine.weight_name(name) not in taken,
+            f"{name!r} was taken as {list(shaped.shape)}, and the model has {list(right.shape)}",
+        )
+    await _sound(lab, version, "a misshapen version")
+
+
+@check(
+    "rollout", "full",
+    means="after a broken transfer the engine answers from a mixture of two versions, and says it is one of them",
+    look="load_weights(): check before writing; when it breaks off later, refuse requests until a whole version is loaded",
+)  # fmt: skip
+async def torn_update(lab: RolloutLab) -> None:
+    """A load that breaks off half-way raises; then the engine answers from the old version, or not at all, until one is whole."""
+    prompts = lab.policy.prompts(3, seed=22)
+    before, version = lab.version, lab.version + 1
+    count = len(lab.policy.tensors(version))
+    for breaks_after in {1, count // 2, count - 1} & set(range(count)):
+        taken = await _refused(lab, lab.make_update(version, breaks_after=breaks_after))
+        expect(
+            taken is None,
+            f"load_weights() returned, as if all was well, when tensor {breaks_after} of {count} could not be read",
+        )
+        try:
+            await lab.check_greedy(prompts, when=" after a load that broke off")
+        except EngineError:
+            pass  # it may refuse, in so many words
+        except CheckFailed as failed:
+            new = (
+                "it is on the new version" if f"of version {version}" in str(failed) else "it answers from a mixture"
+            )
+            raise CheckFailed(
+                f"{failed}. The load broke off before tensor {breaks_after} of {count}: {new}, and does not refuse"
+            ) from None
+    await lab.update(before)
+    await lab.check_greedy(prompts, when=" after the version before was loaded again")
+    await lab.update(version)
+    await lab.check_greedy(prompts, when=" after the version was loaded whole")
+
+
+@check(
+    "rollout", "full",
+    means="memory of a version is used again for the next one while the engine still computes from it: weights that change by themselves",
+    look="load_weights(): copy each tensor; what it is given belongs to it only until it returns",
+)  # fmt: skip
+async def keeps_no_view(lab: RolloutLab) -> None:
+    """When load_weights() has returned, what becomes of the memory it read from does not matter."""
+    update = lab.make_update(lab.version + 1)
+    await lab.load(update)
+    update.scribble()
+    await lab.check_greedy(lab.policy.prompts(3, seed=23), when=" after the update's memory was written over")
+
+
+@check(
+    "rollout", "full",
+    means="replicas stop following the trainer after the first few versions",
+    look="what load_weights() does once only: hooks, buffers, flags that are set and never taken back",
+)  # fmt: skip
+async def updates_in_a_row(lab: RolloutLab) -> None:
+    """Several versions one after another, one twice, and an older one again, as after a rollback."""
+    first = lab.version + 1
+    for version in (first, first + 1, first + 2, first + 2, first):
+        await lab.update(version)
+        await lab.check_greedy(lab.policy.prompts(2, seed=version), when=f" after version {version}")
+
+
+async def _refused(lab: RolloutLab, update: Any) -> set[str] | None:
+    """The names that were taken, or None when the load raised, whatever it was. The lab's version is what it was."""
+    held = lab.version
+    try:
+        return set(await lab.load(update))
+    except Exception:
+        return None
+    finally:
+        lab.version = held
+
+
+async def _sound(lab: RolloutLab, version: int, after: str) -> None:
+    """A whole version loads, and the engine is on it."""
+    await lab.update(version)
+    await lab.check_greedy(lab.policy.prompts(3, seed=33), when=f" after {after} and then a whole one")

@@ -1,0 +1,62 @@
+"""What engines say of the weights that they hold, by which each swap is proven."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from ...errors import WeightError
+from ...interfaces import Completion
+from ...weights.proof import check_held
+from .check import CheckFailed, check, expect, needs
+from .rollout_lab import RolloutLab
+
+
+@check(
+    "rollout", "full",
+    means="the proof of each swap proves nothing: weights that were not taken go unseen, or right ones are refused",
+    look="logprobs(): the same numbers as generate() gives at temperature 1, for any prompts and responses",
+)  # fmt: skip
+@needs(lambda lab: lab.engine.capabilities.logprobs, "it cannot score given responses")
+async def scores(lab: RolloutLab) -> None:
+    """logprobs() of given responses are those of the weights held now."""
+    prompts, responses = lab.policy.prompts(5, seed=30), lab.policy.prompts(5, longest=20, seed=31)
+    for _ in range(2):
+        scored = await lab.engine.logprobs([p.tolist() for p in prompts], [r.tolist() for r in responses])
+        expect(len(scored) == len(responses), f"logprobs() gave {len(scored)} rows for {len(responses)} responses")
+        for prompt, response, got in zip(prompts, responses, scored, strict=True):
+            expect(
+                len(got) == len(response),
+                f"logprobs() gave {len(got)} numbers for a response of {len(response)} tokens",
+            )
+            lab.check_logprobs(prompt, Completion(0, response, np.asarray(got, np.float32)), when=" by logprobs()")
+        await lab.update()
+
+
+@check(
+    "rollout", "full",
+    means="the proof of each swap proves nothing: what is hashed is not what the engine computes from",
+    look="held_weights(): the live parameters, in the names, dtypes and shapes of the version that was loaded",
+)  # fmt: skip
+@needs(lambda lab: lab.engine.capabilities.held_weights, "it does not hold weights as they were published")
+async def holds(lab: RolloutLab) -> None:
+    """held_weights() are the version that was loaded, byte for byte."""
+    for _ in range(2):
+        version = await lab.update()
+        update = lab.make_update(version)
+        try:
+            check_held(update, lab.engine.held_weights())
+        except WeightError as error:
+            raise CheckFailed(f"{error}{_of_version(lab)}") from None
+        finally:
+            update.release()
+
+
+def _of_version(lab: RolloutLab) -> str:
+    for version in {max(lab.version - 1, 0), 0}:
+        update = lab.make_update(version)
+        with contextlib.suppress(Exception):
+            check_held(update, lab.engine.held_weights())
+            return f": they are those of version {version}"
+    return ""

@@ -1,0 +1,206 @@
+"""Weights that come while requests run: which version each token is of, and what is interrupted for them and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+
+from ...errors import EngineError
+from ...interfaces import Completion
+from .check import check, expect, needs
+from .precision import too_far
+from .rollout_lab import Ids, RolloutLab
+
+HELD_S, ASKED = 0.3, 4
+"""So long a load is held half-way, for requests that each of several askers makes meanwhile."""
+
+
+@check(
+    "rollout", "full",
+    means="the staleness of tokens is computed from versions that did not draw them",
+    look="the spans of a Completion: the version held when each token was drawn, whatever is newest elsewhere",
+)  # fmt: skip
+@needs(lambda lab: lab.engine.capabilities.token_versions, "it gives no versions of tokens")
+async def versions(lab: RolloutLab) -> None:
+    """Spans name the version that the engine holds, before and after an update."""
+    for _ in range(2):
+        for prompt in lab.policy.prompts(2, seed=27):
+            for got in await lab.answer(lab.request(prompt, 2 if lab.rows > 1 else 1, temperature=1.0, seed=1)):
+                named = {span.version for span in got.spans}
+                expect(named <= {lab.version}, f"spans name versions {sorted(named)}, and {lab.version} is held")
+        await lab.update()
+
+
+@check(
+    "rollout", "full",
+    means="tokens are said to be of a version that did not draw them, or come from keys and values of the one before",
+    look="load_weights() while requests run: stop between two tokens, load, read anew what runs, go on; spans and log-probs follow",
+)  # fmt: skip
+@needs(lambda lab: "in_flight" in lab.engine.capabilities.swap, "it takes no weights while requests run")
+async def update_in_flight(lab: RolloutLab) -> None:
+    """Weights that come while requests run: each token's span and log-prob are of the version that drew it."""
+    prompts, tokens, mixed = lab.policy.prompts(min(4, lab.rows), seed=28), min(96, lab.context - 32), 0
+    requests = [lab.request(p, temperature=1.0, max_tokens=tokens, seed=1) for p in prompts]
+    whole_s = await lab.timed(requests)
+    for turn in range(8):
+        old, new = lab.version, lab.version + 1
+        running = asyncio.create_task(lab.answers(requests))
+        await asyncio.sleep(whole_s * ((turn + 1) % 8) / 8)
+        await lab.update(new)
+        for prompt, (got,) in zip(prompts, await running, strict=True):
+            mixed += len({span.version for span in got.spans}) > 1
+            _check_mixed(lab, prompt, got, old, new)
+        if mixed >= 2:
+            return
+    expect(
+        mixed,
+        "in 8 updates while requests ran, no response got tokens of both versions: the engine waits for their end",
+    )
+
+
+def _check_mixed(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: int) -> None:
+    ids = np.asarray(got.token_ids, np.int32)
+    for version, start, end in got.spans:
+        expect(version in (old, new), f"a span names version {version}; {old} and {new} were held")
+        wanted = lab.policy.logprobs(version, np.concatenate([prompt, ids[:start]]), ids[start:end])
+        far = too_far(np.abs(np.asarray(got.logprobs)[start:end] - wanted), lab.tolerance)
+        why = "drawn after it came: what was read before is not read anew by it (old keys and values)"
+        expect(
+            not far,
+            f"tokens {start} to {end} are said to be of version {version}, and their log-probs are {far}"
+            f" from its; they are {why if start else 'the first, before or after it came'}",
+        )
+
+
+@check(
+    "rollout", "full",
+    means="what is asked for while weights come is answered from a mixture of two versions, and said to be of one of them",
+    look="load_weights(): what begins meanwhile waits until all is written, or is answered by the old weights wholly and caches nothing",
+)  # fmt: skip
+async def during_load(lab: RolloutLab) -> str:
+    """Requests that begin while weights come are answered by one version, or by both as their spans say, or refused; in flight never refused."""
+    prompts = lab.policy.prompts(min(4, lab.rows), longest=24, seed=34)
+    flies, answered = "in_flight" in lab.engine.capabilities.swap, 0
+    for at_once in (True, False, True, False):
+        old, new, hold = lab.version, lab.version + 1, _Hold()
+        loading = asyncio.create_task(lab.load(lab.make_update(new, halfway=hold)))
+        await asyncio.sleep(0)
+        if not at_once:
+            reached = asyncio.create_task(hold.reached.wait())
+            await asyncio.wait([loading, reached], return_when=asyncio.FIRST_COMPLETED)
+            reached.cancel()
+        lab.doing = "waiting for requests that began during a load, and for the load"
+        asking = [asyncio.create_task(_ask_during(lab, prompt, loading, hold, flies)) for prompt in prompts]
+        try:
+            await loading
+        except EngineError:  # nothing is said to run
+            expect(not flies, "load_weights() was refused since requests ran, and capabilities.swap has in_flight")
+            await lab.update(new)
+        for prompt, completions in zip(prompts, await asyncio.gather(*asking), strict=True):
+            for got in completions:
+                _check_either(lab, prompt, got, old, new)
+            answered += len(completions)
+        await lab.check_greedy(prompts, when=" of prompts that were asked while the version came")
+    return f"{answered} answers to requests that began during a load"
+
+
+class _Hold:
+    """What an update calls half-way: if another thread reads it, this stays until ``go``, or HELD_S."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._going = threading.Event()
+
+    def __call__(self) -> None:
+        if threading.get_ident() == self._thread:  # nobody can ask anything now
+            self.reached.set()
+            return
+        self._loop.call_soon_threadsafe(self.reached.set)
+        self._going.wait(HELD_S)
+
+    def go(self) -> None:
+        self._going.set()
+
+
+async def _ask_during(
+    lab: RolloutLab, prompt: Ids, loading: asyncio.Task[Any], hold: _Hold, flies: bool
+) -> list[Completion]:
+    """The answers to a prompt, asked again and again as long as it loads. Those that began at the hold end it."""
+    got: list[Completion] = []
+    for _ in range(ASKED):
+        if loading.done():
+            break
+        held = hold.reached.is_set()
+        try:
+            got += await lab.answer(lab.request(prompt))
+        except EngineError as error:
+            expect(not flies, f"a request that began during a load was refused, and requests may run then: {error}")
+            await asyncio.sleep(0)
+        if held:
+            hold.go()
+    return got
+
+
+def _check_either(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: int) -> None:
+    """It is of one of two versions, or each part of the one that its span names."""
+    ids, have = np.asarray(got.token_ids, np.int32), np.asarray(got.logprobs, np.float64)
+
+    def off(version: int, start: int, end: int) -> str:
+        wanted = lab.policy.logprobs(version, np.concatenate([prompt, ids[:start]]), ids[start:end])
+        return too_far(np.abs(have[start:end] - wanted), lab.tolerance)
+
+    for version, start, end in got.spans:
+        expect(version in (old, new), f"a span names version {version}; {old} and {new} were held")
+        far = off(version, start, end)
+        expect(
+            not far,
+            f"of a response that began while version {new} came, tokens {start} to {end} are said to be of version {version}, and"
+            f" their log-probs are {far} from its: they come from a mixture, or from the other one",
+        )
+    far_old, far_new = (off(version, 0, len(ids)) for version in (old, new))
+    expect(
+        got.spans or not (far_old and far_new),
+        f"the log-probs of a response that began while version {new} came are {far_old} from those of version {old}, and {far_new}"
+        f" from those of {new}: it comes from a mixture of both",
+    )
+
+
+@check(
+    "rollout", "full",
+    means="what was generated before a swap is thrown away, or goes on as another response",
+    look="interrupt(): end what runs, with the tokens it has and finish_reason aborted; `drawn` of the request that goes on",
+)  # fmt: skip
+@needs(lambda lab: "partial" in lab.engine.capabilities.swap, "it cannot be interrupted")
+async def interrupted(lab: RolloutLab) -> None:
+    """Responses that are interrupted come with the tokens they have, and go on where they were."""
+    prompts, tokens = lab.policy.prompts(min(4, lab.rows), seed=29), min(96, lab.context - 32)
+    requests = [lab.request(p, max_tokens=tokens) for p in prompts]
+    whole_s = await lab.timed(requests)
+    cut = empty = 0
+    for turn in range(8):
+        running = [asyncio.create_task(lab.answer(request, aborted=True)) for request in requests]
+        await asyncio.sleep(whole_s * ((turn + 1) % 8) / 8)
+        lab.doing = "waiting for interrupt(), and then for what it ended"
+        await lab.engine.interrupt()
+        rests = []
+        for prompt, (got,) in zip(prompts, await asyncio.gather(*running), strict=True):
+            have, aborted = np.asarray(got.token_ids, np.int32), got.finish_reason == "aborted"
+            wanted = lab.policy.greedy(lab.version, prompt, tokens)
+            lab.check_response(
+                prompt, got, wanted[: len(have)] if aborted else wanted, when=" of an interrupted response"
+            )
+            if not aborted or len(have) == tokens:
+                continue
+            cut, empty = cut + (len(have) > 0), empty + (len(have) == 0)
+            so_far = np.concatenate([prompt, have])
+            rests.append((lab.request(so_far, max_tokens=tokens - len(have), drawn=len(have)), wanted[len(have) :]))
+        for (rest, wanted), (more,) in zip(rests, await lab.answers([rest for rest, _ in rests]), strict=True):
+            lab.check_response(rest.prompt_ids, more, wanted, when=" of a response that goes on")
+        if cut >= 2:
+            return
+    expect(cut or empty, "in 8 interruptions every response ran to its end: interrupt() does not end what runs")
+    expect(cut, "in 8 interruptions every interrupted response came back empty: the tokens it had are thrown away")
