@@ -21,34 +21,50 @@ import abc
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncflow_sdk.errors import EngineError, SchemaError
+from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError
 from asyncflow_sdk.interfaces import Algorithm, PackedTokens, StepResult, TrainEngine
 from asyncflow_sdk.types import Batch, Ragged
 
-from .collate import MicroBatch, check_tokens, collate, no_rows, split
+from .collate import MicroBatch, check_tokens, check_training, collate, no_rows, split
+from .critic import ValueCritic
+from .drift import Drift
 from .logprobs import TokenStats, logprobs_of_parts, response_logprobs
+from .packing import PerToken
 from .ranks import Ranks
-from .shares import Share, Whole, share_of
+from .shares import Share, Whole, pieces, share_of
+
+PROXIMAL, VALUES, ENTROPY = "proximal_logprobs", "values", "entropy"
 
 
 class DataParallelEngine(TrainEngine):
     """``model``: what is called, wrapped as the engine wants it; ``vocabulary`` and ``context`` are the plain model's.
     ``micro_batch_tokens``: the most input tokens of a forward pass, padding included; None takes a step in one. ``packed``:
-    rows are packed, not padded. All ranks make the same number of passes, some of them perhaps without rows."""
+    rows are packed, not padded. All ranks make the same number of passes, some of them perhaps without rows. ``updates``: so many
+    optimizer steps a batch, each on its part of the rows, drawn at random. ``critic``: of an engine that computes values."""
+
+    computes: tuple[str, ...] = (PROXIMAL, ENTROPY)
 
     def __init__(
         self, model: Any, *, ranks: Ranks, algorithm: Algorithm, vocabulary: int, context: int | None, device: Any,
-        temperature: float, micro_batch_tokens: int | None, packed: bool = False,
+        temperature: float, micro_batch_tokens: int | None, packed: bool = False, updates: int = 1,
+        critic: ValueCritic | None = None,
     ) -> None:  # fmt: skip
+        unknown = [name for name in algorithm.asks if name not in self.computes]
+        if unknown:
+            raise ConfigError(
+                f"{type(algorithm).__name__} asks for {', '.join(unknown)}, which {type(self).__name__} does not compute"
+            )
         self._model, self._ranks, self._algorithm, self._device = model, ranks, algorithm, device
         self._vocabulary, self._context = vocabulary, context
         self._temperature, self._tokens, self._packed = temperature, micro_batch_tokens, packed
+        self._updates, self._critic = updates, critic
 
     # ---- what an engine brings
 
@@ -69,15 +85,17 @@ class DataParallelEngine(TrainEngine):
     # ---- the same for all
 
     def train_step(self, batch: Batch) -> StepResult:
-        """One optimizer step on the rows of ``batch``, whole groups, and those that other ranks have.
+        """One optimizer step, or ``updates`` of them, on the rows of ``batch``, whole groups, and those that other ranks have.
 
         Where the algorithm drops rows of advantage 0 and all are, no step is made, and ``rows_used`` is 0. Metrics, of all ranks' rows:
         reward, reward_std, response_tokens (mean length), rows_used; over the tokens trained, which are those of the
         column loss_mask where there is one: tokens (how many), loss, grad_norm (before clipping), entropy (under the weights before
-        the step), logprob_drift (mean of |log-prob - behaviour's|), and the algorithm's own. Raises EngineError, the weights unchanged,
-        when the gradient is not finite.
+        the step), those of `Drift.metrics`, and the algorithm's own; of several updates their means. Raises EngineError when the gradient
+        is not finite, the weights as before that update.
         """
         with self._ranks.calling("train_step"):
+            if self._critic is not None:
+                batch = self._valued(batch, self._critic)
             share = self._ranks.together(
                 lambda: share_of(
                     batch, self._algorithm, vocabulary=self._vocabulary, context=self._context, tokens=self._tokens,
@@ -92,43 +110,76 @@ class DataParallelEngine(TrainEngine):
                 metrics |= self._step(share, whole)
         return StepResult(metrics, None if share.used.all() else ~share.used)
 
+    def _valued(self, batch: Batch, critic: ValueCritic) -> Batch:
+        """With the column of values as they are before the step."""
+        check_tokens(batch, vocabulary=self._vocabulary, context=self._context)
+        check_training(batch)
+        values = Batch.of({VALUES: critic.of_batch(batch, tokens=self._tokens)})
+        return Batch(batch.ids, batch.groups, {**batch.columns, **values.columns})
+
     def _step(self, share: Share, whole: Whole) -> dict[str, float]:
+        if self._updates == 1:
+            return self._update(share, whole)
+        if PROXIMAL in self._algorithm.asks:
+            share = self._proximal(share, whole)
+        order = np.array_split(torch.randperm(share.batch.rows).numpy(), self._updates)
+        made = []
+        for piece in pieces(share, order, tokens=self._tokens, packed=self._packed):
+            part = Whole.of(self._ranks.gather(piece.counts))
+            if part.used:
+                made.append(self._update(piece, part))
+        return {name: sum(each[name] for each in made) / len(made) for name in made[0]}
+
+    def _proximal(self, share: Share, whole: Whole) -> Share:
+        """With the log-probs under the weights that the step begins with."""
+        passes = (self._part(share.batch, share.parts, number, None) for number in range(whole.passes))
+        found = logprobs_of_parts(self._model, share.batch, passes, temperature=self._temperature)
+        return replace(share, columns={**share.columns, PROXIMAL: PerToken.of(found).masked(share.mask)})
+
+    def _update(self, share: Share, whole: Whole) -> dict[str, float]:
         sums: dict[str, Any] = defaultdict(float)
+        drift, with_entropy = Drift(), ENTROPY in self._algorithm.asks
         self.zero_gradients()
         for number in range(whole.passes):
             part = self._part(share.batch, share.parts, number, share.mask)
-            stats = response_logprobs(self._model, part, temperature=self._temperature)
+            stats = response_logprobs(self._model, part, temperature=self._temperature, entropy_gradient=with_entropy)
             if len(part.rows):
-                loss, measured = self._loss(share, whole, part, stats)
+                loss, measured = self._loss(share, whole, part, stats, drift)
                 for name, value in measured.items():
                     sums[name] += value
             else:
                 loss = stats.logprobs.sum()  # of nothing: its gradient is 0
             self.backward(loss, last=number == whole.passes - 1)
         made = self.optimizer_step()
-        if not math.isfinite(made["grad_norm"]):
-            raise self._ranks.agreed(
-                EngineError(
-                    f"the gradient's norm is {made['grad_norm']}; no step was made, the weights are as before"
-                )
-            )
-        return _added(self._ranks.gather({name: float(value) for name, value in sums.items()})) | made
+        if not all(math.isfinite(value) for name, value in made.items() if name.endswith("grad_norm")):
+            norms = ", ".join(f"{name} is {value}" for name, value in made.items() if name.endswith("grad_norm"))
+            raise self._ranks.agreed(EngineError(f"{norms}; no step was made, the weights are as before"))
+        said = self._ranks.gather(
+            {"sums": {name: float(value) for name, value in sums.items()}, "drift": drift.counts}
+        )
+        return _added([each["sums"] for each in said]) | Drift.metrics([each["drift"] for each in said]) | made
 
-    def _loss(self, share: Share, whole: Whole, part: MicroBatch, stats: TokenStats) -> tuple[Any, dict[str, Any]]:
+    def _loss(
+        self, share: Share, whole: Whole, part: MicroBatch, stats: TokenStats, drift: Drift
+    ) -> tuple[Any, dict[str, Any]]:
         """Of one pass, and what it adds to the step's metrics."""
         lengths = share.behaviour.lengths[part.rows]
         behaviour = self._tensor(share.behaviour.of_rows(part.rows))
+        columns = {name: self._tensor(each.of_rows(part.rows)) for name, each in share.columns.items()}
+        if PROXIMAL in self._algorithm.asks:  # of a single update these are the weights that the step begins with
+            columns.setdefault(PROXIMAL, stats.logprobs.detach())
         loss, measured = self._algorithm.loss(
             PackedTokens(
                 logprobs=stats.logprobs, behaviour=behaviour, advantages=self._tensor(share.advantages.of_rows(part.rows)),
                 rows=torch.from_numpy(np.repeat(np.arange(len(part.rows)), lengths)).to(self._device),
-                row_count=len(part.rows), total_tokens=whole.tokens, total_rows=whole.used,
-                columns={name: self._tensor(each.of_rows(part.rows)) for name, each in share.columns.items()},
+                row_count=len(part.rows), total_tokens=whole.tokens, total_rows=whole.used, columns=columns,
+                entropy=stats.entropy if ENTROPY in self._algorithm.asks else None,
+                values=None if self._critic is None else self._critic.values(part),
             )
         )  # fmt: skip
-        drift = (stats.logprobs.detach() - behaviour).abs().sum() / whole.tokens
-        entropy = stats.entropy.sum() / whole.tokens
-        return loss, {"logprob_drift": drift, **measured, "loss": loss.detach(), "entropy": entropy}
+        drift.add(stats.logprobs, behaviour)
+        entropy = stats.entropy.detach().sum() / whole.tokens
+        return loss, {**measured, "loss": loss.detach(), "entropy": entropy}
 
     def logprobs(self, batch: Batch) -> Ragged:
         """Log-probs of ``response_ids`` under the current weights and the engine's temperature. All ranks call it together."""

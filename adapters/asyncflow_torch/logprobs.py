@@ -16,13 +16,15 @@ from .collate import MicroBatch, micro_batches
 
 class TokenStats(NamedTuple):
     """Of each response token, packed: its log-prob (with gradient), and the entropy of the distribution it
-    was drawn from (without); float32 (tokens,), natural logarithm."""
+    was drawn from (with gradient where it was asked for); float32 (tokens,), natural logarithm."""
 
     logprobs: Any
     entropy: Any
 
 
-def response_logprobs(model: Any, part: MicroBatch, *, temperature: float) -> TokenStats:
+def response_logprobs(
+    model: Any, part: MicroBatch, *, temperature: float, entropy_gradient: bool = False
+) -> TokenStats:
     """Log-probs under softmax(logits / temperature) over the whole vocabulary.
 
     One forward pass. The output layer sees response positions only, so logits are (tokens, vocabulary)
@@ -35,7 +37,7 @@ def response_logprobs(model: Any, part: MicroBatch, *, temperature: float) -> To
         logits = logits / temperature
     log_total = logits.logsumexp(-1)
     logprobs = logits.gather(1, part.targets[:, None])[:, 0] - log_total
-    with torch.no_grad():
+    with contextlib.nullcontext() if entropy_gradient else torch.no_grad():
         entropy = log_total - torch.einsum("tv,tv->t", logits.softmax(-1), logits)
     return TokenStats(logprobs, entropy)
 

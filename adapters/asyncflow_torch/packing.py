@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,20 +57,32 @@ class PerToken:
         return Ragged.from_lengths(self.values, self.lengths)
 
 
-def checked_advantages(given: Any, batch: Batch, algorithm: Algorithm) -> PerToken:
-    """What an algorithm said. Raises EngineError, which names it, for what is no advantage."""
-    name, lengths = type(algorithm).__name__, batch.ragged("response_ids").lengths
+def checked_advantages(given: Any, batch: Batch, algorithm: Algorithm) -> tuple[PerToken, dict[str, PerToken]]:
+    """What an algorithm said: advantages, and further numbers by name. Raises EngineError, which names it, for what is none."""
+    name = f"{type(algorithm).__name__}.advantages"
+    each = dict(given) if isinstance(given, Mapping) else {"advantages": given}
+    if "advantages" not in each:
+        raise EngineError(f"{name} gave {', '.join(each) or 'nothing'}, and no advantages")
+    found = {
+        key: _checked(values, batch, name if key == "advantages" else f"{name}: {key}")
+        for key, values in each.items()
+    }
+    return found.pop("advantages"), found
+
+
+def _checked(given: Any, batch: Batch, name: str) -> PerToken:
+    lengths = batch.ragged("response_ids").lengths
     if isinstance(given, Ragged):
         if not np.array_equal(given.lengths, lengths):
-            raise EngineError(f"{name}.advantages gave other lengths than the responses'")
+            raise EngineError(f"{name} gave other lengths than the responses'")
         found = PerToken(given.values.astype(np.float32), lengths, by_row=False)
     else:
         values = np.asarray(given, np.float32)
         if values.shape != (batch.rows,):
-            raise EngineError(f"{name}.advantages gave an array {values.shape} for {batch.rows} rows")
+            raise EngineError(f"{name} gave an array {values.shape} for {batch.rows} rows")
         found = PerToken(values, lengths, by_row=True)
     if not np.isfinite(found.values).all():
-        raise EngineError(f"{name}.advantages gave numbers that are not finite; the weights are as before")
+        raise EngineError(f"{name} gave numbers that are not finite; the weights are as before")
     return found
 
 

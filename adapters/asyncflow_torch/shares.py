@@ -48,17 +48,32 @@ def share_of(
         return Share(np.zeros(0, np.bool_), batch, None, none, none, {}, (), _counts(batch, 0, 0, 0))
     check_tokens(batch, vocabulary=vocabulary, context=context)
     check_training(batch)
-    advantages = checked_advantages(algorithm.advantages(batch), batch, algorithm)
+    advantages, further = checked_advantages(algorithm.advantages(batch), batch, algorithm)
     used = advantages.nonzero if algorithm.drop_zero_advantage else np.ones(batch.rows, np.bool_)
     rows = np.flatnonzero(used)
     chosen, mask = batch.take(rows), None
     if len(rows):
         mask = loss_mask(chosen)
     behaviour = PerToken.of(chosen.ragged("logprobs")).masked(mask)
-    columns = {name: each.masked(mask) for name, each in extra_columns(algorithm.needs, chosen).items()}
+    given = {"values"} & {*algorithm.asks}
+    columns = extra_columns([*algorithm.needs, *given], chosen) | {n: each.take(rows) for n, each in further.items()}
+    columns = {name: each.masked(mask) for name, each in columns.items()}
     parts = split(chosen, tokens=tokens, packed=packed)
     counts = _counts(batch, len(rows), int(behaviour.lengths.sum()), len(parts))
     return Share(used, chosen, mask, advantages.take(rows).masked(mask), behaviour, columns, parts, counts)
+
+
+def pieces(share: Share, order: Sequence[npt.NDArray[np.int64]], *, tokens: int | None, packed: bool) -> list[Share]:
+    """The rows that a share trains, at the places that each of ``order`` has, as shares of their own."""
+    made = []
+    for rows in order:
+        batch, mask = share.batch.take(rows), None if share.mask is None else share.mask.take(rows)
+        behaviour, parts = share.behaviour.take(rows), split(batch, tokens=tokens, packed=packed)
+        counts = _counts(batch, len(rows), int(behaviour.lengths.sum()), len(parts))
+        columns = {name: each.take(rows) for name, each in share.columns.items()}
+        used = np.ones(len(rows), np.bool_)
+        made.append(Share(used, batch, mask, share.advantages.take(rows), behaviour, columns, parts, counts))
+    return made
 
 
 def _counts(batch: Batch, used: int, tokens: int, passes: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ publisher.publish(version, engine.named_weights())
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import Algorithm
 
 from . import checkpoint
+from .critic import ValueCritic
 from .data_parallel import DataParallelEngine
 from .masters import Masters
 from .policy import context_of, export_policy, load_policy, named_weights, vocabulary_of
@@ -33,8 +35,13 @@ class TorchEngine(DataParallelEngine):
     ``temperature``: the rollouts', under which log-probs are computed. ``micro_batch_tokens``: the most
     input tokens of a forward pass, padding included; None takes a step in one pass. ``threads``: of torch,
     for the whole process; None leaves them. ``seed``: of torch's generator. Dropout is off: with it, the
-    ratio to the policy that generated would be noise.
+    ratio to the policy that generated would be noise. ``updates``: so many optimizer steps a batch, each on its part of the rows, drawn at random.
+
+    An algorithm with a critic has one: it begins as the layers of ``critic``, a model folder, by default ``model``, and learns with
+    ``critic_lr``, by default ``lr``.
     """
+
+    computes = (*DataParallelEngine.computes, "values")
 
     def __init__(
         self,
@@ -52,6 +59,9 @@ class TorchEngine(DataParallelEngine):
         device: str = "cpu",
         temperature: float = 1.0,
         micro_batch_tokens: int | None = None,
+        updates: int = 1,
+        critic: str | None = None,
+        critic_lr: float | None = None,
         threads: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -60,6 +70,8 @@ class TorchEngine(DataParallelEngine):
             max_grad_norm=max_grad_norm,
             temperature=temperature,
             micro_batch_tokens=micro_batch_tokens,
+            updates=updates,
+            critic_lr=critic_lr,
             threads=threads,
         )
         if threads is not None:
@@ -73,46 +85,67 @@ class TorchEngine(DataParallelEngine):
             self._masters.named.values(), lr=lr, betas=tuple(betas), weight_decay=weight_decay, fused=True
         )
         self._schedule = make_schedule(self._optimizer, schedule, warmup_steps=warmup_steps, decay_steps=decay_steps)
+        algorithm = algorithm or GRPO()
+        values = None
+        if "values" in algorithm.asks:
+            values = ValueCritic(
+                critic or model, lr=critic_lr or lr, betas=tuple(betas), weight_decay=weight_decay,
+                max_grad_norm=max_grad_norm, dtype=dtype, device=device,
+            )  # fmt: skip
         super().__init__(
             loaded,
             ranks=Ranks.alone(),
-            algorithm=algorithm or GRPO(),
+            algorithm=algorithm,
             vocabulary=vocabulary_of(loaded),
             context=context_of(loaded),
             device=loaded.device,
             temperature=temperature,
             micro_batch_tokens=micro_batch_tokens,
+            updates=updates,
+            critic=values,
         )
 
     def zero_gradients(self) -> None:
         self._model.zero_grad()
         self._optimizer.zero_grad()
+        if self._critic is not None:
+            self._critic.zero_gradients()
 
     def backward(self, loss: Any, *, last: bool) -> None:
         loss.backward()
         self._masters.take_gradients()
+        if self._critic is not None:
+            self._critic.take_gradients()
 
     def optimizer_step(self) -> dict[str, float]:
-        norm = torch.nn.utils.clip_grad_norm_(self._masters.named.values(), self._max_grad_norm)
+        made = {"grad_norm": float(torch.nn.utils.clip_grad_norm_(self._masters.named.values(), self._max_grad_norm))}
+        if self._critic is not None:
+            made["critic_grad_norm"] = self._critic.clip()
         rate = self._optimizer.param_groups[0]["lr"]
-        if not torch.isfinite(norm):
+        if not all(map(math.isfinite, made.values())):
             self.zero_gradients()
         else:
             self._optimizer.step()
             self._schedule.step()
             self._masters.give_weights()
-        return {"grad_norm": float(norm), "lr": float(rate)}
+            if self._critic is not None:
+                self._critic.optimizer_step()
+        return {**made, "lr": float(rate)}
 
     def named_weights(self) -> Iterable[tuple[str, Any]]:
         """Live views of the parameters, in Hugging Face names and ``dtype``, tied weights once."""
         return named_weights(self._model)
 
     def save(self, path: Path) -> None:
-        """Write master weights, optimizer and random state below ``path``: safetensors and JSON, no pickle."""
+        """Write master weights, optimizer and random state below ``path``, and a critic's: safetensors and JSON, no pickle."""
+        if self._critic is not None:
+            self._critic.save(path / "critic")
         checkpoint.save(path, self._model, self._masters, self._optimizer)
 
     def load(self, path: Path) -> None:
         """Continue from what ``save`` wrote. Learning rate and the like are this engine's, not the saved."""
+        if self._critic is not None:
+            self._critic.load(path / "critic")
         checkpoint.load(path, self._model, self._masters, self._optimizer)
         go_to(self._schedule, steps_made(self._optimizer))
 

@@ -1,6 +1,6 @@
 """Algorithms as a user writes them, in a module that workers can import."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -63,3 +63,22 @@ class NoDataclass(af.Algorithm):
 
     def loss(self, tokens):
         return tokens.logprobs.sum(), {}
+
+
+@dataclass(frozen=True)
+class Noting(af.Algorithm):
+    """Asks for everything an engine computes, gives a column beside its advantages, and notes what its loss was given."""
+
+    given: list = field(default_factory=list, compare=False)
+    asks = ("proximal_logprobs", "entropy", "values")
+
+    def advantages(self, batch):
+        return {
+            "advantages": batch.array("reward"),
+            "twice": af.Ragged(2 * batch.ragged("values").values, batch.ragged("values").offsets),
+        }
+
+    def loss(self, tokens):
+        self.given.append(tokens)
+        each = tokens.logprobs * tokens.advantages + 0.1 * tokens.entropy + (tokens.values - 1).square()
+        return each.sum() / tokens.total_tokens, {}

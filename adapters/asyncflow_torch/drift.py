@@ -1,0 +1,51 @@
+"""Drift: how far the policy being trained is from those that drew its tokens, as metrics of each step.
+
+drift = Drift(); drift.add(logprobs, behaviour)            # of each pass
+Drift.metrics(ranks.gather(drift.counts))                  # of the step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from asyncflow_sdk.algorithms import bounded
+
+
+class Drift:
+    """Sums over the tokens of one rank. Nothing leaves the device before ``counts``."""
+
+    def __init__(self) -> None:
+        self._sums: Any = 0.0
+        self._most: Any = None
+
+    def add(self, logprobs: Any, behaviour: Any) -> None:
+        """Of some tokens: under the policy being trained, and under the one that drew each."""
+        if not len(logprobs):
+            return
+        apart = bounded((logprobs.detach() - behaviour).double())
+        weight = apart.exp()
+        each = torch.stack([torch.ones_like(apart), apart.abs(), weight, weight.square(), weight - 1 - apart])
+        self._sums = self._sums + each.sum(1)
+        self._most = weight.max() if self._most is None else torch.maximum(self._most, weight.max())
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """What other ranks must know, as JSON holds it."""
+        none = self._most is None
+        return {"sums": [0.0] * 5 if none else self._sums.tolist(), "most": 0.0 if none else float(self._most)}
+
+    @staticmethod
+    def metrics(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Of all ranks' tokens, with w = π / π_behaviour: ``logprob_drift``, the mean of |log w|; ``behaviour_kl``, of w - 1 - log w,
+        which estimates KL(behaviour ‖ π); ``importance_mean`` and ``importance_max``, of w; ``importance_ess``, the effective
+        sample size (Σ w)² / Σ w², as a share of the tokens."""
+        tokens, apart, weights, squares, kl = (sum(each) for each in zip(*(c["sums"] for c in counts), strict=True))
+        if not tokens:
+            return {}
+        return {
+            "logprob_drift": apart / tokens, "behaviour_kl": kl / tokens, "importance_mean": weights / tokens,
+            "importance_max": max(each["most"] for each in counts), "importance_ess": weights**2 / squares / tokens,
+        }  # fmt: skip

@@ -1,0 +1,222 @@
+"""What the torch engine computes for algorithms that ask: entropy, proximal log-probs, values of a critic; and the drift of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import algorithm_parts as parts
+import numpy as np
+import pytest
+import torch
+from test_torch_algorithms import drifted, norm_of, row_logprobs, with_columns
+from transformers import AutoModelForCausalLM
+
+import asyncflow_sdk as af
+from asyncflow_sdk.algorithms import gae
+from asyncflow_sdk.types import Batch, Ragged
+from asyncflow_torch.data_parallel import DataParallelEngine
+from asyncflow_torch.train import TorchEngine
+
+
+@pytest.fixture
+def stale(batch: Batch) -> Batch:
+    """Rows that other weights drew, with log-probs of a reference; some tokens were observed."""
+    offsets = batch.ragged("logprobs").offsets
+    mask = np.random.default_rng(1).random(offsets[-1]) < 0.7
+    mask[offsets[:-1]] = True
+    return with_columns(
+        batch, logprobs=drifted(batch, 5), ref_logprobs=drifted(batch, 6), loss_mask=Ragged(mask, offsets)
+    )
+
+
+def entropies(model: Any, batch: Batch) -> list[Any]:
+    """Of each row's tokens, with gradient."""
+    found = []
+    for row in range(batch.rows):
+        prompt, response = (batch.ragged(name)[row].astype(np.int64) for name in ("prompt_ids", "response_ids"))
+        table = model(torch.tensor(np.concatenate([prompt, response]))[None]).logits[0].log_softmax(-1)
+        found.append(-(table.exp() * table).sum(-1)[len(prompt) - 1 : -1])
+    return found
+
+
+@pytest.mark.parametrize("budget", [None, 60])
+def test_an_entropy_bonus_and_a_kl_have_the_gradients_of_their_formulas(
+    tiny: str, trainer: Any, stale: Batch, budget: int | None
+) -> None:
+    algorithm = af.GRPO(entropy=0.3, kl=af.KL(coef=0.2, estimator="k2"), drop_zero_advantage=False)
+    engine = trainer(algorithm=algorithm, micro_batch_tokens=budget, lr=1e-9, max_grad_norm=1e9)
+
+    metrics = engine.train_step(stale).metrics
+
+    model, rows = row_logprobs(tiny, stale)
+    advantages, each = algorithm.advantages(stale), entropies(model, stale)
+    total = int(stale.ragged("loss_mask").values.sum())
+    loss = torch.tensor(0.0)
+    for row, logprobs in enumerate(rows):
+        drawn = torch.tensor(stale.ragged("loss_mask")[row])
+        old, ref = (torch.tensor(stale.ragged(name)[row]) for name in ("logprobs", "ref_logprobs"))
+        ratio, a = (logprobs - old).exp(), float(advantages[row])
+        gain = torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
+        terms = -gain + 0.2 * (logprobs - ref).square() / 2 - 0.3 * each[row]
+        loss = loss + terms[drawn].sum() / total
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm_of(model), rel=1e-3)
+    assert metrics["kl"] > 0
+
+
+def test_a_critic_and_the_policy_learn_what_ppo_says(tiny: str, trainer: Any, stale: Batch) -> None:
+    # given a critic that expects something already
+    algorithm = af.PPO(critic=af.Critic(decay=0.9, clip=0.05), normalize_std=False)
+    engine = trainer(algorithm=algorithm, micro_batch_tokens=60, lr=1e-9, max_grad_norm=1e9)
+    critic = engine._critic.model
+    with torch.no_grad():
+        critic.head.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+
+    # when
+    metrics = engine.train_step(stale).metrics
+
+    # then both have the gradients of a loss that is computed row by row
+    model, rows = row_logprobs(tiny, stale)
+    body = AutoModelForCausalLM.from_pretrained(tiny).eval().model
+    head = critic.head.weight.detach().clone().requires_grad_(True)
+    total = int(stale.ragged("loss_mask").values.sum())
+    loss, value_loss = torch.tensor(0.0), torch.tensor(0.0)
+    for row, logprobs in enumerate(rows):
+        drawn = torch.tensor(stale.ragged("loss_mask")[row])
+        prompt, response = (stale.ragged(name)[row].astype(np.int64) for name in ("prompt_ids", "response_ids"))
+        hidden = body(torch.tensor(np.concatenate([prompt, response]))[None]).last_hidden_state[0]
+        values = (hidden @ head[0])[len(prompt) - 1 : -1][drawn]
+        rewards = np.zeros(int(drawn.sum()))
+        rewards[-1] = stale.array("reward")[row]
+        before = values.detach().double().numpy()
+        advantages = gae(rewards, before, np.array([len(rewards)]), discount=1.0, decay=0.9)
+        returns, a = torch.tensor(advantages + before).float(), torch.tensor(advantages).float()
+        ratio = (logprobs - torch.tensor(stale.ragged("logprobs")[row]))[drawn].exp()
+        loss = loss - torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).sum() / total
+        value_loss = value_loss + ((values - returns) ** 2 / 2).sum() / total
+    (loss + 0.5 * value_loss).backward()
+    assert metrics["value_loss"] == pytest.approx(float(value_loss.detach()), rel=1e-4)
+    assert metrics["loss"] == pytest.approx(float((loss + 0.5 * value_loss).detach()), rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm_of(model), rel=1e-3)
+    norms = [p.grad.norm() for p in (*body.parameters(), head) if p.grad is not None]
+    assert metrics["critic_grad_norm"] == pytest.approx(float(torch.stack(norms).norm()), rel=1e-3)
+
+
+def test_a_critic_learns_what_rewards_to_expect_and_is_no_part_of_the_policy(trainer: Any, batch: Batch) -> None:
+    engine = trainer(algorithm=af.PPO(), critic_lr=3e-3)
+    names = [name for name, _ in engine.named_weights()]
+
+    losses = [engine.train_step(batch).metrics["value_loss"] for _ in range(12)]
+
+    assert losses[-1] < 0.5 * losses[0]
+    assert names == [name for name, _ in trainer().named_weights()]
+
+
+def test_a_policy_and_its_critic_go_on_to_the_bit(trainer: Any, batch: Batch, tmp_path: Path) -> None:
+    engine = trainer(algorithm=af.PPO(), updates=2)
+    engine.train_step(batch)
+    engine.save(tmp_path)
+    wanted = [engine.train_step(batch).metrics for _ in range(2)]
+
+    other = trainer(algorithm=af.PPO(), updates=2, seed=4)
+    other.train_step(batch)
+    other.load(tmp_path)
+
+    assert [other.train_step(batch).metrics for _ in range(2)] == wanted
+    without = tmp_path / "without"
+    trainer().save(without)
+    with pytest.raises(af.ConfigError, match="critic holds no complete checkpoint"):
+        other.load(without)
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_an_algorithm_gets_what_it_asks_for_of_each_token_once(trainer: Any, stale: Batch, updates: int) -> None:
+    # given
+    algorithm = parts.Noting()
+    engine = trainer(algorithm=algorithm, micro_batch_tokens=60, updates=updates)
+    with torch.no_grad():
+        engine._critic.model.head.weight.normal_(generator=torch.Generator().manual_seed(0))
+    before, values = engine.logprobs(stale), engine._critic.of_batch(stale, tokens=None)
+    weights = [tensor.clone() for _, tensor in engine.named_weights()]
+
+    # when
+    engine.train_step(stale)
+
+    # then every token came once, with what was computed under the weights that the step began with
+    drawn = stale.ragged("loss_mask").values
+    behaviour = np.concatenate([t.behaviour.numpy() for t in algorithm.given])
+    place = np.searchsorted(np.sort(stale.ragged("logprobs").values[drawn]), behaviour)
+    order = np.argsort(stale.ragged("logprobs").values[drawn])[place]
+    assert sorted(order) == list(range(int(drawn.sum())))
+    for name, column, times in (("proximal_logprobs", before, 1), ("values", values, 1), ("twice", values, 2)):
+        found = np.concatenate([t.columns[name].detach().numpy() for t in algorithm.given])
+        np.testing.assert_allclose(found, times * column.values[drawn][order], atol=2e-5, err_msg=name)
+    assert not any(t.columns["proximal_logprobs"].requires_grad for t in algorithm.given)
+    assert all(t.entropy.requires_grad and t.values.requires_grad for t in algorithm.given)
+
+    # and where there are several updates, the later ones are of new weights
+    apart = [float((t.logprobs.detach() - t.columns["proximal_logprobs"]).abs().max()) for t in algorithm.given]
+    assert (max(apart) > 1e-3) == (updates > 1)
+    assert len({t.total_tokens for t in algorithm.given}) <= updates
+    assert engine._optimizer.state[next(iter(engine._masters.named.values()))]["step"] == updates
+    assert not torch.equal(weights[0], next(iter(engine.named_weights()))[1])
+
+
+def test_updates_of_fewer_rows_than_there_are_updates(trainer: Any, batch: Batch) -> None:
+    engine = trainer(algorithm=af.GRPO(off_policy=af.OffPolicy()), updates=50)
+
+    metrics = engine.train_step(batch).metrics
+
+    assert metrics["rows_used"] < 50
+    assert np.isfinite(list(metrics.values())).all()
+
+
+@pytest.mark.parametrize("weight", ["plain", "truncate", "mask"])
+def test_corrections_of_a_single_update_cost_no_further_pass(trainer: Any, stale: Batch, weight: Any) -> None:
+    correction = af.OffPolicy(weight=weight, low=0.9, high=1.1)
+    engine = trainer(algorithm=af.GRPO(off_policy=correction, drop_zero_advantage=False), lr=1e-9)
+    passes: list[int] = []
+    engine._model.register_forward_hook(lambda *_: passes.append(1))
+
+    metrics = engine.train_step(stale).metrics
+
+    drawn = stale.ragged("loss_mask").values
+    w = np.exp((engine.logprobs(stale).values - stale.ragged("logprobs").values)[drawn].astype(np.float64))
+    outside = (w < 0.9) | (w > 1.1)
+    wanted = {"plain": w, "truncate": np.minimum(w, 1.1), "mask": np.where(outside, 0, w)}[weight]
+    cut = {"plain": outside & False, "truncate": w > 1.1, "mask": outside}[weight]
+    assert len(passes) == 2, "one of the step, one of this test"
+    assert metrics["off_policy_weight"] == pytest.approx(wanted.mean(), rel=1e-4)
+    assert metrics["off_policy_cut"] == pytest.approx(cut.mean())
+    assert metrics["clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("budget", [None, 60])
+def test_the_drift_between_rollout_and_training_is_told_of_each_step(
+    trainer: Any, stale: Batch, budget: int | None
+) -> None:
+    engine = trainer(algorithm=af.GRPO(drop_zero_advantage=False), micro_batch_tokens=budget, lr=1e-9)
+
+    metrics = engine.train_step(stale).metrics
+
+    drawn = stale.ragged("loss_mask").values
+    d = (engine.logprobs(stale).values - stale.ragged("logprobs").values)[drawn].astype(np.float64)
+    w = np.exp(d)
+    wanted = {
+        "logprob_drift": np.abs(d).mean(), "importance_mean": w.mean(), "importance_max": w.max(),
+        "importance_ess": w.sum() ** 2 / (w**2).sum() / len(w), "behaviour_kl": (w - 1 - d).mean(),
+    }  # fmt: skip
+    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
+
+
+class WithoutCritic(TorchEngine):
+    computes = DataParallelEngine.computes
+
+
+def test_what_an_engine_does_not_compute_is_refused(tiny: str) -> None:
+    with pytest.raises(af.ConfigError, match="PPO asks for values, which WithoutCritic does not compute"):
+        WithoutCritic(tiny, algorithm=af.PPO())
+    with pytest.raises(af.ConfigError, match="updates must be above 0"):
+        TorchEngine(tiny, updates=0)
