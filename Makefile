@@ -6,11 +6,12 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo demo-vllm test test-ray test-contrib test-vllm test-sglang fuzz lint bench-demo bench-queue bench-weights bench-overlap clean
+.PHONY: help install demo demo-vllm matrix test test-ray test-contrib test-vllm test-sglang fuzz lint bench-demo bench-queue bench-weights bench-overlap clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
 	@echo "make demo-vllm   the same with a real vLLM on the CPU generating, in an environment of its own"
+	@echo "make matrix      every engine that generates with every engine that trains, a few steps each (CELLS=vllm,fsdp for some)"
 	@echo "make test        run the whole test suite"
 	@echo "make test-ray    the launcher for Ray, against a real Ray in an environment of its own"
 	@echo "make test-contrib  the engines and trackers of contrib/, against their real libraries"
@@ -135,6 +136,11 @@ test-sglang: install .venv-sglang/.ready
 
 bench-weights: install $(RAY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)
+
+# Cells whose environment cannot be built are named, and the others run all the same.
+matrix: install
+	$(ON_CPU) $(SGLANG_ON_CPU) DS_ACCELERATOR=cpu $(BIN)/python -m benchmarks.matrix $(if $(CELLS),--cells "$(CELLS)",--write docs/matrix.md) \
+	  $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-overlap: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overlap $(if $(JSON),--json $(JSON)) $(ARGS)

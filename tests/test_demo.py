@@ -102,3 +102,25 @@ def test_the_trained_model_is_a_model_folder(tmp_path: Path, start: Path) -> Non
     assert before.keys() == after.keys()
     assert any((before[name] != after[name]).any() for name in before)
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model")("31425=")["input_ids"]
+
+
+@pytest.mark.timeout(300)
+def test_a_cell_of_the_matrix_is_green_when_each_version_was_proven_and_names_what_is_not_there(start: Path) -> None:
+    from benchmarks import matrix
+
+    (plain, vllm, _), (torch, *_) = matrix.ROLLOUTS, matrix.TRAINS
+    there, not_there = matrix.Environments({}), matrix.Environments({"vllm": "/nowhere/python"})
+
+    green = matrix.run_cell(plain, torch, there, start, steps=3)
+    lacking = matrix.run_cell(vllm, torch, not_there, start, steps=3)
+
+    assert (green.green, green.steps, green.proven) == (True, 3, 2), green
+    assert green.drift < 1e-5
+    assert not lacking.green
+    assert "/nowhere/python" in lacking.why
+    text = matrix.page([green, lacking], not_there, 3)
+    assert "| transformers | 3 steps, 2 versions proven, drift" in text
+    assert "| vLLM | **no**: rollout 'rollout': cannot start '/nowhere/python'" in text
+    assert "| SGLang | not run | not run | not run |" in text
+    assert matrix.chosen("vllm,fsdp") == [(vllm, matrix.TRAINS[1])]
+    assert len(matrix.chosen("")) == 9

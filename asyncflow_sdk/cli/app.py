@@ -131,6 +131,14 @@ def demo(
     option: Annotated[
         list[str] | None, typer.Option(help="Of this engine, such as max_rows=64.", metavar="NAME=VALUE")
     ] = None,
+    train: Annotated[str, typer.Option(help="The engine that trains.", metavar="NAME")] = "torch",
+    world_size: Annotated[int, typer.Option(min=1, help="Processes that train together, its ranks.")] = 1,
+    train_python: Annotated[
+        str | None, typer.Option(help="The interpreter that has this engine; without it this one.", metavar="PATH")
+    ] = None,
+    train_option: Annotated[
+        list[str] | None, typer.Option(help="Of this engine, such as stage=3.", metavar="NAME=VALUE")
+    ] = None,
     no_plugin: _NoPlugin = None,
     debug: _Debug = False,
 ) -> None:
@@ -149,9 +157,13 @@ def demo(
     from .working import named_options
 
     options = named_options(option, "--option")
+    train_options = named_options(train_option, "--train-option")
     raise typer.Exit(
-        module.run_demo(out, steps, seed, max_staleness, model, Console(), staleness_policy, rollout, python, options)
-    )
+        module.run_demo(
+            out, steps, seed, max_staleness, model, Console(), staleness_policy, rollout, python, options,
+            train, world_size, train_python, train_options,
+        )
+    )  # fmt: skip
 
 
 @app.command()

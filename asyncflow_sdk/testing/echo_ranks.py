@@ -148,7 +148,9 @@ class EchoRanks(EchoTrain):
         self.steps, self._shifted = int(np.unique([found, *self._gather(found)]).item()), True
 
     def export(self, path: Path) -> None:
-        self.save(path)
+        if not self.rank:
+            super().save(path)
+        self._gather("exported")
 
     def close(self) -> None:
         self._gather.close()

@@ -14,6 +14,7 @@ from asyncflow_sdk.types import VERSION_SPANS, one_version
 
 plain = Conformance("rollout", "echo")
 training = Conformance("train", "echo")
+two_ranks = Conformance("train", "echo-ranks", world_size=2)
 flying = Conformance("rollout", "echo", options={"in_flight": True, "partial": True, "token_s": 0.001})
 
 
@@ -29,6 +30,11 @@ def test_echo_conforms_while_requests_run(check: BoundCheck) -> None:
 
 @training.parametrize
 def test_the_train_engine_conforms(check: BoundCheck) -> None:
+    check()
+
+
+@two_ranks.parametrize
+def test_the_train_engine_of_two_ranks_conforms(check: BoundCheck) -> None:
     check()
 
 

@@ -23,7 +23,7 @@ from .task import DIGITS, exact_match, prompts
 
 PROMPTS_A_STEP, GROUP_SIZE = 32, 8
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # two engines share the cores; more threads would only wait for each other
-REFERENCE = "transformers"
+REFERENCE, PLAIN = "transformers", "torch"
 PROBE = af.Probe(((5, 6, 7, 8, 9, 14), (3, 12, 4, 11, 10, 14)), ((9, 8, 7, 6, 5, 2), (10, 11, 4, 12, 3, 2)))
 
 
@@ -42,11 +42,22 @@ class Generator:
         return af.Weights() if self.engine == REFERENCE else af.Weights(probe=PROBE, verify=["probe"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """Which engine trains, on how many ranks. ``python``, ``options``: as in ``Generator``."""
+
+    engine: str = PLAIN
+    world_size: int = 1
+    python: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
 def demo_workflow(
-    model: Path, steps: int, seed: int, max_staleness: int, policy: str = "wait", generator: Generator | None = None
-) -> af.Workflow:
-    """Reverse five digits: 32 prompts a step, 8 responses each, rewarded when exactly right."""
-    generator = generator or Generator()
+    model: Path, steps: int, seed: int, max_staleness: int, policy: str = "wait", generator: Generator | None = None,
+    trainer: Trainer | None = None, weights: af.Weights | None = None,
+) -> af.Workflow:  # fmt: skip
+    """Reverse five digits: 32 prompts a step, 8 responses each, rewarded when exactly right. ``weights``: by default the generator's."""
+    generator, trainer = generator or Generator(), trainer or Trainer()
     return af.Workflow(
         prompts=prompts(PROMPTS_A_STEP * steps, seed),
         rollout=af.Rollout(
@@ -59,11 +70,21 @@ def demo_workflow(
             **generator.options,
         ),
         reward=exact_match,
-        train=af.Train("torch", model=model, algorithm=af.GRPO(), lr=2e-4, seed=seed, env=ONE_THREAD),
+        train=af.Train(
+            trainer.engine,
+            model=model,
+            algorithm=af.GRPO(),
+            lr=2e-4,
+            seed=seed,
+            world_size=trainer.world_size,
+            python=trainer.python,
+            env=ONE_THREAD,
+            **trainer.options,
+        ),
         batch_size=PROMPTS_A_STEP * GROUP_SIZE,
         steps=steps,
         staleness=af.Staleness(max_staleness=max_staleness, policy=policy),
-        weights=generator.weights,
+        weights=weights or generator.weights,
         seed=seed,
     )
 
@@ -71,8 +92,10 @@ def demo_workflow(
 def run_demo(
     out: Path, steps: int, seed: int, max_staleness: int, model: Path | None, console: Console, policy: str = "wait",
     engine: str = REFERENCE, python: str | None = None, options: Mapping[str, Any] | None = None,
+    train: str = PLAIN, world_size: int = 1, train_python: str | None = None, train_options: Mapping[str, Any] | None = None,
 ) -> int:  # fmt: skip
-    """Run the demo into ``out`` and print what came of it. ``engine``, ``python``, ``options``: as in ``Generator``. Returns the exit status.
+    """Run the demo into ``out`` and print what came of it. ``engine``, ``python``, ``options``: as in ``Generator``; the others as in
+    ``Trainer``. Returns the exit status.
 
     Raises Interrupted after Ctrl-C; ``out`` then holds what was done, with its report.
     """
@@ -80,7 +103,8 @@ def run_demo(
         model = out / "start"
         _warm_up(model, seed, console)
     generates = Generator(engine=engine, python=python, options=options or {})
-    workflow = demo_workflow(model, steps, seed, max_staleness, policy, generates)
+    trains = Trainer(engine=train, world_size=world_size, python=train_python, options=train_options or {})
+    workflow = demo_workflow(model, steps, seed, max_staleness, policy, generates, trains)
     loaded: list[int] = []
     try:
         with af.LiveView(steps, "asyncflow demo: reverse five digits", console=console) as view:

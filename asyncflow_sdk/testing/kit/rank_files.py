@@ -57,7 +57,7 @@ def write_pieces(path: Path, weights: Any) -> None:
         tensor, start, whole = (
             (given.tensor, given.start, given.whole) if isinstance(given, Shard) else (given, None, None)
         )
-        array = np.ascontiguousarray(from_torch(tensor.detach()) if is_torch(tensor) else tensor)
+        array = np.asarray(from_torch(tensor.detach()) if is_torch(tensor) else tensor, order="C")
         said.append([name, dtype_name(array.dtype), list(array.shape), start, whole])
         arrays[str(number)] = array.reshape(-1).view(np.uint8)
     np.savez(path, pieces=np.array(json.dumps(said)), **arrays)
