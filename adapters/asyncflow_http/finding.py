@@ -45,7 +45,13 @@ class Claim:
 
 
 def call_now(
-    url: str, path: str, key: str | None, body: Mapping[str, Any] | None = None, *, timeout_s: float = CALL_S
+    url: str,
+    path: str,
+    key: str | None,
+    body: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = CALL_S,
+    most_bytes: int = ANSWER_BYTES,
 ) -> bytes:
     """One call, waited for. Raises Refused for what is refused, and EngineError when there is no answer."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -53,7 +59,10 @@ def call_now(
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(urllib.request.Request(url + path, data, headers), timeout=timeout_s) as response:
-            return bytes(response.read(ANSWER_BYTES))
+            raw = bytes(response.read(most_bytes + 1))
+        if len(raw) > most_bytes:
+            raise EngineError(f"{url}{path} answered with more than {most_bytes} bytes")
+        return raw
     except urllib.error.HTTPError as error:
         why = said(error.read(ANSWER_BYTES))
         raise Refused(f"{url}{path} answered with status {error.code}: {why}", error.code) from None

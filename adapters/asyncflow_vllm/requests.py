@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Completion, Request
 from asyncflow_sdk.types import VersionSpan
+
+from .access import Answer
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM draws at this one when it is asked for a lower one that is not 0."""
@@ -73,52 +74,30 @@ def end_tokens(folder: str) -> list[int]:
     return []
 
 
-def drawing(request: Request, index: int, ends: Sequence[int]) -> Any:
-    """SamplingParams of response number ``index``: nothing but what was asked for; vLLM's and the model's own defaults are
+def drawing(request: Request, index: int, ends: Sequence[int]) -> dict[str, Any]:
+    """vLLM's SamplingParams of response number ``index``: nothing but what was asked for; its and the model's own defaults are
     switched off."""
     sampling = request.sampling
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        seed=_seed(request, index),
-        ignore_eos=True,  # which is the tokenizer's: the model's are among the following
-        stop_token_ids=[*ends, *sampling.stop_ids],
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    return {
+        "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens, "seed": _seed(request, index), "logprobs": 0, "detokenize": False,
+        "ignore_eos": True,  # which is the tokenizer's: the model's are among the following
+        "stop_token_ids": [*ends, *sampling.stop_ids],
+    }  # fmt: skip
 
 
-def scoring() -> Any:
+def scoring() -> dict[str, Any]:
     """SamplingParams with which a prompt is read and its tokens' log-probs are given."""
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        prompt_logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        ignore_eos=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    return {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
 
 
-def completion(index: int, output: Any, finish_reason: str, first_version: int) -> Completion:
-    """Of a finished ``CompletionOutput``. ``first_version``: what the weights are of that vLLM has started with."""
+def completion(index: int, answer: Answer, finish_reason: str, first_version: int) -> Completion:
+    """``first_version``: what the weights are of that vLLM has started with."""
     spans = tuple(
-        VersionSpan(_number(span.version, first_version), span.start, span.end)
-        for span in output.weight_versions or ()
-        if span.start < span.end
+        VersionSpan(_number(label, first_version), start, end) for label, start, end in answer.versions if start < end
     )
-    return Completion(
-        index,
-        token_ids=np.array(output.token_ids, np.int32),
-        logprobs=np.array(output.logprobs.logprobs, np.float32),
-        finish_reason=finish_reason,
-        spans=spans,
-    )
+    ids, logprobs = np.array(answer.token_ids, np.int32), np.array(answer.logprobs, np.float32)
+    return Completion(index, token_ids=ids, logprobs=logprobs, finish_reason=finish_reason, spans=spans)
 
 
 def _number(label: str, first_version: int) -> int:

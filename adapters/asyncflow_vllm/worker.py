@@ -13,9 +13,10 @@ class WorkerExtension:
     weight_transfer_engine: Any
     model_runner: Any
 
-    def asyncflow_outcome(self) -> tuple[str, list[str]]:
+    def asyncflow_outcome(self) -> dict[str, Any]:
         """Why this rank has not loaded the last version, or "", and the names that it has taken."""
-        return self.weight_transfer_engine.failure, sorted(self.weight_transfer_engine.taken)
+        loaded = self.weight_transfer_engine
+        return {"failure": loaded.failure, "taken": sorted(loaded.taken)}
 
     def asyncflow_whole_logprobs(self) -> bool:
         """Have log-probs of tokens given under the whole vocabulary, also where the draw is cut. Whether that could be done."""

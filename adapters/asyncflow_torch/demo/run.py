@@ -111,7 +111,7 @@ def run_demo(
 
             def hear(event: Event) -> None:
                 view(event)
-                if isinstance(event, Loaded):
+                if isinstance(event, Loaded) and event.version:  # 0 is the folder's
                     loaded.append(event.version)
 
             workflow.run(out, on_event=hear)

@@ -1,0 +1,93 @@
+"""One vLLM server, which several engines use one after another."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+START_S = 300.0
+ARGUMENTS = [
+    "--dtype", "float32", "--max-num-seqs", "32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20),
+    "--skip-tokenizer-init",
+]  # fmt: skip
+WANTED = {
+    "--logprobs-mode": "processed_logprobs", "--weight-transfer-config": '{"backend": "asyncflow"}',
+    "--worker-extension-cls": "asyncflow_vllm.worker.WorkerExtension",
+}  # fmt: skip
+"""What an engine wants of a server."""
+
+
+class Server:
+    """``arguments``: beside those above. It is there when it is made, and ends with ``close``."""
+
+    def __init__(self, model: str, arguments: list[str], **env: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            model,
+            "--host",
+            "127.0.0.1",
+        ]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [*command, "--port", str(port), *ARGUMENTS, *arguments], env={**os.environ, **env}, stdout=self._log,
+            stderr=self._log, start_new_session=True,
+        )  # fmt: skip
+        until = time.monotonic() + START_S
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > until:
+                self.close()
+                raise AssertionError(f"the vLLM server did not start:\n{self.said()[-5000:]}")
+            time.sleep(0.2)
+
+    def said(self) -> str:
+        return os.pread(self._log.fileno(), 1 << 24, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=5):
+                return True
+        except (OSError, urllib.error.URLError):
+            return False
+
+
+_started: dict[bytes, Server] = {}
+
+
+def server(folder: str) -> Server:
+    """The one for models like that in ``folder``, which is there until this process ends."""
+    config = Path(folder, "config.json").read_bytes()
+    if config not in _started:
+        wanted = [word for pair in WANTED.items() for word in pair]
+        made = Server(folder, ["--enable-scale-out", *wanted], VLLM_SERVER_DEV_MODE="1")
+        atexit.register(made.close)
+        _started[config] = made
+    return _started[config]
+
+
+def attached(model: str, **options: Any) -> Any:
+    """An engine that uses it."""
+    from asyncflow_vllm.server import VllmServer
+
+    return VllmServer(model, **{"url": server(model).url, "max_rows": 32, **options})
