@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo demo-vllm matrix test test-ray test-contrib test-vllm test-sglang fuzz lint bench-demo bench-queue bench-weights bench-overlap clean
+.PHONY: help install demo demo-vllm matrix test test-ray test-contrib test-vllm test-sglang fuzz lint bench-demo bench-queue bench-weights bench-overlap bench-engines clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
 	@echo "make bench-queue the queue beside Ascend's TransferQueue and bare floors (JSON=PATH writes the rows)"
 	@echo "make bench-weights  weights beside Gloo, safetensors, Ray and bare floors (JSON=PATH writes the rows)"
+	@echo "make bench-engines  vLLM behind the SDK beside the same vLLM driven directly"
 	@echo "make bench-overlap  rollout, stages and training side by side, beside bounds and a simulation"
 
 install: $(READY)
@@ -144,6 +145,10 @@ matrix: install
 
 bench-overlap: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overlap $(if $(JSON),--json $(JSON)) $(ARGS)
+
+# Each engine in its own environment; one whose environment is not there is left out.
+bench-engines: install .venv-vllm/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engines $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-vllm .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis
