@@ -22,6 +22,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,9 @@ from .drift import Drift
 from .logprobs import TokenStats, logprobs_of_parts, response_logprobs
 from .packing import PerToken
 from .ranks import Ranks
-from .shares import Share, Whole, pieces, share_of
+from .shares import BEFORE, STALENESS, VALUES, Share, Whole, pieces, share_of, token_staleness_of
 
-PROXIMAL, VALUES, ENTROPY = "proximal_logprobs", "values", "entropy"
+PROXIMAL, ENTROPY = "proximal_logprobs", "entropy"
 
 
 class DataParallelEngine(TrainEngine):
@@ -49,7 +50,7 @@ class DataParallelEngine(TrainEngine):
     rows are packed, not padded. All ranks make the same number of passes, some of them perhaps without rows. ``updates``: so many
     optimizer steps a batch, each on its part of the rows, drawn at random. ``critic``: of an engine that computes values."""
 
-    computes: tuple[str, ...] = (PROXIMAL, ENTROPY)
+    computes: tuple[str, ...] = (PROXIMAL, ENTROPY, STALENESS)
 
     def __init__(
         self, model: Any, *, ranks: Ranks, algorithm: Algorithm, vocabulary: int, context: int | None, device: Any,
@@ -94,8 +95,8 @@ class DataParallelEngine(TrainEngine):
         is not finite, the weights as before that update.
         """
         with self._ranks.calling("train_step"):
-            if self._critic is not None:
-                batch = self._valued(batch, self._critic)
+            if BEFORE & {*self._algorithm.asks}:
+                batch = self._ranks.together(partial(self._prepared, batch))
             share = self._ranks.together(
                 lambda: share_of(
                     batch, self._algorithm, vocabulary=self._vocabulary, context=self._context, tokens=self._tokens,
@@ -110,12 +111,18 @@ class DataParallelEngine(TrainEngine):
                 metrics |= self._step(share, whole)
         return StepResult(metrics, None if share.used.all() else ~share.used)
 
-    def _valued(self, batch: Batch, critic: ValueCritic) -> Batch:
-        """With the column of values as they are before the step."""
+    def _prepared(self, batch: Batch) -> Batch:
+        """With columns that the algorithm asks for before it says what rows are worth."""
+        if not batch.rows:
+            return batch
         check_tokens(batch, vocabulary=self._vocabulary, context=self._context)
         check_training(batch)
-        values = Batch.of({VALUES: critic.of_batch(batch, tokens=self._tokens)})
-        return Batch(batch.ids, batch.groups, {**batch.columns, **values.columns})
+        made: dict[str, Ragged] = {}
+        if STALENESS in self._algorithm.asks:
+            made[STALENESS] = token_staleness_of(batch)
+        if self._critic is not None:
+            made[VALUES] = self._critic.of_batch(batch, tokens=self._tokens)
+        return Batch(batch.ids, batch.groups, {**batch.columns, **Batch.of(made).columns})
 
     def _step(self, share: Share, whole: Whole) -> dict[str, float]:
         if self._updates == 1:

@@ -16,11 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asyncflow_sdk.errors import SchemaError
 from asyncflow_sdk.interfaces import Algorithm
-from asyncflow_sdk.types import Batch, Ragged, loss_mask
+from asyncflow_sdk.types import VERSION_SPANS, Batch, Ragged, loss_mask, token_steps, token_versions
 
 from .collate import check_tokens, check_training, split
 from .packing import PerToken, checked_advantages, extra_columns
+
+VALUES, STALENESS = "values", "staleness"
+BEFORE = {VALUES, STALENESS}
+"""What is computed before an algorithm says what rows are worth."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,25 @@ def share_of(
     if len(rows):
         mask = loss_mask(chosen)
     behaviour = PerToken.of(chosen.ragged("logprobs")).masked(mask)
-    given = {"values"} & {*algorithm.asks}
+    given = BEFORE & {*algorithm.asks}
     columns = extra_columns([*algorithm.needs, *given], chosen) | {n: each.take(rows) for n, each in further.items()}
     columns = {name: each.masked(mask) for name, each in columns.items()}
     parts = split(chosen, tokens=tokens, packed=packed)
     counts = _counts(batch, len(rows), int(behaviour.lengths.sum()), len(parts))
     return Share(used, chosen, mask, advantages.take(rows).masked(mask), behaviour, columns, parts, counts)
+
+
+def token_staleness_of(batch: Batch) -> Ragged:
+    """How many versions older than the one that the step begins with each response token's is: float32. Raises SchemaError for rows that
+    are no step of a run."""
+    step = getattr(batch, "index", -1)
+    if step < 0:
+        raise SchemaError(
+            "the algorithm asks for staleness, and these rows are no step of a run, which alone says it"
+        )
+    spans = batch.ragged(VERSION_SPANS)
+    late = step - token_steps(spans, batch.stretches)
+    return Ragged(late.astype(np.float32), token_versions(spans).offsets)
 
 
 def pieces(share: Share, order: Sequence[npt.NDArray[np.int64]], *, tokens: int | None, packed: bool) -> list[Share]:

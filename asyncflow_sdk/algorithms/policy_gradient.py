@@ -26,7 +26,7 @@ from .off_policy import OffPolicy
 from .rewards import Overlong
 from .terms import clip, row_mean, sequence_ratio, token_mean, token_ratio, truncate
 
-PROXIMAL, VALUES, ENTROPY, RETURNS = "proximal_logprobs", "values", "entropy", "returns"
+VALUES, ENTROPY, RETURNS = "values", "entropy", "returns"
 PARTS: dict[str, Any] = {"overlong": Overlong, "critic": Critic, "kl": KL, "off_policy": OffPolicy}
 CHOICES = {"ratio": ("token", "sequence"), "surrogate": ("clip", "truncate"), "mean": ("tokens", "rows", "length")}
 
@@ -81,8 +81,9 @@ class PolicyGradient(Configuration, Algorithm):
             raise ConfigError(f"epsilon and entropy are numbers from 0, not {self.epsilon} and {self.entropy}")
         if self.length < 1:
             raise ConfigError(f"length is a number from 1, not {self.length}")
-        asked = {PROXIMAL: self.off_policy, VALUES: self.critic, ENTROPY: self.entropy}
-        object.__setattr__(self, "asks", tuple(name for name, wanted in asked.items() if wanted))
+        asked = {VALUES: self.critic, ENTROPY: self.entropy}
+        own = () if self.off_policy is None else (self.off_policy.asks,)
+        object.__setattr__(self, "asks", (*own, *(name for name, wanted in asked.items() if wanted)))
         object.__setattr__(self, "needs", () if self.kl is None else (self.kl.column,))
 
     def check(self, *, group_size: int) -> None:
@@ -141,7 +142,7 @@ class PolicyGradient(Configuration, Algorithm):
         |logprobs - behaviour|; ``kl``, ``off_policy_weight``, ``off_policy_cut`` (tokens whose weight was), ``value_loss``, where there are such."""
         older, mean = tokens.behaviour, self._mean
         if self.off_policy is not None:
-            older = _asked(tokens.columns.get(PROXIMAL), PROXIMAL)
+            older = self.off_policy.proximal_logprobs(tokens)
         ratio = (token_ratio if self.ratio == "token" else sequence_ratio)(tokens.logprobs - older, tokens)
         if self.surrogate == "clip":
             gain, cut = clip(ratio, tokens.advantages, low=self.clip_low, high=self.clip_high, dual=self.dual_clip)

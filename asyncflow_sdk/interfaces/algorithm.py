@@ -70,7 +70,8 @@ class Algorithm(abc.ABC):
 
     ``asks``: what its engine is to compute. "proximal_logprobs": log-probs under the weights that the step begins with, a column;
     "values": of a critic that the engine trains beside the policy, a column as they are before the step, which `advantages` may read
-    too, and ``tokens.values``; "entropy": ``tokens.entropy``. An engine that cannot (``TrainEngine.computes``) is refused.
+    too, and ``tokens.values``; "entropy": ``tokens.entropy``; "staleness": a column, how many versions older than the one that the
+    step begins with each token's is. An engine that cannot (``TrainEngine.computes``) is refused.
     """
 
     needs: tuple[str, ...] = ()

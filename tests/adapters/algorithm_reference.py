@@ -41,12 +41,21 @@ def penalty(token: dict[str, float], estimator: str, log_p: str = "new") -> floa
 def loss(rows: Rows, at: Rows, said: dict[str, Any]) -> float:
     """Of the tokens ``rows``; what has no gradient (weights, in CISPO the ratio) is taken from ``at``, the same before they were moved."""
     frozen = {id(t): u for row, other in zip(rows, at, strict=True) for t, u in zip(row, other, strict=True)}
-    old = "prox" if said.get("off_policy") else "behaviour"
+    correction = said.get("off_policy")
+
+    def old(t: dict[str, float]) -> float:
+        if not correction:
+            return t["behaviour"]
+        if correction["proximal"] == "computed":
+            return t["prox"]
+        versions = t["late"] + 1  # between the policy that drew it and the one being trained
+        before = frozen.get(id(t), t)
+        return before["new"] / versions * (versions - 1) + before["behaviour"] / versions
 
     def ratios(of: Rows) -> dict[int, float]:
         found = {}
         for row in of:
-            apart = [t["new"] - t[old] for t in row]
+            apart = [t["new"] - old(t) for t in row]
             for t, each in zip(row, apart, strict=True):
                 found[id(t)] = exp(each if said["ratio"] == "token" else sum(apart) / len(row))
         return found
@@ -62,8 +71,8 @@ def loss(rows: Rows, at: Rows, said: dict[str, Any]) -> float:
                 value = max(value, said["dual_clip"] * a)
         else:
             value = clamp(still[id(frozen[id(t)])], low, high) * a * max(t["new"], -1e4)
-        if correction := said.get("off_policy"):
-            weight = exp(t["prox"] - t["behaviour"])
+        if correction:
+            weight = exp(old(t) - t["behaviour"])
             if correction["weight"] == "truncate":
                 weight = min(weight, correction["high"])
             if correction["weight"] == "mask" and not correction["low"] <= weight <= correction["high"]:

@@ -42,7 +42,9 @@ def test_ppo_with_a_critic_a_reference_and_a_correction_trains_in_a_workflow(tin
         assert min(metrics[name] for name in ("value_loss", "critic_grad_norm", "grad_norm", "entropy")) > 0
         assert 0 < metrics["importance_ess"] <= 1
         assert metrics["off_policy_weight"] > 0.5
-    assert abs(steps[0]["kl"]) < 0.05 < max(abs(m["kl"]) for m in steps[1:]), "the reference stays where the policy began"
+    assert abs(steps[0]["kl"]) < 0.05 < max(abs(m["kl"]) for m in steps[1:]), (
+        "the reference stays where the policy began"
+    )
     assert list((tmp_path / "run").rglob("critic/weights.safetensors"))
     _, batch = next(iter(af.read_steps(tmp_path / "run")))
     np.testing.assert_allclose(batch.ragged("ref_logprobs").values, batch.ragged("logprobs").values, atol=1e-4)

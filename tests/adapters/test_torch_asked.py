@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,29 @@ def test_the_drift_between_rollout_and_training_is_told_of_each_step(
         "importance_ess": w.sum() ** 2 / (w**2).sum() / len(w), "behaviour_kl": (w - 1 - d).mean(),
     }  # fmt: skip
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
+
+
+def test_staleness_is_of_each_token_by_the_version_that_drew_it(trainer: Any, stale: Batch) -> None:
+    # given: step 9, which trains version 11 after a rollback took two numbers; each response was drawn by two versions
+    lengths = stale.ragged("response_ids").lengths
+    spans = [np.array([[7, 0, 1], [10, 1, n]] if n > 1 else [[10, 0, 1]]) for n in lengths]
+    step = with_columns(stale, version_spans=Ragged.of([row.astype(np.int64) for row in spans]))
+    step.stretches = ((0, 0), (8, 2))
+    algorithm = dataclasses.replace(parts.Noting(), given=[])
+    object.__setattr__(algorithm, "asks", ("staleness", "entropy", "values"))
+    engine = trainer(algorithm=algorithm, micro_batch_tokens=60)
+    with pytest.raises(af.SchemaError, match="no step of a run"):
+        engine.train_step(step)
+    step.index = 9  # type: ignore[attr-defined]
+
+    engine.train_step(step)
+
+    first = np.zeros(int(lengths.sum()), np.bool_)
+    first[(np.cumsum(lengths) - lengths)[lengths > 1]] = True
+    wanted = np.where(first, 9 - 7, 9 - (10 - 2))[stale.ragged("loss_mask").values]
+    found = np.concatenate([tokens.columns["staleness"].numpy() for tokens in algorithm.given])
+    assert sorted(found) == sorted(wanted)
+    assert set(found) == {1.0, 2.0}
 
 
 class WithoutCritic(TorchEngine):

@@ -32,6 +32,8 @@ ALGORITHMS: list[af.PolicyGradient] = [
     *(dataclasses.replace(kind, off_policy=each) for kind in (af.DAPO(), af.CISPO()) for each in CORRECTIONS),
     af.GSPO(clip_low=0.05, clip_high=0.1, off_policy=CORRECTIONS[1]),
     af.PPO(off_policy=CORRECTIONS[2], dual_clip=2.0),
+    af.DAPO(off_policy=af.OffPolicy(weight="plain", proximal="interpolated")),
+    af.GSPO(clip_low=0.05, clip_high=0.1, off_policy=af.OffPolicy(proximal="interpolated", high=1.1)),
 ]
 IDS = [f"{type(each).__name__}-{number}" for number, each in enumerate(ALGORITHMS)]
 
@@ -48,7 +50,7 @@ def ragged(seed: int) -> reference.Rows:
             before, proximal = rng.normal(), behaviour + rng.normal(0, 0.25)
             rows[-1].append({
                 "behaviour": behaviour, "prox": proximal, "new": min(proximal + rng.normal(0, 0.3), -1e-3),
-                "ref": behaviour + rng.normal(0, 0.5), "advantage": worth, "entropy": rng.exponential(),
+                "ref": behaviour + rng.normal(0, 0.5), "advantage": worth, "entropy": rng.exponential(), "late": float(rng.integers(0, 4)),
                 "value": before + rng.normal(0, 0.3), "before": before, "return": rng.normal(),
             })  # fmt: skip
     return rows
@@ -66,7 +68,7 @@ def packed(rows: reference.Rows, names: dict[str, Any], first: int = 0, count: i
         total_tokens=sum(lengths), total_rows=len(rows), entropy=each["entropy"], values=each["value"],
         columns={
             "ref_logprobs": each["ref"], "proximal_logprobs": each["prox"], "values": each["before"],
-            "returns": each["return"],
+            "returns": each["return"], "staleness": each["late"],
         },
     )  # fmt: skip
 
@@ -292,6 +294,7 @@ def test_groups_that_teach_nothing_are_filtered_as_they_are_scored() -> None:
         (lambda: af.KL(where="both"), "where is"),
         (lambda: af.OffPolicy(low=2.0), "no weight is from low=2.0"),
         (lambda: af.OffPolicy(weight="clip"), "weight is"),
+        (lambda: af.OffPolicy(proximal="guessed"), "proximal is"),
         (lambda: af.Critic(coef=0), "coef and clip are above 0"),
         (lambda: af.Overlong(max_tokens=4, buffer=5), "buffer=5 is from 1"),
         (lambda: af.GRPO().check(group_size=1), "group_size is 1"),

@@ -44,7 +44,7 @@ class _Ask:
             name: values.astype(np.float32)
             for name, values in (
                 ("proximal_logprobs", np.minimum(self.behaviour + near[0], 0.0)), ("values", alike),
-                ("entropy", random.gamma(1.0, 1.0, tokens)),
+                ("entropy", random.gamma(1.0, 1.0, tokens)), ("staleness", random.integers(0, 3, tokens)),
             ) if name in algorithm.asks
         }  # fmt: skip
         self.live_values = (alike + near[1]).astype(np.float32)
