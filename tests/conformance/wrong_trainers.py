@@ -54,6 +54,13 @@ class IgnoresTheAlgorithm(BigramTrain):
         super().__init__(model, algorithm=algorithm if type(algorithm) is GRPO else GRPO())
 
 
+@fails("asked")
+class SaysThatItComputes(BigramTrain):
+    """And refuses whoever asks for it."""
+
+    computes = ("values",)
+
+
 # ---- what it learns
 
 

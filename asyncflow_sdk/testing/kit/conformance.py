@@ -44,7 +44,7 @@ _MODULES = {
         "rollout_basic", "rollout_loads", "rollout_full", "rollout_swaps", "rollout_proofs", "rollout_machine",
         "rollout_chaos",
     ),
-    "train": ("train_basic", "train_full", "train_precision", "train_chaos"),
+    "train": ("train_basic", "train_full", "train_asked", "train_precision", "train_chaos"),
     "transport": ("transport_checks",),
     "sampler": ("policy_checks",),
     "staleness": ("policy_checks",),
