@@ -33,7 +33,8 @@ class Gather:
         self._lines: list[tuple[socket.socket, Any]] = []
         if self.world_size == 1:
             return
-        at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens there itself
+        at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + taken
         if self.rank:
             self._add(_reached(at))
             self._send(0, self.rank)
