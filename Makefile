@@ -42,8 +42,9 @@ demo-vllm: install .venv-vllm/.ready
 	$(ON_CPU) $(BIN)/asyncflow demo --rollout vllm --python .venv-vllm/bin/python --option dtype=float32 --option enforce_eager=true \
 	  --option kv_cache_memory_bytes=134217728 $(ARGS)
 
+# In three processes also on two processors: many tests wait for what they killed, froze or cut off.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 fuzz: install
 	HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/queue/test_queue_fuzz.py \

@@ -106,13 +106,17 @@ def servers() -> list[int]:
     ],
 )
 def test_an_engine_that_takes_its_process_with_it_fails_that_check_and_no_other(engine: str, how: str) -> None:
-    done = asked(engine, "greedy", "update", "stale_cache", "scores", more=("--limit", "1"))
+    loads = ["update", "stale_cache", "scores"]
+    if engine == "HoldsTheLock":  # each is waited for
+        loads = loads[:2]
+
+    done = asked(engine, "greedy", *loads, more=("--limit", "1"))
 
     assert done.exit_code == 1, done.output
     came = said()
-    assert {name: outcome for name, (outcome, _) in came.items()} == {
-        "greedy": "passed", "update": "failed", "stale_cache": "failed", "scores": "failed",
-    }  # fmt: skip
+    assert {name: outcome for name, (outcome, _) in came.items()} == {"greedy": "passed"} | dict.fromkeys(
+        loads, "failed"
+    )
     assert how in came["update"][1]
     assert done.output.count(how) == 1  # those that failed in the same way are told together
 
