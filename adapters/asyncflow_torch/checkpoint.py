@@ -19,38 +19,34 @@ from asyncflow_sdk.errors import ConfigError
 from .masters import Masters
 from .policy import named_weights
 
-_FORMAT = 1
-_RANDOM_STATE = "random_state"
+FORMAT = 1
+RANDOM_STATE = "random_state"
 
 
 def save(path: Path, model: Any, masters: Masters, optimizer: Any) -> None:
     """Write the state of all three, and of torch's random generator, below ``path``."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "state.json").unlink(missing_ok=True)
-    state = {_RANDOM_STATE: torch.get_rng_state()}
+    state = {RANDOM_STATE: torch.get_rng_state()}
     for name, parameter in masters.named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             state[f"{key}/{name}"] = value
     weights = {name: tensor.detach().contiguous() for name, tensor in _weights(model, masters).items()}
     save_file(weights, path / "weights.safetensors")
     save_file(state, path / "optimizer.safetensors")
-    (path / "state.json").write_text(json.dumps({"format": _FORMAT}))
+    (path / "state.json").write_text(json.dumps({"format": FORMAT}))
 
 
 def load(path: Path, model: Any, masters: Masters, optimizer: Any) -> None:
     """Restore what ``save`` wrote, in place. Raises ConfigError for what is no checkpoint of this model."""
-    if not (path / "state.json").is_file():
-        raise ConfigError(f"{path} holds no complete checkpoint of a TorchEngine: state.json is missing")
-    found = json.loads((path / "state.json").read_text())
-    if found.get("format") != _FORMAT:
-        raise ConfigError(f"checkpoint {path} has format {found.get('format')}; this version reads {_FORMAT}")
+    check_format(path)
     saved = load_file(path / "weights.safetensors")
     weights = _weights(model, masters)
     unlike = [n for n in weights.keys() | saved.keys() if _kind(weights.get(n)) != _kind(saved.get(n))]
     if unlike:
         raise ConfigError(f"checkpoint {path} is of another model; these differ: {', '.join(sorted(unlike))}")
     state = load_file(path / "optimizer.safetensors")
-    torch.set_rng_state(state.pop(_RANDOM_STATE))
+    torch.set_rng_state(state.pop(RANDOM_STATE))
     with torch.no_grad():
         for name, tensor in weights.items():
             tensor.copy_(saved[name])
@@ -60,6 +56,15 @@ def load(path: Path, model: Any, masters: Masters, optimizer: Any) -> None:
         key, _, parameter = name.partition("/")
         target = masters.named[parameter]
         optimizer.state[target][key] = value.to(target.device)
+
+
+def check_format(path: Path) -> None:
+    """Raises ConfigError where there is no complete checkpoint, or one that this version does not read."""
+    if not (path / "state.json").is_file():
+        raise ConfigError(f"{path} holds no complete checkpoint of a TorchEngine: state.json is missing")
+    found = json.loads((path / "state.json").read_text())
+    if found.get("format") != FORMAT:
+        raise ConfigError(f"checkpoint {path} has format {found.get('format')}; this version reads {FORMAT}")
 
 
 def _weights(model: Any, masters: Masters) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: st
     Never reaches for the network. Raises ConfigError for what is no complete model folder, and for a dtype
     or device that torch does not have here.
     """
-    wanted, place = element(dtype), _device(device)
+    wanted, place = element(dtype), device_of(device)
     path = Path(folder)
     if not (path / "config.json").is_file():
         what = "has no config.json" if path.is_dir() else "does not exist"
@@ -95,7 +95,12 @@ def export_policy(model: Any, source: str, path: Path) -> None:
     """Write the model as a Hugging Face folder at ``path``, with the tokenizer files of ``source``."""
     with no_progress_bar():
         model.save_pretrained(path)
-    for pattern in _TOKENIZER_FILES:
+    copy_tokenizer(source, path)
+
+
+def copy_tokenizer(source: str, path: Path, *others: str) -> None:
+    """The tokenizer's files, and ``others`` that are there, from one model folder to another."""
+    for pattern in (*_TOKENIZER_FILES, *others):
         for file in Path(source).glob(pattern):
             shutil.copy2(file, path / file.name)
 
@@ -188,7 +193,8 @@ def element(name: str) -> Any:
     return dtype
 
 
-def _device(name: str) -> Any:
+def device_of(name: str) -> Any:
+    """The device of torch. Raises ConfigError for one that cannot be used here."""
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ class Ranks:
             return cls(dist.get_rank(), dist.get_world_size(), group=group)
         rank, size = _place()
         store: Any
+        hook = sys.excepthook
         try:
             if size == 1:
                 store = dist.HashStore()
@@ -71,6 +73,8 @@ class Ranks:
             raise EngineError(
                 f"rank {rank} of {size} has not met the others at {where} within {timeout_s:g} s: {_first(error)}"
             ) from error
+        finally:
+            sys.excepthook = hook  # torch puts another before it each time, for the whole process and for good
         return cls(rank, size, store=store, owned=True)
 
     @property

@@ -32,7 +32,6 @@ def write_model(folder: Path, seed: int = 0, **options: Any) -> str:
         config = Qwen3Config(
             vocab_size=43,
             hidden_size=64,
-            intermediate_size=96,
             num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=1,
@@ -41,7 +40,7 @@ def write_model(folder: Path, seed: int = 0, **options: Any) -> str:
             initializer_range=0.2,  # far from uniform, so that drawing and cutting have something to show
             pad_token_id=0,
             bos_token_id=1,
-            **{"tie_word_embeddings": False, "eos_token_id": 2} | options,
+            **{"tie_word_embeddings": False, "eos_token_id": 2, "intermediate_size": 96} | options,
         )
         Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer().save_pretrained(folder)

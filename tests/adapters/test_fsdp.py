@@ -1,0 +1,321 @@
+"""FSDP: the plain engine's numbers from shards, in a bounded memory, from any number of ranks to any other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_model
+from fsdp_parts import Counting, DiesInStep, FailsOnce, Infinite, Wrapped
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import until
+
+from asyncflow_fsdp import checkpoint
+from asyncflow_fsdp.engine import FsdpEngine
+from asyncflow_sdk.algorithms import GRPO
+from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError
+from asyncflow_sdk.interfaces import TrainEngine
+from asyncflow_sdk.testing.kit.check import CheckFailed
+from asyncflow_sdk.testing.kit.ranks import Ranks
+from asyncflow_sdk.testing.kit.train_lab import Tensors, copied, distance
+from asyncflow_sdk.types import Batch
+from asyncflow_torch.train import TorchEngine
+
+EXACT, NEAR = 0.0, 1e-5
+"""Of the metrics of a first step, as a part of their size."""
+SAME_WAY = 5e-3
+"""Of later ones, and of the updates' distance as a part of how far they went: Adam divides by gradients that may be rounding only."""
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Callable[..., TrainEngine]]:
+    """Makes engines of two ranks, one after the other, in the same two processes."""
+    ranks = Ranks(FsdpEngine, 2)
+
+    def make(folder: str, factory: Any = FsdpEngine, algorithm: Any = None, **options: Any) -> TrainEngine:
+        ranks.path = f"{factory.__module__}:{factory.__qualname__}"
+        return ranks(model=folder, algorithm=algorithm or GRPO(), **{"lr": 1e-3, "threads": 1} | options)
+
+    yield make
+    ranks.close()
+
+
+def _weights(engine: TrainEngine) -> Tensors:
+    return {name: copied(tensor) for name, tensor in engine.named_weights()}
+
+
+def _trained(engine: TrainEngine, batch: Batch, steps: int = 2) -> tuple[list[dict[str, float]], Tensors, Tensors]:
+    before = _weights(engine)
+    metrics = [engine.train_step(batch).metrics for _ in range(steps)]
+    after = _weights(engine)
+    engine.close()
+    return metrics, before, after
+
+
+def _near(have: Any, want: Any, tolerance: float) -> None:
+    for step, (mine, theirs) in enumerate(zip(have[0], want[0], strict=True)):
+        allowed = SAME_WAY if step and tolerance else tolerance
+        assert mine == pytest.approx(theirs, rel=allowed, abs=allowed)
+    assert distance(want[2], want[1]) > 0
+    assert distance(have[2], want[2]) <= (SAME_WAY if tolerance else 0.0) * distance(want[2], want[1])
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model folder with weights of a single row: of two ranks one has nothing of them."""
+    return write_model(tmp_path_factory.mktemp("narrow"), intermediate_size=1)
+
+
+@pytest.mark.parametrize("model", ["tiny", "tied", "learned", "narrow"])
+def test_one_process_makes_the_plain_engines_steps_to_the_bit_and_two_nearly(
+    model: str, two: Any, batch: Batch, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(model)
+    plain = _trained(TorchEngine(folder, lr=1e-3), batch)
+
+    one = _trained(FsdpEngine(folder, lr=1e-3), batch)
+    both = _trained(two(folder), batch)
+
+    _near(one, plain, EXACT)
+    _near(both, plain, NEAR)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batch_tokens": 50},
+        {"packed": True},
+        {"packed": True, "micro_batch_tokens": 30},
+        {"checkpointing": True},
+        {"reshard_after_forward": False, "offload": True},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_no_way_of_computing_a_step_makes_it_another(
+    options: dict[str, Any], tiny: str, two: Any, batch: Batch
+) -> None:
+    plain = _trained(TorchEngine(tiny, lr=1e-3), batch)
+
+    _near(_trained(two(tiny, **options), batch), plain, NEAR)
+
+
+def test_in_bfloat16_the_same_as_the_plain_engine_and_steps_on_float32(
+    tiny: str, two: Any, batch: Batch, tmp_path: Path
+) -> None:
+    plain = _trained(TorchEngine(tiny, lr=1e-5, dtype="bfloat16"), batch, steps=1)
+
+    one = _trained(FsdpEngine(tiny, lr=1e-5, dtype="bfloat16"), batch, steps=1)
+    engine = two(tiny, lr=1e-5, dtype="bfloat16")
+    assert engine.train_step(batch).metrics == pytest.approx(plain[0][0], rel=1e-3, abs=1e-5)
+    engine.save(tmp_path)
+
+    # then what is given is bfloat16, and what is saved has what was too little for it
+    _near(one, plain, EXACT)
+    given, saved = _weights(engine), load_file(tmp_path / "weights.safetensors")
+    assert {str(array.dtype) for array in given.values()} == {"bfloat16"}
+    name = "lm_head.weight"
+    assert torch.equal(saved[name].bfloat16().view(torch.int16), torch.from_numpy(given[name].view(np.int16)))
+    assert (saved[name] != saved[name].bfloat16().float()).float().mean() > 0.8
+    engine.close()
+
+
+def test_each_layer_is_in_shards_of_its_own(tiny: str, two: Any, batch: Batch) -> None:
+    engine = two(tiny, Wrapped)
+
+    assert engine.train_step(batch).metrics["wrapped"] == 3  # two layers, and the model around them
+    engine.close()
+
+
+def test_giving_saving_and_exporting_weights_takes_a_bucket_and_asks_no_rank_for_its_shards(
+    tiny: str, two: Any, tmp_path: Path
+) -> None:
+    # given a bucket that is small beside every larger weight, and a dtype that makes a copy of each
+    bucket = 1024
+    engine = two(tiny, Counting, dtype="bfloat16", bucket_bytes=bucket)
+
+    engine.export(tmp_path)
+
+    for rank in (0, 1):
+        said = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert said["given"] == said["shards"] / 2  # all it has, in half the bytes
+        assert said["largest"] > 16 * bucket
+        assert (said["asked"], bool(said["agreed"])) == ([], True)  # none; as when a checkpoint is read
+        assert 0 < said["named_weights"] <= bucket
+        # float32, and what ranks say to each other; the optimizer has no state yet
+        for call in ("export", "save", "load"):
+            assert said[call] <= 2 * bucket + 16384, (call, said)
+    engine.close()
+
+
+def test_a_checkpoint_goes_from_any_number_of_ranks_to_any_other_to_the_bit(
+    tiny: str, two: Any, batch: Batch, tmp_path: Path
+) -> None:
+    # given two ranks under a schedule, saved in the middle of it, and what they do then
+    options: dict[str, Any] = {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2, "decay_steps": 4}
+    engine = two(tiny, **options)
+    for _ in range(3):
+        engine.train_step(batch)
+    engine.save(tmp_path / "two")
+    wanted = [engine.train_step(batch).metrics for _ in range(2)]
+    engine.close()
+
+    # when two others load it
+    engine = two(tiny, **options)
+    engine.load(tmp_path / "two")
+    found = [engine.train_step(batch).metrics for _ in range(2)]
+    engine.close()
+
+    # then they go on to the bit
+    assert found == wanted
+    assert len({step["lr"] for step in wanted}) == 2
+
+    # and one rank, which saves the very same files; and the plain engine, which has the same tensors
+    alone = FsdpEngine(tiny, **options)
+    alone.load(tmp_path / "two")
+    alone.save(tmp_path / "one")
+    assert alone.train_step(batch).metrics == pytest.approx(wanted[0], rel=NEAR, abs=NEAR)
+    alone.close()
+    plain = TorchEngine(tiny, **options)
+    plain.load(tmp_path / "two")
+    plain.save(tmp_path / "plain")
+    assert plain.train_step(batch).metrics == pytest.approx(wanted[0], rel=NEAR, abs=NEAR)
+    for name in ("weights.safetensors", "optimizer.safetensors", "state.json"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        saved, theirs = (load_file(tmp_path / of / name) for of in ("two", "plain"))
+        assert saved.keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in saved.items())
+    assert {file.name for file in (tmp_path / "two").iterdir()} == {
+        "weights.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    }
+
+    # and what the plain engine saved, two ranks go on from
+    engine = two(tiny, **options)
+    engine.load(tmp_path / "plain")
+    assert engine.train_step(batch).metrics == wanted[0]
+    engine.close()
+
+
+def test_what_is_no_checkpoint_of_this_model_is_refused_by_all_ranks(
+    tiny: str, tied: str, two: Any, batch: Batch, tmp_path: Path
+) -> None:
+    TorchEngine(tied).save(tmp_path / "tied")
+    cut = tmp_path / "cut"
+    TorchEngine(tiny).save(cut)
+    (cut / "weights.safetensors").write_bytes((cut / "weights.safetensors").read_bytes()[:-1])
+    engine = two(tiny)
+    before = _weights(engine)
+
+    with pytest.raises(ConfigError, match=r"state\.json is missing"):
+        engine.load(tmp_path)
+    with pytest.raises(ConfigError, match=r"another model; these differ: lm_head\.weight"):
+        engine.load(tmp_path / "tied")
+    with pytest.raises(ConfigError, match="cut short"):
+        engine.load(cut)
+    after = _weights(engine)
+    assert all((after[name] == before[name]).all() for name in before)
+    engine.train_step(batch)  # none of them has ended the ranks
+    engine.close()
+
+
+def test_an_export_is_a_folder_that_transformers_loads_in_one_file_or_in_several(
+    tiny: str, batch: Batch, two: Any, tmp_path: Path
+) -> None:
+    engine = two(tiny)
+    engine.train_step(batch)
+    engine.export(tmp_path / "out")
+    wanted = _weights(engine)
+    engine.close()
+    one = FsdpEngine(str(tmp_path / "out"))
+    checkpoint.export(
+        tmp_path / "parts", one._model, one._dtypes, tiny, one._ranks, bucket_bytes=1000, file_bytes=50_000
+    )
+    one.close()
+
+    assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 2
+    for folder in ("out", "parts"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        found = model.state_dict()
+        assert all(np.array_equal(found[name].numpy(), array) for name, array in wanted.items())
+        tokens = [AutoTokenizer.from_pretrained(place)("31425=")["input_ids"] for place in (tiny, tmp_path / folder)]
+        assert tokens[0] == tokens[1]
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_makes_no_step_on_any(tiny: str, two: Any, batch: Batch) -> None:
+    engine = two(tiny, algorithm=Infinite())
+    before = _weights(engine)
+
+    with pytest.raises(EngineError, match="grad_norm is (inf|nan); no step was made"):
+        engine.train_step(batch)
+
+    after = _weights(engine)
+    assert all((after[name] == before[name]).all() for name in before)
+    with pytest.raises(EngineError, match="grad_norm is"):  # and not: it has ended
+        engine.train_step(batch)
+    engine.close()
+
+
+def test_rows_that_no_rank_has_and_rows_that_one_rank_has(tiny: str, two: Any, batch: Batch) -> None:
+    # given a batch of one group: one of two ranks has nothing
+    group = batch.take(np.flatnonzero(batch.groups == 1))
+    plain = _trained(TorchEngine(tiny, lr=1e-3), group)
+
+    _near(_trained(two(tiny), group), plain, NEAR)
+
+    # and of a batch without rows, all say so
+    engine = two(tiny)
+    with pytest.raises(SchemaError, match="the batch has no rows"):
+        engine.train_step(batch.take(np.zeros(0, np.int64)))
+    assert engine.train_step(group).metrics["rows_used"] == plain[0][0]["rows_used"]
+    engine.close()
+
+
+def test_what_is_raised_in_the_middle_of_a_step_is_told_by_all_with_its_rank(
+    tiny: str, two: Any, batch: Batch
+) -> None:
+    engine = two(tiny, algorithm=FailsOnce(), collective_timeout_s=20)
+
+    with pytest.raises(EngineError, match=r"(?s)rank \d of 2 failed in train_step\(\):.*KeyError: 'a column"):
+        engine.train_step(batch)
+    with pytest.raises(EngineError, match=r"logprobs\(\) is not possible: rank \d of 2 failed in train_step"):
+        engine.logprobs(batch)
+    engine.close()
+
+
+def test_a_rank_that_dies_ends_the_step_with_its_number(tiny: str, batch: Batch, tmp_path: Path) -> None:
+    ranks = Ranks(DiesInStep, 2)
+    try:
+        engine = ranks(model=tiny, algorithm=GRPO(), threads=1, notes=str(tmp_path))
+        with pytest.raises(CheckFailed, match="rank 1 (ended in the call|has ended)"):
+            engine.train_step(batch)
+        with pytest.raises((CheckFailed, EngineError)):
+            engine.logprobs(batch)
+        until((tmp_path / "0.txt").exists, "the other rank's last words")
+    finally:
+        ranks.close()
+    assert "rank 1 of 2 has ended or hangs; rank 0 waited for it in train_step()" in (tmp_path / "0.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"bucket_bytes": 0}, "bucket_bytes must be above 0"),
+        ({"collective_timeout_s": -1}, "collective_timeout_s must be above 0"),
+        ({"schedule": "steps"}, "schedule 'steps' is none of constant, linear, cosine"),
+        ({"schedule": "linear"}, "linear and cosine need them"),
+        ({"attention": "flash_attention_9"}, "cannot be loaded"),
+        ({"device": "tpu9"}, "device"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(tiny: str, option: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        FsdpEngine(tiny, **option)
+    FsdpEngine(tiny).close()  # and leave nothing behind
