@@ -88,6 +88,9 @@ def _pack(value: Any) -> Column:
     return _pack_sequence(list(value))
 
 
+_NUMBERS = {bool, int, float, complex}
+
+
 def _pack_sequence(rows: list[Any]) -> Column:
     kinds = {type(row) for row in rows}
     if all(issubclass(k, str) for k in kinds):
@@ -100,14 +103,14 @@ def _pack_sequence(rows: list[Any]) -> Column:
         return _pack_bytes("bytes", [row.tobytes() if isinstance(row, memoryview) else row for row in rows])
     if any(issubclass(k, (str, bytes, bytearray, memoryview)) for k in kinds):
         raise SchemaError(f"entries of different types are mixed: {', '.join(sorted(k.__name__ for k in kinds))}")
-    if any(is_torch(row) for row in rows):
+    plain = kinds <= _NUMBERS  # as a reward nearly always is: then no row is looked at
+    if not plain and any(is_torch(row) for row in rows):
         rows = [from_torch(row) if is_torch(row) else row for row in rows]
-    numbers = [isinstance(row, (bool, int, float, complex, np.generic)) or np.ndim(row) == 0 for row in rows]
+    numbers = [plain or isinstance(row, np.generic) or np.ndim(row) == 0 for row in rows]
     if all(numbers):
         array = np.asarray(rows)
-        if array.dtype.kind == "f" and any(
-            int(a) != row for a, row in zip(array, rows, strict=True) if type(row) is int
-        ):
+        whole = array.dtype.kind == "f" and int in kinds
+        if whole and any(int(a) != row for a, row in zip(array, rows, strict=True) if type(row) is int):
             raise SchemaError("whole numbers that neither int64 nor float64 can hold exactly")
         return Column(ColumnSpec("fixed", dtype_name(array.dtype)), array, None)
     if any(numbers):

@@ -22,6 +22,7 @@ _NAMES = {
     "uint64": "U64", "int64": "I64", "float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64",
 }  # fmt: skip
 _DTYPES = {name: np.dtype(dtype) for dtype, name in _NAMES.items()}
+_KNOWN = {dtype: name for name, dtype in _DTYPES.items()}  # a dtype's own name takes longer to make than an entry
 _LENGTH = struct.Struct("<Q")
 
 
@@ -45,7 +46,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None
     )  # so that each lies at a multiple of its size
     for name in widest_first:
         start, end = end, end + plain[name].nbytes
-        header[name] = _Entry(_NAMES[plain[name].dtype.name], plain[name].shape, (start, end))
+        header[name] = _Entry(_KNOWN[plain[name].dtype], plain[name].shape, (start, end))
     text = _encode(header)
     text += b" " * (-len(text) % 8)
     whole = path.with_name(f"{path.name}.part")
@@ -101,4 +102,4 @@ def reading(path: Path) -> Iterator[Arrays]:
 
 def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     array = np.ascontiguousarray(array)
-    return array if array.dtype.name in _NAMES else array[..., None].view(np.uint8)
+    return array if array.dtype in _KNOWN else array[..., None].view(np.uint8)
