@@ -22,9 +22,12 @@ from asyncflow_sdk.interfaces import Completion, Completions
 from asyncflow_sdk.types import Ragged
 
 from .decode import Decoder
-from .lanes import Finished, Work, untouched
+from .lanes import Finished, Work, joined, untouched
 from .reading import PASS_TOKENS
 from .switches import Switches, spans_of, switched
+
+TOGETHER_S = 0.05
+"""So long a row that ended waits at most for others of its request that end next (seconds)."""
 
 
 class Parcel(NamedTuple):
@@ -84,7 +87,9 @@ class DecodeThread:
         self._interrupted = False
         self._calls: list[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = []
         self._closing = False
-        self._jobs: dict[int, Job] = {}  # being decoded; only the thread touches it
+        self._jobs: dict[int, Job] = {}  # being decoded; only the thread touches it, and what follows
+        self._ended: list[Finished] = []  # and not handed over yet
+        self._ended_s = self._step_s = 0.0  # since when, and how long the last step took
         self._thread = threading.Thread(target=self._run, name="asyncflow-decode", daemon=True)
         # Hazard: a thread still inside torch when the interpreter goes down takes the process with it.
         atexit.register(self.close)
@@ -98,8 +103,9 @@ class DecodeThread:
             if self._refusal:
                 raise EngineError(self._refusal)
             self._pending.append(job)
-        # Woken when the loop comes round again: requests made together are then read in one pass.
-        job.loop.call_soon(self._wake)
+            first = len(self._pending) == 1
+        if first:  # woken when the loop comes round again: requests made together are then read in one pass
+            job.loop.call_soon(self._wake)
 
     def abort(self, job: Job) -> None:
         """Drop a job; what it had finished by then may still arrive."""
@@ -126,6 +132,7 @@ class DecodeThread:
     def go_on(self, version: int) -> None:
         """Only within a ``call``: the model's weights are now those of ``version``, and every further token is
         drawn under them. Rows that run and cannot be read again end with an EngineError."""
+        self._hand_over()  # what ended before is of the version before
         self._version = version
         with self._changed:
             self._refusal = ""
@@ -217,6 +224,7 @@ class DecodeThread:
 
     def _turn(self, aborted: list[Job], calls: list[Any], admitted: list[Job]) -> None:
         if aborted:
+            self._hand_over()
             self._decoder.abort([job.work.id for job in aborted])
             for job in aborted:
                 self._jobs.pop(job.work.id, None)
@@ -230,27 +238,48 @@ class DecodeThread:
             for job in admitted:
                 job.left, job.switches = job.work.n, ((0, self._version),)
                 self._jobs[job.work.id] = job
-            self._hand_over(self._decoder.admit([job.work for job in admitted]))
+            self._take(self._decoder.admit([job.work for job in admitted]))
+        began = time.monotonic()
         if self._decoder.rows:
-            self._hand_over(self._decoder.step())
+            self._take(self._decoder.step())
+        ended = time.monotonic()
+        self._step_s = ended - began
+        if self._ended and (not self._more_to_come() or ended + self._step_s - self._ended_s > TOGETHER_S):
+            self._hand_over()
 
     def _interrupt(self, waiting: list[Job]) -> None:
+        self._hand_over()
         for finished in self._decoder.interrupt():
-            self._hand_over(finished)
+            self._take(finished)
+            self._hand_over()
         for job in waiting:
             _call(job.loop, job.inbox.put_nowait, Parcel(untouched(job.work), 0, job.work.n, ()))
 
-    def _hand_over(self, finished: Finished | None) -> None:
-        """Give finished rows to their jobs: one call into each event loop, however many rows there are."""
+    def _take(self, finished: Finished | None) -> None:
+        """Rows have ended. They are handed over with others of their requests that end next."""
         if finished is None:
             return
-        # Rows of a work lie together: a wave begins with them so, and loses some or gets others behind.
+        if not self._ended:
+            self._ended_s = time.monotonic()
+        self._ended.append(finished)
+        for work, count in zip(*np.unique(finished.work, return_counts=True), strict=True):
+            self._jobs[int(work)].left -= int(count)
+
+    def _more_to_come(self) -> bool:
+        """Whether a request of which rows have ended has rows that run."""
+        return any(self._jobs[work].left for finished in self._ended for work in set(finished.work.tolist()))
+
+    def _hand_over(self) -> None:
+        """Give what has ended to its jobs: one call into each event loop, however many rows there are."""
+        if not self._ended:
+            return
+        ended, self._ended = self._ended, []  # whatever comes of it, they are not handed over twice
+        finished = joined(ended)
         firsts = np.flatnonzero(np.diff(finished.work, prepend=-1)).tolist()
         parcels: dict[asyncio.AbstractEventLoop, list[tuple[Job, Parcel]]] = {}
         for first, stop in itertools.pairwise([*firsts, len(finished.work)]):
             work = int(finished.work[first])
             job = self._jobs[work]
-            job.left -= stop - first
             if not job.left:
                 del self._jobs[work]
             parcels.setdefault(job.loop, []).append((job, Parcel(finished, first, stop, job.switches)))
@@ -269,6 +298,7 @@ class DecodeThread:
 
     def _drop(self, waiting: list[Job], reason: str, cause: BaseException | None) -> None:
         """What runs, and the jobs ``waiting``, get an EngineError each."""
+        self._hand_over()
         self._decoder.clear()
         dropped = {id(job): job for job in (*self._jobs.values(), *waiting)}
         self._jobs.clear()

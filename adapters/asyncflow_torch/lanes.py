@@ -42,6 +42,23 @@ class Finished:
     aborted: bool = False
 
 
+def joined(parts: Sequence[Finished]) -> Finished:
+    """All rows of ``parts``, those of a work together. Either all parts were interrupted, or none."""
+    if len(parts) == 1:  # a wave begins with the rows of a work together, and loses some or gets others behind
+        return parts[0]
+    work, token_ids, logprobs = (
+        np.concatenate([part.work for part in parts]),
+        Ragged.concat([part.token_ids for part in parts]),
+        Ragged.concat([part.logprobs for part in parts]),
+    )
+    order = np.argsort(work, kind="stable")
+    return Finished(
+        work=work[order], index=np.concatenate([part.index for part in parts])[order], token_ids=token_ids.take(order),
+        logprobs=logprobs.take(order), stopped=np.concatenate([part.stopped for part in parts])[order],
+        aborted=parts[0].aborted,
+    )  # fmt: skip
+
+
 def untouched(work: Work) -> Finished:
     """The rows of a work that was interrupted before its prompt was read."""
     n, none = work.n, np.zeros(work.n, np.int64)

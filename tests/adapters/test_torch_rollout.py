@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import Request
 from asyncflow_sdk.types import Batch, Sampling
+from asyncflow_torch import decode_thread
 from asyncflow_torch.rollout import TransformersEngine
 
 Make = Callable[..., TransformersEngine]
@@ -76,6 +77,29 @@ def test_completions_say_which_they_are_and_why_they_ended(tiny: str, rollout: M
         assert len(c.token_ids) == len(c.logprobs) <= 6
         assert ended or len(c.token_ids) == 6
         assert (c.token_ids.dtype, c.logprobs.dtype) == (np.int32, np.float32)
+
+
+@pytest.mark.parametrize(("together_s", "parts"), [(3600.0, 1), (-1.0, 4)])
+def test_rows_of_a_request_that_end_one_after_another_come_together_if_it_is_soon(
+    tiny: str, rollout: Make, monkeypatch: pytest.MonkeyPatch, together_s: float, parts: int
+) -> None:
+    # given
+    monkeypatch.setattr(decode_thread, "TOGETHER_S", together_s)
+    engine, came = rollout(tiny), []
+
+    # when some rows end with each of four tokens
+    async def run() -> None:
+        request = Request(np.array([5, 6], np.int32), Sampling(max_tokens=6), n=64, seed=0)
+        came.extend([list(completed.each()) async for completed in engine.generate(request)])
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+    # then all come once, whole, in as many parts as were to be waited for
+    group = sorted((each for part in came for each in part), key=lambda completion: completion.index)
+    assert [completion.index for completion in group] == list(range(64))
+    assert len({len(completion.token_ids) for completion in group}) == 4
+    assert all(len(c.token_ids) == 6 or c.token_ids[-1] == 2 for c in group)
+    assert len(came) == parts
 
 
 def test_a_seeded_request_repeats_its_tokens_in_any_company(
