@@ -27,9 +27,16 @@ class Leasing(Choosing):
             raise Ended(f"task {command.task!r} has had every row{where} it will get")
         if task.spec.grouped:
             self._check_policy()
-        if task.spec.admits:
-            return self._lease_admitted(session, task, command)
-        return self._lease_rows(session, task, command)
+        if not task.spec.admits:
+            return self._lease_rows(session, task, command)
+        count = command.count
+        if command.most:
+            if session.id in self.swapping:
+                return None  # others can begin now what it would have to leave until it has loaded
+            held = sum(lease.left for lease in session.leases.values() if lease.task == command.task)
+            count = max(count, command.most - held)
+        reply = self._lease_admitted(session, task, command.partition, count)
+        return None if command.most and isinstance(reply, cmd.LoadFirst) else reply
 
     def _check_lease(self, session: Session, task: Task, command: cmd.Lease) -> None:
         if command.count < 1:
@@ -94,7 +101,7 @@ class Leasing(Choosing):
             return [number for number in [self.partitions.get(partition)] if number in task.ready]
         return sorted(task.ready, key=lambda number: (number < task.turn, number))
 
-    def _lease_admitted(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:
+    def _lease_admitted(self, session: Session, task: Task, named: str | None, count: int) -> cmd.Reply | None:
         """Whole groups: of partitions that are trained, as the staleness rule allows for the version this replica
         has loaded; of others, as they come."""
         if self.steps is None:
@@ -106,11 +113,11 @@ class Leasing(Choosing):
                 return None  # it was lost with its trainer, and the next is not there yet
             return cmd.LoadFirst(version=self.committed if session.loaded < self.committed else self.version)
         reply: cmd.Reply | None = None
-        for partition in self._in_turn(task, command.partition):
+        for partition in self._in_turn(task, named):
             if self._takes(self.steps.task, partition):
-                reply = reply or self._lease_in_window(session, task, partition, command.count)
+                reply = reply or self._lease_in_window(session, task, partition, count)
             else:
-                ids = self._take(task, self._queue(task, partition), command.count)
+                ids = self._take(task, self._queue(task, partition), count)
                 if len(ids):
                     self.rows.version[self.rows.at(ids)] = session.loaded
                     reply = self._grant(session, task, ids, version=session.loaded)

@@ -129,6 +129,7 @@ class Swapping(Versioning):
     def _end_swap(self, session: int) -> None:
         if self.swapping.pop(session, None) is not None:
             self._dirty.add("swap")
+            self._wake_replicas()  # this one is given rows again
 
     def _drop_session(self, session: int, reason: str, blame: bool) -> None:
         if session in self.sessions:

@@ -147,6 +147,7 @@ class Verbs(Generic[B, S]):
         rank: int = 0,
         world_size: int = 1,
         shards: int = 0,
+        most: int = 0,
         ack: Lease | None = None,
     ) -> B:
         """Lease up to ``count`` ready rows of a task, at least one; of a task with batch_rows, one whole step;
@@ -165,13 +166,16 @@ class Verbs(Generic[B, S]):
         their weight alone, and a shard may be empty. A step is acknowledged when every rank has; when one dies before, gives back or is too late, all lose it, and the next get of every rank is that
         step again, under a new token. What another session holds under the rank is void.
 
+        ``most``: of a task that admits, the rows that this replica may hold in all. It hears of versions by itself, so that it is
+        not told to load one first: it waits, and what it gets when it has is as many as it has room for by then.
+
         Raises Ended when there will never be another row, VersionNeeded when the replica must load newer
         weights first, DeadlineExceeded that says what is missing and who should bring it.
         """
         ask = cmd.Lease(
             task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
             columns=None if columns is None else check_names("columns", columns), team=team, rank=rank,
-            world_size=world_size, shards=shards,
+            world_size=world_size, shards=shards, most=most,
         )  # fmt: skip
         return await self._take(ask, ack)
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, DeadlineExceeded, Ended, VersionNeeded
+from ..errors import ConfigError, DeadlineExceeded, Ended
 from ..interfaces import RolloutEngine
 from ..queue import AsyncLeasedBatch, TransferQueue
 from ..types import Sampling
@@ -95,8 +95,6 @@ class Producer:
         self._swapping = Swapping(self._updates, swap, wake)
         self._loading = Loading(engine, self._updates, verify, running=not self._swapping.stops)
         self._asking: asyncio.Task[AsyncLeasedBatch] | None = None
-        self._asked_with: int | None = None  # what was loaded then
-        self._refused: int | None = None  # with this loaded it is given nothing more
         self._failure: BaseException | None = None
 
     def work(self) -> None:
@@ -153,8 +151,9 @@ class Producer:
             if not self._may_ask:
                 await self._first_of(self._wake.wait())
                 return True
-            self._asking = asyncio.create_task(self._aio.get(self._task, self._places, timeout_s=WAIT_S))
-            self._asked_with = self._drawing.loaded
+            most = self._engine.capabilities.max_rows
+            get = self._aio.get(self._task, self._places, most=most, timeout_s=WAIT_S)
+            self._asking = asyncio.create_task(get)  # it waits also for a version that has to be loaded first
         await self._first_of(self._asking, self._wake.wait())
         if self._asking.done():
             asked, self._asking = self._asking, None
@@ -162,10 +161,6 @@ class Producer:
                 self._answering.begin(asked.result())
             except Ended:
                 return False
-            except VersionNeeded:  # this replica is given nothing before it has loaded a newer one
-                self._refused = self._asked_with  # in flight it may have done so since it asked
-                if self._may_ask and self._refused == self._drawing.loaded:
-                    await self._first_of(self._wake.wait())  # no version comes any more, but the end does
         return True
 
     @property
@@ -175,11 +170,9 @@ class Producer:
 
     @property
     def _may_ask(self) -> bool:
-        """Whether there is room for prompts, and somebody may give some."""
+        """Whether there is room for prompts, and a version that may answer them."""
         least = self._answering.largest if self._answering.running else 1  # a lease is a whole group at least
-        loaded = self._drawing.loaded
-        refused = loaded is None or (loaded == self._refused and not self._updates.ended)
-        return not refused and self._places >= least
+        return self._drawing.loaded is not None and self._places >= least
 
     def _room(self) -> None:
         """A row has ended, so that another may begin."""
@@ -249,8 +242,6 @@ class Producer:
     async def _stop(self, update: Staged, stack: contextlib.AsyncExitStack) -> None:
         """Nothing is in the engine from here to the end of ``stack``."""
         began = time.monotonic()
-        if not self._swapping.interrupts:
-            await self._take_back()
         ran = not self._answering.idle
         if self._swapping.drains:
             await self._drain()

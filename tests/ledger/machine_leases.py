@@ -22,10 +22,13 @@ class LeaseRules(MachineRun):
         at_least=st.sampled_from([0, 0, 1, 2, 3, 5, -1]),
         wait=waits,
         where=wheres,
+        most=st.sampled_from([0, 0, 4, 9]),
     )
-    def lease(self, who: int, which: int, count: int, at_least: int, wait: float, where: str | None) -> None:
+    def lease(
+        self, who: int, which: int, count: int, at_least: int, wait: float, where: str | None, most: int
+    ) -> None:
         task = self.tasks[which % len(self.tasks)].name
-        command = cmd.Lease(task=task, count=count, timeout_s=wait, at_least=at_least, partition=where)
+        command = cmd.Lease(task=task, count=count, timeout_s=wait, at_least=at_least, partition=where, most=most)
         self.run.send(self.session(who), command)
 
     @rule(who=small, count=st.integers(1, 9), wait=waits, loads=st.booleans())

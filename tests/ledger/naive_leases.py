@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from naive_lineage import NaiveLineage
 from naive_rows import Crew, Lease, Parked
 
@@ -19,6 +20,7 @@ PARKED = "parked"
 
 class NaiveLeases(NaiveLineage, ABC):
     claimed: set[int]
+    permits: set[int]
 
     @abstractmethod
     def must_load(self, session: int) -> int | None:
@@ -190,10 +192,17 @@ class NaiveLeases(NaiveLineage, ABC):
 
     def _lease_admitted(self, session: int, task: TaskSpec, c: cmd.Lease, outcome: Any) -> None:
         """Rows no step takes come as they are; the others as the rule allows."""
+        if c.most and session in self.permits:  # others can begin now what it would leave until it has loaded
+            self._is(outcome, PARKED)
+            return
+        if c.most:
+            mine = [t for t, lease in self.leases.items() if (lease.session, lease.task) == (session, task.name)]
+            held = sum(len(self.held(token)) for token in mine)
+            c = msgspec.structs.replace(c, count=max(c.count, c.most - held))
         rest = [i for i in self.ready(task, c.partition) if not self.trained(self.rows[i])]
         loaded = self.loaded[session]
         if self.train() is None or loaded is None or not rest or self.must_load(session) is not None:
-            self._lease_in_window(session, task, c.partition, c.count, outcome)
+            self._lease_in_window(session, task, c, outcome)
         elif isinstance(outcome, cmd.Leased) and not self.train().takes(outcome.partition):  # type: ignore[union-attr]
             ids = self._leased(session, task, outcome)
             ready = self.ready_before(ids, task, outcome.partition)
@@ -204,11 +213,11 @@ class NaiveLeases(NaiveLineage, ABC):
                 self.rows[i].version = loaded
         else:  # it was the turn of one that is trained
             assert isinstance(outcome, cmd.Leased), f"{rest} are ready, not {outcome!r}"
-            self._lease_in_window(session, task, c.partition, c.count, outcome)
+            self._lease_in_window(session, task, c, outcome)
 
-    def _lease_in_window(self, session: int, task: TaskSpec, partition: str | None, count: int, outcome: Any) -> None:
-        loaded = self.loaded[session]
-        load_first = cmd.LoadFirst(version=self.version)
+    def _lease_in_window(self, session: int, task: TaskSpec, c: cmd.Lease, outcome: Any) -> None:
+        loaded, partition, count = self.loaded[session], c.partition, c.count
+        load_first = PARKED if c.most else cmd.LoadFirst(version=self.version)
         if self.train() is None or (loaded is None and not self.published):
             self._is(outcome, PARKED)
             return
@@ -216,7 +225,8 @@ class NaiveLeases(NaiveLineage, ABC):
             self._is(outcome, load_first)
             return
         if (decided := self.must_load(session)) is not None:
-            self._is(outcome, cmd.LoadFirst(version=decided) if decided != loaded else PARKED)
+            told = decided != loaded and not c.most
+            self._is(outcome, cmd.LoadFirst(version=decided) if told else PARKED)
             return
         ready = [i for i in self.ready(task, partition) if self.trained(self.rows[i])]
         again = [i for i in ready if self.rows[i].deadline is not None]

@@ -48,6 +48,9 @@ class Lease(Command, frozen=True, tag="lease"):
     ``team``: the ``world_size`` ranks of a team lease together. Nothing is given before every rank has asked; then
     one lease of ``count`` rows is dealt out in ``shards`` (0: one a rank; else a divisor of ``world_size``, and
     ``world_size // shards`` ranks one after another get the same one). All ranks must ask alike.
+
+    ``most``: of a task that admits, asked by a replica that hears of versions by itself (0: it does not). It is not told to load one
+    first: it waits, and is given rows when it has. Up to ``count``, or to so many as it may hold in all, if that is more by then.
     """
 
     task: str
@@ -60,6 +63,7 @@ class Lease(Command, frozen=True, tag="lease"):
     rank: int = 0
     world_size: int = 1
     shards: int = 0
+    most: int = 0
 
 
 class Leased(Reply, frozen=True, tag="leased"):
