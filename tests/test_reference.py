@@ -22,6 +22,12 @@ def test_the_reference_is_written_anew_when_docstrings_change() -> None:
     assert (DOCS / "reference.md").read_text() == page, "run: python docs/reference.py"
 
 
+def test_the_table_of_engines_is_written_anew_when_they_declare_something_else() -> None:
+    page = runpy.run_path(str(DOCS / "engines.py"))["page"]()
+
+    assert (DOCS / "engines.md").read_text() == page, "run: python docs/engines.py"
+
+
 @pytest.mark.parametrize(("module", "kind"), [(interfaces, type), (testing, object)])
 def test_everything_that_plugins_use_is_in_it(module: ModuleType, kind: type) -> None:
     page = (DOCS / "reference.md").read_text()

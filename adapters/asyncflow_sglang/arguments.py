@@ -1,4 +1,4 @@
-"""What a server of one's own is started with: options of users, and what this adapter needs whatever they say."""
+"""What an SGLang of one's own is started with: options of users, and what this adapter needs whatever they say."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncflow_sdk.errors import ConfigError
+
+from .checkpoint import Checkpoint
 
 ROOM = 7
 """SGLang keeps six tokens of its context to itself; one more, so that what fills it can be scored."""
@@ -17,25 +19,34 @@ _UNSET = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_MAX_NEW_TOKENS_LIMIT", "SGLA
 """Each changes what a request means."""
 
 
-def own_arguments(
-    model: str, options: Mapping[str, Any], *, port: int, key: str, dtype: str, context: int | None, version: int
-) -> list[str]:
-    """Of ``sglang.launch_server``. Raises ConfigError for options that are not the user's to set."""
+def own_options(
+    model: str, options: Mapping[str, Any], *, dtype: str, context: int | None, version: int
+) -> dict[str, Any]:
+    """Of an SGLang, by the names of its ServerArgs. Raises ConfigError for options that are not the user's to set."""
     odd = sorted(name for name in options if name.replace("-", "_") in _OURS)
     if odd:
         raise ConfigError(
-            f"server={{{odd[0]!r}: ...}}: that is this adapter's to say; to use a server as you start it, give url="
+            f"option {odd[0]!r} of SGLang is this adapter's to say; to use a server as you start it, give url= to 'sglang'"
         )
-    given = {name.replace("_", "-"): value for name, value in options.items()}
+    given = {"dtype": dtype, "log_level": "warning"} | {
+        name.replace("-", "_"): value for name, value in options.items()
+    }
     if context is not None:
-        given["context-length"] = context + ROOM
-    given = {"dtype": dtype, "log-level": "warning"} | given
-    given |= {
-        "model-path": model, "host": "127.0.0.1", "port": port, "api-key": key, "weight-version": version,
-        "skip-tokenizer-init": True, "sampling-defaults": "openai",
+        given["context_length"] = context + ROOM
+    return given | {
+        "model_path": model, "weight_version": str(version), "skip_tokenizer_init": True, "sampling_defaults": "openai",
     }  # fmt: skip
+
+
+def own_arguments(
+    model: str, options: Mapping[str, Any], *, port: int, key: str, dtype: str, context: int | None, version: int
+) -> list[str]:
+    """Of ``sglang.launch_server``, on its command line. Raises ConfigError for options that are not the user's to set."""
+    given = own_options(model, options, dtype=dtype, context=context, version=version)
+    given |= {"host": "127.0.0.1", "port": port, "api_key": key}
     arguments = []
-    for name, value in given.items():
+    for option, value in given.items():
+        name = option.replace("_", "-")
         if value is True:
             arguments.append(f"--{name}")
         elif isinstance(value, (list, tuple)):
@@ -45,6 +56,16 @@ def own_arguments(
     return arguments
 
 
+def served(model: str, options: Mapping[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
+    """The folder as an SGLang with these options serves it, and the options that are left."""
+    left = {name.replace("-", "_"): value for name, value in options.items()}
+    dtype, length = left.pop("dtype", None), left.pop("context_length", None)
+    checkpoint = Checkpoint(model, None if dtype in (None, "auto") else str(dtype))
+    if length:
+        checkpoint.context = int(length)
+    return checkpoint, left
+
+
 def own_environment() -> dict[str, str]:
-    """What is set in a server's environment, whatever the worker's says."""
+    """What is set in its environment, whatever the worker's says."""
     return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} | dict.fromkeys(_UNSET, "0")

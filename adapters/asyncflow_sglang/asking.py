@@ -11,9 +11,9 @@ import itertools
 import secrets
 from typing import Any
 
-from asyncflow_http.calls import Calls
 from asyncflow_sdk.errors import AsyncFlowError, EngineGone
 
+from .link import Link
 from .replies import Reply
 from .requests import Body
 
@@ -33,7 +33,7 @@ class Asked:
 class Asking:
     """Those of one engine, on one event loop. ``most``: so many are in the server at once, further ones wait in order."""
 
-    def __init__(self, calls: Calls, most: int, timeout_s: float) -> None:
+    def __init__(self, calls: Link, most: int, timeout_s: float) -> None:
         self._calls, self._timeout_s = calls, timeout_s
         self._room = asyncio.Semaphore(most)
         # All of one length: SGLang aborts whatever begins with the name it is told.

@@ -30,12 +30,13 @@ class Checkpoint:
     """A Hugging Face folder with weights in safetensors, as a server loads it with floating-point weights of ``dtype``; None: that of
     the folder. Raises ConfigError for what is none.
 
-    ``context``: the most tokens the model was made for, None if it does not say. ``vocabulary``: token ids run below it.
+    ``context``: the most tokens of prompt and response, None if the model does not say. ``vocabulary``: token ids run below it.
     """
 
     def __init__(self, folder: str, dtype: str | None = None) -> None:
         path = Path(folder)
         config = _config(path)
+        self._folder, self._kind = folder, config.get("architectures")
         text = config | next((config[key] for key in ("text_config", "llm_config") if key in config), {})
         self.vocabulary = int(text["vocab_size"])
         context = text.get("max_position_embeddings")
@@ -71,11 +72,56 @@ class Checkpoint:
                 + "\n  ".join(sorted(problems)[:_SHOWN]) + more
             )  # fmt: skip
 
+    def check_alike(self, held: Checkpoint, name: str) -> None:
+        """Raise ConfigError, listing all, unless the SGLang called ``name``, which was started with the folder ``held``, has a place for
+        each tensor of this one, of its shape, and for no other."""
+        problems = []
+        if self._kind != held._kind:
+            problems.append(f"it computes {held._kind}, the folder is of {self._kind}")
+        for tensor in self._tensors.keys() | held._tensors.keys():
+            ours, theirs = self._tensors.get(tensor), held._tensors.get(tensor)
+            if ours is None:
+                problems.append(f"{tensor}: the folder has no such weight")
+            elif theirs is None:
+                problems.append(f"{tensor}: the server's model has no such weight")
+            elif ours.shape != theirs.shape:
+                problems.append(f"{tensor}: {list(ours.shape)} in the folder, {list(theirs.shape)} in the server")
+        if problems:
+            more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise ConfigError(
+                f"{name} serves {held._folder}, which is another model than {self._folder}; nothing in it was touched:\n  "
+                + "\n  ".join(sorted(problems)[:_SHOWN]) + more
+            )  # fmt: skip
+
+    def context_of(self, longest: int) -> int:
+        """The most tokens of prompt and response in an SGLang whose prompts are shorter than ``longest``."""
+        return longest if self.context is None else min(self.context, longest)
+
     def _taken(self, dtype: str) -> tuple[str, ...]:
         """As which a server takes a tensor of the folder. Models keep some, such as biases of routers, in a dtype of their own."""
         if dtype == self._saved:
             return (self.dtype,)
         return (dtype, self.dtype) if dtype in ("float16", "bfloat16", "float32", "float64") else (dtype,)
+
+
+def served_checkpoint(model: str, revision: str | None, name: str) -> Checkpoint:
+    """Of what the SGLang called ``name`` was started with: a folder, or a model of the hub, which is looked for where it was downloaded to.
+    Raises ConfigError where that cannot be read here."""
+    folder = model
+    if not Path(model).is_dir():
+        try:
+            from huggingface_hub import snapshot_download
+
+            folder = snapshot_download(model, revision=revision, local_files_only=True)
+        except Exception as error:
+            raise ConfigError(
+                f"{name} serves {model!r}, which cannot be read here ({type(error).__name__}), so that nobody knows whether versions fit it;"
+                " start it with a model folder of this host"
+            ) from None
+    try:
+        return Checkpoint(folder)
+    except ConfigError as error:
+        raise ConfigError(f"{name} serves {model!r}, and nobody knows whether versions fit it: {error}") from None
 
 
 def _config(path: Path) -> dict[str, Any]:

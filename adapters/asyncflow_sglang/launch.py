@@ -14,6 +14,7 @@ import runpy
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 
 _LEFT = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_)\S+")
 
@@ -29,14 +30,22 @@ def main() -> None:
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
-def shared_memory(group: int) -> set[str]:
-    """Files of shared memory that a server's processes use, and leave behind when they are killed."""
-    found: set[str] = set()
+def in_group(group: int) -> set[int]:
+    """The processes of a process group."""
+    found = set()
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdigit() and os.getpgid(int(name)) == group:
-                with open(f"/proc/{name}/maps") as maps:
-                    found.update(_LEFT.findall(maps.read()))
+                found.add(int(name))
+    return found
+
+
+def shared_memory(pids: Iterable[int]) -> set[str]:
+    """Files of shared memory that these processes of SGLang use, and leave behind when they are killed."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+            found.update(_LEFT.findall(maps.read()))
     return found
 
 
@@ -49,7 +58,7 @@ def remove(files: set[str]) -> None:
 def _end(ends: int) -> None:
     while os.read(ends, 1 << 10):
         pass
-    remove(shared_memory(os.getpgid(0)))
+    remove(shared_memory(in_group(os.getpgid(0))))
     os.kill(os.getpid(), signal.SIGKILL)  # its schedulers hear of that from the kernel
 
 

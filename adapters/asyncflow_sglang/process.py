@@ -17,7 +17,7 @@ from pathlib import Path
 
 from asyncflow_sdk.errors import DeadlineExceeded, EngineError
 
-from .launch import remove, shared_memory
+from .launch import in_group, remove, shared_memory
 
 TAIL_BYTES, TAIL_LINES = 64 << 10, 30
 POLL_S, END_S = 0.1, 10.0
@@ -64,7 +64,7 @@ class ServerProcess:
                     f"the SGLang server took no requests in {timeout_s:g} s since it was started; the end of its log:\n{tail}"
                 )
             time.sleep(POLL_S)
-        self._shared = shared_memory(self.pid)
+        self._shared = shared_memory(in_group(self.pid))
 
     def ended(self, within_s: float) -> bool:
         """Whether it has ended, or does soon."""

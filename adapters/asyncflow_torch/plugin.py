@@ -20,7 +20,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES,
             install=_INSTALL,
             tested=_TESTED,
-            can={"swap": ["drain", "partial", "in_flight"]},
+            can={"swap": ["drain", "partial", "in_flight"], "has": ["token_versions", "logprobs", "held_weights"]},
         ),
         AdapterSpec(
             kind="train",
@@ -29,6 +29,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES,
             install=_INSTALL,
             tested=_TESTED,
+            can={"ranks": "one"},
         ),
         AdapterSpec(
             kind="transport",

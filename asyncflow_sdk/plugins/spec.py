@@ -13,7 +13,12 @@ from .requirements import unmet
 GROUP = "asyncflow_sdk"
 Kind = Literal["rollout", "train", "transport", "sampler", "staleness", "algorithm", "launcher", "tracker"]
 CAN: dict[str, dict[str, tuple[str, ...]]] = {
-    "rollout": {"swap": ("drain", "partial", "in_flight"), "transports": ()},
+    "rollout": {
+        "swap": ("drain", "partial", "in_flight"),
+        "has": ("token_versions", "logprobs", "held_weights"),
+        "transports": (),
+    },
+    "train": {"ranks": ("one", "many")},
     "transport": {"hosts": ("one", "many"), "encodings": ("mapped", "full", "delta")},
     "launcher": {"hosts": ("one", "many")},
 }
@@ -33,7 +38,8 @@ class AdapterSpec:
     there, or a text for people.
 
     ``can``: what is known before it is made, so that a run is checked where the engine is not installed. Of rollout engines:
-    ``swap``, how new weights may come in (see ``Capabilities``), and ``transports``, the only ones it can take them by. Of transports:
+    ``swap``, how new weights may come in, ``has``, which of token_versions, logprobs and held_weights are true (see ``Capabilities``),
+    and ``transports``, the only ones it can take them by. Of train engines: ``ranks``, "one" process or "many". Of transports:
     ``hosts``, "one" or "many", and ``encodings``, of mapped, full, delta. Of launchers: ``hosts``, "one" for those that start workers
     on the driver's host alone. What is not said is asked of the engine, in its worker, before the first prompt.
 

@@ -6,6 +6,7 @@ import atexit
 import functools
 import os
 import secrets
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +18,12 @@ SERVER = {
 }  # fmt: skip
 OWN: dict[str, Any] = {"server": SERVER, "max_rows": 32}
 """Options of an engine with a server of its own."""
+INSIDE: dict[str, Any] = {**SERVER, "max_rows": 32}
+"""Options of an engine in the process that makes it."""
 
 
 class Server(NamedTuple):
-    """``options``: of an engine that uses it. ``process``: as the adapter knows it. ``model``: what it serves, a tiny random Llama."""
+    """``options``: of an engine that uses it. ``process``: as the adapter knows it. ``model``: the folder it was asked for with."""
 
     url: str
     options: dict[str, Any]
@@ -53,6 +56,9 @@ def _server(config: bytes, folder: str) -> Server:
     from asyncflow_sglang.arguments import own_arguments, own_environment
     from asyncflow_sglang.process import ServerProcess, free_port
 
+    kept = tempfile.TemporaryDirectory(prefix="asyncflow-sglang-served-")  # whoever attaches looks at what is served
+    atexit.register(kept.cleanup)
+    folder = str(shutil.copytree(folder, Path(kept.name) / "model"))
     port, key = free_port(), secrets.token_hex(8)
     options = {name: value for name, value in SERVER.items() if name != "dtype"}
     arguments = own_arguments(folder, options, port=port, key=key, dtype="float32", context=256, version=0)

@@ -66,12 +66,12 @@ async def checksum(engine: Any) -> str:
 
 
 def test_a_long_prompt_is_read_once_for_its_group(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncflow_sglang import server
+    from asyncflow_sglang import rollout
 
     cached = []
-    completion = server.completion
+    completion = rollout.completion
     monkeypatch.setattr(
-        server,
+        rollout,
         "completion",
         lambda reply, *a, **k: (cached.append(reply.meta_info.cached_tokens), completion(reply, *a, **k))[1],
     )
@@ -280,6 +280,31 @@ def test_a_server_that_cannot_be_used_is_refused_with_the_reason(
         SGLangServer(one_server.model(), **{"url": shared.url, **options})
 
 
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"hidden_size": 128}, r"lm_head.weight: \[43, 128\] in the folder, \[43, 64\] in the server"),
+        ({"num_hidden_layers": 3}, r"model.layers.2\S+: the server's model has no such weight"),
+        ({"num_hidden_layers": 1}, r"model.layers.1\S+: the folder has no such weight"),
+    ],
+)
+def test_a_server_of_another_model_is_refused_before_it_is_touched(
+    shared: Any, tmp_path: Path, other: dict[str, Any], why: str
+) -> None:
+    from asyncflow_http.finding import call_now
+    from asyncflow_sglang.server import SGLangServer
+    from asyncflow_torch.reference import tiny_model
+
+    with_engine(lambda engine: engine.load_weights(version(1)))
+    key = os.environ[shared.options["key_env"]]
+    before = call_now(shared.url, "/weights_checker", key, {"action": "checksum"})
+
+    with pytest.raises(af.ConfigError, match=rf"(?s)another model.*nothing in it was touched.*{why}"):
+        SGLangServer(tiny_model(tmp_path / "other", **other), **shared.options)
+
+    assert call_now(shared.url, "/weights_checker", key, {"action": "checksum"}) == before
+
+
 def test_nobody_uses_a_server_without_its_key(shared: Any) -> None:
     from asyncflow_sglang.server import SGLangServer
 
@@ -348,9 +373,9 @@ if __name__ == "__main__":
     with subprocess.Popen([sys.executable, str(tmp_path / "worker.py")], stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         group, _ = worker.stdout.readline().split()
-        from asyncflow_sglang.launch import shared_memory
+        from asyncflow_sglang.launch import in_group, shared_memory
 
-        files = shared_memory(int(group))
+        files = shared_memory(in_group(int(group)))
         worker.kill()
     until = time.monotonic() + 60
     while time.monotonic() < until:

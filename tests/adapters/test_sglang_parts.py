@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import asyncflow_sdk as af
 from asyncflow_sdk.testing.kit.updates import HeldUpdate
 from asyncflow_sglang.arguments import own_arguments, own_environment
-from asyncflow_sglang.checkpoint import Checkpoint
+from asyncflow_sglang.checkpoint import Checkpoint, served_checkpoint
 from asyncflow_sglang.handing import Handing
 from asyncflow_sglang.replies import Meta, Reason, Reply, Span, completion
 from asyncflow_sglang.requests import generate_body, response_seed, token_ids
@@ -173,6 +174,46 @@ def test_a_server_gets_the_users_options_and_what_this_adapter_needs() -> None:
         assert part in line
     assert "--disable-overlap-schedule" in got
     assert not {"--enable-metrics", "--random-seed"} & set(got)
+
+
+def checkpoint(at: Path, kind: str = "Llama", **tensors: tuple[int, ...]) -> Checkpoint:
+    from safetensors.numpy import save_file
+
+    at.mkdir()
+    (at / "config.json").write_text(json.dumps({"vocab_size": 9, "architectures": [kind]}))
+    save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, at / "model.safetensors")
+    return Checkpoint(str(at))
+
+
+def test_a_server_of_the_same_tensors_is_taken_whatever_their_values_and_dtype_are(tmp_path: Path) -> None:
+    one, other = checkpoint(tmp_path / "one", a=(2, 3), b=(4,)), checkpoint(tmp_path / "other", b=(4,), a=(2, 3))
+
+    one.check_alike(other, "the server")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensors", "why"),
+    [
+        ("Llama", {"a": (2, 3)}, "b: the server's model has no such weight"),
+        ("Llama", {"a": (2, 3), "b": (4,), "c": (1,)}, "c: the folder has no such weight"),
+        ("Llama", {"a": (3, 2), "b": (4,)}, r"a: \[2, 3\] in the folder, \[3, 2\] in the server"),
+        ("Qwen3", {"a": (2, 3), "b": (4,)}, r"computes \['Qwen3'\], the folder is of \['Llama'\]"),
+    ],
+)
+def test_a_server_of_another_model_is_refused_with_the_reason(
+    tmp_path: Path, kind: str, tensors: dict[str, tuple[int, ...]], why: str
+) -> None:
+    ours, theirs = checkpoint(tmp_path / "ours", a=(2, 3), b=(4,)), checkpoint(tmp_path / "theirs", kind, **tensors)
+
+    with pytest.raises(af.ConfigError, match=rf"(?s)the server serves .*/theirs.*another model than .*/ours.*{why}"):
+        ours.check_alike(theirs, "the server")
+
+
+def test_a_server_whose_model_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    with pytest.raises(af.ConfigError, match="the server serves 'nobody/nothing', which cannot be read here"):
+        served_checkpoint("nobody/nothing", None, "the server")
 
 
 @pytest.mark.parametrize("name", ["host", "api_key", "api-key", "model-path", "sampling_defaults"])

@@ -1,0 +1,240 @@
+"""Inside: a link to an ``sglang.Engine`` in this process, on a thread and an event loop of its own.
+
+On the thread that makes it SGLang would take the process's signals for itself, and ask the kernel to end its schedulers when
+that thread ends. Here that is the thread which lives for as long as the engine does; when the process is killed, they end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import faulthandler
+import multiprocessing
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from asyncflow_http.calls import ANSWER_BYTES, CALL_S, Answer
+from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, EngineError, EngineGone
+
+from .info import ServerInfo
+from .launch import remove, shared_memory
+
+END_S = 10.0
+
+
+class Inside:
+    """``options``: of ``sglang.Engine``. ``info``: what it says of itself. Raises ConfigError for what SGLang does not take, EngineError
+    when it does not start, DeadlineExceeded when that takes longer than ``start_s``; then nothing of it is left.
+
+    Asked from any event loop. ``name``: in errors.
+    """
+
+    info: ServerInfo
+
+    def __init__(self, options: Mapping[str, Any], start_s: float) -> None:
+        self.name = "the SGLang of this worker"
+        self._options = dict(options)
+        self._engine: Any = None
+        self._others = set(multiprocessing.active_children())
+        self._failed: BaseException | None = None
+        self._started = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._dead: asyncio.Future[str] = self._loop.create_future()
+        # A scheduler that fails tells its parent so by SIGQUIT, of which the parent would die before it could say why.
+        faulthandler.register(signal.SIGQUIT, file=2, all_threads=False)
+        self._thread = threading.Thread(target=self._run, name="sglang", daemon=True)
+        self._thread.start()
+        started = self._started.wait(start_s)
+        if not started:
+            _end(self._processes())
+            self._started.wait(END_S)
+        if self._failed is not None or not started:
+            self.end()
+            late = DeadlineExceeded(f"{self.name} took no requests in {start_s:g} s since it was started")
+            raise (self._failed if started else None) or late
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], answer: type[Answer], *, timeout_s: float = CALL_S,
+        most_bytes: int = ANSWER_BYTES,
+    ) -> Answer:  # fmt: skip
+        """As of any link."""
+        if self._loop.is_closed():
+            raise EngineError(f"{self.name} was closed")
+        asked = asyncio.run_coroutine_threadsafe(self._ask(path, body, timeout_s), self._loop)
+        try:
+            got = await asyncio.wait_for(asyncio.wrap_future(asked), timeout_s + END_S)
+        except asyncio.TimeoutError:
+            raise EngineGone(
+                f"{self.name} ({path}) has not answered in {timeout_s:g} s, and its thread is stuck"
+            ) from None
+        if answer is object:
+            return got  # type: ignore[no-any-return]
+        try:
+            return msgspec.convert(got, type=answer)
+        except msgspec.ValidationError as error:
+            raise EngineError(f"{self.name} ({path}) answered what cannot be read: {error}") from None
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.end)
+
+    # ---- on its thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._engine = self._make()
+            self.info = msgspec.convert(self._engine.get_server_info(), type=ServerInfo)
+            for each in self._processes():
+                self._loop.add_reader(each.sentinel, self._died, each)
+            # All have it open. So nothing stays behind when this process is killed.
+            remove(shared_memory(each.pid for each in self._processes()))
+        except BaseException as error:
+            self._failed = error
+        finally:
+            self._started.set()
+        if self._failed is None:
+            self._loop.run_forever()
+        self._loop.run_until_complete(self._cancelled())
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+
+    def _make(self) -> Any:
+        policy = asyncio.get_event_loop_policy()
+        try:
+            from sglang.srt.entrypoints.engine import Engine
+        finally:
+            asyncio.set_event_loop_policy(policy)  # importing it sets another, for everybody in this process
+        engine = Engine.__new__(Engine)
+        try:
+            engine.__init__(**self._options)
+            assert engine.loop is self._loop
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"SGLang cannot be started with these options: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise EngineError(f"{self.name} did not start, and its output says more: {error!r}") from error
+        finally:
+            atexit.unregister(engine.shutdown)  # it ends all that this process has started, whosever it is
+        return engine
+
+    def _processes(self) -> list[Any]:
+        """What SGLang has started and has not ended: nothing else in a worker starts processes by multiprocessing."""
+        return [each for each in multiprocessing.active_children() if each not in self._others]
+
+    def _died(self, process: Any) -> None:
+        self._loop.remove_reader(process.sentinel)
+        process.join(0)
+        code = process.exitcode
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
+        if not self._dead.done():
+            self._dead.set_result(f"{self.name} has lost process {process.pid}, which ended with {how}")
+
+    async def _ask(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+        call = asyncio.ensure_future(_CALLS[path](self._engine, body))
+        try:
+            await asyncio.wait([call, self._dead], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                return call.result()
+            if self._dead.done():
+                raise EngineGone(f"{self._dead.result()}; {path} was asked")
+            raise EngineGone(f"{self.name} ({path}) has not answered in {timeout_s:g} s")
+        except (EngineError, EngineGone):
+            raise
+        except Exception as error:
+            raise EngineError(f"{self.name} ({path}) refused or failed: {type(error).__name__}: {error}") from error
+        finally:
+            call.cancel()
+
+    async def _cancelled(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    # ---- its end
+
+    def end(self) -> None:
+        """Blocking. Idempotent."""
+        if self._loop.is_closed():
+            return
+        running, engine, self._engine = self._processes(), self._engine, None
+        if self._thread.is_alive():
+            for each in running:
+                self._loop.call_soon_threadsafe(self._loop.remove_reader, each.sentinel)
+        manager = getattr(engine, "tokenizer_manager", None)
+        watchdog = getattr(manager, "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()  # it would take the end of its processes for a crash
+        files = shared_memory(each.pid for each in running)
+        _end(running)
+        remove(files)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            return  # stuck in SGLang: its loop cannot be closed
+        sockets = [getattr(engine, "send_to_rpc", None)]
+        sockets += [getattr(manager, name, None) for name in ("recv_from_detokenizer", "send_to_scheduler")]
+        for socket in sockets:
+            if socket is not None:
+                socket.close(linger=0)
+        self._loop.close()
+        faulthandler.unregister(signal.SIGQUIT)
+
+
+def _end(processes: list[Any]) -> None:
+    for each in processes:
+        each.kill()
+    for each in processes:
+        each.join(END_S)
+
+
+async def _generate(engine: Any, body: Mapping[str, Any]) -> Any:
+    return await engine.async_generate(**body)
+
+
+async def _abort(engine: Any, body: Mapping[str, Any]) -> None:
+    engine.tokenizer_manager.abort_request(**body)
+
+
+async def _pause(engine: Any, body: Mapping[str, Any]) -> None:
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+    await engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(**body))
+
+
+async def _load(engine: Any, body: Mapping[str, Any]) -> None:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    loaded, said, _ = await engine.tokenizer_manager.update_weights_from_disk(UpdateWeightFromDiskReqInput(**body))
+    if not loaded:
+        raise EngineError(f"SGLang refused the weights: {said}")
+
+
+async def _go_on(engine: Any, body: Mapping[str, Any]) -> None:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    await engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput(**body))
+
+
+async def _checksum(engine: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    done, said, _, checksum = await engine.tokenizer_manager.check_weights(CheckWeightsReqInput(**body))
+    if not done:
+        raise EngineError(f"SGLang did not compute a checksum: {said}")
+    return {"per_engine_checksum": checksum}
+
+
+_CALLS: dict[str, Callable[[Any, Mapping[str, Any]], Awaitable[Any]]] = {
+    "/generate": _generate,
+    "/abort_request": _abort,
+    "/pause_generation": _pause,
+    "/update_weights_from_disk": _load,
+    "/continue_generation": _go_on,
+    "/weights_checker": _checksum,
+}
+"""What the routes of these names do in SGLang's server."""
