@@ -6,23 +6,26 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo demo-vllm matrix test test-ray test-contrib test-vllm test-sglang fuzz lint bench-demo bench-queue bench-weights bench-overlap bench-engines clean
+.PHONY: help install demo demo-vllm demo-sglang demo-both matrix test test-ray test-contrib test-vllm test-sglang test-both fuzz lint bench-demo bench-queue bench-weights bench-overlap bench-engines clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
 	@echo "make demo-vllm   the same with a real vLLM on the CPU generating, in an environment of its own"
 	@echo "make matrix      every engine that generates with every engine that trains, a few steps each (CELLS=vllm,fsdp for some)"
+	@echo "make demo-sglang the same with a real SGLang on the CPU generating, in an environment of its own"
+	@echo "make demo-both   the same with vLLM and SGLang generating at once, each in its own environment"
 	@echo "make test        run the whole test suite"
 	@echo "make test-ray    the launcher for Ray, against a real Ray in an environment of its own"
 	@echo "make test-contrib  the engines and trackers of contrib/, against their real libraries"
 	@echo "make test-vllm   the adapter for vLLM, against a real vLLM on the CPU, in an environment of its own (VLLM=... takes another)"
 	@echo "make test-sglang  the adapter for SGLang, against a real SGLang on the CPU, in an environment of its own"
+	@echo "make test-both   both at once, for one trainer"
 	@echo "make lint        ruff, mypy, import contracts"
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
 	@echo "make bench-queue the queue beside Ascend's TransferQueue and bare floors (JSON=PATH writes the rows)"
 	@echo "make bench-weights  weights beside Gloo, safetensors, Ray and bare floors (JSON=PATH writes the rows)"
-	@echo "make bench-engines  vLLM behind the SDK beside the same vLLM driven directly"
+	@echo "make bench-engines  vLLM and SGLang behind the SDK beside the same engines driven directly"
 	@echo "make bench-overlap  rollout, stages and training side by side, beside bounds and a simulation"
 
 install: $(READY)
@@ -41,6 +44,14 @@ demo: install
 demo-vllm: install .venv-vllm/.ready
 	$(ON_CPU) $(BIN)/asyncflow demo --rollout vllm --python .venv-vllm/bin/python --option dtype=float32 --option enforce_eager=true \
 	  --option kv_cache_memory_bytes=134217728 $(ARGS)
+
+# The demo with SGLang generating, under its own interpreter. The environment is one for CPUs: it has the tests' stand-ins for packages of CUDA.
+demo-sglang: install .venv-sglang/.ready
+	@echo "SGLang on this CPU: PyTorch's own layers, and stand-ins for two packages of CUDA (tests/adapter_sglang/cpu); the adapter knows nothing of them"
+	$(SGLANG_ON_CPU) $(BIN)/asyncflow demo --rollout sglang --python .venv-sglang/bin/python --option max_rows=32 --option 'server=$(SGLANG_SERVER)' $(ARGS)
+
+demo-both: install .venv-vllm/.ready .venv-sglang/.ready
+	$(ON_CPU) $(SGLANG_ON_CPU) $(BIN)/python examples/vllm_and_sglang.py .venv-vllm/bin/python .venv-sglang/bin/python runs/both-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 # In three processes also on two processors: many tests wait for what they killed, froze or cut off.
 test: install
@@ -132,9 +143,14 @@ test-vllm: install .venv-vllm/.ready
 
 # Then a run whose trainer is in the main environment.
 SGLANG_ON_CPU := SGLANG_USE_CPU_ENGINE=1 SGLANG_CPU_OMP_THREADS_BIND=0 OMP_NUM_THREADS=1
+SGLANG_SERVER := {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch", "max_total_tokens": 8192, "max_running_requests": 32, "mem_fraction_static": 0.05, "sleep_on_idle": true}
 test-sglang: install .venv-sglang/.ready
 	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=here .venv-sglang/bin/python -m pytest tests/adapter_sglang $(ARGS)
 	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=.venv-sglang/bin/python $(BIN)/python -m pytest tests/adapter_sglang/test_sglang_run.py $(ARGS)
+
+test-both: install .venv-vllm/.ready .venv-sglang/.ready
+	$(ON_CPU) $(SGLANG_ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python ASYNCFLOW_TEST_SGLANG=.venv-sglang/bin/python \
+	  $(BIN)/python -m pytest tests/adapter_both $(ARGS)
 
 bench-weights: install $(RAY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)
@@ -148,7 +164,7 @@ bench-overlap: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overlap $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # Each engine in its own environment; one whose environment is not there is left out.
-bench-engines: install .venv-vllm/.ready
+bench-engines: install .venv-vllm/.ready .venv-sglang/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engines $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean:

@@ -49,4 +49,8 @@ PLACES = {
         "vllm", ".venv-vllm/bin/python", "make .venv-vllm/.ready",
         {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"},
     ),
+    "SGLang": Place(
+        "sglang", ".venv-sglang/bin/python", "make .venv-sglang/.ready",
+        {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"},
+    ),
 }  # fmt: skip
