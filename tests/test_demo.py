@@ -46,6 +46,27 @@ def test_it_learns_and_its_directory_tells_it(tmp_path: Path, start: Path) -> No
     assert summary["report"] in done.stdout
 
 
+def test_an_algorithm_that_cannot_be_is_told_before_anything_starts(tmp_path: Path, start: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "asyncflow_sdk.cli",
+        "demo",
+        "--model",
+        str(start),
+        "--out",
+        "run",
+        "--algorithm",
+        "ppo",
+    ]
+    critic = ["--algorithm-option", 'critic={"decay": 2}']
+
+    done = subprocess.run([*command, *critic], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 2
+    assert "critic: decay is from 0 to 1, not 2" in done.stderr + done.stdout
+
+
 @pytest.mark.timeout(300)
 def test_its_rollout_killed_half_way_it_finishes_and_no_row_is_trained_twice(tmp_path: Path, start: Path) -> None:
     from asyncflow_torch.demo.run import demo_workflow

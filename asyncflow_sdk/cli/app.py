@@ -139,6 +139,12 @@ def demo(
     train_option: Annotated[
         list[str] | None, typer.Option(help="Of this engine, such as stage=3.", metavar="NAME=VALUE")
     ] = None,
+    algorithm: Annotated[
+        str, typer.Option(help="What it trains by: grpo, dr_grpo, dapo, gspo, cispo, ppo, ...", metavar="NAME")
+    ] = "grpo",
+    algorithm_option: Annotated[
+        list[str] | None, typer.Option(help='Of it, such as off_policy={"weight": "mask"}.', metavar="NAME=VALUE")
+    ] = None,
     no_plugin: _NoPlugin = None,
     debug: _Debug = False,
 ) -> None:
@@ -158,10 +164,11 @@ def demo(
 
     options = named_options(option, "--option")
     train_options = named_options(train_option, "--train-option")
+    by = (algorithm, named_options(algorithm_option, "--algorithm-option"))
     raise typer.Exit(
         module.run_demo(
             out, steps, seed, max_staleness, model, Console(), staleness_policy, rollout, python, options,
-            train, world_size, train_python, train_options,
+            train, world_size, train_python, train_options, by,
         )
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ def test_ppo_with_a_critic_a_reference_and_a_correction_trains_in_a_workflow(tin
     # given: groups of one, which only a critic can train
     algorithm = af.PPO(
         kl=af.KL(coef=0.05, estimator="k1", where="reward"),
-        off_policy=af.OffPolicy(weight="mask", high=5.0),
+        off_policy=af.OffPolicy(weight="mask", high=5.0, proximal="interpolated"),
         entropy=0.01,
     )
     workflow = af.Workflow(

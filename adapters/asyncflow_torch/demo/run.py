@@ -44,12 +44,13 @@ class Generator:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Which engine trains, on how many ranks. ``python``, ``options``: as in ``Generator``."""
+    """Which engine trains, on how many ranks, and by which algorithm, as ``af.Train`` takes it. ``python``, ``options``: as in ``Generator``."""
 
     engine: str = PLAIN
     world_size: int = 1
     python: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    algorithm: Any = None
 
 
 def demo_workflow(
@@ -73,7 +74,7 @@ def demo_workflow(
         train=af.Train(
             trainer.engine,
             model=model,
-            algorithm=af.GRPO(),
+            algorithm=trainer.algorithm,
             lr=2e-4,
             seed=seed,
             world_size=trainer.world_size,
@@ -93,6 +94,7 @@ def run_demo(
     out: Path, steps: int, seed: int, max_staleness: int, model: Path | None, console: Console, policy: str = "wait",
     engine: str = REFERENCE, python: str | None = None, options: Mapping[str, Any] | None = None,
     train: str = PLAIN, world_size: int = 1, train_python: str | None = None, train_options: Mapping[str, Any] | None = None,
+    algorithm: Any = None,
 ) -> int:  # fmt: skip
     """Run the demo into ``out`` and print what came of it. ``engine``, ``python``, ``options``: as in ``Generator``; the others as in
     ``Trainer``. Returns the exit status.
@@ -103,7 +105,9 @@ def run_demo(
         model = out / "start"
         _warm_up(model, seed, console)
     generates = Generator(engine=engine, python=python, options=options or {})
-    trains = Trainer(engine=train, world_size=world_size, python=train_python, options=train_options or {})
+    trains = Trainer(
+        engine=train, world_size=world_size, python=train_python, options=train_options or {}, algorithm=algorithm
+    )
     workflow = demo_workflow(model, steps, seed, max_staleness, policy, generates, trains)
     loaded: list[int] = []
     try:
