@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo demo-vllm demo-sglang demo-both matrix test test-ray test-contrib test-vllm test-sglang test-both fuzz lint bench-demo bench-queue bench-weights bench-overlap bench-engines clean
+.PHONY: help install demo demo-vllm demo-sglang demo-both matrix test test-ray test-contrib test-vllm test-sglang test-both test-deepspeed fuzz lint bench-demo bench-queue bench-weights bench-overlap bench-engines clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-vllm   the adapter for vLLM, against a real vLLM on the CPU, in an environment of its own (VLLM=... takes another)"
 	@echo "make test-sglang  the adapter for SGLang, against a real SGLang on the CPU, in an environment of its own"
 	@echo "make test-both   both at once, for one trainer"
+	@echo "make test-deepspeed  the adapter for DeepSpeed, stages 0 to 3 on one and two processes of a CPU, in an environment of its own"
 	@echo "make lint        ruff, mypy, import contracts"
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
@@ -152,6 +153,17 @@ test-both: install .venv-vllm/.ready .venv-sglang/.ready
 	$(ON_CPU) $(SGLANG_ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python ASYNCFLOW_TEST_SGLANG=.venv-sglang/bin/python \
 	  $(BIN)/python -m pytest tests/adapter_both $(ARGS)
 
+# DeepSpeed on a CPU, with none of its operators compiled.
+.venv-deepspeed/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-deepspeed
+	.venv-deepspeed/bin/python -m pip install --quiet '$(TORCH)'
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install --quiet deepspeed==0.19.8 transformers==5.23.0 \
+	  -e '.[deepspeed]' 'pytest>=8' 'pytest-timeout>=2.3'
+	touch $@
+
+test-deepspeed: .venv-deepspeed/.ready
+	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 ASYNCFLOW_TEST_DEEPSPEED=here .venv-deepspeed/bin/python -m pytest tests/adapter_deepspeed $(ARGS)
+
 bench-weights: install $(RAY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)
 
@@ -168,4 +180,4 @@ bench-engines: install .venv-vllm/.ready .venv-sglang/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engines $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-vllm .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-trl .venv-peer .venv-ray .venv-contrib .venv-vllm .venv-sglang .venv-deepspeed .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,13 +5,12 @@ sharded = shard(model, mesh, compute=torch.bfloat16, offload=True)
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+
+from asyncflow_torch.recomputing import compute_again, layers_of
 
 
 def shard(
@@ -31,23 +30,13 @@ def shard(
         "mesh": mesh, "mp_policy": precision, "reshard_after_forward": reshard_after_forward,
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
     }  # fmt: skip
+    if checkpointing:
+        compute_again(model)
     for layer in layers_of(model):
-        if checkpointing:
-            layer.forward = _computed_again(layer.forward)
         _widen(layer)
         fully_shard(layer, **options)
     _widen(model)
     return fully_shard(model, **options)
-
-
-def layers_of(model: Any) -> Iterator[Any]:
-    """What transformers says must not be divided: the blocks of a model; of a model that says nothing, the modules of its longest list."""
-    names = set(model._no_split_modules or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if not found:
-        lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-        found = list(max(lists, key=len, default=()))
-    yield from found
 
 
 def _widen(module: Any) -> None:
@@ -55,10 +44,3 @@ def _widen(module: Any) -> None:
     for parameter in module.parameters():
         if parameter.dtype.itemsize < torch.float32.itemsize:
             parameter.data = parameter.data.float()
-
-
-def _computed_again(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Instead of a wrapper around the layer, which would change the names of its weights. No random state: dropout is off."""
-    return functools.wraps(forward)(
-        functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-    )

@@ -1,0 +1,192 @@
+"""DeepSpeedEngine: trains a Hugging Face model by DeepSpeed's ZeRO over N processes.
+
+engine = DeepSpeedEngine("models/mine", stage=3, lr=1e-5)   # in each process, under torchrun, deepspeed or the SDK's own launcher
+result = engine.train_step(batch)                           # each rank with its rows; metrics are of the whole step
+publisher.publish(version, engine.named_weights())          # each rank its share
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncflow_sdk.algorithms import GRPO
+from asyncflow_sdk.interfaces import Algorithm
+from asyncflow_torch.data_parallel import DataParallelEngine
+from asyncflow_torch.policy import context_of, load_policy
+from asyncflow_torch.ranks import Ranks, local_device
+from asyncflow_torch.recomputing import compute_again
+from asyncflow_torch.schedules import go_to, make_schedule, steps_made
+from asyncflow_torch.train import check_positive
+
+from . import checkpoint, starting
+from .config import make_config
+from .loading import in_parts, stored_dtype
+from .optimizer import CheckedAdamW
+from .places import shape_of
+from .weights import published
+
+
+class DeepSpeedEngine(DataParallelEngine):
+    """``stage``: of ZeRO. From 1 on the optimizer lies in parts over the ranks, from 2 on gradients too, at 3 the weights as well, which
+    are then gathered a layer at a time, for its pass; never all of them. What the optimizer steps on is float32; what is computed
+    with and published is in ``dtype``, float32 or bfloat16, by default the checkpoint's. Gradients are summed over ranks in float32.
+
+    Ranks: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them; without them there is one. ``device``: "auto" is "cuda"
+    (NCCL, the GPU of LOCAL_RANK) where there is one, else "cpu" (gloo). ``collective_timeout_s``: how long a rank waits for
+    the others within a call before they are said to be gone. ``bucket_bytes``: the most that a rank holds beyond its part while it saves, loads
+    or exports weights. ``offload``: the optimizer's part lies in host memory, and steps there. ``config``: more of
+    DeepSpeed's configuration. All other options are those of FsdpEngine and TorchEngine.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        algorithm: Algorithm | None = None,
+        stage: int = 3,
+        lr: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        schedule: str = "constant",
+        warmup_steps: int = 0,
+        decay_steps: int | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        temperature: float = 1.0,
+        micro_batch_tokens: int | None = None,
+        updates: int = 1,
+        offload: bool = False,
+        checkpointing: bool = False,
+        attention: str | None = None,
+        packed: bool | None = None,
+        config: Mapping[str, Any] | None = None,
+        bucket_bytes: int = 64 << 20,
+        collective_timeout_s: float = 600.0,
+        threads: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_positive(
+            lr=lr, max_grad_norm=max_grad_norm, temperature=temperature, micro_batch_tokens=micro_batch_tokens, updates=updates,
+            bucket_bytes=bucket_bytes, collective_timeout_s=collective_timeout_s, threads=threads,
+        )  # fmt: skip
+        if threads is not None:
+            torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        self._source, self.bucket_bytes = model, bucket_bytes
+        dtype = stored_dtype(model) if dtype == "auto" else dtype
+        settings = make_config(
+            stage=stage, dtype=dtype, max_grad_norm=max_grad_norm, offload_optimizer=offload, given=config
+        )
+        deepspeed, kind = starting.start(device)
+        self._stage, self._begun = stage, False
+        self._engine: Any = None
+        self._norm: float | None = None
+        ranks = Ranks.join(local_device(kind), timeout_s=collective_timeout_s)
+        try:
+            with ranks.calling("make"):
+                plain = self._load(ranks, settings, dtype, attention)
+                if checkpointing:
+                    compute_again(plain)
+                optimizer = CheckedAdamW(
+                    plain.parameters(), lr=lr, betas=tuple(betas), weight_decay=weight_decay, fused=True
+                )
+                self._engine, *_ = deepspeed.initialize(model=plain, optimizer=optimizer, config=settings)
+                optimizer.norm = self._known_norm
+                self._schedule = make_schedule(
+                    optimizer, schedule, warmup_steps=warmup_steps, decay_steps=decay_steps
+                )
+            if packed is None:
+                packed = str(plain.config._attn_implementation).startswith("flash_attention")
+            super().__init__(
+                self._engine, ranks=ranks, algorithm=algorithm or GRPO(),
+                vocabulary=shape_of(plain.get_input_embeddings().weight)[0], context=context_of(plain),
+                device=self._engine.device, temperature=temperature, micro_batch_tokens=micro_batch_tokens,
+                packed=packed, updates=updates,
+            )  # fmt: skip
+        except BaseException:
+            self._free()
+            ranks.close()
+            starting.end()
+            raise
+
+    def _load(self, ranks: Ranks, settings: Mapping[str, Any], dtype: str, attention: str | None) -> Any:
+        def load() -> Any:
+            return load_policy(self._source, dtype=dtype, device="cpu", attn_implementation=attention)
+
+        if self._stage < 3:
+            return ranks.together(load)
+        with in_parts(settings):
+            return load()
+
+    def zero_gradients(self) -> None:
+        if self._begun:  # a step broke off: DeepSpeed forgets what it has summed when it steps, and no step is made
+            self._make_step(math.nan)
+
+    def backward(self, loss: Any, *, last: bool) -> None:
+        self._begun = True
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(
+            loss * self._ranks.size
+        )  # DeepSpeed takes the mean over ranks, and losses are parts of one sum
+
+    def optimizer_step(self) -> dict[str, float]:
+        rate = self._engine.basic_optimizer.param_groups[0]["lr"]
+        norm = self._make_step(None)
+        if math.isfinite(norm):
+            self._schedule.step()
+        return {"grad_norm": norm, "lr": float(rate)}
+
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        """This rank's share of the policy, in Hugging Face names and ``dtype``: views. No other rank is asked."""
+        return published(self._engine, rank=self._ranks.rank, size=self._ranks.size)
+
+    def save(self, path: Path) -> None:
+        """Write weights, optimizer and random state below ``path``, which all ranks see: safetensors and JSON, no pickle. Any number
+        of ranks can go on from it, at any stage, and so can an FsdpEngine and a TorchEngine."""
+        with self._ranks.calling("save"):
+            checkpoint.save(path, self._engine, self._ranks, bucket_bytes=self.bucket_bytes)
+
+    def load(self, path: Path) -> None:
+        """Continue from what ``save`` wrote, or one of those did. Learning rate and the like are this engine's, not the saved."""
+        with self._ranks.calling("load"):
+            checkpoint.load(path, self._engine, self._ranks, bucket_bytes=self.bucket_bytes)
+            go_to(self._schedule, steps_made(self._engine.basic_optimizer))
+
+    def export(self, path: Path) -> None:
+        """Write the policy as a Hugging Face folder, with the tokenizer it came with; each rank its part, into common files."""
+        with self._ranks.calling("export"):
+            checkpoint.export(path, self._engine, self._source, self._ranks, bucket_bytes=self.bucket_bytes)
+
+    def close(self) -> None:
+        """Leave the other ranks, and free what DeepSpeed holds. Idempotent."""
+        self._free()
+        super().close()
+        starting.end()
+
+    def _free(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.destroy()
+
+    def _make_step(self, norm: float | None) -> float:
+        """By the optimizer, if the norm of the gradient is finite. Returns it. ``norm``: what is said to be it, if not what it is."""
+        self._norm = self._norm_of_all() if norm is None and not self._stage else norm
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.step()
+        self._begun = False
+        return self._known_norm()
+
+    def _known_norm(self) -> float:
+        return float(self._engine.optimizer._global_grad_norm) if self._norm is None else self._norm
+
+    def _norm_of_all(self) -> float:
+        """At stage 0 every rank has the gradient, and DeepSpeed does not say its norm."""
+        gradients = [weight.grad for weight in self._engine.module.parameters() if weight.grad is not None]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))

@@ -1,0 +1,180 @@
+"""What DeepSpeed's engine promises beyond the contract: it is the plain engine on more processes, and nothing is gathered for others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed_parts
+import numpy as np
+import pytest
+from deepspeed_parts import options
+
+from asyncflow_sdk.algorithms import GRPO
+from asyncflow_sdk.errors import AsyncFlowError, EngineError
+from asyncflow_sdk.testing.kit.check import CheckFailed
+from asyncflow_sdk.testing.kit.ranks import Ranks
+from asyncflow_sdk.testing.kit.train_lab import TrainLab, distance, unlike
+
+
+@contextmanager
+def started(made: Any, world_size: int, policy: Any, **given: Any) -> Iterator[TrainLab]:
+    """Engines of so many ranks, as the kit has them."""
+    ranks = Ranks(made, world_size)
+    lab = TrainLab(ranks, policy, {"algorithm": GRPO(), **given})
+    try:
+        yield lab
+    finally:
+        ranks.close()
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Whose output layer is its embedding, with parameters that two ranks cut amid a row."""
+    from asyncflow_torch.reference import HuggingFacePolicy, tiny_model
+
+    folder = tmp_path_factory.mktemp("tied")
+    return HuggingFacePolicy(
+        tiny_model(folder, tie_word_embeddings=True, hidden_size=32, intermediate_size=36, vocab_size=43)
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_steps_are_those_of_the_plain_engine(policy: Any, stage: int) -> None:
+    """To 1e-5 in loss and norm, and to 1e-3 of how far they go: sums are in another order."""
+    from asyncflow_torch.train import TorchEngine
+
+    plain = TrainLab(TorchEngine, policy, {"algorithm": GRPO(), "threads": 1, "lr": 1e-3, "max_grad_norm": 0.1})
+    batches = [plain.batch((4, 3, 2), seed=number) for number in range(3)]
+    plain.start()
+    wanted = [plain.step(batch).metrics for batch in batches]
+    weights = plain.tensors()
+
+    with started(
+        deepspeed_parts.engine_of, 2, policy, **options(stage, max_grad_norm=0.1, micro_batch_tokens=64)
+    ) as lab:
+        lab.start()
+        have = [lab.step(batch).metrics for batch in batches]
+        apart = distance(lab.tensors(), weights) / lab.moved(weights)
+
+    for got, want in zip(have, wanted, strict=True):
+        assert got.keys() == want.keys()
+        assert {name: got[name] for name in want} == pytest.approx(want, rel=1e-5, abs=1e-6)
+    assert apart < 1e-3
+
+
+def test_what_is_published_saved_and_exported_is_not_gathered(policy: Any, tmp_path: Path) -> None:
+    with started(deepspeed_parts.looking, 2, policy, **options(3)) as lab:
+        lab.start()
+        lab.step(lab.batch((4, 3)))
+
+        tensors = lab.tensors()
+        lab.engine.save(tmp_path / "saved")
+        lab.engine.export(tmp_path / "model")
+
+    assert tensors.keys() == policy.tensors(0).keys()
+    assert not unlike(policy.read(tmp_path / "model"), tensors)
+
+
+def test_another_number_of_ranks_another_stage_and_the_plain_engine_go_on(policy: Any, tmp_path: Path) -> None:
+    from asyncflow_torch.train import TorchEngine
+
+    rising = {"schedule": "linear", "warmup_steps": 3, "decay_steps": 9}
+    with started(deepspeed_parts.engine_of, 2, policy, **options(3, **rising)) as lab:
+        batches = [lab.batch((4, 3), seed=number) for number in range(4)]
+        lab.start()
+        for batch in batches[:2]:
+            lab.step(batch)
+        lab.engine.save(tmp_path)
+        saved = lab.tensors()
+        rates = [lab.step(batch).metrics["lr"] for batch in batches[2:]]
+        wanted = lab.tensors()
+
+        lab.start()
+        lab.load(tmp_path)
+        assert not unlike(lab.tensors(), saved)
+        for batch in batches[2:]:
+            lab.step(batch)
+        assert not unlike(lab.tensors(), wanted), "resumed on as many ranks, it is the same to the bit"
+
+    for made, size, given in (
+        (deepspeed_parts.engine_of, 3, options(2, **rising)),
+        (deepspeed_parts.engine_of, 1, options(0, **rising)),
+        (TorchEngine, 1, {"threads": 1, "lr": 1e-3, **rising}),
+    ):
+        with started(made, size, policy, **given) as other:
+            other.start()
+            other.load(tmp_path)
+            assert not unlike(other.tensors(), saved)
+            assert [other.step(batch).metrics["lr"] for batch in batches[2:]] == rates
+            other.expect_same(wanted, other.tensors(), f"{size} ranks")
+
+
+def test_a_rank_that_dies_is_named_by_the_others(policy: Any) -> None:
+    with started(deepspeed_parts.dying, 2, policy, **options(3)) as lab:
+        lab.start()
+        lab.step(lab.batch((4, 3)))
+
+        with pytest.raises(CheckFailed, match="rank 1 ended in the call"):
+            lab.step(lab.batch((4, 3)))
+
+        (survivor, _) = lab.make._ranks
+        said = survivor.answer()
+    assert said["error"] == "EngineError"
+    assert "rank 1 of 2 has ended or hangs; rank 0 waited for it in train_step()" in said["text"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_that_broke_off_leaves_nothing(policy: Any, stage: int) -> None:
+    given = options(stage, micro_batch_tokens=64)
+    with started(deepspeed_parts.engine_of, 1, policy, **given) as lab:
+        batch = lab.batch((4, 3))
+        lab.start()
+        lab.step(batch)
+        wanted = lab.tensors()
+
+    with started(deepspeed_parts.failing_once, 1, policy, **given) as lab:
+        lab.start()
+        with pytest.raises((AsyncFlowError, RuntimeError), match="told to fail"):
+            lab.step(batch)
+        assert not unlike(lab.tensors(), policy.tensors(0))
+        lab.step(batch)
+        assert not unlike(lab.tensors(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "float32"), (0, "bfloat16")]
+)
+def test_no_step_is_made_with_a_gradient_that_is_not_finite(policy: Any, stage: int, dtype: str) -> None:
+    given = options(stage, dtype=dtype, weight_decay=0.1)
+    with started(deepspeed_parts.engine_of, 2, policy, **given) as lab:
+        batch = lab.batch((4, 3))
+        lab.start()
+        before = lab.tensors()
+        lab.step(batch)
+        wanted = lab.tensors()
+
+    with started(deepspeed_parts.not_finite, 2, policy, **given) as lab:
+        lab.start()
+        with pytest.raises(EngineError, match="no step was made"):
+            lab.step(batch)
+        assert not unlike(lab.tensors(), before)
+        lab.step(batch)
+        assert not unlike(lab.tensors(), wanted)
+
+
+def test_a_folder_in_bfloat16_is_trained_in_it_and_exported_in_it(policy: Any, tmp_path: Path) -> None:
+    half = policy.rounded("bfloat16")
+    with started(deepspeed_parts.engine_of, 2, half, **options(3)) as lab:
+        lab.start()
+        lab.step(lab.batch((4, 3)))
+        lab.engine.export(tmp_path)
+        tensors = lab.tensors()
+
+    assert {str(array.dtype) for array in tensors.values()} == {"bfloat16"}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert not unlike(half.read(tmp_path), tensors)
+    assert all(np.isfinite(array.astype(np.float32)).all() for array in tensors.values())
