@@ -59,6 +59,7 @@ class FsdpEngine(DataParallelEngine):
         device: str = "cpu",
         temperature: float = 1.0,
         micro_batch_tokens: int | None = None,
+        updates: int = 1,
         offload: bool = False,
         reshard_after_forward: bool = True,
         checkpointing: bool = False,
@@ -71,7 +72,7 @@ class FsdpEngine(DataParallelEngine):
     ) -> None:
         check_positive(
             lr=lr, max_grad_norm=max_grad_norm, temperature=temperature, micro_batch_tokens=micro_batch_tokens,
-            bucket_bytes=bucket_bytes, collective_timeout_s=collective_timeout_s, threads=threads,
+            updates=updates, bucket_bytes=bucket_bytes, collective_timeout_s=collective_timeout_s, threads=threads,
         )  # fmt: skip
         if threads is not None:
             torch.set_num_threads(threads)
@@ -104,7 +105,7 @@ class FsdpEngine(DataParallelEngine):
             packed = str(plain.config._attn_implementation).startswith("flash_attention")
         super().__init__(
             sharded, ranks=ranks, algorithm=algorithm or GRPO(), vocabulary=vocabulary, context=context, device=place,
-            temperature=temperature, micro_batch_tokens=micro_batch_tokens, packed=packed,
+            temperature=temperature, micro_batch_tokens=micro_batch_tokens, packed=packed, updates=updates,
         )  # fmt: skip
 
     def zero_gradients(self) -> None:

@@ -18,13 +18,13 @@ from waiting import until
 
 from asyncflow_fsdp import checkpoint
 from asyncflow_fsdp.engine import FsdpEngine
-from asyncflow_sdk.algorithms import GRPO
+from asyncflow_sdk.algorithms import GRPO, KL, OffPolicy
 from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError
 from asyncflow_sdk.interfaces import TrainEngine
 from asyncflow_sdk.testing.kit.check import CheckFailed
 from asyncflow_sdk.testing.kit.ranks import Ranks
 from asyncflow_sdk.testing.kit.train_lab import Tensors, copied, distance
-from asyncflow_sdk.types import Batch
+from asyncflow_sdk.types import Batch, Ragged
 from asyncflow_torch.train import TorchEngine
 
 EXACT, NEAR = 0.0, 1e-5
@@ -319,3 +319,33 @@ def test_options_that_cannot_work_are_refused(tiny: str, option: dict[str, Any],
     with pytest.raises(ConfigError, match=says):
         FsdpEngine(tiny, **option)
     FsdpEngine(tiny).close()  # and leave nothing behind
+
+
+def test_what_algorithms_ask_for_is_the_same_of_any_number_of_ranks(two: Any, tiny: str, batch: Batch) -> None:
+    # given rows that other weights drew, a reference, and an algorithm of many parts
+    rng, logprobs = np.random.default_rng(3), batch.ragged("logprobs")
+    columns = {
+        name: Ragged(
+            (logprobs.values + rng.normal(0, 0.3, len(logprobs.values))).astype(np.float32), logprobs.offsets
+        )
+        for name in ("logprobs", "ref_logprobs")
+    }
+    stale = Batch.of({name: batch[name] for name in batch} | columns, groups=batch.groups)
+    algorithm = GRPO(off_policy=OffPolicy(weight="mask", low=0.8, high=1.3), kl=KL(coef=0.1), entropy=0.1)
+
+    # when
+    alone = TorchEngine(tiny, algorithm=algorithm, lr=1e-3).train_step(stale).metrics
+    both = two(tiny, algorithm=algorithm, micro_batch_tokens=60)
+    together = both.train_step(stale).metrics
+    both.close()
+
+    # then
+    assert {"importance_ess", "importance_max", "off_policy_cut", "kl", "entropy"} < alone.keys()
+    assert together == pytest.approx(alone, rel=1e-4, abs=1e-6)
+
+    # and several updates a batch are so many steps, of which the later ones have a ratio
+    more = two(tiny, algorithm=algorithm, updates=3)
+    metrics = [more.train_step(stale).metrics for _ in range(2)]
+    more.close()
+    assert metrics[0]["logprob_drift"] != pytest.approx(alone["logprob_drift"], rel=1e-3)
+    assert all(np.isfinite(list(each.values())).all() for each in metrics)

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -234,7 +235,7 @@ def _told(algorithm: Any) -> dict[str, Any]:
     if path is None or not dataclasses.is_dataclass(algorithm):
         raise ConfigError(f"{algorithm!r} cannot be told to ranks: it is no dataclass that can be imported")
     told = [field.name for field in dataclasses.fields(algorithm) if field.init and field.compare]
-    return {"of": path, "options": {name: getattr(algorithm, name) for name in told}}
+    return {"of": path, "options": msgspec.to_builtins({name: getattr(algorithm, name) for name in told})}
 
 
 def _error(said: Mapping[str, str]) -> Exception:
