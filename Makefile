@@ -6,14 +6,15 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo demo-vllm demo-sglang demo-both matrix test test-ray test-contrib test-vllm test-sglang test-both test-deepspeed fuzz lint bench-demo bench-queue bench-weights bench-overlap bench-engines clean
+.PHONY: help install demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-ray test-contrib test-vllm test-sglang test-both test-deepspeed fuzz lint bench-demo bench-queue bench-weights bench-overlap bench-engines clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
 	@echo "make demo-vllm   the same with a real vLLM on the CPU generating, in an environment of its own"
-	@echo "make matrix      every engine that generates with every engine that trains, a few steps each (CELLS=vllm,fsdp for some)"
+	@echo "make demo-fsdp   the same with FSDP2 training, on two ranks; demo-deepspeed: ZeRO-3, in an environment of its own"
 	@echo "make demo-sglang the same with a real SGLang on the CPU generating, in an environment of its own"
 	@echo "make demo-both   the same with vLLM and SGLang generating at once, each in its own environment"
+	@echo "make matrix      every engine that generates with every engine that trains, a few steps each (CELLS=vllm,fsdp for some)"
 	@echo "make test        run the whole test suite"
 	@echo "make test-ray    the launcher for Ray, against a real Ray in an environment of its own"
 	@echo "make test-contrib  the engines and trackers of contrib/, against their real libraries"
@@ -53,6 +54,14 @@ demo-sglang: install .venv-sglang/.ready
 
 demo-both: install .venv-vllm/.ready .venv-sglang/.ready
 	$(ON_CPU) $(SGLANG_ON_CPU) $(BIN)/python examples/vllm_and_sglang.py .venv-vllm/bin/python .venv-sglang/bin/python runs/both-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+
+# With two processes that train.
+demo-fsdp: install
+	OMP_NUM_THREADS=1 $(BIN)/asyncflow demo --train fsdp --world-size 2 $(ARGS)
+
+demo-deepspeed: install .venv-deepspeed/.ready
+	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/asyncflow demo --train deepspeed --world-size 2 --train-python .venv-deepspeed/bin/python \
+	  --train-option stage=3 $(ARGS)
 
 # In three processes also on two processors: many tests wait for what they killed, froze or cut off.
 test: install

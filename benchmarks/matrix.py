@@ -165,7 +165,7 @@ def run_cell(rollout: Engine, train: Engine, environments: Environments, start: 
     )
 
 
-def page(cells: Sequence[Cell], environments: Environments, steps: int) -> str:
+def page(cells: Sequence[Cell], environments: Environments) -> str:
     """The document."""
     found = {(cell.rollout, cell.train): cell for cell in cells}
     used = [engine for engine in (*ROLLOUTS, *TRAINS) if any(engine.name in (c.rollout, c.train) for c in cells)]
@@ -179,7 +179,7 @@ def page(cells: Sequence[Cell], environments: Environments, steps: int) -> str:
             "# Every engine with every other",
             "",
             "Written by `make matrix`: the demo task with each pair of engines, each in its own environment, on the CPU. A cell is a run of",
-            f"{steps} steps over real processes, synchronously. Each version of the weights is *proven* when it is loaded: the engine took every",
+            "a few steps over real processes, synchronously. Each version of the weights is *proven* when it is loaded: the engine took every",
             "tensor of the manifest, and its log-probs for a probe were the trainer's to 1e-3. *Drift* is the largest mean, over a step, of the",
             "difference between the log-probs of the engine that generated and of the one that trained.",
             "",
@@ -207,22 +207,27 @@ def main() -> None:
     parser.add_argument("--cells", default="", help='some, as "vllm,fsdp sglang"')
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH")
     parser.add_argument("--write", type=Path, help="the document")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--json", type=Path, help="what came of each; cells that it has and that are not run again stay"
+    )
     arguments = parser.parse_args()
     from asyncflow_torch.demo.model import warm_up
 
     environments = Environments(dict(each.split("=", 1) for each in arguments.python))
     cells: list[Cell] = []
+    if arguments.json is not None and arguments.json.exists():
+        cells = [Cell(**each) for each in json.loads(arguments.json.read_text())]
     with tempfile.TemporaryDirectory() as directory:
         start = Path(directory) / "start"
         warm_up(start, seed=0)
         for rollout, train in chosen(arguments.cells):
+            cells = [cell for cell in cells if (cell.rollout, cell.train) != (rollout.name, train.name)]
             cells.append(run_cell(rollout, train, environments, start, arguments.steps))
             print(f"{rollout.title} x {train.title}: {cells[-1]}", flush=True)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=2))
     if arguments.write is not None:
-        arguments.write.write_text(page(cells, environments, arguments.steps))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=2))
+        arguments.write.write_text(page(cells, environments))
     green = sum(cell.green for cell in cells)
     table = Table(title=f"{green} of {len(cells)} cells are green", show_lines=True)
     for name in ("generates", "trains", "what came of it"):

@@ -1,0 +1,60 @@
+"""A run whose trainer is FSDP2 on two ranks, one of which is killed: it goes on from the last checkpoint, and no row is trained twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncflow_sdk as af
+from asyncflow_sdk.types.events import Event, Note, StepTrained, WorkerState
+
+STEPS, ROWS = 6, 16
+
+
+def odd_tokens(response_ids: Any) -> list[float]:
+    return [sum(int(token) % 2 for token in row) / max(len(row), 1) for row in response_ids]
+
+
+@pytest.mark.timeout(240)
+def test_ranks_of_which_one_is_killed_go_on_together_with_each_row_trained_once(tiny: str, tmp_path: Path) -> None:
+    pids: list[int] = []
+    events: list[Event] = []
+
+    def kill_once(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, WorkerState) and (event.worker, event.state) == ("train-0 rank 1", "ready"):
+            pids.append(event.pid)
+        if isinstance(event, StepTrained) and event.step == 3 and len(pids) == 1:
+            os.kill(pids[0], signal.SIGKILL)
+            pids.append(0)
+
+    probe = af.Probe(((5, 6, 7, 14), (8, 9, 14)), ((10, 11, 12), (13, 2)), tolerance=1e-4)
+    workflow = af.Workflow(
+        prompts={"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]},
+        rollout=af.Rollout(
+            "transformers", model=tiny, prompt="prompt_ids", group_size=4, sampling=af.Sampling(max_tokens=6), threads=1
+        ),
+        reward=odd_tokens,
+        train=af.Train("asyncflow_fsdp.engine:FsdpEngine", model=tiny, lr=1e-3, threads=1, world_size=2, max_restarts=1),
+        weights=af.Weights(probe=probe, verify=["probe"]),
+        batch_size=ROWS, steps=STEPS, checkpoint=af.Checkpoint(every=2), staleness=af.Staleness(max_staleness=0),
+    )  # fmt: skip
+
+    summary = workflow.run(tmp_path / "run", on_event=kill_once).summary
+
+    rows = [row for _, batch in af.read_steps(tmp_path / "run") for row in batch.ids.tolist()]
+    assert len(rows) == len(set(rows)) == STEPS * ROWS
+    assert (summary["status"], summary["steps"], summary["balanced"]) == ("completed", STEPS, True)
+    assert summary["rows"]["consumed"] + summary["rows"]["filtered"] == STEPS * ROWS
+    restarts = [e for e in events if isinstance(e, WorkerState) and e.state == "restarting"]
+    assert [e.worker for e in restarts] == ["train-0 rank 0", "train-0 rank 1"]
+    assert "rank 1 was killed by SIGKILL" in restarts[0].detail
+    assert any("training goes on with step" in e.text for e in events if isinstance(e, Note))
+    trained = [e.step for e in events if isinstance(e, StepTrained)]
+    assert sorted(set(trained)) == list(range(STEPS))
+    drifts = [e.metrics["logprob_drift"] for e in events if isinstance(e, StepTrained)]
+    assert max(drifts) < 1e-4, "steps trained again come to the weights that generated the rows of the steps after them"
