@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import sys
@@ -115,6 +116,11 @@ def _named(name: str | None, kind: str, console: Console) -> Iterator[tuple[str,
         return
     found = [a for a in registry().adapters if a.spec.kind in kinds and name in (None, a.spec.name)]
     if name is not None and not found:
+        near = difflib.get_close_matches(name, [a.spec.name for a in registry().adapters if a.spec.kind in kinds])
+        if near:
+            raise PluginError(
+                f"no adapter is named {name!r}; did you mean {near[0]!r}? `asyncflow plugins` lists them"
+            )
         registry().get(kinds[0], name)  # type: ignore[arg-type]  # raises, and lists what there is
     for adapter in found:
         if name is None and adapter.missing:
@@ -157,7 +163,10 @@ def _kit(apart: Apart, engine: str, asked: Asked, *, alone: bool, console: Conso
 
 def _run(kit: Conformance, apart: Apart, console: Console, on_result: Callable[[Report], None]) -> Report:
     """Ask each check, and say what came of it. Those that make an engine anew come last, so that one serves the others."""
-    console.print(Text(f"{kit.kind} {kit.engine}: {len(kit.checks)} checks", "bold"), soft_wrap=True)
+    console.print(
+        Text(f"{kit.kind} {kit.engine}: {len(kit.checks)} check{'s' * (len(kit.checks) != 1)}", "bold"),
+        soft_wrap=True,
+    )
     report = Report(kit.kind, kit.engine, ())
     on_result(report)
     progress = Progress(
@@ -209,7 +218,9 @@ def _say_verdict(report: Report, left: Sequence[str], console: Console) -> None:
     for result in report.results:
         counts[result.outcome] = counts.get(result.outcome, 0) + 1
     summed = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    level = f"level reached: {report.level or 'none'}"
+    every = len(checks_of(report.kind))
+    part = f" ({len(report.results)} of {every} checks were asked)" if len(report.results) < every else ""
+    level = f"level reached: {report.level or f'none{part}'}"
     console.print(
         Text(f"\n{report.kind} {report.engine}: {summed}; {level}\n", "green" if report.ok else "bold red"),
         soft_wrap=True,

@@ -64,7 +64,7 @@ class Listing:
         """The table, the pip lines under it, and the problems, loudly."""
         table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
         for head in ("kind", "name", "from", "engine", "tested with"):
-            table.add_column(head, overflow="fold")
+            table.add_column(head, overflow="fold", no_wrap=head in ("kind", "name"))
         for entry in self.adapters:
             table.add_row(
                 entry.kind, Text(entry.name, style="bold"), Text(entry.source), _engine(entry), Text(entry.tested)

@@ -57,4 +57,6 @@ def test_ranks_of_which_one_is_killed_go_on_together_with_each_row_trained_once(
     trained = [e.step for e in events if isinstance(e, StepTrained)]
     assert sorted(set(trained)) == list(range(STEPS))
     drifts = [e.metrics["logprob_drift"] for e in events if isinstance(e, StepTrained)]
-    assert max(drifts) < 1e-4, "steps trained again come to the weights that generated the rows of the steps after them"
+    assert max(drifts) < 1e-4, (
+        "steps trained again come to the weights that generated the rows of the steps after them"
+    )

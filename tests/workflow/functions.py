@@ -106,3 +106,10 @@ class IgnoresWeights(EchoRollout):
 
     async def load_weights(self, update: WeightUpdate) -> set[str]:
         return set(update.tensors)
+
+
+def held_up(response_ids):
+    """The length, once nothing lies where the variable HELD_UP points."""
+    while os.path.exists(os.environ.get("HELD_UP", "")):
+        time.sleep(0.02)
+    return length(response_ids)
