@@ -239,7 +239,7 @@ def test_demo_takes_any_engine_for_rollouts(monkeypatch: pytest.MonkeyPatch, tmp
     options = ("--option", "max_rows=64", "--option", 'server={"dtype": "float32"}', "--option", "dtype=auto")
     assert run("demo", "--out", str(tmp_path / "d"), "--rollout", "mine", "--python", "py", *options).exit_code == 0
     assert calls[0][7:10] == ("mine", "py", {"max_rows": 64, "server": {"dtype": "float32"}, "dtype": "auto"})
-    assert calls[0][10:] == ("torch", 1, None, {})
+    assert calls[0][10:] == ("torch", 1, None, {}, ("grpo", {}))
 
 
 def test_demo_takes_any_engine_for_training_on_any_number_of_ranks(
@@ -249,7 +249,7 @@ def test_demo_takes_any_engine_for_training_on_any_number_of_ranks(
     given_demo(monkeypatch, lambda *args: calls.append(args) or 0)
     options = ("--train", "mine", "--world-size", "2", "--train-python", "py", "--train-option", "stage=3")
     assert run("demo", "--out", str(tmp_path / "d"), *options).exit_code == 0
-    assert calls[0][7:] == ("transformers", None, {}, "mine", 2, "py", {"stage": 3})
+    assert calls[0][7:] == ("transformers", None, {}, "mine", 2, "py", {"stage": 3}, ("grpo", {}))
 
 
 def test_demo_has_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_demo_has_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert out.parent == Path("runs")
     assert out.name.startswith("demo-2")
     assert rest == [300, 0, 1, None]
-    assert calls[0][7:] == ("transformers", None, {}, "torch", 1, None, {})
+    assert calls[0][7:] == ("transformers", None, {}, "torch", 1, None, {}, ("grpo", {}))
 
 
 def test_demo_never_writes_into_another_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
