@@ -51,7 +51,7 @@ ROLLOUTS = (
         {
             "server": {
                 "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "dtype": "float32",
-                "max_total_tokens": 8192, "max_running_requests": 64, "mem_fraction_static": 0.05, "sleep_on_idle": True,
+                "max_total_tokens": 8192, "max_running_requests": 64, "mem_fraction_static": 0.5, "sleep_on_idle": True,
             },
             "max_rows": 64,
         },

@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
         "max_rows": 32,
         "server": {
             "device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch",
-            "max_total_tokens": 8192, "max_running_requests": 32, "mem_fraction_static": 0.05, "sleep_on_idle": True,
+            "max_total_tokens": 8192, "max_running_requests": 32, "mem_fraction_static": 0.5, "sleep_on_idle": True,
         },
     }  # fmt: skip
 
@@ -44,7 +44,9 @@ def main(vllm: str, sglang: str, out: str, steps: int = 200, model: str = "") ->
         ],
         reward=exact_match,
         train=af.Train("torch", model=model, algorithm=af.GRPO(), lr=2e-4, threads=1),
-        weights=af.Weights(probe=PROBE, verify=["probe"]),
+        weights=af.Weights(
+            probe=PROBE, verify=["probe"], quorum=2
+        ),  # no version is loaded before both engines have it
         batch_size=64,
         steps=steps,
     )

@@ -15,7 +15,7 @@ class SGLang(Contender):
     def make(self, model: str, rows: int) -> Any:
         return SGLangEngine(
             model, dtype="float32", max_rows=rows, device="cpu", attention_backend="torch_native", sampling_backend="pytorch",
-            max_total_tokens=32768, max_running_requests=rows, mem_fraction_static=0.1, sleep_on_idle=True,
+            max_total_tokens=32768, max_running_requests=rows, mem_fraction_static=0.5, sleep_on_idle=True,
         )  # fmt: skip
 
     async def generate(self, engine: Any, prompts: Sequence[Ids], n: int, max_tokens: int) -> int:

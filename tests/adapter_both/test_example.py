@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-STEPS = 120  # so that the engine which is there later has its share
+STEPS = 100
 
 
 def test_vllm_and_sglang_feed_one_trainer(pythons: list[str], tmp_path: Path) -> None:

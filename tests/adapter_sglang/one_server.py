@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 KEY_ENV = "ASYNCFLOW_TEST_SGLANG_KEY"
 SERVER = {
     "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "dtype": "float32",
-    "max_total_tokens": 8192, "max_running_requests": 32, "mem_fraction_static": 0.05, "sleep_on_idle": True,
+    "max_total_tokens": 8192, "max_running_requests": 32, "mem_fraction_static": 0.5, "sleep_on_idle": True,
 }  # fmt: skip
 OWN: dict[str, Any] = {"server": SERVER, "max_rows": 32}
 """Options of an engine with a server of its own."""

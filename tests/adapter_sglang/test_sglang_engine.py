@@ -19,6 +19,7 @@ import pytest
 import asyncflow_sdk as af
 from asyncflow_sdk._guard import descendants
 from asyncflow_sdk.errors import EngineGone
+from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.testing.kit.conformance import BoundCheck
 from asyncflow_sdk.testing.kit.updates import HeldUpdate
@@ -90,6 +91,14 @@ def test_it_holds_what_came_names_what_it_lost_and_ends_nothing_that_is_not_its_
     with asyncio.Runner() as runner, subprocess.Popen(["sleep", "600"]) as stranger:
         try:
             engine = SGLangEngine(one_server.model(), **one_server.INSIDE)
+            declared = registry().get("rollout", "sglang-engine").spec
+            has = {
+                flag for flag in ("token_versions", "logprobs", "held_weights") if getattr(engine.capabilities, flag)
+            }
+            assert (set(declared.said("swap") or ()), set(declared.said("has") or ())) == (
+                engine.capabilities.swap,
+                has,
+            )
             mine = of_sglang(set(descendants(os.getpid())) - before - {stranger.pid})
             try:
                 sums = runner.run(asyncio.wait_for(holds(engine), 120))
