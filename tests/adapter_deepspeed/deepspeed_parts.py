@@ -61,21 +61,25 @@ class _NothingGathered:
         self.own = {weight.ds_tensor.untyped_storage().data_ptr() for weight in self._weights}
 
     def __enter__(self) -> _NothingGathered:
-        self._usual = {
-            name: getattr(dist, name) for name in ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast")
-        }
-        for name, usual in self._usual.items():
-            setattr(dist, name, self._looked_at(name, usual))
+        from deepspeed.comm import comm
+
+        # DeepSpeed keeps the function that it gathers parameters by
+        places = [
+            (comm.cdb, "all_gather_function"),
+            *((dist, name) for name in ("all_gather", "all_reduce", "broadcast")),
+        ]
+        self._usual = [(place, name, getattr(place, name)) for place, name in places]
+        for place, name, usual in self._usual:
+            setattr(place, name, self._looked_at(name, usual))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for name, usual in self._usual.items():
-            setattr(dist, name, usual)
-        assert not any(weight.numel() for weight in self._weights), "a parameter is whole"
+        for place, name, usual in self._usual:
+            setattr(place, name, usual)
 
     def _looked_at(self, name: str, usual: Any) -> Any:
         def call(*given: Any, **named: Any) -> Any:
-            flat = [each for one in given for each in (one if isinstance(one, list) else [one])]
+            flat = [each for one in (*given, *named.values()) for each in (one if isinstance(one, list) else [one])]
             sizes = [each.numel() * each.element_size() for each in flat if isinstance(each, torch.Tensor)]
             assert max(sizes) <= 1024, f"{name} of {max(sizes)} bytes"
             return usual(*given, **named)
