@@ -24,7 +24,7 @@ checked before anything starts. A dash: the engine has not got it. "Asked": noth
 Each has been held to the [conformance kit](conformance.md); with which version of what, the last column says.
 """
 FLAGS = {"token_versions": "versions token by token", "logprobs": "probe", "held_weights": "comparing bytes"}
-GUIDES = {"deepspeed": "deepspeed.md", "vllm": "vllm.md", "sglang": "sglang.md"}
+GUIDES = {"deepspeed": "deepspeed.md", "fsdp": "fsdp.md", "vllm": "vllm.md", "sglang": "sglang.md"}
 
 
 def page() -> str:

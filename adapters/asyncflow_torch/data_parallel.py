@@ -129,7 +129,9 @@ class DataParallelEngine(TrainEngine):
             return self._update(share, whole)
         if PROXIMAL in self._algorithm.asks:
             share = self._proximal(share, whole)
-        order = np.array_split(torch.randperm(share.batch.rows).numpy(), self._updates)
+        # All ranks draw one number a step, however many rows each has: their random states stay the same, and one is saved for all.
+        drawn = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))
+        order = np.array_split(torch.randperm(share.batch.rows, generator=drawn).numpy(), self._updates)
         made = []
         for piece in pieces(share, order, tokens=self._tokens, packed=self._packed):
             part = Whole.of(self._ranks.gather(piece.counts))

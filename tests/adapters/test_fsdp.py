@@ -204,6 +204,22 @@ def test_a_checkpoint_goes_from_any_number_of_ranks_to_any_other_to_the_bit(
     engine.close()
 
 
+def test_rows_drawn_for_several_updates_are_the_same_after_a_load_on_every_rank(
+    tiny: str, two: Any, batch: Batch, tmp_path: Path
+) -> None:
+    engine = two(tiny, updates=2)
+    engine.train_step(batch)
+    engine.save(tmp_path)
+    wanted = [engine.train_step(batch).metrics for _ in range(2)]
+    engine.close()
+
+    engine = two(tiny, updates=2, seed=7)
+    engine.load(tmp_path)
+
+    assert [engine.train_step(batch).metrics for _ in range(2)] == wanted
+    engine.close()
+
+
 def test_what_is_no_checkpoint_of_this_model_is_refused_by_all_ranks(
     tiny: str, tied: str, two: Any, batch: Batch, tmp_path: Path
 ) -> None:
