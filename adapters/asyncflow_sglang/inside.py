@@ -126,7 +126,7 @@ class Inside:
 
     def _died(self, process: Any) -> None:
         self._loop.remove_reader(process.sentinel)
-        process.join(0)
+        process.join(END_S)  # its end of a pipe is closed a moment before it can be waited for
         code = process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
         if not self._dead.done():
