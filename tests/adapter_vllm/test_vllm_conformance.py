@@ -9,8 +9,14 @@ from vllm_options import OPTIONS
 from asyncflow_sdk.testing import Conformance
 
 kit = Conformance("rollout", "vllm", options=OPTIONS, limit_s=240.0)
+chaos = Conformance("rollout", "vllm", options=OPTIONS, only=["killed"], limit_s=240.0)
 
 
 @kit.parametrize
 def test_contract(check: Any) -> None:
+    check()
+
+
+@chaos.parametrize
+def test_contract_where_replicas_are_killed(check: Any) -> None:
     check()

@@ -1,0 +1,108 @@
+"""What of the adapter for vLLM works without vLLM: end tokens, answers of a server, and a folder's weights where they lie."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow_sdk.errors import ConfigError, EngineError
+from asyncflow_sdk.interfaces import Request
+from asyncflow_sdk.types import Sampling
+from asyncflow_sdk.weights import Handover, handed_over
+from asyncflow_vllm.checkpoint import Checkpoint
+from asyncflow_vllm.folder import FolderWeights
+from asyncflow_vllm.requests import Limits, drawing, end_tokens
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({"generation_config.json": {"eos_token_id": [2, 7, 9]}, "config.json": {"eos_token_id": 2}}, [2, 7, 9]),
+        ({"generation_config.json": {"eos_token_id": 7}, "config.json": {"eos_token_id": 2}}, [7]),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": [2, 3]}}, [2, 3]),
+        ({"generation_config.json": {"eos_token_id": None}, "config.json": {"eos_token_id": 0}}, [0]),
+        ({"config.json": {}}, []),
+    ],
+)
+def test_all_end_tokens_of_the_folder_are_asked_for(tmp_path: Path, files: Any, ends: list[int]) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+
+    assert end_tokens(str(tmp_path)) == ends
+    asked = drawing(Request(np.array([5], np.int32), Sampling(stop_ids=(11,))), 0, end_tokens(str(tmp_path)))
+    assert asked["stop_token_ids"] == [*ends, 11]
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (Request(np.zeros(0, np.int32), Sampling(max_tokens=4)), "a prompt has one token or more"),
+        (Request(np.full(9, 5, np.int32), Sampling(max_tokens=8)), "9 tokens and max_tokens=8 need 17; the context is 16"),
+        (Request(np.array([43], np.int32), Sampling(max_tokens=4)), "token id 43 is not in the vocabulary of 43"),
+        (Request(np.array([5], np.int32), Sampling(max_tokens=4, top_p=0.5)), "under the whole vocabulary"),
+        (Request(np.array([5], np.int32), Sampling(max_tokens=4, temperature=0.001)), "not at 0.001"),
+    ],
+)  # fmt: skip
+def test_a_request_that_cannot_be_answered_is_told_why(request_: Request, reason: str) -> None:
+    with pytest.raises(EngineError, match=reason):
+        Limits(vocabulary=43, context=16, rows=8).check(request_)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_weights_of_a_folder_are_told_of_where_they_lie(tmp_path: Path, dtype: str) -> None:
+    from asyncflow_torch.reference import tiny_model
+
+    folder = tiny_model(tmp_path, dtype=dtype)
+    weights = FolderWeights(folder, Checkpoint(folder), 3)
+    handover = Handover()
+
+    with handover.give(weights) as told:
+        found = {name: np.array(array) for name, array in handed_over(told)}
+
+    assert handover.nbytes == 0
+    assert found.keys() == weights.tensors.keys()
+    read = dict(weights.arrays())
+    for name, tensor in weights:
+        assert found[name].dtype == read[name].dtype
+        assert found[name].tobytes() == read[name].tobytes() == tensor.view(torch.uint8).numpy().tobytes()
+    handover.close()
+
+
+def test_weights_across_the_grain_of_their_dtype_are_copied(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file(
+        {"a": np.arange(3, dtype=np.uint8), "b": np.arange(4, dtype=np.float32)}, tmp_path / "model.safetensors"
+    )
+    file = tmp_path / "model.safetensors"
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    data = {name: raw[8 + size :][slice(*header[name]["data_offsets"])] for name in ("a", "b")}
+    header["a"]["data_offsets"], header["b"]["data_offsets"] = [0, 3], [3, 19]
+    text = json.dumps({name: header[name] for name in ("a", "b")}).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data["a"] + data["b"])
+    weights = FolderWeights(str(tmp_path), Checkpoint(str(tmp_path)), 0)
+    assert weights.place("a") is not None
+
+    with Handover().give(weights) as told:
+        found = {name: array.tolist() for name, array in handed_over(told)}
+
+    assert found == {"a": [0, 1, 2], "b": [0.0, 1.0, 2.0, 3.0]}
+    assert (weights.place("b") is None) == bool((8 + len(text) + 3) % 4)
+
+
+def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
+    from asyncflow_torch.reference import tiny_model
+
+    folder = tiny_model(tmp_path)
+    checkpoint = Checkpoint(folder)
+    (tmp_path / "other.safetensors").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"other\.safetensors cannot be read"):
+        FolderWeights(folder, checkpoint, 0)
