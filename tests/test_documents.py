@@ -19,16 +19,10 @@ DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model, not warmed up, and its data as a file."""
+    """A model, warmed up for a few steps, and data for 16 prompts, as examples/README.md says."""
     pytest.importorskip("torch")
-    from asyncflow_torch.demo import model
-    from asyncflow_torch.demo.task import prompts
-
     folder = tmp_path_factory.mktemp("start")
-    model._save(model.tiny_model(), model.tokenizer(), folder / "model")
-    rows = prompts(16, 0)
-    records = [{"prompt": p, "answer": a} for p, a in zip(rows["prompt"], rows["answer"], strict=True)]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    python(folder, str(REPOSITORY / "examples" / "model_and_data.py"), ".", "0", "16")
     return folder
 
 
