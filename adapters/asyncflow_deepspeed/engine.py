@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from asyncflow_sdk.algorithms import GRPO
+from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Algorithm
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.policy import context_of, load_policy
@@ -125,8 +126,10 @@ class DeepSpeedEngine(DataParallelEngine):
             return load()
 
     def zero_gradients(self) -> None:
-        if self._begun:  # a step broke off: DeepSpeed forgets what it has summed when it steps, and no step is made
-            self._make_step(math.nan)
+        if self._begun:
+            raise EngineError(
+                "a step broke off, and DeepSpeed holds a part of its gradients: make the engine anew and load a checkpoint"
+            )
 
     def backward(self, loss: Any, *, last: bool) -> None:
         self._begun = True
@@ -137,7 +140,7 @@ class DeepSpeedEngine(DataParallelEngine):
 
     def optimizer_step(self) -> dict[str, float]:
         rate = self._engine.basic_optimizer.param_groups[0]["lr"]
-        norm = self._make_step(None)
+        norm = self._make_step()
         if math.isfinite(norm):
             self._schedule.step()
         return {"grad_norm": norm, "lr": float(rate)}
@@ -174,9 +177,9 @@ class DeepSpeedEngine(DataParallelEngine):
         if engine is not None:
             engine.destroy()
 
-    def _make_step(self, norm: float | None) -> float:
-        """By the optimizer, if the norm of the gradient is finite. Returns it. ``norm``: what is said to be it, if not what it is."""
-        self._norm = self._norm_of_all() if norm is None and not self._stage else norm
+    def _make_step(self) -> float:
+        """By the optimizer, if the norm of the gradient is finite. Returns it."""
+        self._norm = None if self._stage else self._norm_of_all()
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
         self._begun = False
