@@ -67,6 +67,9 @@ def main(model: str, data: str, out: str, steps: int = 100) -> None:
         train=af.Train("torch", model=model, lr=1e-5, threads=1),
         batch_size=64,
         steps=steps,
+        weights=af.Weights(
+            quorum=2
+        ),  # a version is loaded when both have it: whoever starts faster does not go on alone
     )
     print(workflow)
     rows: Counter[str] = Counter()

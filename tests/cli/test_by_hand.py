@@ -131,7 +131,7 @@ def test_who_works_when_the_run_is_closed_says_so_and_is_not_started_again(modul
     with af.serve(module / "run", address="tcp://127.0.0.1:0") as run:
         run.queue.put({"response_ids": [[1]]})
         with Command("worker", run.address, "stage", "slow:slow", "--task", "reward", cwd=module) as worker:
-            until((module / "calls").exists, "the call")
+            until(lambda: (module / "calls").exists() and (module / "calls").read_text(), "the call")
             # when the run is closed under it, and this process lives on
             run.close()
             if leave:

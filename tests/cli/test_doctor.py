@@ -158,7 +158,7 @@ trackers = ["nowhere"]
 weights = { transport = "tcp" }
 [train]
 engine = "echo"
-algorithm = { name = "ppo" }
+algorithm = { name = "a2c" }
 [[rollout]]
 engine = "far"
 python = "bin/theirs"
@@ -193,7 +193,7 @@ def test_what_a_workflow_wants_of_each_interpreter(tmp_path: Path) -> None:
         "no launcher adapter is named 'slurm'" in found(examination, "this interpreter", "run.toml, rollout 2").said
     )
     assert (
-        "no algorithm adapter is named 'ppo'"
+        "no algorithm adapter is named 'a2c'"
         in found(examination, "this interpreter", "run.toml, train.algorithm").said
     )
     assert (

@@ -99,11 +99,11 @@ def check_given_back(start: Callable[[], None], close: Callable[[], None], *, li
         segments = {key for key in _segments([os.getpid(), *descendants(os.getpid())]) if key[0].startswith(SHM)}
         close()
         _check_left(segments - before, threads, processes, min(10.0, limit_s))
-        left = _settled(first)
+        left, open_before = _settled(first), set[tuple[str, str]]()
         for _ in range(CYCLES - 1):
             if not left or time.monotonic() > until:
                 return
-            base = _counts()
+            base, open_before = _counts(), set(_descriptors())
             try:
                 start()
             except Exception:
@@ -111,7 +111,11 @@ def check_given_back(start: Callable[[], None], close: Callable[[], None], *, li
             close()
             left = _settled(base)
     if left:
-        new = ", ".join(sorted(set(_descriptors()))[-8:]) if "descriptors" in left else ""
+        new = (
+            ", ".join(sorted({name for _, name in set(_descriptors()) - open_before})[-8:])
+            if "descriptors" in left
+            else ""
+        )
         said = ", ".join(f"{by} {_COUNTED[name]}" for name, by in left.items())
         raise CheckFailed(f"each engine that was made and closed left {said}{new and f'; open are {new}'}")
 
@@ -160,10 +164,11 @@ def _settled(base: dict[str, int]) -> dict[str, int]:
         time.sleep(0.05)
 
 
-def _descriptors() -> Iterator[str]:
+def _descriptors() -> Iterator[tuple[str, str]]:
+    """Those that are open: number, and what it is."""
     for fd in _ls(os.getpid(), "fd"):
         with contextlib.suppress(OSError):
-            yield os.readlink(f"/proc/self/fd/{fd}")
+            yield fd, os.readlink(f"/proc/self/fd/{fd}")
 
 
 Segment = tuple[str, int]
