@@ -1,6 +1,7 @@
 """The demo's asynchronous run, timed from its own events.
 
-``python -m benchmarks.async_run MODEL STEPS SEED MAX_STALENESS`` prints one JSON object.
+``python -m benchmarks.async_run MODEL STEPS SEED MAX_STALENESS [WEIGHT]`` prints one JSON object. WEIGHT: the off-policy correction,
+as ``af.OffPolicy`` takes it; without it there is none.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.console import Console
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types import events as ev
-from asyncflow_torch.demo.run import demo_workflow
+from asyncflow_torch.demo.run import Trainer, demo_workflow
 
 FROM_STEP = 10  # what comes before is start-up
 BEFORE_END = 5  # rollouts end some steps before training does
@@ -61,7 +62,8 @@ class Meter:
                 (self.generate_s if event.kind == "generate" else self.train_s).append(event.seconds)
         if isinstance(event, ev.StepTrained):
             assert self._began is not None
-            self.record.append({"reward": event.metrics["reward"], "at_s": event.time_s - self._began})
+            said = {name: event.metrics[name] for name in ("reward", "staleness_mean")}
+            self.record.append(said | {"at_s": event.time_s - self._began})
             if event.step == FROM_STEP:
                 self._start_cpu = self._cpu()
             elif event.step == self._last and self._start_cpu is not None:
@@ -78,11 +80,11 @@ class Meter:
         return seconds
 
 
-def main(folder: str, steps: int, seed: int, max_staleness: int) -> None:
+def main(folder: str, steps: int, seed: int, max_staleness: int, weight: Any = None) -> None:
+    trainer = Trainer(algorithm=af.GRPO(off_policy=af.OffPolicy(weight=weight)) if weight else None)
+    workflow = demo_workflow(Path(folder), steps, seed, max_staleness, trainer=trainer)
     with tempfile.TemporaryDirectory() as out, Meter(steps) as meter:
-        summary = (
-            demo_workflow(Path(folder), steps, seed, max_staleness).run(Path(out) / "run", on_event=meter).summary
-        )
+        summary = workflow.run(Path(out) / "run", on_event=meter).summary
     print(
         json.dumps(
             {
@@ -95,4 +97,4 @@ def main(folder: str, steps: int, seed: int, max_staleness: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]))
+    main(sys.argv[1], *map(int, sys.argv[2:5]), *sys.argv[5:6])

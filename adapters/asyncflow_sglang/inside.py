@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import faulthandler
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -168,7 +169,7 @@ class Inside:
         watchdog = getattr(manager, "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()  # it would take the end of its processes for a crash
-        files = shared_memory(each.pid for each in running)
+        files = shared_memory([os.getpid(), *(each.pid for each in running)])  # one may be made here, and late
         _end(running)
         remove(files)
         if self._thread.is_alive():
