@@ -133,12 +133,14 @@ def test_a_load_that_breaks_off_is_followed_by_nothing_but_a_whole_version(
         prompts, version = lab.policy.prompts(3, seed=31), lab.version + 1
         whole = lab.policy.tensors(version)
         name = next(name for name in whole if "k_proj.weight" in name)
+        broken = lab.make_update(version, {**whole, name: whole[name][:-1].copy()})
         running = asyncio.create_task(lab.answer(lab.request(prompts[0], 4, temperature=1.0, max_tokens=200)))
-        await asyncio.sleep(0.05)
+        while not lab.engine._access._asked:
+            await asyncio.sleep(0)
         with monkeypatch.context() as blind:  # as if the comparison with the folder had found nothing
             blind.setattr(lab.engine._checkpoint, "check", lambda update: {})
             with pytest.raises(WeightError, match="could not be loaded whole: rank 0: "):
-                await lab.load(lab.make_update(version, {**whole, name: whole[name][:-1].copy()}))
+                await lab.load(broken)
         for waiting in (running, lab.answer(lab.request(prompts[0])), lab.engine.logprobs([[5]], [[6]])):
             with pytest.raises(EngineError, match="holds a mixture of versions"):
                 await waiting
@@ -166,7 +168,7 @@ def test_requests_of_others_are_not_aborted(lab: Any) -> None:
         (prompt,) = lab.policy.prompts(1, seed=32)
         other = asyncio.create_task(asyncio.to_thread(ask))
         own = asyncio.create_task(lab.answer(lab.request(prompt, 8, temperature=1.0, max_tokens=200), aborted=True))
-        while lab.engine._access._asked == set():
+        while not lab.engine._access._asked and not own.done():
             await asyncio.sleep(0)
         await lab.engine.interrupt()
         await lab.engine.interrupt()
@@ -203,7 +205,7 @@ def test_a_server_that_dies_is_named_by_all_that_is_asked_of_it(lab: Any) -> Non
     async def body(lab: Any) -> None:
         (prompt,) = lab.policy.prompts(1, seed=34)
         running = asyncio.create_task(lab.answer(lab.request(prompt, 4, temperature=1.0, max_tokens=200)))
-        while not lab.engine._access._asked:
+        while not lab.engine._access._asked and not running.done():
             await asyncio.sleep(0)
         os.killpg(server.process.pid, signal.SIGKILL)
         for waiting in (running, lab.update(), lab.answer(lab.request(prompt)), lab.engine.logprobs([[5]], [[6]])):
