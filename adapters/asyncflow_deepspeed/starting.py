@@ -18,6 +18,7 @@ def start(device: str) -> tuple[Any, str]:
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if "deepspeed" not in sys.modules:
         os.environ.setdefault("DS_ACCELERATOR", kind)
+    os.environ.setdefault("LOCAL_RANK", "0")  # stage 3 asks for it, also of one that is alone
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -38,7 +39,9 @@ def end() -> None:
         return
     with contextlib.suppress(ImportError):
         from deepspeed.comm import comm
+        from deepspeed.runtime.zero import parameter_offload
         from deepspeed.utils import groups
 
         comm.cdb = None
         groups._WORLD_GROUP = None
+        parameter_offload.FWD_MODULE_STACK.clear()  # models of stage 3, and with each its engine and its groups

@@ -16,7 +16,10 @@ stage_1 = Conformance(
     only=["names", "step", "row_order", "resume", "export", "live_views", "small_updates"],
 )  # fmt: skip
 """It differs from stage 2 in when gradients are summed."""
-alone = Conformance("train", "deepspeed", options=options(3, micro_batch_tokens=96), limit_s=120.0)
+KEPT = "DeepSpeed 0.19.8 keeps what stage 3 has trained with in classes that it makes for autograd, until its process ends"
+alone = Conformance(
+    "train", "deepspeed", options=options(3, micro_batch_tokens=96), limit_s=120.0, expected={"closes": KEPT}
+)
 alone_0 = Conformance(
     "train", "deepspeed", options=options(0), limit_s=120.0, only=["step", "row_order", "resume", "closes"]
 )
