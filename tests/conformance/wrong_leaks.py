@@ -139,14 +139,16 @@ class LeaksInItsWorker(NumpyRollout):
 
     def __init__(self, model: str) -> None:
         super().__init__(model)
-        code = "import sys; kept = [bytearray(b'x' * (1 << 16)) for _ in sys.stdin]"
-        self._worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        code = "import sys; kept = [(bytearray(b'x' * (1 << 16)), print(flush=True)) for _ in sys.stdin]"
+        self._worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def _take(self, new: Weights, version: int) -> None:
         super()._take(new, version)
         assert self._worker.stdin is not None
+        assert self._worker.stdout is not None
         self._worker.stdin.write(b"update\n")
         self._worker.stdin.flush()
+        self._worker.stdout.readline()  # it has it
 
     async def close(self) -> None:
         await super().close()
