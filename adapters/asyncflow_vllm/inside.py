@@ -25,7 +25,7 @@ class Inside(Access):
     """``llm``: an AsyncLLM."""
 
     def __init__(self, llm: Any) -> None:
-        self._llm = llm
+        self._llm: Any = llm
 
     async def prepare(self) -> bool:
         await self._ask(self._llm.get_supported_tasks())
@@ -73,7 +73,10 @@ class Inside(Access):
             raise self._gone()
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._llm.shutdown, timeout=CLOSE_S)
+        """Idempotent. Its threads and pipes go with the object, to which nothing refers then, whoever still has the engine."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, timeout=CLOSE_S)
 
     async def _ask(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """What a call of vLLM comes to, for which it would wait for ever when it dies over it."""

@@ -21,7 +21,7 @@ from .check import CheckFailed, expect
 SHM = "/dev/shm/"
 _ANONYMOUS = "/dev/zero (deleted)"  # a shared map without a name
 CYCLES = 3
-_SETTLE_S = 4.0
+_SETTLE_S = 1.0
 
 
 @dataclass(frozen=True)
