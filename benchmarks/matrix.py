@@ -178,7 +178,7 @@ def page(cells: Sequence[Cell], environments: Environments) -> str:
         [
             "# Every engine with every other",
             "",
-            "Written by `make matrix`: the demo task with each pair of engines, each in its own environment, on the CPU. A cell is a run of",
+            "Written by `benchmarks.matrix`, which `make matrix` runs: the demo task with each pair of engines, each in its own environment, on the CPU. A cell is a run of",
             "a few steps over real processes, synchronously. Each version of the weights is *proven* when it is loaded: the engine took every",
             "tensor of the manifest, and its log-probs for a probe were the trainer's to 1e-3. *Drift* is the largest mean, over a step, of the",
             "difference between the log-probs of the engine that generated and of the one that trained.",
