@@ -9,37 +9,21 @@ from pathlib import Path
 import pytest
 from echo_runs import alive, echo_workflow, segments, trained_rows
 from functions import frozen_once, length, slow_as_said, slow_length
+from gates import Killer
 from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
 from asyncflow_sdk.testing.echo import weights
-from asyncflow_sdk.types.events import Event, LeaseReturned, Note, StepTrained, WorkerState
+from asyncflow_sdk.types.events import Event, LeaseReturned, Note, WorkerState
 from asyncflow_sdk.workflow import supervise
-
-
-class Killer:
-    """Kills a worker each time training reaches one of the given steps."""
-
-    def __init__(self, worker: str, at: list[int]) -> None:
-        self.worker, self.at, self.pid, self.killed = worker, list(at), 0, 0
-        self.events: list[Event] = []
-
-    def __call__(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, WorkerState) and event.worker == self.worker and event.state == "ready":
-            self.pid = event.pid
-        if isinstance(event, StepTrained) and self.at and event.step >= self.at[0] and self.pid:
-            self.at.pop(0)
-            os.kill(self.pid, signal.SIGKILL)
-            self.pid, self.killed = 0, self.killed + 1
 
 
 @pytest.mark.parametrize("worker", ["rollout-0", "reward-0"])
 def test_a_killed_worker_is_started_again_and_the_books_balance(tmp_path: Path, worker: str) -> None:
-    killer = Killer(worker, at=[8, 20])
+    killer = Killer(worker, at=[8, 20], gates=tmp_path / "gates")
 
-    result = echo_workflow(steps=40, train={"delay_s": 0.02}).run(tmp_path / "run", on_event=killer)
+    result = echo_workflow(steps=40, train=killer.trainer()).run(tmp_path / "run", on_event=killer)
 
     assert killer.killed == 2
     rows = trained_rows(tmp_path / "run")
@@ -53,12 +37,12 @@ def test_a_killed_worker_is_started_again_and_the_books_balance(tmp_path: Path, 
 
 
 def test_one_of_two_replicas_dies_and_its_rows_move_on(tmp_path: Path) -> None:
-    killer = Killer("rollout-1", at=[5])
+    killer = Killer("rollout-1", at=[5], gates=tmp_path / "gates")
 
-    result = echo_workflow(steps=30, rollout={"replicas": 2, "max_rows": 8, "delay_s": 0.02}).run(
-        tmp_path / "run", on_event=killer
-    )
+    rollout = {"replicas": 2, "max_rows": 8, "delay_s": 0.02}
+    result = echo_workflow(steps=30, rollout=rollout, train=killer.trainer()).run(tmp_path / "run", on_event=killer)
 
+    assert killer.killed == 1
     assert result.summary["rows"]["consumed"] == 30 * 16
     returned = [e for e in killer.events if isinstance(e, LeaseReturned) and "process ended" in e.reason]
     assert {e.worker for e in returned} <= {"rollout-1"}
@@ -68,9 +52,9 @@ def test_a_run_that_is_through_does_not_wait_for_a_worker_that_would_be_started_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervise, "BACKOFF_S", 3600.0)
-    killer = Killer("rollout-1", at=[3])
+    killer = Killer("rollout-1", at=[3], gates=tmp_path / "gates")
 
-    echo_workflow(rollout={"replicas": 2}, train={"delay_s": 0.02}).run(tmp_path / "run", on_event=killer)
+    echo_workflow(rollout={"replicas": 2}, train=killer.trainer()).run(tmp_path / "run", on_event=killer)
 
     assert killer.killed == 1
     assert not [e.text for e in killer.events if isinstance(e, Note) and "did not end within" in e.text]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from children import Child
 from echo_runs import echo_workflow
+from gates import Killer
 from replay_children import take_and_wait
-from test_deaths import Killer
 from typer.testing import CliRunner
 from waiting import until
 
@@ -63,8 +63,8 @@ def test_a_whole_run_with_killed_workers_is_replayed_from_its_beginning(
     # given a run of many short journals, of which workers were killed
     monkeypatch.setattr(recovery, "LEAST_BYTES", 1 << 14)
     monkeypatch.setattr(recovery, "GROWTH", 0)
-    killer = Killer("rollout-0", at=[2, 6])  # hears of a step some of them later
-    workflow = echo_workflow(steps=40, train={"delay_s": 0.05}, checkpoint=af.Checkpoint(every=16, history=True))
+    killer = Killer("rollout-0", at=[2, 6], gates=tmp_path / "gates")
+    workflow = echo_workflow(steps=40, train=killer.trainer(), checkpoint=af.Checkpoint(every=16, history=True))
     result = workflow.run(tmp_path / "run", on_event=killer)
     assert killer.killed == 2
     assert len(list((tmp_path / "run" / "journal" / "history").glob("journal-*"))) > 1

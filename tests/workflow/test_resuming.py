@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from echo_runs import alive, echo_workflow, segments
 from functions import length
-from test_deaths import Killer
+from gates import Killer
 from waiting import until
 
 import asyncflow_sdk as af
@@ -74,11 +74,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Counter[tuple[int, ...]]:
 def test_a_trainer_that_is_killed_again_and_again_trains_what_it_would_have(
     tmp_path: Path, whole: Counter[tuple[int, ...]]
 ) -> None:
-    killer = Killer("train-0", at=[0, 6, 11, 17])
+    killer = Killer("train-0", at=[0, 6, 11, 17], gates=tmp_path / "gates")
 
-    # so slow that of a step it is heard before the next checkpoint: events are gathered for a quarter of a second
-    slow = {"shifted": True, "delay_s": 0.2, "max_restarts": 50}
-    result = workflow(train=slow).run(tmp_path / "run", on_event=killer)
+    result = workflow(train=killer.trainer(shifted=True, max_restarts=50)).run(tmp_path / "run", on_event=killer)
 
     assert killer.killed == 4
     check(tmp_path / "run", result.summary, whole)
@@ -90,10 +88,10 @@ def test_a_trainer_that_is_killed_again_and_again_trains_what_it_would_have(
 
 
 def test_without_checkpoints_nothing_is_kept_and_a_trainers_death_ends_the_run(tmp_path: Path) -> None:
-    killer = Killer("train-0", at=[3])
+    killer = Killer("train-0", at=[3], gates=tmp_path / "gates")
 
     with pytest.raises(WorkerFailed, match="train-0"):
-        workflow(checkpoint=None, train={"delay_s": 0.02}).run(tmp_path / "run", on_event=killer)
+        workflow(checkpoint=None, train=killer.trainer()).run(tmp_path / "run", on_event=killer)
 
     assert not (tmp_path / "run" / "checkpoints").exists()
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from echo_runs import alive, echo_workflow, trained_rows
 from functions import length
-from test_deaths import Killer
+from gates import Killer
 from test_resuming import STEPS, check, prompts_trained
 from test_resuming import workflow as resumable
 from waiting import until
@@ -71,9 +71,9 @@ def test_a_rank_that_is_killed_ends_the_others_and_all_go_on_from_the_last_check
     whole_run = tmp_path / "whole"
     resumable(checkpoint=None, train={}).run(whole_run)
     # given ranks that would wait for ever for one that has gone
-    killer = Killer(RANKS[1], at=[3, 12])
+    killer = Killer(RANKS[1], at=[3, 12], gates=tmp_path / "gates")
 
-    train = two(shifted=True, deaf=True, delay_s=0.05, max_restarts=2)
+    train = killer.trainer("gates:GatedRanks", world_size=2, shifted=True, deaf=True, max_restarts=2)
     result = resumable(train=train).run(tmp_path / "run", on_event=killer)
 
     assert killer.killed == 2
