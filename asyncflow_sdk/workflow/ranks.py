@@ -8,6 +8,7 @@ torchrun itself (or another launcher of the field) ``own_rank`` says which of th
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import socket
@@ -119,15 +120,15 @@ class Together(WorkerHandle):
 
         for rank, handle in enumerate(self._handles):
             threading.Thread(target=see, args=(rank, handle), name=f"rank-{rank}", daemon=True).start()
-        left, first, until = set(range(len(self._handles))), None, 0.0
+        left, first, until = set(range(len(self._handles))), None, math.inf
         while left:
             try:
-                rank, ending = ended.get(timeout=None if first is None else max(until - time.monotonic(), 0.0))
+                rank, ending = ended.get(timeout=max(until - time.monotonic(), 0.0) if until < math.inf else None)
             except queue.Empty:  # they have had their time
                 for rank in left:
                     self._handles[rank].kill()
-                until = float("inf")
-                rank, ending = ended.get()
+                until = math.inf
+                continue
             left.discard(rank)
             if ending.status and first is None:
                 first, until = GroupEnding(ending.status, ending.text, rank), time.monotonic() + AFTER_S
