@@ -224,7 +224,7 @@ class Client:
                 else:
                     channel.close()
         here = asyncio._get_running_loop()
-        for loop, loop_channel in self._loops.items():
+        for loop, loop_channel in list(self._loops.items()):
             if loop.is_running() and loop is not here:
                 loop.call_soon_threadsafe(loop_channel.close)
             else:
@@ -319,8 +319,9 @@ class Client:
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             self._overhear()
-            for ended in [known for known in self._loops if known.is_closed()]:
-                self._loops.pop(ended).close()
+            for ended in [known for known in list(self._loops) if known.is_closed()]:  # other threads add theirs
+                if (theirs := self._loops.pop(ended, None)) is not None:
+                    theirs.close()
             self._loops[loop] = LoopSocket(
                 self._context, self.address, self.key, self._server, self._ended, self._goodbye
             )

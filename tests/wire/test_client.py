@@ -140,6 +140,30 @@ def test_sockets_go_with_their_threads_and_loops(parrot: Parrot, client: Client)
     assert len(client._loops) == 0
 
 
+def test_a_loop_may_begin_while_another_looks_for_those_that_have_ended(client: Client) -> None:
+    begun: list[bytes] = []
+
+    class Another(asyncio.SelectorEventLoop):
+        """While it is looked at, a thread begins a loop of its own."""
+
+        def is_closed(self) -> bool:
+            if client._loops and not begun:
+                begun.append(b"")
+                begun.append(in_thread(lambda: asyncio.run(client.aask(b"x", 5)))())
+            return super().is_closed()
+
+    # given a loop that the client knows
+    known = Another()
+    begun.append(b"not yet")
+    known.run_until_complete(client.aask(b"x", 5))
+    begun.clear()
+    # when a further one begins
+    answer = asyncio.run(client.aask(b"x", 5))
+    # then so could the one that came meanwhile
+    assert {answer.split()[0], begun[1].split()[0]} == {b"x"}
+    known.close()
+
+
 def test_a_forked_child_is_refused_and_its_parent_goes_on(parrot: Parrot) -> None:
     with Child(ask_after_fork, parrot.server.addresses[0]) as child:
         assert child.hear() == [7, "after 1"]
