@@ -34,7 +34,8 @@ class PrivateMaps:
         before, own = self._idle.pop((mapped.name, low, stop), (None, None))
         if own is not None and before is mapped and not (look and _written(own)):
             return own
-        for key in [k for k in self._idle if k[0] == mapped.name and k[1] < stop and low < k[2]]:
+        # A copy: a view that goes in any thread, or is collected here, gives its mapping meanwhile.
+        for key in [k for k in list(self._idle) if k[0] == mapped.name and k[1] < stop and low < k[2]]:
             self._idle.pop(key, None)  # blocks lie elsewhere now
         own = mmap.mmap(mapped.fd, stop - low, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=low)
         with contextlib.suppress(OSError, ValueError):  # an older kernel: they come as they are read

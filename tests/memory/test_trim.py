@@ -135,6 +135,29 @@ def test_where_the_kernel_does_not_tell_none_is_used_again(directory: Path, monk
         assert set(taken(mapper, maps, block)) == {1}
 
 
+def test_views_may_go_while_a_mapping_is_looked_for(directory: Path) -> None:
+    # given an idle mapping, and views that are collected while it is looked at
+    arena, mapper, maps = Arena(directory, "w", MB), Mapper(directory), PrivateMaps()
+    blocks = [arena.allocate(MB // 8) for _ in range(4)]
+    views = [taken(mapper, maps, block) for block in blocks]
+
+    class Name(str):
+        def __eq__(self, other: object) -> bool:
+            views.clear()
+            return super().__eq__(other)
+
+        __hash__ = str.__hash__
+
+    del views[0]
+    mapped = mapper.mapped(blocks[0].segment, 0)
+    mapped.name = Name(mapped.name)
+    # when
+    maps.take(mapped, 0, mmap.ALLOCATIONGRANULARITY)
+    # then theirs are there for the next blocks in their places, but the one in whose place this lies
+    assert not views
+    assert len(maps._idle) == 3
+
+
 def test_mappings_keep_no_memory_of_segments_that_are_gone(directory: Path) -> None:
     # given idle mappings of a writer that has ended
     mapper, maps = Mapper(directory), PrivateMaps()
