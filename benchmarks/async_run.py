@@ -22,6 +22,7 @@ from asyncflow_torch.demo.run import Trainer, demo_workflow
 
 FROM_STEP = 10  # what comes before is start-up
 BEFORE_END = 5  # rollouts end some steps before training does
+SAID = ("reward", "staleness_mean", "clip_fraction", "importance_ess", "off_policy_cut")
 
 
 class Meter:
@@ -62,7 +63,7 @@ class Meter:
                 (self.generate_s if event.kind == "generate" else self.train_s).append(event.seconds)
         if isinstance(event, ev.StepTrained):
             assert self._began is not None
-            said = {name: event.metrics[name] for name in ("reward", "staleness_mean")}
+            said = {name: event.metrics[name] for name in SAID if name in event.metrics}
             self.record.append(said | {"at_s": event.time_s - self._began})
             if event.step == FROM_STEP:
                 self._start_cpu = self._cpu()

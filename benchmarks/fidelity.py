@@ -3,7 +3,7 @@
 python -m benchmarks.fidelity [--steps N] [--seeds 0,1,2,3,4] [--staleness 0,1,2,4] [--picture PATH] [--markdown] [--json PATH]
 
 The demo task by the same SDK, the same start and prompts for each seed: only how old tokens may be differs, and whether the loss weighs
-them (truncated importance sampling to proximal log-probs, ``af.OffPolicy()``). Long: some 20 minutes on two cores.
+them by how likely the weights that the step begins with are to draw them (``af.OffPolicy``, truncated and masked). Long: some 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.table import Table
 from .demo import run
 from .demo_seeds import WINDOW, curve
 
-WEIGHTS = {"none": [], "truncated": ["truncate"]}
+WEIGHTS = {"none": [], "truncated": ["truncate"], "masked": ["mask"]}
 HEADINGS = [
     "max_staleness",
     "correction",
@@ -31,6 +31,8 @@ HEADINGS = [
     f"last {WINDOW} steps",
     "all steps",
     "apart from synchronous",
+    "cut",
+    "effective sample",
 ]
 Results = dict[tuple[int, str], list[dict[str, Any]]]
 """By max_staleness and correction, one for each seed."""
@@ -56,18 +58,24 @@ def measure(seeds: list[int], staleness: list[int], steps: int, console: Console
 
 def cells(results: Results) -> list[list[str]]:
     """Rewards are means over seeds, ± their spread (standard deviation of the seeds). Apart: of the same seed without staleness or correction,
-    the mean over steps of the curves' difference, its mean over seeds ± its spread."""
+    the mean over steps of the curves' difference, its mean over seeds ± its spread. Cut: share of the tokens whose gradient the clip took away, or whose
+    weight the correction changed. Effective sample: (Σ w)² / Σ w² as a share of a step's tokens, w = π / π_behaviour."""
     least = min(most for most, _ in results)
     base = [curve(result) for result in results[least, "none"]]
     rows = []
     for (most, name), found in results.items():
         curves = [curve(result) for result in found]
-        ages = st.mean(float(np.mean([step["staleness_mean"] for step in result["steps"]])) for result in found)
         rows.append([
-            str(most), name, f"{ages:.2f}", _spread([line[-1] for line in curves]), _spread([line.mean() for line in curves]),
+            str(most), name, f"{_mean(found, 'staleness_mean'):.2f}", _spread([line[-1] for line in curves]), _spread([line.mean() for line in curves]),
             _spread([(line - other).mean() for line, other in zip(curves, base, strict=True)]),
+            f"{_mean(found, 'off_policy_cut' if WEIGHTS[name] else 'clip_fraction') * 100:.1f} %", f"{_mean(found, 'importance_ess') * 100:.0f} %",
         ])  # fmt: skip
     return rows
+
+
+def _mean(found: list[dict[str, Any]], name: str) -> float:
+    """Of all steps of all seeds."""
+    return st.mean(float(np.mean([step[name] for step in result["steps"]])) for result in found)
 
 
 def _spread(values: list[float]) -> str:
@@ -81,7 +89,7 @@ def draw(results: Results, path: Path) -> None:
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(1, len(WEIGHTS), figsize=(11, 4.2), sharey=True)
+    figure, panels = plt.subplots(1, len(WEIGHTS), figsize=(13, 4.2), sharey=True)
     colours = dict(
         zip(sorted({most for most, _ in results}), ("#3b75af", "#c9582a", "#4c9a52", "#8b5fa8"), strict=False)
     )
