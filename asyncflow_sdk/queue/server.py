@@ -137,6 +137,11 @@ class QueueServer(Carrying):
     # ---- called by the wire
 
     def request(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+        self._hear(session, ticket, body, frames)
+        if session not in self._sessions:  # nobody would ever end it, so nothing is remembered of it
+            self._wire.forget(session)
+
+    def _hear(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
         try:
             call = decode_call(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -325,9 +330,9 @@ class QueueServer(Carrying):
         if lease is not None and lease.crew is not None and len(lease.crew.done) < lease.crew.size:
             trained = None  # other ranks have not acknowledged yet
         self._flush(trained)
-        if isinstance(command, cmd.Leave):
-            del self._sessions[session]
-            self._close_session(session, number)
+        if isinstance(command, (cmd.Leave, cmd.Dismiss)):
+            for left in [each for each, number in self._sessions.items() if number not in self.ledger.sessions]:
+                self._close_session(left, self._sessions.pop(left))
 
     def _check(self, number: int, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
         """Raises what is wrong with the payload, which only the files tell; a replay is told what was found."""

@@ -339,6 +339,8 @@ class Server:
     def _accept(self, route: Route, request: Request, frames: list[Any]) -> None:
         session = self._sessions.get(request.session)
         if session is None:
+            if not request.body:  # the last word of one that has ended
+                return
             session = self._sessions[request.session] = Remembered()
         if route not in session.heard:
             session.hear(route)
