@@ -123,7 +123,8 @@ class Feeder:
         number = last.key[len(self._key) + 1 :]
         if number.isdigit():
             self.fed = int(number) + last.count // self._group_size
-            self.next(self.fed)
+            self._epoch, within = divmod(self.fed, self._data.rows)  # whole epochs need not be drawn again
+            self.next(within)
 
     def _run(self) -> None:
         try:
