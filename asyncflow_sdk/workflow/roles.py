@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -41,8 +42,11 @@ def train(
     """
     connection, ranks = queue._port.connection, ranks or Meeting()
     shard = {"team": task, "rank": ranks.rank, "world_size": ranks.world_size}
-    versions = _Versions(queue, engine, weights or Weights(), ranks)
-    try:
+    with contextlib.ExitStack() as ending:  # of a run that is gone, too, whatever of this fails then
+        ending.callback(engine.close)
+        versions = _Versions(queue, engine, weights or Weights(), ranks)
+        ending.callback(versions.close)
+        ending.callback(queue.flush)
         versions.begin(_gone_on(engine, checkpoints) if checkpoints is not None else None)
         for step in Consumer(queue, task, ahead=True, ranks=shard if ranks.world_size > 1 else None):
             began, cpu = time.monotonic(), time.process_time()
@@ -73,10 +77,6 @@ def train(
             _keep(queue, engine, checkpoints, ranks, last=True)
         if export is not None:
             _export(queue, engine, export, ranks)
-    finally:
-        queue.flush()
-        versions.close()
-        engine.close()
 
 
 def _gone_on(engine: TrainEngine, checkpoints: Checkpoints) -> Point:

@@ -261,18 +261,17 @@ class Run:
         if self._connection.wire.closed:
             return
         self._crews.close()
-        try:
-            for updates in self._updates:
-                updates.close()
-            self.finish() if end else self.stop_workers()
-        finally:
-            if self._tracking is not None:
-                self._tracking.close()
-            self._connection.close()
+        with contextlib.ExitStack() as ending:  # from the last to the first, whatever fails on the way
             if self._server is not None:
+                ending.callback(self._server.close)
                 if self.directory is not None:
-                    remove_addresses(self.directory, self._server.addresses)
-                self._server.close()
+                    ending.callback(remove_addresses, self.directory, self._server.addresses)
+            ending.callback(self._connection.close)
+            if self._tracking is not None:
+                ending.callback(self._tracking.close)
+            ending.callback(self.finish if end else self.stop_workers)
+            for updates in self._updates:
+                ending.callback(updates.close)
 
     def track(self, tracking: Tracking, about: TrackedRun) -> None:
         """Have trackers hear of this run, until it is closed. Of ``serve``."""
@@ -286,9 +285,11 @@ class Run:
     def finish(self) -> None:
         """Stop the workers started from here. The process that serves ends the stream, too, and cancels rows that no
         full step holds; from elsewhere that is ``queue.end(cancel=True)``."""
-        if self._server is not None:
-            self.queue.end(cancel=True)
-        self.stop_workers()
+        try:
+            if self._server is not None:
+                self.queue.end(cancel=True)
+        finally:
+            self.stop_workers()
 
     def dismiss_workers(self, grace_s: float = 60.0) -> None:
         """Have the workers started from here leave: each finishes what it holds, and after ``grace_s`` seconds is stopped.
