@@ -21,6 +21,7 @@ import msgspec
 from asyncflow_http.calls import ANSWER_BYTES, CALL_S, Answer
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, EngineError, EngineGone
 
+from . import children
 from .info import ServerInfo
 from .launch import remove, shared_memory
 
@@ -110,6 +111,8 @@ class Inside:
         finally:
             asyncio.set_event_loop_policy(policy)  # importing it sets another, for everybody in this process
         engine = Engine.__new__(Engine)
+        engine.run_scheduler_process_func = children.scheduler
+        engine.run_detokenizer_process_func = children.detokenizer
         try:
             engine.__init__(**self._options)
             assert engine.loop is self._loop

@@ -59,7 +59,7 @@ def _end(ends: int) -> None:
     while os.read(ends, 1 << 10):
         pass
     remove(shared_memory(in_group(os.getpgid(0))))
-    os.kill(os.getpid(), signal.SIGKILL)  # its schedulers hear of that from the kernel
+    os.killpg(0, signal.SIGKILL)  # also those that it has just begun to start
 
 
 if __name__ == "__main__":
