@@ -1,6 +1,7 @@
 """``make fidelity``: what staleness does to what is learned, with and without the off-policy correction.
 
-python -m benchmarks.fidelity [--steps N] [--seeds 0,1,2,3,4] [--staleness 0,1,2,4] [--picture PATH] [--markdown] [--json PATH]
+python -m benchmarks.fidelity [--steps N] [--seeds 0,1,2,3,4] [--staleness 0,1,2,4] [--corrections none,truncated,masked]
+    [--picture PATH] [--markdown] [--json PATH]
 
 The demo task by the same SDK, the same start and prompts for each seed: only how old tokens may be differs, and whether the loss weighs
 them by how likely the weights that the step begins with are to draw them (``af.OffPolicy``, truncated and masked). Long: some 20 minutes on two cores.
@@ -38,10 +39,10 @@ Results = dict[tuple[int, str], list[dict[str, Any]]]
 """By max_staleness and correction, one for each seed."""
 
 
-def measure(seeds: list[int], staleness: list[int], steps: int, console: Console) -> Results:
+def measure(seeds: list[int], staleness: list[int], corrections: list[str], steps: int, console: Console) -> Results:
     from asyncflow_torch.demo.model import warm_up
 
-    results: Results = {(most, name): [] for most in staleness for name in WEIGHTS}
+    results: Results = {(most, name): [] for most in staleness for name in corrections}
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
             model = Path(folder) / f"start-{seed}"
@@ -57,11 +58,11 @@ def measure(seeds: list[int], staleness: list[int], steps: int, console: Console
 
 
 def cells(results: Results) -> list[list[str]]:
-    """Rewards are means over seeds, ± their spread (standard deviation of the seeds). Apart: of the same seed without staleness or correction,
+    """Rewards are means over seeds, ± their spread (standard deviation of the seeds). Apart: of the same seed with the least staleness and the first correction,
     the mean over steps of the curves' difference, its mean over seeds ± its spread. Cut: share of the tokens whose gradient the clip took away, or whose
     weight the correction changed. Effective sample: (Σ w)² / Σ w² as a share of a step's tokens, w = π / π_behaviour."""
     least = min(most for most, _ in results)
-    base = [curve(result) for result in results[least, "none"]]
+    base = [curve(result) for result in results[least, next(name for _, name in results)]]
     rows = []
     for (most, name), found in results.items():
         curves = [curve(result) for result in found]
@@ -89,11 +90,14 @@ def draw(results: Results, path: Path) -> None:
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(1, len(WEIGHTS), figsize=(13, 4.2), sharey=True)
+    corrections = list(dict.fromkeys(name for _, name in results))
+    figure, panels = plt.subplots(
+        1, len(corrections), figsize=(1 + 5 * len(corrections), 4.2), sharey=True, squeeze=False
+    )
     colours = dict(
         zip(sorted({most for most, _ in results}), ("#3b75af", "#c9582a", "#4c9a52", "#8b5fa8"), strict=False)
     )
-    for panel, name in zip(panels, WEIGHTS, strict=True):
+    for panel, name in zip(panels[0], corrections, strict=True):
         for (most, weight), found in results.items():
             if weight != name:
                 continue
@@ -105,7 +109,7 @@ def draw(results: Results, path: Path) -> None:
         panel.set_title(f"correction: {name}", fontsize=10)
         panel.set_xlabel("steps")
         panel.legend(frameon=False, fontsize=8, loc="lower right")
-    panels[0].set_ylabel(f"mean reward of {WINDOW} steps; bands: all seeds")
+    panels[0, 0].set_ylabel(f"mean reward of {WINDOW} steps; bands: all seeds")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
@@ -116,14 +120,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--staleness", default="0,1,2,4")
+    parser.add_argument(
+        "--corrections", default="none,truncated", help="the first is compared with; none, truncated, masked"
+    )
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     seeds, staleness = ([int(each) for each in text.split(",")] for text in (arguments.seeds, arguments.staleness))
+    corrections = arguments.corrections.split(",")
+    if unknown := set(corrections) - set(WEIGHTS):
+        parser.error(f"--corrections are of {', '.join(WEIGHTS)}, not {', '.join(sorted(unknown))}")
     if arguments.steps < WINDOW:
         parser.error(f"--steps is at least {WINDOW}, over which rewards are averaged")
-    results = measure(seeds, staleness, arguments.steps, Console(stderr=True))
+    results = measure(seeds, staleness, corrections, arguments.steps, Console(stderr=True))
     rows = cells(results)
     if arguments.markdown:
         print("| " + " | ".join(HEADINGS) + " |\n" + "|---" * len(HEADINGS) + "|")
