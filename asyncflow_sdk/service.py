@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from .errors import ConfigError, DeadlineExceeded, Ended
+from .errors import ConfigError, DeadlineExceeded, Ended, SchemaError
 from .interfaces import TRAIN_COLUMNS
 from .queue import LeasedBatch, Rows
 from .weights import WeightPublisher
@@ -103,7 +103,12 @@ class Trainer:
         filtered: npt.ArrayLike | None = None,
     ) -> None:
         """Write ``columns`` of rows that were got, and be done with them; without columns, be done with them. ``index``,
-        ``filtered``: as of ``batch.complete``. Columns have the types of the first that were written: SchemaError for others."""
+        ``filtered``: as of ``batch.complete``. Columns have the types of the first that were written: SchemaError for others.
+        Raises SchemaError also for a batch that is none."""
+        if not isinstance(batch, LeasedBatch):
+            raise SchemaError(
+                f"put_experience_data takes the batch that get_experience_data gave, not {type(batch).__name__}"
+            )
         batch.complete(columns, index=index, filtered=filtered)
 
     def weight_sync_notify(

@@ -31,11 +31,11 @@ running at the same time.
 \b
 Typical uses:
   asyncflow demo               train a small model here, and watch it live
-  asyncflow run FILE.toml      run a workflow; --print shows it and starts nothing
+  asyncflow run FILE.toml      run a workflow; --print only shows it
   asyncflow serve runs/NAME    serve a run that workers join by hand
   asyncflow top runs/NAME      see who waits for what in a running queue
   asyncflow plugins            see which engines are installed, or missing
-  asyncflow new-plugin NAME    write an engine package that works, ready to be filled
+  asyncflow new-plugin NAME    write an engine package, ready to be filled
   asyncflow doctor FILE.toml   see what will not work, before it is run
   asyncflow check NAME         hold an engine to its interface, check by check
   asyncflow report runs/NAME   write the report page of a run again

@@ -61,21 +61,22 @@ class Listing:
         return msgspec.json.format(msgspec.json.encode(self)).decode()
 
     def print(self, console: Console) -> None:
-        """The table, the pip lines under it, and the problems, loudly."""
+        """The table, under it what is missing with the pip lines, and the problems, loudly."""
         table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
         for head in ("kind", "name", "from", "engine", "tested with"):
-            table.add_column(head, overflow="fold", no_wrap=head in ("kind", "name"))
+            table.add_column(head, overflow="fold", no_wrap=head in ("kind", "name", "from"))
         for entry in self.adapters:
             table.add_row(
                 entry.kind, Text(entry.name, style="bold"), Text(entry.source), _engine(entry), Text(entry.tested)
             )
         console.print(table if self.adapters else Text("No adapter was found.", style="yellow"))
-        lacking: dict[str, list[str]] = {}
+        lacking: dict[tuple[str, str], list[str]] = {}
         for entry in self.adapters:
-            if entry.missing and entry.install:
-                lacking.setdefault(entry.install, []).append(f"{entry.kind} {entry.name}")
-        for install, names in lacking.items():
-            console.print(Text.assemble(("to get ", ""), (", ".join(names), "bold"), ":"), soft_wrap=True)
+            if entry.missing:
+                why = "; ".join(entry.missing)
+                lacking.setdefault((why, entry.install), []).append(f"{entry.kind} {entry.name}")
+        for (why, install), names in lacking.items():
+            console.print(Text.assemble((", ".join(names), "bold"), (" needs ", "yellow"), why), soft_wrap=True)
             console.print(Text(f"  {install}", style="cyan"), soft_wrap=True)
         for blocked in self.blocked:
             console.print(Text(f"blocked: {blocked}", style="yellow"), soft_wrap=True)
@@ -88,5 +89,6 @@ class Listing:
 
 def _engine(entry: Entry) -> Text:
     if entry.missing:
-        return Text(f"needs {'; '.join(entry.missing)}", style="yellow")
-    return Text("present" if entry.requires else "built in", style="green")
+        return Text("see below", style="yellow")
+    ours = entry.source.split()[0] == "asyncflow-sdk" and not entry.requires
+    return Text("built in" if ours else "present", style="green")

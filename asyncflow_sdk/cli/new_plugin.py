@@ -99,7 +99,7 @@ def new_plugin(
     lines = (f"cd {folder}", "pip install -e '.[test]'", f"asyncflow check {name} --kind {kind}{more}")
     console.print("\nNext:")
     for line in lines:
-        console.print(f"  {line}", style="cyan", highlight=False, soft_wrap=True)
+        console.print(f"  {line}", style="cyan", markup=False, highlight=False, soft_wrap=True)
 
 
 def _class_name(name: str) -> str:

@@ -85,4 +85,4 @@ def show_outcome(out: Path, console: Console) -> None:
         console.print(f"no report page: {error}", style="yellow", markup=False)
     console.print(summary_table(summary))
     if summary["report"]:
-        console.print(f"report: {summary['report']}", soft_wrap=True, markup=False)
+        console.print(f"report: {summary['report']}", soft_wrap=True, markup=False, highlight=False)

@@ -6,6 +6,7 @@ that looks ("asyncflow_sdk.plugins", a warning), by ``asyncflow plugins``, and w
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata as metadata
 import logging
@@ -194,15 +195,18 @@ class _Finding:
 
     def check_names(self) -> None:
         """Names that block or allow nothing are mistakes."""
-        for variable, named in ((WITHOUT, self.choice.without), (ONLY, self.choice.only or ())):
+        blocking = f"--no-plugin, or {WITHOUT},"  # the option sets the variable, which is all that workers hear of
+        for who, named in ((blocking, self.choice.without), (ONLY, self.choice.only or ())):
             for name in named:
                 if plain(name) not in self.names:
+                    near = difflib.get_close_matches(plain(name), self.names, 1)
+                    meant = f"did you mean {near[0]!r}? " if near else ""
                     self.problems.append(
-                        f"{variable} names {name!r}, and no plugin has that name in this environment; there are:"
+                        f"{who} names {name!r}, and no plugin has that name in this environment; {meant}there are:"
                         f" {', '.join(sorted(self.names))}"
                     )
-                elif variable == WITHOUT and plain(name) == CORE:
-                    self.problems.append(f"{variable} names {name!r}, without which nothing works: it was loaded")
+                elif who == blocking and plain(name) == CORE:
+                    self.problems.append(f"{who} names {name!r}, without which nothing works: it was loaded")
 
 
 def _package(entry: metadata.EntryPoint) -> str:

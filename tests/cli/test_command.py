@@ -132,13 +132,16 @@ def test_version() -> None:
 
 
 def test_plugins_lists_engines_and_how_to_get_the_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_adapters(monkeypatch, LACKING, ECHO)
+    shm = Adapter(AdapterSpec(kind="transport", name="shm", factory="a:B"), "asyncflow-sdk 0.1.0")
+    given_adapters(monkeypatch, LACKING, ECHO, shm)
     result = run("plugins")
     lines = [" ".join(line.split()) for line in result.output.splitlines()]
     assert result.exit_code == 0
-    assert "rollout echo mine 1.0 built in itself" in lines
-    assert "rollout far asyncflow-far 0.3 needs no-such-distribution, which is not installed" in lines
-    assert lines[lines.index("to get rollout far:") + 1] == "pip install 'asyncflow-sdk[far]'"
+    assert "rollout echo mine 1.0 present itself" in lines
+    assert "transport shm asyncflow-sdk 0.1.0 built in" in lines
+    assert "rollout far asyncflow-far 0.3 see below" in lines
+    lacks = lines.index("rollout far needs no-such-distribution, which is not installed")
+    assert lines[lacks + 1] == "pip install 'asyncflow-sdk[far]'"
     assert "PROBLEM" not in result.output
 
 

@@ -105,4 +105,5 @@ def test_it_says_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     assert result.exit_code == 0, result.output
     assert "asyncflow check my-engine --kind rollout" in result.output
+    assert "pip install -e '.[test]'" in result.output
     assert (tmp_path / "my-engine" / "my_engine" / "py.typed").exists()

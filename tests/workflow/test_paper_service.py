@@ -54,6 +54,8 @@ def test_columns_are_typed_and_rows_that_are_not_put_come_again() -> None:
             with pytest.raises(af.SchemaError, match="'score' is .*; it cannot take"):
                 judge.put_experience_data(second, {"score": ["good"]})
         with af.Trainer(run, timeout_s=20) as judge:
+            with pytest.raises(af.SchemaError, match="takes the batch that get_experience_data gave, not NoneType"):
+                judge.put_experience_data(None, {"score": [0.5]})  # type: ignore[arg-type]
             third = judge.get_experience_data("judge")
             assert third.ids.tolist() == second.ids.tolist()
             judge.put_experience_data(third, {"score": [0.5]}, filtered=[True])

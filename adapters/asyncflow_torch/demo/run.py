@@ -5,7 +5,6 @@ What ``asyncflow demo`` runs. The workflow below is the one a user writes, with 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import asyncflow_sdk as af
-from asyncflow_sdk.cli.table import summary_table
-from asyncflow_sdk.errors import PluginError
+from asyncflow_sdk.cli.running import show_outcome
 from asyncflow_sdk.types.events import Event, Loaded
 
 from .task import DIGITS, exact_match, prompts
@@ -120,7 +118,8 @@ def run_demo(
 
             workflow.run(out, on_event=hear)
     finally:
-        _show(out, console)
+        if (out / "summary.json").is_file():
+            show_outcome(out, console)
         if generates.weights.verify:
             console.print(
                 f"{generates.engine} loaded {len(loaded)} versions, the last of them {max(loaded, default=0)}: each had the"
@@ -146,20 +145,4 @@ def _warm_up(folder: Path, seed: int, console: Console) -> None:
             progress.update(bar, completed=min(accuracy, target), total=target, step=step, accuracy=accuracy)
 
         warm_up(folder, seed=seed, on_progress=show)
-    console.print(f"saved the start as a Hugging Face folder: {folder}")
-
-
-def _show(out: Path, console: Console) -> None:
-    """The table of the summary, and the report page."""
-    file = out / "summary.json"
-    if not file.is_file():
-        return
-    summary: dict[str, Any] = json.loads(file.read_text())
-    try:
-        summary["report"] = str(af.write_report(out))
-        file.write_text(json.dumps(summary, indent=2))
-    except PluginError as error:
-        console.print(f"no report page: {error}", style="yellow")
-    console.print(summary_table(summary))
-    if summary["report"]:
-        console.print(f"report: {summary['report']}", soft_wrap=True)
+    console.print(f"saved the start as a Hugging Face folder: {folder}", markup=False, highlight=False)
