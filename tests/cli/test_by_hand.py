@@ -95,7 +95,7 @@ def test_a_worker_that_is_interrupted_finishes_what_it_holds(module: Path) -> No
 
             assert worker.end() == 130
         assert "leaving" in worker.said
-        assert run.queue.status().session_count == 1
+        until(lambda: run.queue.status().session_count == 1, "that its session is gone")
         run.queue.put({"response_ids": [[1]]})
         with pytest.raises(af.DeadlineExceeded):
             run.queue.get("end", timeout_s=0.1)

@@ -80,7 +80,7 @@ def serve_until_killed(directory: str, prompts: int) -> None:
 
 
 def train_until_killed(directory: str, every: int) -> None:
-    """One's own loop: weights are the numbers they were trained with, in order. Says each step."""
+    """One's own loop: weights are the numbers they were trained with, in order. Says each step, and makes as many as it is told to."""
     from asyncflow_sdk.wire import client
 
     client.RESEND_S = 0.1
@@ -96,6 +96,7 @@ def train_until_killed(directory: str, every: int) -> None:
             (path / "seen").write_text("\n".join(map(str, seen)))
 
         for step in run.consumer("train"):
+            hear()
             time.sleep(0.03)  # there is time to die in it
             seen += step.array("x").tolist()
             step.ack()

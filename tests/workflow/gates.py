@@ -1,19 +1,40 @@
-"""A worker that is killed at a step that a test names, on a machine of any speed: the trainer waits there until it was."""
+"""What makes an order certain on a machine of any speed: trainers that wait at a step until a test has done what it does there,
+and replicas that wait with their first responses."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import asyncflow_sdk as af
 from asyncflow_sdk.interfaces import StepResult
-from asyncflow_sdk.testing import EchoTrain
+from asyncflow_sdk.testing import EchoRollout, EchoTrain
 from asyncflow_sdk.testing.echo_ranks import EchoRanks
 from asyncflow_sdk.types import Batch
 from asyncflow_sdk.types.events import Event, StepTrained, WorkerState
+
+
+class Gates:
+    """Steps that a trainer does not begin before they are opened."""
+
+    def __init__(self, folder: Path, *steps: int) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for step in steps:
+            (folder / str(step)).touch()
+
+    def trainer(self, engine: str = "gates:Gated", **options: Any) -> af.Train:
+        return af.Train(engine, gates=str(self.folder), **options)
+
+    def open(self, *steps: int) -> None:
+        """Those that are open are opened again, without effect."""
+        for step in steps:
+            (self.folder / str(step)).unlink(missing_ok=True)
 
 
 class Killer:
@@ -22,15 +43,12 @@ class Killer:
     def __init__(self, worker: str, at: list[int], gates: Path | None = None) -> None:
         self.worker, self.at, self.pid, self.step, self.killed = worker, list(at), 0, -1, 0
         self.events: list[Event] = []
-        self._gates = gates
-        if gates is not None:
-            gates.mkdir()
-            for step in at:
-                (gates / str(step + 1)).touch()
+        self._gates = Gates(gates, *(step + 1 for step in at)) if gates is not None else None
 
     def trainer(self, engine: str = "gates:Gated", **options: Any) -> af.Train:
         """A trainer that does not begin the step after one of these before the worker was killed."""
-        return af.Train(engine, gates=str(self._gates), **options)
+        assert self._gates is not None
+        return self._gates.trainer(engine, **options)
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
@@ -43,15 +61,15 @@ class Killer:
             step = self.at.pop(0)
             self.pid, self.killed = 0, self.killed + 1
             if self._gates is not None:
-                (self._gates / str(step + 1)).unlink()
+                self._gates.open(step + 1)
 
 
 class Gated(EchoTrain):
-    """Begins no step of which there is a file in ``gates``."""
+    """Begins no step of which there is a file in ``gates``, or else in the folder that the variable GATES names."""
 
-    def __init__(self, model: str = "", *, gates: str, **options: Any) -> None:
+    def __init__(self, model: str = "", *, gates: str = "", **options: Any) -> None:
         super().__init__(model, **options)
-        self._gates = Path(gates)
+        self._gates = Path(gates or os.environ.get("GATES", "no gates"))
 
     def train_step(self, batch: Batch) -> StepResult:
         _pass(self._gates, self.steps)
@@ -73,3 +91,37 @@ class GatedRanks(EchoRanks):
 def _pass(gates: Path, step: int) -> None:
     while (gates / str(step)).exists():
         time.sleep(0.01)
+
+
+class Held(EchoRollout):
+    """Answers nothing as long as there is the file ``held``."""
+
+    def __init__(self, model: str = "", *, held: str, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._held_by = Path(held)
+
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        while self._held_by.exists():
+            await asyncio.sleep(0.01)
+        async for completion in super().generate(request):
+            yield completion
+
+
+class Together(EchoRollout):
+    """Answers nothing before another replica was asked, too: see ``meet``."""
+
+    def __init__(self, model: str = "", *, met: str, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._met = Path(met)
+
+    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
+        await meet(self._met)
+        async for completion in super().generate(request):
+            yield completion
+
+
+async def meet(folder: Path) -> None:
+    """Wait until two processes are here. Neither may take all the prompts that there are: give each a small ``max_rows``."""
+    (folder / str(os.getpid())).touch()
+    while len(os.listdir(folder)) < 2:
+        await asyncio.sleep(0.01)

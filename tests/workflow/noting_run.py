@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from echo_runs import echo_workflow
+from gates import Gated
 
 import asyncflow_sdk as af
 from asyncflow_sdk.interfaces import StepResult
-from asyncflow_sdk.testing import EchoRollout, EchoTrain
+from asyncflow_sdk.testing import EchoRollout
 from asyncflow_sdk.types import Batch
 
 STEPS, ROWS, GROUP = 36, 16, 4
@@ -23,7 +24,7 @@ PROMPTS = [[n, n + 1, n + 2] for n in range(STEPS * ROWS // GROUP)]
 Notes = list[dict[str, Any]]
 
 
-class Noting(EchoTrain):
+class Noting(Gated):
     """Notes of each step that its weights have: ids and prompts of its rows, and their rewards."""
 
     def __init__(self, model: str = "", **options: Any) -> None:
@@ -46,11 +47,11 @@ class Noting(EchoTrain):
 
 
 class Uneven(EchoRollout):
-    """Every seventh prompt takes long."""
+    """Every seventh prompt takes long, and three of them longer than any step: policy ``drop`` has something to give up."""
 
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
         if request.prompt_ids[0] % 7 == 0:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.1 if request.prompt_ids[0] % 49 else 0.5)
         async for completion in super().generate(request):
             yield completion
 

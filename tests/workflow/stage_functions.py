@@ -1,17 +1,23 @@
 """Stage functions and an engine that worker processes can import."""
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
+from gates import meet
 
 import asyncflow_sdk as af
 
 _running = [0, 0]
+_overlap = asyncio.Event()
 
 
 async def slowly_scored(response_ids):
-    """How many calls ran at a time, seen from this one."""
+    """How many calls ran at a time, seen from this one. The first waits for another."""
     _running[0] += 1
+    if _running[0] > 1:
+        _overlap.set()
+    await asyncio.wait_for(_overlap.wait(), 60)
     await asyncio.sleep(0.02)
     seen = _running[0]
     _running[0] -= 1
@@ -45,3 +51,18 @@ class Shouting(af.RolloutEngine):
         arrays = dict(update.arrays())
         self._steps = float(arrays["scale"])
         return set(arrays)
+
+
+class ShoutingTogether(Shouting):
+    """Says nothing before another replica was asked, too."""
+
+    capabilities = af.Capabilities(max_rows=8)
+
+    def __init__(self, model="", *, met):
+        super().__init__(model)
+        self._met = Path(met)
+
+    async def generate(self, request):
+        await meet(self._met)
+        async for completion in super().generate(request):
+            yield completion

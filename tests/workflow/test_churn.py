@@ -15,6 +15,7 @@ import functions
 import numpy as np
 import pytest
 from echo_runs import echo_workflow, trained_rows
+from gates import Gates
 from test_resuming import Driver
 from waiting import until
 
@@ -131,7 +132,7 @@ def test_versions_come_in_flight_while_replicas_are_killed_join_and_leave(tmp_pa
 def workflow() -> af.Workflow:
     return echo_workflow(
         prompts=PROMPTS, rollout=DRAWING | {"replicas": 2}, weights=af.Weights(swap="in_flight", verify=["held"]),
-        reward=functions.held_up, staleness=af.Staleness(max_staleness=2), steps=STEPS, train={"delay_s": 0.1},
+        reward=functions.held_up, staleness=af.Staleness(max_staleness=2), steps=STEPS, train=af.Train("gates:Gated", delay_s=0.1),
         checkpoint=af.Checkpoint(every=5, keep=2),
     )  # fmt: skip
 
@@ -141,9 +142,12 @@ def test_a_replica_joins_a_run_that_is_gone_on_with(tmp_path: Path, monkeypatch:
     # given a run whose driver was killed with all its workers
     gate, directory, reached = tmp_path / "gate", tmp_path / "run", threading.Event()
     monkeypatch.setenv("HELD_UP", str(gate))
+    gates = Gates(tmp_path / "gates", 12)
+    monkeypatch.setenv("GATES", str(gates.folder))
     driver = Driver(directory, "test_churn")
     assert driver.follow(steps=7)
     driver.kill(everything=True)
+    gates.open(12)
     # when it is resumed, and a replica joins in the midst of it
 
     def told(event: object) -> None:

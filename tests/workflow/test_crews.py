@@ -122,8 +122,8 @@ def test_the_run_goes_on_with_others_and_says_so_when_the_last_one_fails(tmp_pat
         assert through(run, 20) == set(range(20))
         until(second.ended.is_set, "the second's end")
         run.check()
-        notes = [e.text for e in events if getattr(e, "level", "") == "warning"]
-        assert any("'reward-1' was killed by SIGKILL; the run goes on with reward-0" in text for text in notes)
+        said = "'reward-1' was killed by SIGKILL; the run goes on with reward-0"
+        until(lambda: any(said in e.text for e in events if getattr(e, "level", "") == "warning"), said)
 
         os.kill(first.pid, signal.SIGKILL)
         with pytest.raises(WorkerFailed, match=r"'reward-0' failed for good, and it was the last of 'reward'"):

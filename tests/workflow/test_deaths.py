@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from echo_runs import alive, echo_workflow, segments, trained_rows
-from functions import frozen_once, length, slow_as_said, slow_length
+from functions import frozen_once, held_up, length, slow_as_said
 from gates import Killer
 from waiting import until
 
@@ -60,9 +60,14 @@ def test_a_run_that_is_through_does_not_wait_for_a_worker_that_would_be_started_
     assert not [e.text for e in killer.events if isinstance(e, Note) and "did not end within" in e.text]
 
 
-def test_a_worker_that_dies_after_the_last_step_is_started_again_for_the_rows_that_are_left(tmp_path: Path) -> None:
-    killer = Killer("aside-0", at=[3])
-    aside = af.Stage(slow_length, task="aside", gives=["length"], batch=1)
+def test_a_worker_that_dies_after_the_last_step_is_started_again_for_the_rows_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = Killer("aside-0", at=[3], gates=tmp_path / "gates")
+    monkeypatch.setenv(
+        "HELD_UP", str(tmp_path / "gates" / "4")
+    )  # which is no step any more: rows are left until it is opened
+    aside = af.Stage(held_up, task="aside", gives=["length"], batch=1)
 
     result = echo_workflow(steps=4, stages=[aside]).run(tmp_path / "run", on_event=killer)
 
@@ -171,7 +176,17 @@ def test_a_frozen_worker_loses_its_rows_and_what_it_sends_when_it_thaws_is_refus
     events: list[Event] = []
     stage = af.Stage(frozen_once, task="reward", lease_s=0.5, batch=1000)
 
-    result = echo_workflow(reward=stage, steps=6).run(tmp_path / "run", on_event=events.append)
+    def thaw(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, LeaseReturned) and event.task == "reward" and "expired" in event.reason:
+            (pid,) = {
+                e.pid
+                for e in events
+                if isinstance(e, WorkerState) and (e.worker, e.state) == ("reward-0", "starting")
+            }
+            os.kill(pid, signal.SIGCONT)
+
+    result = echo_workflow(reward=stage, steps=6).run(tmp_path / "run", on_event=thaw)
 
     assert result.summary["rows"]["consumed"] == 6 * 16
     assert len(set(trained_rows(tmp_path / "run"))) == 6 * 16
@@ -181,9 +196,11 @@ def test_a_frozen_worker_loses_its_rows_and_what_it_sends_when_it_thaws_is_refus
 
 def test_a_frozen_rollout_loses_its_prompts_to_the_other_replica(tmp_path: Path) -> None:
     events: list[Event] = []
+    held = tmp_path / "held"
+    held.touch()
     with af.serve(tmp_path / "run", steps=4, on_event=events.append) as run:
         one, other = run.start(
-            af.Rollout("echo", prompt="prompt_ids", replicas=2, max_rows=8, lease_s=0.5, delay_s=0.05)
+            af.Rollout("gates:Held", held=str(held), prompt="prompt_ids", replicas=2, max_rows=8, lease_s=0.5)
         )
         until(lambda: _ready(events) == {one.name, other.name}, "both work")
         run.start(af.Stage(length, task="reward"))
@@ -192,6 +209,7 @@ def test_a_frozen_rollout_loses_its_prompts_to_the_other_replica(tmp_path: Path)
         until(lambda: any(s.leases and s.name == one.name for s in run.queue.status().sessions), "it holds prompts")
         # when
         os.kill(one.pid, signal.SIGSTOP)
+        held.unlink()
         ids: list[int] = []
         publisher = run.weight_publisher("shm")
         for step in steps:
@@ -208,7 +226,7 @@ def test_a_frozen_rollout_loses_its_prompts_to_the_other_replica(tmp_path: Path)
 
 def test_work_that_takes_longer_than_its_lease_keeps_it(tmp_path: Path) -> None:
     events: list[Event] = []
-    stage = af.Stage(slow_as_said, task="reward", lease_s=0.5, batch=1000)
+    stage = af.Stage(slow_as_said, task="reward", lease_s=2.0, batch=1000)
 
     echo_workflow(reward=stage, steps=6).run(tmp_path / "run", on_event=events.append)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from echo_runs import alive, echo_workflow, segments
 from functions import length
-from gates import Killer
+from gates import Gates, Killer
 from waiting import until
 
 import asyncflow_sdk as af
@@ -33,7 +33,7 @@ def workflow(**changes: Any) -> af.Workflow:
     """Each prompt is another; a step takes a while, so that there is time to die in it."""
     arguments: dict[str, Any] = {
         "prompts": {"prompt_ids": af.Ragged.of(PROMPTS)},
-        "train": {"shifted": True, "delay_s": 0.05, "max_restarts": 50},
+        "train": af.Train("gates:Gated", shifted=True, delay_s=0.05, max_restarts=50),
         "steps": STEPS,
         "checkpoint": af.Checkpoint(every=5, keep=2),
         "seed": 3,
@@ -60,6 +60,14 @@ def check(directory: Path, summary: dict[str, Any], whole: Counter[tuple[int, ..
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)
     assert summary["balanced"]
     assert (summary["rows"]["consumed"], summary["rows_live"]) == (STEPS * 16, 0)
+
+
+@pytest.fixture
+def gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gates:
+    """Steps 9 and 18 of a run that a driver makes: what is done to it before them is done in its midst."""
+    gates = Gates(tmp_path / "gates", 9, 18)
+    monkeypatch.setenv("GATES", str(gates.folder))
+    return gates
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +151,13 @@ class Driver:
 @pytest.mark.timeout(120 + 60 * KILLS)
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_a_run_that_is_killed_as_a_whole_again_and_again_trains_what_it_would_have(
-    seed: int, tmp_path: Path, whole: Counter[tuple[int, ...]]
+    seed: int, tmp_path: Path, gates: Gates, whole: Counter[tuple[int, ...]]
 ) -> None:
-    # given a run that dies four times, at any moment: with all its workers, or alone
+    # given a run that dies four times, at any moment (twice for sure): with all its workers, or alone
     chance = random.Random(seed)
     directory, what, deaths, trained = tmp_path / "run", "test_resuming", 0, 0
     pids = []
-    for _ in range(4):
+    for gate in (9, 18, 0, 0):
         driver = Driver(directory, what)
         pids.append(driver.process.pid)
         going = driver.follow(chance.randint(0, 8), workers=chance.randint(1, 3))
@@ -160,6 +168,7 @@ def test_a_run_that_is_killed_as_a_whole_again_and_again_trains_what_it_would_ha
         driver.kill(everything=chance.random() < 0.5)
         deaths += 1
         what = "resume"
+        gates.open(gate)
     # when it is resumed to its end
     result = af.resume(directory)
     # then
@@ -169,7 +178,9 @@ def test_a_run_that_is_killed_as_a_whole_again_and_again_trains_what_it_would_ha
     assert not (directory / "journal").exists() or not list((directory / "journal").glob("journal-*"))
 
 
-def test_a_run_is_resumed_by_one_process_at_a_time_and_a_complete_one_is_done_already(tmp_path: Path) -> None:
+def test_a_run_is_resumed_by_one_process_at_a_time_and_a_complete_one_is_done_already(
+    tmp_path: Path, gates: Gates
+) -> None:
     driver = Driver(tmp_path / "run", "test_resuming")
     assert driver.follow(steps=2)
 
@@ -177,6 +188,7 @@ def test_a_run_is_resumed_by_one_process_at_a_time_and_a_complete_one_is_done_al
         af.resume(tmp_path / "run")
 
     assert not (tmp_path / "run" / "summary.json").exists()
+    gates.open(9, 18)
     assert not driver.follow(steps=10**9)
     driver.close()
     result = af.resume(tmp_path / "run")
@@ -184,11 +196,12 @@ def test_a_run_is_resumed_by_one_process_at_a_time_and_a_complete_one_is_done_al
     assert result.summary["status"] == "completed"
 
 
-def test_an_interrupted_run_can_be_resumed(tmp_path: Path, whole: Counter[tuple[int, ...]]) -> None:
+def test_an_interrupted_run_can_be_resumed(tmp_path: Path, gates: Gates, whole: Counter[tuple[int, ...]]) -> None:
     driver = Driver(tmp_path / "run", "test_resuming")
     assert driver.follow(steps=7)
     driver.process.send_signal(signal.SIGINT)
     driver.close()
+    gates.open(9, 18)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["balanced"]) == ("interrupted", True)
 

@@ -62,9 +62,12 @@ def test_every_trained_row_was_made_by_the_weights_it_names(tmp_path: Path) -> N
 
 def test_two_replicas_share_the_work(tmp_path: Path) -> None:
     events: list[Event] = []
-    echo_workflow(rollout={"replicas": 2, "max_rows": 8, "delay_s": 0.01}, steps=20).run(
-        tmp_path / "run", on_event=events.append
+    met = tmp_path / "met"
+    met.mkdir()
+    rollout = af.Rollout(
+        "gates:Together", met=str(met), replicas=2, max_rows=8, delay_s=0.01, group_size=4, prompt="prompt_ids"
     )
+    echo_workflow(rollout=rollout, steps=20).run(tmp_path / "run", on_event=events.append)
 
     who = {event.worker for event in events if isinstance(event, Span) and event.kind == "generate"}
     assert who == {"rollout-0", "rollout-1"}

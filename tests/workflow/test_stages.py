@@ -4,12 +4,13 @@ import asyncio
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from echo_runs import echo_workflow
 from functions import length
-from stage_functions import Shouting, most_at_a_time, slowly_scored, spread_of_group
+from stage_functions import Shouting, ShoutingTogether, most_at_a_time, slowly_scored, spread_of_group
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
@@ -130,10 +131,11 @@ def test_an_engine_of_ones_own_is_named_by_its_class(tmp_path: Path) -> None:
 
 
 def test_two_engines_share_the_prompts(tmp_path: Path) -> None:
-    echo = af.Rollout("echo", group_size=4, prompt="prompt_ids", delay_s=0.01, max_rows=8)
-    echo_workflow(rollout=[echo, af.Rollout(Shouting, group_size=4, prompt="prompt_ids")], steps=20).run(
-        tmp_path / "run"
-    )
+    met = tmp_path / "met"
+    met.mkdir()
+    prompts: dict[str, Any] = {"group_size": 4, "prompt": "prompt_ids", "met": str(met)}
+    echo = af.Rollout("gates:Together", delay_s=0.01, max_rows=8, **prompts)
+    echo_workflow(rollout=[echo, af.Rollout(ShoutingTogether, **prompts)], steps=20).run(tmp_path / "run")
 
     shouted = np.concatenate([b.ragged("response_ids").values == 7 for _, b in af.read_steps(tmp_path / "run")])
     assert 0 < shouted.mean() < 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from echo_runs import alive, segments
+from gates import Gates
 from noting_run import GROUP, PROMPTS, ROWS, STEPS, notes_of
 from test_resuming import Driver
 
@@ -17,13 +18,16 @@ import asyncflow_sdk as af
 
 EVERY = 5
 """So many steps after one rollout's death the other is killed."""
+SURELY = {5: "a rollout", 10: "a rollout", STEPS // 3: "train-0", 15: "a rollout", STEPS * 2 // 3: "server"}
+"""After these steps the trainer waits until these were killed; what is killed besides, is as the run goes."""
 
 
 class Killer:
     """Runs a workflow, as it goes on kills its processes, and resumes it when that was the driver, who serves the queue."""
 
-    def __init__(self, directory: Path, what: str) -> None:
-        self.directory, self.killed = directory, Counter[str]()
+    def __init__(self, directory: Path, what: str, gates: Gates) -> None:
+        self.directory, self.killed, self.gates = directory, Counter[str](), gates
+        self._step = -1
         self.drivers = [Driver(directory, what)]
         self._pids: dict[str, int] = {}
         self._due = EVERY
@@ -38,9 +42,11 @@ class Killer:
             if word == "starting":
                 self._pids[said[0]] = int(said[1])
                 driver.pids.append(int(said[1]))
-            elif word == "step" and self._after(int(said[0]), driver):
+            elif word == "step":
+                self._step = int(said[0])
+            if word in ("starting", "step") and self._after(self._step, driver):
                 return False
-            elif word == "done":
+            if word == "done":
                 driver.close()
                 return True
         raise AssertionError(f"it ended early: {driver.process.stderr.read() if driver.process.stderr else ''}")
@@ -49,15 +55,19 @@ class Killer:
         """Kill whose turn it is. Returns whether that was the driver."""
         if step == STEPS // 3 and not self.killed["train-0"]:
             assert self._kill("train-0")
+            self.gates.open(step + 1)
         if step == STEPS * 2 // 3 and not self.killed["server"]:
             self.killed["server"] += 1
             self._pids.clear()
             driver.kill(everything=False)
+            self.gates.open(step + 1)
             return True
         if self._due <= step < STEPS - EVERY:
             first = self.killed["rollout-0"] > self.killed["rollout-1"]
             if self._kill(f"rollout-{int(first)}") or self._kill(f"rollout-{int(not first)}"):
                 self._due = step + EVERY
+                if SURELY.get(step) == "a rollout":
+                    self.gates.open(step + 1)
         return False
 
     def _kill(self, name: str) -> bool:
@@ -80,10 +90,13 @@ def restarts(directory: Path) -> Counter[str]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("policy", ["wait", "drop", "count"])
-def test_a_run_survives_the_death_of_each_of_its_processes(tmp_path: Path, policy: str) -> None:
-    directory = tmp_path / "run"
+def test_a_run_survives_the_death_of_each_of_its_processes(
+    tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, gates = tmp_path / "run", Gates(tmp_path / "gates", *(step + 1 for step in SURELY))
+    monkeypatch.setenv("GATES", str(gates.folder))
 
-    killer = Killer(directory, f"noting_run:{policy}")
+    killer = Killer(directory, f"noting_run:{policy}", gates)
 
     # they were killed, and the run knows it
     assert killer.killed["train-0"] == killer.killed["server"] == 1

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from echo_runs import echo_workflow, trained_rows
+from gates import Gates
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
@@ -26,7 +27,7 @@ class Told:
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
-        if isinstance(event, WorkerState) and event.state == "ready":
+        if isinstance(event, WorkerState) and event.state == "starting":
             self.pids[event.worker] = event.pid
 
     def weights(self, state: str, worker: str = "") -> list[WeightState]:
@@ -113,34 +114,41 @@ def test_at_a_boundary_nothing_is_drained_that_the_rule_would_still_admit(tmp_pa
 
 
 def test_replicas_swap_one_after_another(tmp_path: Path) -> None:
-    told = Told()
+    told, gates, replicas = Told(), Gates(tmp_path / "gates", 7), [f"rollout-{n}" for n in range(3)]
+
+    def listen(event: Event) -> None:
+        told(event)
+        if isinstance(event, Loaded) and all(len(told.loaded(worker)) > 1 for worker in replicas):
+            gates.open(7)  # else the run could end before one of them has begun
 
     result = echo_workflow(
-        rollout=rollout(replicas=3, slow_load_s=0.03), weights=af.Weights(max_swapping=1), steps=8,
-    ).run(tmp_path / "run", on_event=told)  # fmt: skip
+        rollout=rollout(replicas=3, slow_load_s=0.03), weights=af.Weights(max_swapping=1), train=gates.trainer(), steps=8,
+    ).run(tmp_path / "run", on_event=listen)  # fmt: skip
 
     whole(result, 8)
     assert told.most_at_once == 1
-    assert all(len(told.loaded(f"rollout-{n}")) > 1 for n in range(3))
+    assert all(len(told.loaded(worker)) > 1 for worker in replicas)
 
 
 def test_a_quorum_goes_on_without_a_replica_that_sleeps(tmp_path: Path) -> None:
     """Two of three must have a version staged; the third sleeps for some steps. Its rows move on when its lease ends."""
-    told = Told()
+    told, gates = Told(), Gates(tmp_path / "gates", 4, 9)
     asleep: list[int] = []
 
     def listen(event: Event) -> None:
         told(event)
-        decided = [e.version for e in told.events if isinstance(e, Committed)]
-        if not asleep and len(decided) > 2:
+        decided = max((e.version for e in told.events if isinstance(e, Committed)), default=-1)
+        if not asleep and decided >= 2 and "rollout-2" in told.pids:
             asleep.append(told.pids["rollout-2"])
             os.kill(asleep[0], signal.SIGSTOP)
-        if len(asleep) == 1 and len(decided) > 6:
+            gates.open(4)
+        if len(asleep) == 1 and decided >= 7:
             asleep.append(os.kill(asleep[0], signal.SIGCONT) or 0)
+            gates.open(9)
 
     result = echo_workflow(
-        rollout=rollout(replicas=3, lease_s=0.5), weights=af.Weights(quorum=2), train={"delay_s": 0.02}, steps=12
-    ).run(tmp_path / "run", on_event=listen)
+        rollout=rollout(replicas=3, lease_s=0.5), weights=af.Weights(quorum=2), train=gates.trainer(delay_s=0.02), steps=12
+    ).run(tmp_path / "run", on_event=listen)  # fmt: skip
 
     whole(result, 12)
     assert len(asleep) == 2
@@ -197,7 +205,7 @@ def test_names_that_never_match_end_the_run_by_name(tmp_path: Path) -> None:
 
 
 def test_a_replica_killed_in_the_middle_of_a_load_is_started_again(tmp_path: Path) -> None:
-    told = Told()
+    told, gates = Told(), Gates(tmp_path / "gates", 6)
     killed: list[int] = []
 
     def listen(event: Event) -> None:
@@ -205,9 +213,11 @@ def test_a_replica_killed_in_the_middle_of_a_load_is_started_again(tmp_path: Pat
         if not killed and isinstance(event, WeightState) and event.state == "swapping" and event.version > 2:
             killed.append(told.pids[event.worker])
             os.kill(killed[0], signal.SIGKILL)
+        if isinstance(event, WorkerState) and event.state == "restarting":
+            gates.open(6)
 
     result = echo_workflow(
-        rollout=rollout(slow_load_s=0.1), weights=af.Weights(max_swapping=1), train={"delay_s": 0.02}, steps=25,
+        rollout=rollout(slow_load_s=0.1), weights=af.Weights(max_swapping=1), train=gates.trainer(delay_s=0.02), steps=25,
     ).run(tmp_path / "run", on_event=listen)  # fmt: skip
 
     whole(result, 25)
@@ -232,23 +242,24 @@ def test_every_version_is_proven_by_its_probe(tmp_path: Path) -> None:
 
 def test_a_rollback_in_a_running_workflow(tmp_path: Path) -> None:
     """Replicas follow to the old weights under a new number; rows of what was given up expire; training goes on."""
-    told = Told()
+    told, gates = Told(), Gates(tmp_path / "gates", 10)
     answers: list[int] = []
 
     def roll_back() -> None:
         with af.connect(tmp_path / "run", name="operator") as operator:
             current = operator.queue.status().version
             answers.append(operator.rollback(current - 1, "the reward fell"))
+        gates.open(10)
 
     def listen(event: Event) -> None:
         told(event)
-        if isinstance(event, Loaded) and event.version == 6 and not threads:
+        if isinstance(event, Loaded) and event.version >= 6 and not threads:
             threads.append(threading.Thread(target=roll_back))
             threads[0].start()
 
     threads: list[threading.Thread] = []
     result = echo_workflow(
-        rollout=rollout(), train={"delay_s": 0.02, "shifted": True}, weights=af.Weights(keep=4), steps=20
+        rollout=rollout(), train=gates.trainer(delay_s=0.02, shifted=True), weights=af.Weights(keep=4), steps=20
     ).run(tmp_path / "run", on_event=listen)
     threads[0].join()
 

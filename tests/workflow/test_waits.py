@@ -16,7 +16,7 @@ from checkpoint_children import serve_and_wait
 from children import Child
 from echo_runs import echo_workflow
 from functions import doubled, stuck
-from waiting import until
+from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
@@ -158,24 +158,25 @@ def test_a_worker_that_is_frozen_is_named_with_what_it_holds_and_leaves_when_it_
 def test_a_run_whose_server_is_frozen_is_named_by_what_asks_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "CALL_S", 0.2)
-    monkeypatch.setattr(client, "GRACE_S", 0.3)
     with Child(serve_and_wait, str(tmp_path / "run")) as server:
         address = server.hear()
         monkeypatch.chdir(tmp_path)
         with af.connect(address, timeout_s=30) as run:
             (worker,) = run.start(af.Stage(doubled, task="after", needs=["reward"], gives=["again"]))
             server.stop()
-            for call in (lambda: run.checkpoint(lambda path: None, directory=tmp_path), run.audit):
-                with pytest.raises(
-                    ServerLost,
-                    match=re.escape(address) + rf" gave no answer in \d\.\d s; its process {server.pid} lives",
-                ):
-                    call()
+            with monkeypatch.context() as impatient:
+                impatient.setattr(connection, "CALL_S", 0.2)
+                impatient.setattr(client, "GRACE_S", 0.3)
+                for call in (lambda: run.checkpoint(lambda path: None, directory=tmp_path), run.audit):
+                    with pytest.raises(
+                        ServerLost,
+                        match=re.escape(address) + rf" gave no answer in \d\.\d s; its process {server.pid} lives",
+                    ):
+                        call()
 
-            assert run.scale("after", 0, grace_s=0.1) == []
+                assert run.scale("after", 0, grace_s=0.1) == []
 
-            assert worker.ended.wait(60)
+                assert worker.ended.wait(60)
             server.resume()
         server.say("end")
         assert server.wait() == 0
@@ -185,7 +186,10 @@ def test_a_run_in_which_nothing_is_trained_ends_and_says_why(tmp_path: Path) -> 
     with pytest.raises(
         DeadlineExceeded, match=r"nothing was trained for 8 s, after 0 steps \(stall_timeout_s\)"
     ) as raised:
-        echo_workflow(reward=stuck, stall_timeout_s=8).run(tmp_path / "run")
+        # engines in threads: only the one that gets stuck has to start a process in that time
+        echo_workflow(
+            reward=stuck, stall_timeout_s=8, rollout={"launcher": "thread"}, train={"launcher": "thread"}
+        ).run(tmp_path / "run")
 
     assert "which task 'reward' gives" in str(raised.value)
     assert "rows are leased in task 'reward', the oldest by reward-0 for" in str(raised.value)
@@ -208,8 +212,9 @@ def test_what_comes_after_the_last_step_is_no_stall(run: af.Run) -> None:
         run.wait(worker, stall=stall)
     run.queue.end(cancel=True)
     # when
-    threading.Timer(0.5, go_on.set).start()
+    seen = in_thread(lambda: (until(lambda: stall.through, "that the last step is seen to be over"), go_on.set()))
     run.wait(worker, stall=stall)
+    seen()
     # then
     assert stall.through
     assert "after the last of 0 steps the trainer has not ended" in str(stall)
