@@ -272,6 +272,25 @@ def top(
 
 
 @app.command()
+def evict(
+    where: Annotated[str, typer.Argument(metavar="ADDRESS", help="Of a running queue, or the directory of its run.")],
+    session: Annotated[int, typer.Argument(min=1, help="Its number, as `asyncflow top --json` lists it.")],
+    reason: Annotated[str, typer.Option(help="For people.")] = "its host is gone",
+    key: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A copy of the run's run.key.", metavar="FILE")
+    ] = None,
+    debug: _Debug = False,
+) -> None:
+    """Say that a client's host is gone: what it held goes back, and another may take its place. Others are seen to end."""
+    del debug
+    from ..workflow import connect
+
+    with connect(where, key=key, name="evict") as run:
+        run.evict(session, reason)
+    typer.echo(f"session {session} is evicted")
+
+
+@app.command()
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run with checkpoints.")],
     no_plugin: _NoPlugin = None,

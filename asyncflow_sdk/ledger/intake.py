@@ -35,7 +35,12 @@ class Intake(Teaming):
         return cmd.Done()
 
     def _dismiss(self, session: Session, command: cmd.Dismiss) -> cmd.Reply:
-        named = [each for each in self.sessions.values() if each.name == command.name] if command.name else [session]
+        if command.session:
+            named = [self.sessions[command.session]] if command.session in self.sessions else []
+        else:
+            named = (
+                [each for each in self.sessions.values() if each.name == command.name] if command.name else [session]
+            )
         for member in named:
             if command.ended and member is not session:
                 self._drop_session(member.id, command.ended, blame=True)

@@ -37,7 +37,7 @@ class Publishing(Intake):
         if rank in self.publisher:
             raise ConfigError(
                 f"{who} is {self._who(self.publisher[rank])}: a run has one publisher at a time. Publish there, close it, or"
-                " end its process"
+                f" end its process; if its host is gone, run.evict({self.publisher[rank]}) says so"
             )
         self.publisher[rank], self.publisher_size, session.rank = session.id, size, rank
         kept = {each.source: each.parts[rank] for each in self.versions.values() if rank < len(each.parts)}

@@ -118,6 +118,17 @@ class Run:
         """
         return self._crews.scale(which, replicas, grace_s)
 
+    def evict(self, session: int, reason: str = "its host is gone") -> None:
+        """Say that a client's process has ended where the server cannot see it: on a host that is gone. What it held goes back at
+        once, and somebody else may publish, or load a version, in its place. ``session``: its number, as ``queue.status()`` and
+        `asyncflow top --json` list it. One that lives after all is refused from its next request on. Raises ConfigError for
+        this connection's own, and for one that is not there."""
+        if session == self.session:
+            raise ConfigError(f"session {session} is this connection's own: close it instead")
+        if not drive(self.queue._port.send(cmd.Dismiss(session=session, ended=reason or "evicted"))).count:
+            known = ", ".join(f"{each.id} ({each.name})" for each in self.queue.status().sessions)
+            raise ConfigError(f"there is no session {session}; there are: {known}")
+
     def consumer(
         self,
         task: str = "train",

@@ -124,16 +124,17 @@ class End(Command, frozen=True, tag="end"):
 
 
 class Dismiss(Command, frozen=True, tag="dismiss"):
-    """The clients of a name ("": this one alone) are given nothing more: their requests for rows and versions are answered
+    """The clients of a name ("": this one alone), or the one of a ``session`` (0: of none), are given nothing more: their requests for rows and versions are answered
     as at the end of the stream, now and from now on. What they hold they may finish; with ``ended``, the reason, their
     processes are known to have ended, and it goes back. Answered with ``Dismissed``."""
 
     name: str = ""
     ended: str = ""
+    session: int = 0
 
 
 class Dismissed(Reply, frozen=True, tag="dismissed"):
-    """``count`` clients had the name."""
+    """``count`` clients were meant."""
 
     count: int
 
