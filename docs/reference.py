@@ -12,18 +12,64 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 import typer
 
-from asyncflow_sdk import algorithms, errors, interfaces, plugins, testing, types
+from asyncflow_sdk import algorithms, errors, interfaces, plugins, queue, service, testing, types, weights, workflow
 from asyncflow_sdk.cli.app import app
+from asyncflow_sdk.cli.live import LiveView
+from asyncflow_sdk.cli.report import write_report
+from asyncflow_sdk.ledger import Audit
+from asyncflow_sdk.queue.replaying import replay
 
 PAGE = Path(__file__).parent / "reference.md"
 HEAD = """# Reference
 
 Written by `python docs/reference.py` from the docstrings; the words are those that `help(...)` shows. How plugins are found is in
 [plugins](plugins.md), how one is written in [your own engine](your-own-engine.md), how it is checked in [conformance](conformance.md).
-First what plugins implement, then what they are given and what users choose, errors, the kit, and the command.
+First what a run is made of, then what plugins implement, what they are given and what users choose, errors, the kit, and the command.
 All names are in `asyncflow_sdk` too, as `af.RolloutEngine`, where no other module is named.
 """
 PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
+    "A run": ("", [workflow.serve, workflow.connect, workflow.Run]),
+    "The queue": (
+        "`run.queue`; `run.queue.aio` has the same verbs as coroutines. What follows the queue is what its verbs return",
+        [queue.TransferQueue, queue.Rows, queue.LeasedBatch, Audit],
+    ),
+    "Versions of the weights": (
+        "what `run.weight_publisher` and `run.weight_updates` return",
+        [weights.WeightPublisher, weights.Publication, weights.OwnUpdates, weights.OwnUpdate],
+    ),
+    "Workflows": (
+        "",
+        [
+            workflow.Workflow,
+            workflow.Rollout,
+            workflow.Stage,
+            workflow.Train,
+            workflow.Logprobs,
+            workflow.Generate,
+            workflow.Agent,
+            workflow.Turns,
+            workflow.Turn,
+            workflow.Result,
+            workflow.resume,
+        ],
+    ),
+    "Parts of a loop of one's own": (
+        "",
+        [workflow.Producer, workflow.Consumer, queue.StreamDataLoader, service.Trainer],
+    ),
+    "Data, and what a run has left": (
+        "",
+        [
+            workflow.load_prompts,
+            workflow.load_workflow,
+            workflow.read_steps,
+            workflow.staleness_of,
+            workflow.ages_of,
+            replay,
+            write_report,
+            LiveView,
+        ],
+    ),
     "The hook": ("", [plugins.AdapterSpec, plugins.HookSpecs]),
     "Rollout engines": (
         'kind "rollout"',
@@ -75,6 +121,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
             interfaces.WorkerOrder,
             interfaces.WorkerHandle,
             interfaces.WorkerEnding,
+            workflow.run_worker,
             interfaces.Place,
         ],
     ),
@@ -194,6 +241,11 @@ def _parameter(parameter: inspect.Parameter, kind: Any) -> tuple[str, str]:
     return left, " ".join((said.help or "").split()) + (f" [{default}]" if kept else "")
 
 
+GIVEN = (workflow.Run, queue.TransferQueue, queue.LeasedBatch, weights.Publication, weights.OwnUpdate)
+"""By functions and methods: nobody makes them by themselves."""
+INNER = ("Verbs", "Lease", "Stream")
+"""Written once for two faces, blocking and not."""
+FACES = {"-> B": "-> LeasedBatch", "-> S": "-> BlockingStream"}
 WORDS = {"bool": "", "int": "NUMBER", "float": "NUMBER", "Path": "PATH", "str": "TEXT"}
 
 
@@ -210,22 +262,30 @@ def _class(cls: type) -> Iterator[str]:
         yield "\n```\n" + "".join(f"{line}\n" for line in _fields(cls)) + "```\n"
     elif attributes := list(_attributes(cls)):
         yield "\n```\n" + "".join(f"{line}\n" for line in attributes) + "```\n"
-    for name, member in vars(cls).items():
-        function = (
-            member.fget if isinstance(member, property) else inspect.unwrap(getattr(member, "__func__", member))
-        )
+    for name, member in _members(cls).items():
+        plain = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        function = inspect.unwrap(plain) if callable(plain) else plain
         if name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
             continue
-        kind = "async " if inspect.iscoroutinefunction(function) else ""
+        kind = "async " if inspect.iscoroutinefunction(plain) else ""
         said = name if isinstance(member, property) else f"{kind}{name}{_signature(function)}"
         marks = " · to be implemented" if getattr(member, "__isabstractmethod__", False) else ""
         yield f"\n**`{said}`**{marks}\n\n{_text(function)}\n"
 
 
+def _members(cls: type) -> dict[str, Any]:
+    """Its own, and those of what it is made of that has no place on this page."""
+    shown = {thing for _, things in PARTS.values() for thing in things}
+    parts = [cls, *(each for each in cls.__mro__[1:] if each.__name__ in INNER and each not in shown)]
+    return {name: member for part in reversed(parts) for name, member in vars(part).items()}
+
+
 def _made_by_users(cls: type) -> bool:
     """By calling it with arguments of its own, which no list of fields tells."""
     plain = not dataclasses.is_dataclass(cls) and not issubclass(cls, (msgspec.Struct, tuple))
-    return plain and not inspect.isabstract(cls) and inspect.isfunction(vars(cls).get("__init__"))
+    return (
+        plain and cls not in GIVEN and not inspect.isabstract(cls) and inspect.isfunction(vars(cls).get("__init__"))
+    )
 
 
 def _fields(cls: Any) -> Iterator[str]:
@@ -250,9 +310,27 @@ def _attributes(cls: type) -> Iterator[str]:
 
 def _signature(function: Any) -> str:
     signature = inspect.signature(function)
-    parameters = [each for name, each in signature.parameters.items() if name != "self"]
-    said = str(signature.replace(parameters=parameters)).replace("'", "")
+    parameters = [
+        each.replace(annotation=_Plain(each.annotation)) if each.annotation is not each.empty else each
+        for name, each in signature.parameters.items()
+        if name not in ("self", "cls")
+    ]
+    returns = signature.return_annotation
+    if returns is not signature.empty:
+        signature = signature.replace(return_annotation=_Plain(returns))
+    said = str(signature.replace(parameters=parameters))
+    said = re.sub(r"-> [BS]$", lambda face: FACES[face[0]], said)
     return re.sub(r"<function .*?>(?=[,)])", "...", said)
+
+
+class _Plain:
+    """An annotation as it stands in the code, without quotes around it."""
+
+    def __init__(self, annotation: Any) -> None:
+        self._annotation = annotation
+
+    def __repr__(self) -> str:
+        return str(self._annotation).strip("'")
 
 
 def _text(thing: Any) -> str:

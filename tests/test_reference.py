@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import typer
 
+import asyncflow_sdk as af
 from asyncflow_sdk import errors, interfaces, testing
 from asyncflow_sdk.cli.app import app
 
@@ -33,6 +34,14 @@ def test_everything_that_plugins_use_is_in_it(module: ModuleType, kind: type) ->
     page = (DOCS / "reference.md").read_text()
     exported = {name: getattr(module, name) for name in module.__all__}
     names = [name for name, value in exported.items() if callable(value) and isinstance(value, kind)]
+
+    assert [name for name in names if f"### `{name}`" not in page] == []
+
+
+def test_everything_that_users_call_is_in_it() -> None:
+    page = (DOCS / "reference.md").read_text()
+    exported = {name: getattr(af, name) for name in af.__all__ if name != "hookimpl"}
+    names = [name for name, value in exported.items() if callable(value) and name not in vars(errors)]
 
     assert [name for name in names if f"### `{name}`" not in page] == []
 

@@ -27,7 +27,7 @@ class Publication:
         """Whether it is current, or has failed."""
         return self._done.done()
 
-    def failed(self, error: BaseException) -> None:
+    def _failed(self, error: BaseException) -> None:
         """It will not be current because of ``error``. Once it has ended nothing changes that."""
         what = f"version {self.version} failed while it was {self.doing}"
         explained: BaseException
@@ -43,22 +43,22 @@ class Publication:
             if not self.done:
                 self._done.set_exception(explained)
 
-    def lose(self, reason: str) -> None:
+    def _lose(self, reason: str) -> None:
         """This rank's part is there, and the version will not be: ``reason`` says which rank withdrew it and why."""
         self._lost = reason
 
-    def last_word(self) -> None:
+    def _last_word(self) -> None:
         """The server is told now, and what it answers counts. Raises WeightError where it was given up."""
         with self._lock:
             if self.done:
                 raise WeightError(f"version {self.version} was given up")
             self.told = True
 
-    def give_up(self, error: BaseException) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Wait for it no longer, unless the server is told already: that has a deadline of its own."""
         with self._lock:
             if not self.told:
-                self.failed(error)
+                self._failed(error)
 
     def wait(self, timeout_s: float = 600.0) -> Manifest:
         """Return once the version, or this rank's part of it, is published: a version of several ranks is current once all parts

@@ -182,7 +182,7 @@ class WeightPublisher:
             finally:
                 self._clear_doubt()
             if told.lost and self._newest is not None:
-                self._newest.lose(told.lost)
+                self._newest._lose(told.lost)
             self._keep(told.keep)
             sizes = writer.write(weights, lasting=lasting)
             if not writer.tensors and self.world_size == 1:
@@ -230,7 +230,7 @@ class WeightPublisher:
             self.flush()
         finally:
             if delivery is not None:
-                delivery.give_up(WeightError("the publisher was closed"))
+                delivery._give_up(WeightError("the publisher was closed"))
             self._stop_preparing()
             self._background.shutdown(wait=False, cancel_futures=True)
             with contextlib.suppress(AsyncFlowError):
@@ -266,7 +266,7 @@ class WeightPublisher:
                 nbytes=manifest.nbytes, outlives=self._sender.outlives,
             )  # fmt: skip
             command = cmd.Publish(version=version, part=part, probe=msgspec.msgpack.encode(probe) if probe else b"")
-            publication.last_word()
+            publication._last_word()
             keep = drive(self._port.send(command)).keep
         except BaseException as error:
             if publication.done:  # given up, and so was the role
@@ -278,7 +278,7 @@ class WeightPublisher:
                 with contextlib.suppress(Exception):
                     self._sender.abandon()
                 self._withdraw(version, error)
-            publication.failed(error)
+            publication._failed(error)
         else:
             self.current = version
             self._keep(keep)

@@ -284,7 +284,7 @@ class Run:
             for updates in self._updates:
                 ending.callback(updates.close)
 
-    def track(self, tracking: Tracking, about: TrackedRun) -> None:
+    def _track(self, tracking: Tracking, about: TrackedRun) -> None:
         """Have trackers hear of this run, until it is closed. Of ``serve``."""
         self._tracking = tracking
         tracking.start(about, self._crews.report)

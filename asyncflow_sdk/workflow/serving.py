@@ -119,7 +119,7 @@ def serve(
                 directory=path, description=limits if description is None else description,
                 resumed=server.recovered is not None,
             )  # fmt: skip
-            run.track(tracking, about)
+            run._track(tracking, about)
     except BaseException:
         server.close()
         raise
