@@ -26,15 +26,12 @@ class Meeting(Resuming):
         if not 0 <= rank < size:
             raise SchemaError(f"{who}: ranks are 0 to world_size - 1")
         there: dict[int, Waiter] = {}
-        for waiter in list(self.waiters.get(meeting_place(command.team), {}).values()):
+        for waiter in self.waiters.get(meeting_place(command.team), {}).values():
             if waiter.command.rank != rank:
                 if (waiter.command.what, waiter.command.world_size) == (command.what, size):
                     there[waiter.command.rank] = waiter
             elif waiter.session > session.id:
                 raise LeaseLost(f"{who} is {self._name(waiter.session)} now, which joined later than {session.name}")
-            elif waiter.session < session.id:
-                self._unpark(waiter)
-                self._answer(waiter.ticket, LeaseLost(f"{who} is {session.name} now"))
         if len(there) + 1 < size:
             return None
         words = {each: waiter.command.word for each, waiter in there.items()} | {rank: command.word}
@@ -42,4 +39,18 @@ class Meeting(Resuming):
         for waiter in there.values():
             self._unpark(waiter)
             self._answer(waiter.ticket, met)
+        self._take_place(session, command)
         return met
+
+    def _park(self, waiter: Waiter) -> None:
+        super()._park(waiter)
+        if isinstance(waiter.command, cmd.Meet):
+            self._take_place(self.sessions[waiter.session], waiter.command)
+
+    def _take_place(self, session: Session, command: cmd.Meet) -> None:
+        """Earlier processes in a rank's name wait for nothing any more."""
+        for waiter in list(self.waiters.get(meeting_place(command.team), {}).values()):
+            if waiter.command.rank == command.rank and waiter.session < session.id:
+                self._unpark(waiter)
+                who = f"rank {command.rank} of {command.world_size} of team {command.team!r}"
+                self._answer(waiter.ticket, LeaseLost(f"{who} is {session.name} now"))

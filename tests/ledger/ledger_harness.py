@@ -48,7 +48,8 @@ class Harness:
         outcome: Any = PARKED
         own = [n for n, (ticket, _) in enumerate(effects.answers) if ticket == self.tickets]
         in_team = isinstance(command, cmd.Lease) and command.world_size > 1
-        if own and (not self._waited(effects, own[0], takes_over) if in_team else own[0] == 0):
+        first = own == [0] or isinstance(command, cmd.Meet)  # those who waited are answered before who came last
+        if own and (not self._waited(effects, own[0], takes_over) if in_team else first):
             outcome = effects.answers.pop(own[0])[1]
         self._note_dealt(outcome, effects)
         if isinstance(outcome, AsyncFlowError):
@@ -153,6 +154,7 @@ class Harness:
         check_no_lost_wakeup(self.ledger)
         assert sorted(self.ledger.parked) == sorted(t for ws in self.ledger.waiters.values() for t in ws)
         assert sorted(self.ledger.parked) == sorted(p.ticket for p in self.naive.parked)
+        assert not self.naive.owed, "whom another rank's coming concerns was told so"
         for parked in self.naive.parked:
             self.naive.judge(parked.session, parked.command, PARKED)
         self.sound = True

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from naive_leases import PARKED
+from naive_meetings import NaiveMeetings
 from naive_rows import Row
-from naive_training import NaiveTraining
 
 from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost, PluginError, SchemaError
 from asyncflow_sdk.ledger import commands as cmd
 
 
-class Naive(NaiveTraining):
+class Naive(NaiveMeetings):
     def judge(self, session: int, command: Any, outcome: Any) -> None:
         """Assert that ``outcome`` (a reply, an error or PARKED) is right now, and carry it out."""
         if isinstance(command, cmd.Join):

@@ -77,7 +77,9 @@ class NaiveLineage(NaiveRows):
         return version >= other
 
     def plan(self, number: int, step: int, parent: int) -> None:
-        """A version will come that is trained at this step, and comes after ``parent``."""
+        """A version will come that is trained at this step, and comes after ``parent``; what was planned before will not."""
+        for never in [each for each in self.trains if each > number]:
+            del self.trains[never], self.parents[never]
         for skipped in range(self.version + 1, number):
             self.parents.setdefault(skipped, skipped - 1)
             self.trains.setdefault(skipped, skipped - self.shift())

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from ledger_harness import COLUMN
 from machine_leases import LeaseRules
+from machine_meetings import MeetingRules
 from machine_run import ORDINARY, WRONG, one_in, small, waits, wheres
 from machine_training import TrainingRules
 from machine_versions import VersionRules
@@ -26,7 +27,7 @@ from asyncflow_sdk.ledger.commands import PolicySpec
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 
 
-class LedgerMachine(LeaseRules, VersionRules, TrainingRules):
+class LedgerMachine(LeaseRules, VersionRules, TrainingRules, MeetingRules):
     """What is rarer shares one rule, ``now_and_then``."""
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 3.0, 5.0, 9.0, 21.0]))
