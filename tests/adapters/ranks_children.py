@@ -6,12 +6,15 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from asyncflow_sdk.errors import SchemaError
 from asyncflow_torch.ranks import Ranks
+from asyncflow_torch.sharded_files import Reader, write_together
 
 
 def words(ranks: Ranks) -> object:
@@ -61,6 +64,23 @@ def one_hangs(ranks: Ranks) -> object:
             time.sleep(600)
         dist.all_reduce(torch.ones(3))
     return None
+
+
+def one_cannot_write(ranks: Ranks) -> object:
+    """A file of two tensors, one of each rank. Rank 0 comes late."""
+    path = Path(os.environ["FOLDER"]) / "file.safetensors"
+
+    def pieces() -> Iterator[tuple[str, torch.Tensor, int]]:
+        if ranks.rank == 1 and "full" in os.environ["FOLDER"]:
+            raise OSError(28, "no space left")
+        yield f"of {ranks.rank}", torch.full((300,), float(ranks.rank)), 0
+
+    time.sleep(0.5 * ranks.first)
+    kinds = {f"of {rank}": (torch.float32, (300,)) for rank in range(ranks.size)}
+    with ranks.calling("save"):
+        write_together(path, kinds, pieces(), ranks, bucket_bytes=64)
+        with Reader(path) as file:
+            return [file.whole(name).unique().tolist() for name in kinds]
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from waiting import until
 
 from asyncflow_fsdp import checkpoint
 from asyncflow_fsdp.engine import FsdpEngine
-from asyncflow_sdk.algorithms import GRPO, KL, OffPolicy
+from asyncflow_sdk.algorithms import GRPO, GSPO, KL, OffPolicy
 from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError
 from asyncflow_sdk.interfaces import TrainEngine
 from asyncflow_sdk.testing.kit.check import CheckFailed
@@ -159,20 +159,23 @@ def test_a_checkpoint_goes_from_any_number_of_ranks_to_any_other_to_the_bit(
     # given two ranks under a schedule, saved in the middle of it, and what they do then
     options: dict[str, Any] = {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2, "decay_steps": 4}
     engine = two(tiny, **options)
-    for _ in range(3):
-        engine.train_step(batch)
+    engine.save(tmp_path / "untrained")
+    begun = [engine.train_step(batch).metrics for _ in range(3)]
     engine.save(tmp_path / "two")
     wanted = [engine.train_step(batch).metrics for _ in range(2)]
     engine.close()
 
-    # when two others load it
-    engine = two(tiny, **options)
+    # when two others load it, a bucket at a time that is small beside every larger weight
+    engine = two(tiny, bucket_bytes=1000, **options)
     engine.load(tmp_path / "two")
     found = [engine.train_step(batch).metrics for _ in range(2)]
+    engine.load(tmp_path / "untrained")
+    anew = [engine.train_step(batch).metrics for _ in range(3)]
     engine.close()
 
-    # then they go on to the bit
+    # then they go on to the bit, and anew from what has no moments yet
     assert found == wanted
+    assert anew == begun
     assert len({step["lr"] for step in wanted}) == 2
 
     # and one rank, which saves the very same files; and the plain engine, which has the same tensors
@@ -239,6 +242,22 @@ def test_what_is_no_checkpoint_of_this_model_is_refused_by_all_ranks(
     after = _weights(engine)
     assert all((after[name] == before[name]).all() for name in before)
     engine.train_step(batch)  # none of them has ended the ranks
+    engine.close()
+
+
+def test_a_checkpoint_that_breaks_off_over_an_older_one_is_none(tiny: str, batch: Batch, tmp_path: Path) -> None:
+    engine = FsdpEngine(tiny, lr=1e-3)
+    engine.save(tmp_path)
+    (tmp_path / "optimizer.safetensors").unlink()
+    (
+        tmp_path / "optimizer.safetensors"
+    ).mkdir()  # nothing can be written there: weights are of now, the rest of before
+
+    with pytest.raises(OSError, match="Is a directory"):
+        engine.save(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"state\.json is missing"):
+        engine.load(tmp_path)
     engine.close()
 
 
@@ -358,6 +377,12 @@ def test_what_algorithms_ask_for_is_the_same_of_any_number_of_ranks(two: Any, ti
     # then
     assert {"importance_ess", "importance_max", "off_policy_cut", "kl", "entropy"} < alone.keys()
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-6)
+
+    # and where each row counts alike, rows are those of all ranks
+    alone = TorchEngine(tiny, algorithm=GSPO(), lr=1e-3).train_step(stale).metrics
+    both = two(tiny, algorithm=GSPO())
+    assert both.train_step(stale).metrics == pytest.approx(alone, rel=1e-4, abs=1e-6)
+    both.close()
 
     # and several updates a batch are so many steps, of which the later ones have a ratio
     more = two(tiny, algorithm=algorithm, updates=3)

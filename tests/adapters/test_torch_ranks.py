@@ -87,6 +87,21 @@ def test_what_fails_on_one_rank_ends_the_call_on_all_with_its_traceback(start: A
         assert again.startswith("another() is not possible: rank 1 of 2 failed in third()")
 
 
+@pytest.mark.parametrize("folder", ["whole", "full"])
+def test_a_file_is_whole_when_every_rank_has_written_or_it_fails_on_all(
+    start: Any, folder: str, tmp_path: Path
+) -> None:
+    (tmp_path / folder).mkdir()
+    ranks = start("one_cannot_write", FOLDER=str(tmp_path / folder))
+
+    found = [ranks.said(rank)[0] for rank in (0, 1)]
+
+    if folder == "whole":
+        assert found == [[[0.0], [1.0]]] * 2
+    else:
+        assert ["no space left" in words for words in found] == [True, True], found
+
+
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_rank_that_dies_is_named(start: Any, dies: int) -> None:
     ranks = start("one_dies", DIES=str(dies))

@@ -20,10 +20,13 @@ from checkpoint_children import (
     write_on_a_full_disk,
 )
 from children import Child
+from waiting import in_thread, until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, LeaseLost
+from asyncflow_sdk.errors import AsyncFlowError, ConfigError, LeaseLost
 from asyncflow_sdk.types.events import Note
+from asyncflow_sdk.workflow.checkpoint import Checkpoints
+from asyncflow_sdk.workflow.meeting import Meeting
 
 KILLS = int(os.environ.get("ASYNCFLOW_KILLS", "2"))
 
@@ -174,6 +177,54 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(loop: Loop, in_words:
     assert "no room for a checkpoint" in text
     assert left == ["step-000002", "step-000004"]
     assert loop.resume() == 4
+
+
+def test_two_ranks_make_one_checkpoint_of_the_step_that_both_have_acknowledged_or_none(loop: Loop) -> None:
+    def step_of(rank: int) -> Callable[[], Any]:
+        asked: dict[str, Any] = {"team": "train", "rank": rank, "world_size": 2, "timeout_s": 30.0}
+        return in_thread(clients[rank].queue.get, "train", **asked)
+
+    def saved_by(rank: int, error: Exception | None = None) -> Callable[[], Any]:
+        def save(path: Path) -> None:
+            (path / f"rank-{rank}").touch()
+            if error is not None:
+                raise error
+
+        return in_thread(checkpoints[rank].save, save)
+
+    with af.connect(loop.run.directory) as one, af.connect(loop.run.directory) as other:
+        clients = [one, other]
+        checkpoints = [
+            Checkpoints(client.queue, loop.directory, ranks=Meeting(client.queue, "train", rank, 2))
+            for rank, client in enumerate(clients)
+        ]
+        # given a step of which one rank has not said yet that it is through
+        first, second = [held() for held in [step_of(0), step_of(1)]]
+        first.ack()
+        saves = [saved_by(0)]
+        until(lambda: "acknowledgement" in str(loop.run.queue.status().parked), "the first to wait for the second")
+        # when it says so
+        second.ack()
+        saves.append(saved_by(1))
+        paths = [path() for path in saves]
+        # then the checkpoint is of what comes after it, and of both
+        assert paths == [loop.directory / "step-000001" / "engine"] * 2
+        assert sorted(path.name for path in paths[0].iterdir()) == ["rank-0", "rank-1"]
+
+        # and one that a rank cannot write is none for all of them
+        for batch in [held() for held in [step_of(0), step_of(1)]]:
+            batch.ack()
+        saves = [saved_by(1, AsyncFlowError("no more room")), saved_by(0)]
+        failed = [error() for error in saves]
+        assert [type(error) for error in failed] == [AsyncFlowError] * 2, failed
+        assert [str(error) for error in failed] == ["no more room", "rank 1: no more room"]
+        (loop.directory / f".step-000002-{os.getpid()}").touch()  # where the first would make the folder for both
+        saves = [saved_by(0), saved_by(1)]
+        failed = [error() for error in saves]
+        assert ["Not a directory" in str(error) for error in failed] == [True, True], failed
+        assert "rank 0: " in str(failed[1])
+        (loop.directory / f".step-000002-{os.getpid()}").unlink()
+        assert [path.name for path in loop.directory.iterdir()] == ["step-000001"]
 
 
 def test_what_a_killed_trainer_left_half_written_is_removed(loop: Loop) -> None:
