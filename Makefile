@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-ray test-contrib test-vllm test-sglang test-both test-deepspeed fuzz lint bench-demo bench-queue bench-weights bench-overlap bench-engines fidelity clean
+.PHONY: help install demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-ray test-contrib test-vllm test-sglang test-both test-deepspeed fuzz lint bench-demo bench-queue bench-weights bench-overlap bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench-weights  weights beside Gloo, safetensors, Ray and bare floors (JSON=PATH writes the rows)"
 	@echo "make bench-engines  vLLM and SGLang behind the SDK beside the same engines driven directly"
 	@echo "make bench-overlap  rollout, stages and training side by side, beside bounds and a simulation"
+	@echo "make bench-trainers  the engines that train beside each other on the demo task, three seeds each (long)"
 	@echo "make fidelity    what staleness does to what is learned, with and without correction (long)"
 
 install: $(READY)
@@ -185,6 +186,10 @@ matrix: install
 # Long: 40 runs of the demo. Not in CI.
 fidelity: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fidelity $(if $(JSON),--json $(JSON)) $(ARGS)
+
+# Long: nine runs of the demo. Not in CI.
+bench-trainers: install
+	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.trainers $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-overlap: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overlap $(if $(JSON),--json $(JSON)) $(ARGS)

@@ -1,15 +1,15 @@
 """The demo's asynchronous run, timed from its own events.
 
-``python -m benchmarks.async_run MODEL STEPS SEED MAX_STALENESS [WEIGHT]`` prints one JSON object. WEIGHT: the off-policy correction,
-as ``af.OffPolicy`` takes it; without it there is none.
+``python -m benchmarks.async_run MODEL STEPS SEED MAX_STALENESS`` prints one JSON object. ``--weight``: the off-policy correction, as
+``af.OffPolicy`` takes it; without it there is none. ``--train``: the engine that trains, as JSON of what `Trainer` takes.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,18 @@ class Meter:
         return seconds
 
 
-def main(folder: str, steps: int, seed: int, max_staleness: int, weight: Any = None) -> None:
-    trainer = Trainer(algorithm=af.GRPO(off_policy=af.OffPolicy(weight=weight)) if weight else None)
-    workflow = demo_workflow(Path(folder), steps, seed, max_staleness, trainer=trainer)
-    with tempfile.TemporaryDirectory() as out, Meter(steps) as meter:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    for name in ("steps", "seed", "max_staleness"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--weight")
+    parser.add_argument("--train", type=json.loads, default={})
+    given = parser.parse_args()
+    algorithm = af.GRPO(off_policy=af.OffPolicy(weight=given.weight)) if given.weight else None
+    trainer = Trainer(algorithm=algorithm, **given.train)
+    workflow = demo_workflow(given.model, given.steps, given.seed, given.max_staleness, trainer=trainer)
+    with tempfile.TemporaryDirectory() as out, Meter(given.steps) as meter:
         summary = workflow.run(Path(out) / "run", on_event=meter).summary
     print(
         json.dumps(
@@ -98,4 +106,4 @@ def main(folder: str, steps: int, seed: int, max_staleness: int, weight: Any = N
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]), *sys.argv[5:6])
+    main()

@@ -24,7 +24,7 @@ from rich.table import Table
 from .demo import run
 from .demo_seeds import WINDOW, curve
 
-WEIGHTS = {"none": [], "truncated": ["truncate"], "masked": ["mask"]}
+WEIGHTS = {"none": [], "truncated": ["--weight", "truncate"], "masked": ["--weight", "mask"]}
 HEADINGS = [
     "max_staleness",
     "correction",
@@ -67,8 +67,8 @@ def cells(results: Results) -> list[list[str]]:
     for (most, name), found in results.items():
         curves = [curve(result) for result in found]
         rows.append([
-            str(most), name, f"{_mean(found, 'staleness_mean'):.2f}", _spread([line[-1] for line in curves]), _spread([line.mean() for line in curves]),
-            _spread([(line - other).mean() for line, other in zip(curves, base, strict=True)]),
+            str(most), name, f"{_mean(found, 'staleness_mean'):.2f}", spread([line[-1] for line in curves]), spread([line.mean() for line in curves]),
+            spread([(line - other).mean() for line, other in zip(curves, base, strict=True)]),
             f"{_mean(found, 'off_policy_cut' if WEIGHTS[name] else 'clip_fraction') * 100:.1f} %", f"{_mean(found, 'importance_ess') * 100:.0f} %",
         ])  # fmt: skip
     return rows
@@ -79,7 +79,7 @@ def _mean(found: list[dict[str, Any]], name: str) -> float:
     return st.mean(float(np.mean([step[name] for step in result["steps"]])) for result in found)
 
 
-def _spread(values: list[float]) -> str:
+def spread(values: list[float]) -> str:
     return f"{st.mean(values):.3f} ± {st.stdev(values) if len(values) > 1 else 0.0:.3f}"
 
 
