@@ -10,7 +10,7 @@ import difflib
 import importlib
 import importlib.metadata as metadata
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -84,11 +84,12 @@ class Registry:
         found = self.find(kind, name)
         if found is not None:
             return found
-        known = ", ".join(a.spec.name for a in self.adapters if a.spec.kind == kind) or "none"
+        names = [a.spec.name for a in self.adapters if a.spec.kind == kind]
+        known = f"{', '.join(names) or 'none'}.{_near(name, names)}"
         lines = [f"\n  not loaded: {problem}" for problem in self.problems]
         lines += [f"\n  blocked: {blocked}" for blocked in self.blocked]
         raise PluginError(
-            f"no {kind} adapter is named {name!r}; installed: {known}. `asyncflow plugins` lists them{''.join(lines)}"
+            f"no {kind} adapter is named {name!r}; installed: {known} `asyncflow plugins` lists them{''.join(lines)}"
         )
 
 
@@ -199,14 +200,17 @@ class _Finding:
         for who, named in ((blocking, self.choice.without), (ONLY, self.choice.only or ())):
             for name in named:
                 if plain(name) not in self.names:
-                    near = difflib.get_close_matches(plain(name), self.names, 1)
-                    meant = f"did you mean {near[0]!r}? " if near else ""
                     self.problems.append(
-                        f"{who} names {name!r}, and no plugin has that name in this environment; {meant}there are:"
-                        f" {', '.join(sorted(self.names))}"
+                        f"{who} names {name!r}, and no plugin has that name in this environment;"
+                        f" there are: {', '.join(sorted(self.names))}.{_near(plain(name), self.names)}"
                     )
                 elif who == blocking and plain(name) == CORE:
                     self.problems.append(f"{who} names {name!r}, without which nothing works: it was loaded")
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _package(entry: metadata.EntryPoint) -> str:

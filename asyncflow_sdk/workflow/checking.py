@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -223,7 +224,7 @@ def _check_engine(
 ) -> None:
     if _lacks_model(spec):
         text = f"{kind} model {spec.model!r} is no model folder: it has no config.json"
-        problems.add(text, *key, "model")
+        problems.add(text + _of_the_hub(str(spec.model)), *key, "model")
     if place.python is not None:  # another interpreter has plugins of its own
         return
     with problems.kept(*key, "engine"):
@@ -240,6 +241,13 @@ def _check_engine(
 
 def _lacks_model(spec: Rollout | Train | Logprobs | Generate) -> bool:
     return bool(spec.model) and not Path(spec.model, "config.json").is_file()
+
+
+def _of_the_hub(model: str) -> str:
+    """What to do about a name such as Qwen/Qwen3-0.6B: nothing is downloaded behind anybody's back."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) or Path(model).exists():
+        return ""
+    return f"; one of the hub is downloaded first: hf download {model} --local-dir FOLDER"
 
 
 def _options_of(factory: Callable[..., Any]) -> list[str] | None:

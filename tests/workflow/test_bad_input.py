@@ -27,6 +27,10 @@ from asyncflow_sdk.workflow.text import token_ids
         ({"prompts": {"question": ["a"]}}, "no column 'prompt_ids'; it has: question"),
         ({"prompts": [{"prompt_ids": [1]}, {"prompt_id": [1]}]}, "record 1 differs from the first in its columns"),
         ({"rollout": {"model": "/no/such/folder"}}, "'/no/such/folder' is no model folder: it has no config.json"),
+        (
+            {"rollout": {"model": "Qwen/Qwen3-0.6B"}},
+            "has no config.json; .*: hf download Qwen/Qwen3-0.6B --local-dir FOLDER",
+        ),
         ({"reward": af.Stage(length, needs=["answer"], task="reward")}, "'reward' needs 'answer'.*There are"),
         (
             {"reward": af.Stage(length, task="reward", gives=["score"])},
@@ -146,7 +150,9 @@ def test_token_ids_that_are_put_by_hand_are_looked_at_too(ids: Any, said: str) -
 
 
 def test_an_unknown_engine_lists_the_known_ones() -> None:
-    with pytest.raises(PluginError, match=r"no rollout adapter is named 'vlm'; installed: .*echo"):
+    with pytest.raises(
+        PluginError, match=r"no rollout adapter is named 'vlm'; installed: .*echo.* Did you mean 'vllm'\?"
+    ):
         af.Workflow(
             prompts={"prompt_ids": [[1]]}, rollout=af.Rollout("vlm", prompt="prompt_ids"), reward=length,
             train=af.Train("echo"), batch_size=8, steps=1,
