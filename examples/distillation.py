@@ -38,4 +38,6 @@ def main(student: str, teacher: str, data: str, out: str, steps: int = 100) -> N
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 5:
+        sys.exit(__doc__)
     main(*sys.argv[1:5], *map(int, sys.argv[5:6]))

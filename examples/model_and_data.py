@@ -25,4 +25,6 @@ def main(out: str, accuracy: float = 0.15, rows: int = 256) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(*sys.argv[1:2], *map(float, sys.argv[2:3]), *map(int, sys.argv[3:4]))

@@ -51,4 +51,6 @@ def main(model: str, data: str, out: str, group_size: int = 8, batch_size: int =
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
     main(*sys.argv[1:4])

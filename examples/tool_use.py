@@ -35,4 +35,6 @@ def main(model: str, data: str, out: str, steps: int = 100) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
     main(*sys.argv[1:4], *map(int, sys.argv[4:5]))

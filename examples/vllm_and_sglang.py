@@ -69,4 +69,6 @@ def main(vllm: str, sglang: str, out: str, steps: int = 200, model: str = "") ->
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
     main(*sys.argv[1:4], *map(int, sys.argv[4:5]), *sys.argv[5:6])

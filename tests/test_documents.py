@@ -208,6 +208,17 @@ def test_the_algorithm_of_the_documents_keeps_its_promises_and_trains(tmp_path: 
     assert sum('"event":"step"' in line and '"weight":' in line for line in steps) == 2
 
 
+def test_an_example_that_is_given_too_little_says_what_it_takes(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = REPOSITORY / "examples" / "whole_workflow.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "model"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 1
+    assert "python examples/whole_workflow.py MODEL_FOLDER DATA.jsonl OUT_DIRECTORY [STEPS]" in done.stderr
+
+
 def test_example_own_loop(tmp_path: Path, start: Path) -> None:
     script = REPOSITORY / "examples" / "own_loop.py"
     out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")

@@ -36,7 +36,7 @@ Typical uses:
   asyncflow top runs/NAME      see who waits for what in a running queue
   asyncflow plugins            see which engines are installed, or missing
   asyncflow new-plugin NAME    write an engine package, ready to be filled
-  asyncflow doctor FILE.toml   see what will not work, before it is run
+  asyncflow doctor FILE.toml   see what its interpreters and this machine lack
   asyncflow check NAME         hold an engine to its interface, check by check
   asyncflow report runs/NAME   write the report page of a run again
 """

@@ -57,7 +57,8 @@ class Adapter:
         try:
             factory = getattr(importlib.import_module(module), attribute)
         except (Exception, SystemExit) as error:
-            again = f". It needs {', '.join(self.spec.requires)}: {self.cure}" if self.spec.requires else ""
+            lacks = isinstance(error, ImportError) and self.spec.requires
+            again = f". It needs {', '.join(self.spec.requires)}: {self.cure}" if lacks else ""
             raise PluginError(
                 f"{what}: importing {self.spec.factory!r} failed: {type(error).__name__}: {error}{again}"
             ) from error

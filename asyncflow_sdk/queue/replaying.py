@@ -37,7 +37,7 @@ UNTOLD = ("_now", "_lease_ends", "_request_ends")
 
 @dataclass(frozen=True)
 class Cut:
-    """A moment of a run. ``what``: happened; ``step``: the first that is not acknowledged."""
+    """A moment of a run. ``time_s``: since the journal begins; ``what``: happened; ``step``: the first that is not acknowledged."""
 
     time_s: float
     what: str
@@ -101,11 +101,14 @@ class _Watch:
     def __init__(self, server: QueueServer, told: Callable[[Cut], None] | None) -> None:
         self._server, self._told = server, told
         self.cuts: list[Cut] = []
+        self._began = 0.0
 
     def cut(self, what: str, now: float) -> None:
         ledger = self._server.ledger
         step = ledger._next_to_train() if ledger.steps is not None else 0
-        self.cuts.append(Cut(now, what, step, ledger.version, ledger.audit()))
+        if not self.cuts:
+            self._began = now
+        self.cuts.append(Cut(now - self._began, what, step, ledger.version, ledger.audit()))
         if self._told is not None:
             self._told(self.cuts[-1])
 

@@ -234,5 +234,6 @@ def test_an_engine_that_exits_on_import_is_an_error_that_names_it(
     (tmp_path / "exiting_engine.py").write_text("raise SystemExit('no GPU')\n")
     monkeypatch.syspath_prepend(tmp_path)
 
-    with pytest.raises(af.PluginError, match=r"importing 'exiting_engine:E' failed: SystemExit: no GPU"):
-        Adapter(AdapterSpec(kind="train", name="x", factory="exiting_engine:E"), "mine 1.0").load()
+    spec = AdapterSpec(kind="train", name="x", factory="exiting_engine:E", requires=["numpy>=1"])
+    with pytest.raises(af.PluginError, match=r"importing 'exiting_engine:E' failed: SystemExit: no GPU$"):
+        Adapter(spec, "mine 1.0").load()  # what it needs is there, and no pip line would help
