@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one request. ``reason``: stop, length, abort, or another word of vLLM's. ``versions``: (label, first token, end).
-    ``prompt_logprobs``: of each token of the prompt but the first, where they were asked for."""
+    """One response. ``index``: among those of its request. ``reason``: stop, length, abort, or another word of vLLM's.
+    ``versions``: (label, first token, end). ``prompt_logprobs``: of each token of the prompt but the first, where they were
+    asked for."""
 
+    index: int
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     reason: str
@@ -28,8 +30,11 @@ class Access(abc.ABC):
         """Called once, before the others. Whether log-probs are under the whole vocabulary also where a draw is cut."""
 
     @abc.abstractmethod
-    async def answer(self, name: str, prompt: list[int], parameters: Mapping[str, Any]) -> Answer:
-        """See a request through. Cancelled, it is aborted."""
+    def answers(
+        self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int
+    ) -> AsyncGenerator[Sequence[Answer], None]:
+        """See a request for ``n`` responses through: each as it ends, together with those that ended with it. The seed is that
+        of the first; each of the others has the next. Closed or cancelled, what is left is aborted. n is 1 at temperature 0."""
 
     @abc.abstractmethod
     async def abort(self, names: Sequence[str]) -> None:

@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from asyncflow_sdk.errors import EngineError, EngineGone, WeightError, WeightMismatch
-from asyncflow_sdk.interfaces import Capabilities, Completion, Request, RolloutEngine, WeightUpdate
+from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
 from asyncflow_sdk.interfaces.rollout import Swap
 from asyncflow_sdk.weights import Handover
 
-from .access import Access
+from .access import Access, Answer
 from .checkpoint import Checkpoint, first_equal
-from .requests import Limits, completion, drawing, end_tokens, scoring
+from .requests import Limits, completions, drawing, end_tokens, scoring
 
 CLOSE_S = 10.0
 
@@ -38,7 +39,8 @@ class VllmRollout(RolloutEngine):
         )
         self._first_version, self._ids = version, itertools.count()
         self._handover = Handover()
-        self._running: dict[str, asyncio.Task[Completion]] = {}
+        self._running: set[str] = set()
+        self._idle = asyncio.Event()
         self._interrupted: set[str] = set()
         self._refusal = ""
         self._prepared = False
@@ -47,45 +49,41 @@ class VllmRollout(RolloutEngine):
 
     # ---- generating
 
-    async def generate(self, request: Request) -> AsyncIterator[Completion]:
-        """Yield each response as it finishes. Closing the generator aborts what is left."""
+    async def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:
+        """Yield each response as it finishes. Closing the generator aborts what is left. A greedy response is drawn once, and is
+        all ``n`` of them."""
         await self._prepare()
         prompt = self._limits.check(request)
         self._check_usable()
-        tasks = []
-        for index in range(request.n):
-            name = f"asyncflow-{next(self._ids)}"
-            task = asyncio.create_task(self._respond(name, prompt, request, index), name=name)
-            self._running[name] = task
-            task.add_done_callback(self._ended)
-            tasks.append(task)
+        name = f"asyncflow-{next(self._ids)}"
+        parameters, greedy = drawing(request, self._ends), request.sampling.temperature == 0
+        answered = self._access.answers(name, prompt, parameters, 1 if greedy else request.n)
+        self._running.add(name)
+        self._idle.clear()
         try:
-            for each in asyncio.as_completed(tasks):
-                yield await each
+            async with contextlib.aclosing(answered):
+                async for answers in answered:
+                    for answer in answers:
+                        self._check_end(name, answer)
+                    if greedy:
+                        answers = [replace(answers[0], index=index) for index in range(request.n)]
+                    for each in completions(answers, self._first_version):
+                        yield each
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._running.discard(name)
+            self._interrupted.discard(name)
+            if not self._running:
+                self._idle.set()
 
-    async def _respond(self, name: str, prompt: list[int], request: Request, index: int) -> Completion:
-        self._check_usable()  # a load may have broken off since it was asked for
-        if name in self._interrupted:  # before vLLM knew of it
-            return Completion(index, (), (), "aborted")
-        answer = await self._access.answer(name, prompt, drawing(request, index, self._ends))
-        reason = answer.reason
-        if reason == "abort" and name in self._interrupted:
-            reason = "aborted"
-        elif reason not in ("stop", "length"):
-            self._check_usable()
-            raise EngineError(f"vLLM ended a request with {reason!r} after {len(answer.token_ids)} tokens")
-        return completion(index, answer, reason, self._first_version)
-
-    def _ended(self, task: asyncio.Task[Completion]) -> None:
-        del self._running[task.get_name()]
-        self._interrupted.discard(task.get_name())
+    def _check_end(self, name: str, answer: Answer) -> None:
+        """Raises EngineError for one that nobody has ended."""
+        if answer.reason in ("stop", "length") or (answer.reason == "abort" and name in self._interrupted):
+            return
+        self._check_usable()
+        raise EngineError(f"vLLM ended a request with {answer.reason!r} after {len(answer.token_ids)} tokens")
 
     async def interrupt(self) -> None:
-        self._interrupted |= self._running.keys()
+        self._interrupted |= self._running
         await self._access.abort(list(self._running))
 
     async def logprobs(
@@ -111,7 +109,9 @@ class VllmRollout(RolloutEngine):
             )
         if not response:
             return []
-        answer = await self._access.answer(f"asyncflow-{next(self._ids)}", prompt + response, scoring())
+        answered = self._access.answers(f"asyncflow-{next(self._ids)}", prompt + response, scoring(), 1)
+        async with contextlib.aclosing(answered):
+            (answer,) = [each async for answers in answered for each in answers]
         return [float(each) for each in answer.prompt_logprobs[-len(response) :]]
 
     # ---- new weights
@@ -182,11 +182,11 @@ class VllmRollout(RolloutEngine):
     async def close(self) -> None:
         """Let go of vLLM. Requests still running get an EngineError."""
         self._refusal = self._refusal or "the engine was closed"
-        running = list(self._running.values())
         with contextlib.suppress(Exception):
             await self._access.abort(list(self._running))
-        if running:
-            await asyncio.wait(running, timeout=CLOSE_S)
+        if self._running:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), CLOSE_S)
         await self._access.close()
         self._handover.close()
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from asyncflow_sdk.errors import EngineError
-from asyncflow_sdk.interfaces import Completion, Request
-from asyncflow_sdk.types import VersionSpan
+from asyncflow_sdk.interfaces import Completion, Completions, Request
+from asyncflow_sdk.types import Ragged, VersionSpan
 
 from .access import Answer
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM draws at this one when it is asked for a lower one that is not 0."""
+_REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 class Limits:
@@ -61,7 +62,7 @@ class Limits:
         outside = row[(row < 0) | (row >= self.vocabulary)] if row.size else row
         if outside.size:
             raise EngineError(f"token id {outside[0]} is not in the vocabulary of {self.vocabulary}")
-        return [int(token) for token in row]
+        return row.tolist()  # type: ignore[no-any-return]
 
 
 def end_tokens(folder: str) -> list[int]:
@@ -74,13 +75,13 @@ def end_tokens(folder: str) -> list[int]:
     return []
 
 
-def drawing(request: Request, index: int, ends: Sequence[int]) -> dict[str, Any]:
-    """vLLM's SamplingParams of response number ``index``: nothing but what was asked for; its and the model's own defaults are
-    switched off."""
+def drawing(request: Request, ends: Sequence[int]) -> dict[str, Any]:
+    """vLLM's SamplingParams, with the seed of the first response: nothing but what was asked for; its and the model's own defaults
+    are switched off."""
     sampling = request.sampling
     return {
         "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-        "max_tokens": sampling.max_tokens, "seed": _seed(request, index), "logprobs": 0, "detokenize": False,
+        "max_tokens": sampling.max_tokens, "seed": _seed(request), "logprobs": 0, "detokenize": False,
         "ignore_eos": True,  # which is the tokenizer's: the model's are among the following
         "stop_token_ids": [*ends, *sampling.stop_ids],
     }  # fmt: skip
@@ -91,23 +92,39 @@ def scoring() -> dict[str, Any]:
     return {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
 
 
-def completion(index: int, answer: Answer, finish_reason: str, first_version: int) -> Completion:
-    """``first_version``: what the weights are of that vLLM has started with."""
+def completions(answers: Sequence[Answer], first_version: int) -> Iterator[Completion | Completions]:
+    """Of finished answers: together, if one version drew all of them. ``first_version``: what the weights are of that vLLM has
+    started with."""
+    labels = {label for answer in answers for label, start, end in answer.versions if start < end}
+    if len(answers) == 1 or len(labels) != 1 or not all(answer.token_ids for answer in answers):
+        yield from (_completion(answer, first_version) for answer in answers)
+        return
+    ids = Ragged.of([np.array(answer.token_ids, np.int32) for answer in answers])
+    yield Completions(
+        np.array([answer.index for answer in answers], np.int64),
+        ids,
+        Ragged(np.concatenate([np.array(answer.logprobs, np.float32) for answer in answers]), ids.offsets),
+        [_REASONS[answer.reason] for answer in answers],
+        _number(labels.pop(), first_version),
+    )
+
+
+def _completion(answer: Answer, first_version: int) -> Completion:
     spans = tuple(
         VersionSpan(_number(label, first_version), start, end) for label, start, end in answer.versions if start < end
     )
     ids, logprobs = np.array(answer.token_ids, np.int32), np.array(answer.logprobs, np.float32)
-    return Completion(index, token_ids=ids, logprobs=logprobs, finish_reason=finish_reason, spans=spans)
+    return Completion(answer.index, ids, logprobs, _REASONS[answer.reason], spans)
 
 
 def _number(label: str, first_version: int) -> int:
     return first_version if label == "default" else int(label)
 
 
-def _seed(request: Request, index: int) -> int | None:
-    """Another one for each response, and for what is drawn behind a part of one."""
+def _seed(request: Request) -> int | None:
+    """Of the first response; other ones for what is drawn behind a part of one."""
     seed = request.sampling.seed if request.seed is None else request.seed
     if seed is None:
         return None
-    words = [seed & (1 << 64) - 1, request.first + index, request.drawn]
-    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    words = [seed & (1 << 64) - 1, request.drawn]
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(2)) + request.first

@@ -13,7 +13,6 @@ from asyncflow_sdk.errors import ConfigError
 
 from .checkpoint import Checkpoint
 from .engine import VllmRollout
-from .registering import owned
 from .requests import Limits
 
 
@@ -41,8 +40,6 @@ class VllmEngine(VllmRollout):
     ) -> None:
         if max_rows < 1 or tensor_parallel < 1:
             raise ConfigError(f"max_rows and tensor_parallel must be 1 or more, not {max_rows} and {tensor_parallel}")
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         from .inside import Inside
         from .starting import arguments, swaps
 
@@ -52,8 +49,7 @@ class VllmEngine(VllmRollout):
         )
         try:
             config = made.create_engine_config()
-            with owned():
-                llm = AsyncLLM.from_vllm_config(config, disable_log_stats=made.disable_log_stats)
+            inside = Inside(config, disable_log_stats=made.disable_log_stats)
         except ConfigError:
             raise
         except Exception as error:
@@ -61,4 +57,4 @@ class VllmEngine(VllmRollout):
         of = config.model_config
         checkpoint.dtype = str(of.dtype).removeprefix("torch.")
         limits = Limits(vocabulary=of.get_vocab_size(), context=of.max_model_len, rows=max_rows)
-        super().__init__(Inside(llm), model, checkpoint, limits, version=version, swap=swap)
+        super().__init__(inside, model, checkpoint, limits, version=version, swap=swap)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -94,7 +95,7 @@ class Reply(msgspec.Struct):
     choices: list[_Choice]
     prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
 
-    def answer(self, prompt: Sequence[int]) -> Answer:
+    def answer(self, index: int, prompt: Sequence[int]) -> Answer:
         """Raises EngineError for what is no answer: tokens without log-probs, or with those of others."""
         if len(self.choices) != 1:
             raise EngineError(f"vLLM gave {len(self.choices)} responses where one was asked for")
@@ -110,7 +111,7 @@ class Reply(msgspec.Struct):
         if _NONE in logprobs or _NONE in of_prompt:
             raise EngineError("vLLM gave a token without its log-prob")
         versions = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
-        return Answer(choice.token_ids, logprobs, choice.finish_reason, versions, of_prompt)
+        return Answer(index, choice.token_ids, logprobs, choice.finish_reason, versions, of_prompt)
 
 
 class Served(Access):
@@ -122,7 +123,8 @@ class Served(Access):
         self._request_s, self._update_s = request_s, update_s
         self._mine = secrets.token_hex(8)
         """Before the names of this engine's requests: whoever had the server before may have used the same."""
-        self._asked: set[str] = set()
+        self._asked: dict[str, list[str]] = {}
+        """Of each request its responses that are to come: the server is asked for one by one, since of several each waits for the others."""
         self._ending: set[str] = set()
         self._ends: asyncio.Task[None] | None = None
         self._lost = ""
@@ -130,20 +132,37 @@ class Served(Access):
     async def prepare(self) -> bool:
         return self._cuts
 
-    async def answer(self, name: str, prompt: list[int], parameters: Mapping[str, Any]) -> Answer:
-        name = f"{self._mine}-{name}"
+    async def answers(
+        self, name: str, prompt: list[int], parameters: Mapping[str, Any], n: int
+    ) -> AsyncGenerator[Sequence[Answer], None]:
+        asked = self._asked[name] = [f"{self._mine}-{name}-{index}" for index in range(n)]
+        seed = parameters.get("seed")
+        tasks = []
+        for index, each in enumerate(list(asked)):
+            own = parameters if seed is None else {**parameters, "seed": seed + index}
+            tasks.append(asyncio.create_task(self._answer(index, each, prompt, own)))
+            tasks[-1].add_done_callback(functools.partial(self._ended, asked, each))
+        try:
+            for ended in asyncio.as_completed(tasks):
+                yield [await ended]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            del self._asked[name]
+
+    async def _answer(self, index: int, name: str, prompt: list[int], parameters: Mapping[str, Any]) -> Answer:
         body = {"request_id": name, "token_ids": prompt, "sampling_params": parameters}
         most = _ANSWER_BYTES + _TOKEN_BYTES * (len(prompt) + parameters["max_tokens"])
-        self._asked.add(name)
-        try:
-            reply: Reply = await self._post("/inference/v1/generate", body, Reply, self._request_s, most)
-        finally:
-            self._asked.discard(name)
-            self._ending.discard(name)
-        return reply.answer(prompt)
+        reply: Reply = await self._post("/inference/v1/generate", body, Reply, self._request_s, most)
+        return reply.answer(index, prompt)
+
+    def _ended(self, asked: list[str], name: str, _: object) -> None:
+        asked.remove(name)
+        self._ending.discard(name)
 
     async def abort(self, names: Sequence[str]) -> None:
-        self._ending |= self._asked & {f"{self._mine}-{name}" for name in names}
+        self._ending.update(each for name in names for each in self._asked.get(name, ()))
         if self._ending and (self._ends is None or self._ends.done()):
             self._ends = asyncio.create_task(self._end())
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -64,9 +65,10 @@ class ServerInfo(msgspec.Struct):
 
     vllm_config: _Config
 
-    def check(self, name: str) -> None:
-        """Raise ConfigError, with all reasons, unless versions can be loaded into it and its log-probs are a trainer's."""
-        config, problems = self.vllm_config, []
+    def check(self, name: str, doors: Sequence[str] = ()) -> None:
+        """Raise ConfigError, with all reasons, unless versions can be loaded into it and its log-probs are a trainer's. ``doors``:
+        reasons that are known already."""
+        config, problems = self.vllm_config, list(doors)
         backend = config.weight_transfer_config.backend if config.weight_transfer_config else "none"
         if backend != BACKEND:
             problems.append(
@@ -93,7 +95,11 @@ class ServerInfo(msgspec.Struct):
             if what is not None:
                 problems.append(why)
         if problems:
-            raise ConfigError(f"{name} cannot be used: " + "; ".join(problems))
+            raise _unusable(name, problems)
+
+
+def _unusable(name: str, problems: Sequence[str]) -> ConfigError:
+    return ConfigError(f"{name} cannot be used: " + "; ".join(problems))
 
 
 class VllmServer(VllmRollout):
@@ -129,15 +135,17 @@ class VllmServer(VllmRollout):
                 " memory of this host; run the rollout worker there (asyncflow worker), and give it a loopback address"
             )
         checkpoint, name = Checkpoint(model), f"the vLLM server at {at}"
-        info = _server_info(at, key, name)
-        info.check(name)
+        doors, info = _no_tokens(at, key), _server_info(at, key)
+        if info is None:
+            doors.append("it has no routes for new weights: start it with VLLM_SERVER_DEV_MODE=1 in its environment")
+            raise _unusable(name, doors)
+        info.check(name, doors)
         of = info.vllm_config.model_config
         checkpoint.dtype = of.dtype.removeprefix("torch.")
         limits = Limits(vocabulary=_vocabulary(model), context=of.max_model_len, rows=max_rows)
         claim = Claim(at)
         try:
             cuts = _first_version(at, key, FolderWeights(model, checkpoint, version), update_s)
-            _check_tokens(at, key, name)
         except BaseException:
             claim.close()
             raise
@@ -145,34 +153,33 @@ class VllmServer(VllmRollout):
         super().__init__(served, model, checkpoint, limits, version=version)
 
 
-def _server_info(url: str, key: str | None, name: str) -> ServerInfo:
+def _server_info(url: str, key: str | None) -> ServerInfo | None:
+    """None of a server that does not say."""
     try:
         said = call_now(url, "/server_info?config_format=json", key, timeout_s=INFO_S, most_bytes=INFO_BYTES)
     except Refused as error:
         if error.status != 404:
             raise
-        raise ConfigError(
-            f"{name} has no routes for new weights: start it with VLLM_SERVER_DEV_MODE=1 in its environment ({error})"
-        ) from None
+        return None
     try:
         return msgspec.json.decode(said, type=ServerInfo)
     except msgspec.DecodeError as error:
         raise ConfigError(f"what answers at {url} is no vLLM server that this adapter knows: {error}") from None
 
 
-def _check_tokens(url: str, key: str | None, name: str) -> None:
-    """Raises ConfigError unless it takes token ids."""
-    least = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False}}
+def _no_tokens(url: str, key: str | None) -> list[str]:
+    """Why it would take no token ids from here. Asked for nothing, so that nothing is generated."""
     try:
-        call_now(url, "/inference/v1/generate", key, least)
+        call_now(url, "/inference/v1/generate", key, {})
     except Refused as error:
-        why = {
-            401: "its key is another: see key_env=",
-            403: "it takes no token ids: start it with --enable-scale-out",
-        }
-        if error.status not in why:
+        if error.status == 401:
+            asked = "it asks for a key: say key_env=" if key is None else "it has another key than that in key_env="
+            return [f"{asked}, the environment variable that holds its --api-key"]
+        if error.status in (403, 404):
+            return ["it takes no token ids: start it with --enable-scale-out"]
+        if error.status >= 500:
             raise
-        raise ConfigError(f"{name} cannot be used: {why[error.status]} ({error})") from None
+    return []
 
 
 def _first_version(url: str, key: str | None, weights: FolderWeights, update_s: float) -> bool:

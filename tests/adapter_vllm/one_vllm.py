@@ -25,6 +25,8 @@ WANTED = {
     "--worker-extension-cls": "asyncflow_vllm.worker.WorkerExtension",
 }  # fmt: skip
 """What an engine wants of a server."""
+KEY_ENV, KEY = "ASYNCFLOW_TEST_VLLM_KEY", "a-key"
+"""Where its key is, and what it is."""
 
 
 class Server:
@@ -80,7 +82,7 @@ def server(folder: str) -> Server:
     config = Path(folder, "config.json").read_bytes()
     if config not in _started:
         wanted = [word for pair in WANTED.items() for word in pair]
-        made = Server(folder, ["--enable-scale-out", *wanted], VLLM_SERVER_DEV_MODE="1")
+        made = Server(folder, ["--enable-scale-out", "--api-key", KEY, *wanted], VLLM_SERVER_DEV_MODE="1")
         atexit.register(made.close)
         _started[config] = made
     return _started[config]
@@ -90,4 +92,5 @@ def attached(model: str, **options: Any) -> Any:
     """An engine that uses it."""
     from asyncflow_vllm.server import VllmServer
 
-    return VllmServer(model, **{"url": server(model).url, "max_rows": 32, **options})
+    os.environ[KEY_ENV] = KEY
+    return VllmServer(model, **{"url": server(model).url, "key_env": KEY_ENV, "max_rows": 32, **options})

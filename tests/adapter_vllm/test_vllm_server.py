@@ -8,6 +8,7 @@ import os
 import signal
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,9 +16,13 @@ import numpy as np
 import one_vllm
 import pytest
 
+import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, EngineError, EngineGone, WeightError
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.testing.kit.conformance import checks_of
+from asyncflow_sdk.types.events import Loaded
+
+STEPS = 4
 
 # The shared server is there after an engine that used it.
 SHARED = [each.name for each in checks_of("rollout") if each.tier in ("basic", "full") and each.name != "closes"]
@@ -98,12 +103,55 @@ def test_a_server_that_cannot_is_refused_with_the_reason(
         ({"url": "127.0.0.1:8000"}, "is not like http://127.0.0.1"),
         ({"key_env": "NOT_SET_ANYWHERE"}, "key_env='NOT_SET_ANYWHERE'"),
         ({"max_rows": 0}, "max_rows must be 1 or more"),
+        ({"key_env": None}, "the vLLM server at http.* cannot be used: it asks for a key: say key_env="),
+        ({"key_env": "PATH"}, "cannot be used: it has another key than that in key_env=, .* --api-key"),
         ({}, "another engine of this host has the server"),
     ],
 )
 def test_what_cannot_be_attached_to_is_refused(lab: Any, options: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         lab.make(model=lab.policy.folder, **options)
+
+
+def test_a_server_started_for_something_else_is_refused_with_what_it_lacks(lab: Any) -> None:
+    server = one_vllm.Server(lab.policy.folder, [])
+    try:
+        with pytest.raises(ConfigError, match=r"--enable-scale-out; .* VLLM_SERVER_DEV_MODE=1"):
+            lab.make(model=lab.policy.folder, url=server.url)
+    finally:
+        server.close()
+
+
+def share_of_high(response_ids: Any) -> list[float]:
+    return [float(sum(int(token) > 20 for token in row)) / len(row) for row in response_ids]
+
+
+def test_a_whole_run_uses_a_server_and_proves_each_version(lab: Any, tmp_path: Path) -> None:
+    lab.close()
+    model, events = lab.policy.folder, []
+    workflow = af.Workflow(
+        prompts={"prompt_ids": af.Ragged.of([[5, 6, 7], [8, 9], [10, 11, 12, 13]])},
+        rollout=af.Rollout(
+            "vllm-server", model=model, url=one_vllm.server(model).url, key_env=one_vllm.KEY_ENV, max_rows=32,
+            group_size=8, prompt="prompt_ids", sampling=af.Sampling(max_tokens=8),
+        ),
+        reward=share_of_high,
+        train=af.Train("torch", model=model, lr=3e-3, threads=1),
+        batch_size=24, steps=STEPS, staleness=af.Staleness(max_staleness=1),
+        weights=af.Weights(probe=af.Probe(((5, 6, 7), (8, 9)), ((10, 11, 12), (13, 14))), verify=["probe"]),
+    )  # fmt: skip
+
+    result = workflow.run(tmp_path / "run", on_event=events.append)
+
+    assert (result.summary["steps"], result.summary["balanced"]) == (STEPS, True)
+    loaded = [event.version for event in events if isinstance(event, Loaded)]  # each proven by its log-probs
+    assert max(loaded) >= STEPS - 2
+    drew = set()
+    for _, batch in af.read_steps(tmp_path / "run"):
+        assert batch.array("reward").tolist() == pytest.approx(share_of_high(batch.ragged("response_ids")))
+        drew |= {int(version) for spans in batch.ragged("version_spans") for version, _, _ in spans}
+    assert max(drew) >= 1
+    lab.start()
 
 
 def test_an_engine_begins_on_the_folders_weights_whatever_the_server_was_left_on(lab: Any) -> None:
@@ -159,8 +207,9 @@ def test_requests_of_others_are_not_aborted(lab: Any) -> None:
 
     def ask() -> Any:
         asked = urllib.request.Request(
-            f"{url}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+            f"{url}/inference/v1/generate", json.dumps(body).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {one_vllm.KEY}"},
+        )  # fmt: skip
         with urllib.request.urlopen(asked, timeout=120) as answer:
             return json.load(answer)
 

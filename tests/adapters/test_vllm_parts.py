@@ -35,7 +35,7 @@ def test_all_end_tokens_of_the_folder_are_asked_for(tmp_path: Path, files: Any, 
         (tmp_path / name).write_text(json.dumps(content))
 
     assert end_tokens(str(tmp_path)) == ends
-    asked = drawing(Request(np.array([5], np.int32), Sampling(stop_ids=(11,))), 0, end_tokens(str(tmp_path)))
+    asked = drawing(Request(np.array([5], np.int32), Sampling(stop_ids=(11,))), end_tokens(str(tmp_path)))
     assert asked["stop_token_ids"] == [*ends, 11]
 
 
