@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import queue
 import signal
 import socket
 import threading
@@ -22,19 +23,36 @@ from .live import LiveView
 
 LEAVE_S = 60.0
 """For so long clients may take to leave once the stream has ended (seconds)."""
+SHOWN_S = 5.0
+MOST_UNSHOWN = 10_000
+"""So many events may wait to be shown; the rest of them is not."""
 
 
-class _Watch:
-    """Hears what the server says, in its thread, and wakes whoever waits: it looks at the queue now and then by itself."""
+class Watch:
+    """Hears what the server says, in its thread, and wakes whoever waits: it looks at the queue now and then by itself. ``show`` is
+    called in a thread of its own: a terminal that is held, or a pipe that nobody reads, must not hold the server."""
 
     def __init__(self, show: Callable[[Event], None]) -> None:
         self._show = show
         self._looked = threading.Event()
+        self._heard: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._showing, name="asyncflow-shown", daemon=True)
+        self._thread.start()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Status):
             self._looked.set()
-        self._show(event)
+        if self._heard.qsize() < MOST_UNSHOWN:
+            self._heard.put(event)
+
+    def close(self) -> None:
+        """Show what was heard, and nothing more. What cannot be shown in seconds is left out."""
+        self._heard.put(None)
+        self._thread.join(SHOWN_S)
+
+    def _showing(self) -> None:
+        while (event := self._heard.get()) is not None:
+            self._show(event)
 
     def wait_for(self, run: Run, there: Callable[[StatusReport], bool], timeout_s: float = math.inf) -> None:
         """Until the queue's status is so, or the time is up."""
@@ -48,14 +66,14 @@ def serve_run(directory: Path, address: str, console: Console, feed: dict[str, A
     """Serve until the stream has ended and every row with it, or Ctrl-C. ``feed``: what ``Run.feed`` takes; None for
     others to do. Raises what ``serve`` and ``load_prompts`` raise."""
     steps = limits.get("steps")
-    show = LiveView(steps, f"asyncflow serve {directory}", console) if steps else _Lines(console)
-    watch = _Watch(show)
+    show = LiveView(steps, f"asyncflow serve {directory}", console) if steps else Lines(console)
+    watch = Watch(show)
     with stopped_by_signals(), serve(directory, address=address, on_event=watch, **limits) as run:
         if feed is not None:
             run.feed(**feed)
         served = next((each for each in run.addresses if each.startswith("tcp:")), run.address)
         console.print(invitation(directory, served), markup=False, soft_wrap=True, highlight=False)
-        with show:
+        with show, contextlib.closing(watch):
             watch.wait_for(run, lambda status: status.over and not status.live)
             watch.wait_for(run, lambda status: status.session_count <= 1, LEAVE_S)
         console.print(f"the stream has ended: {run.audit()}", markup=False, soft_wrap=True, highlight=False)
@@ -96,7 +114,7 @@ def stopped_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class _Lines:
+class Lines:
     """What happens, a line each; for runs that have no last step to draw."""
 
     def __init__(self, console: Console) -> None:
@@ -121,7 +139,7 @@ class _Lines:
         with contextlib.suppress(OSError, ValueError):  # the terminal went away; the run goes on
             self._console.print(lines, markup=False, highlight=False, soft_wrap=True)
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> Lines:
         return self
 
     def __exit__(self, *exc: object) -> None: ...
