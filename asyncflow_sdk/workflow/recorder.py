@@ -43,6 +43,8 @@ from .arrays import reading, write_arrays
 from .tally import Tally
 
 MOST_WAITING = 256
+MOST_EVENTS = 200_000
+"""So many may wait for a listener that blocks, such as a terminal that is held; of the rest only trained steps are kept."""
 CLOSE_S = 60.0
 GATHER_S = 0.25
 """Events come in bursts: so long they are gathered, since each wake-up takes the interpreter from the queue's server."""
@@ -83,6 +85,7 @@ class Recorder:
         self.staleness_max = 0
         self.tally = Tally()
         self._waiting = self._skipped = 0  # steps not yet written; steps left out
+        self._unheard = 0  # events left out
         self._lost, self._last_lost = 0, ""  # steps that could not be written
         self.errors: list[str] = []
         if again:
@@ -143,6 +146,9 @@ class Recorder:
     def event(self, event: Event) -> None:
         if isinstance(event, ev.StepTrained):
             self._write(event, at_once=True)
+        elif self._inbox.qsize() >= MOST_EVENTS:
+            self._unheard += 1
+            return
         self._inbox.put(event)
 
     def step(self, step: int, read: Callable[[], Batch]) -> None:
@@ -162,6 +168,8 @@ class Recorder:
         if self._thread.is_alive():
             self.errors.append("a listener still blocks; its last events were left out")
             return
+        if self._unheard:
+            self.errors.append(f"{self._unheard} events were left out while a listener blocked")
         if self._lost > 1:
             self.errors.append(f"{self._lost} steps were not recorded, the last: {self._last_lost}")
         try:
