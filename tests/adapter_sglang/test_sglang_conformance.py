@@ -30,11 +30,11 @@ def test_an_attached_engine_conforms_in_any_order(check: BoundCheck) -> None:
 
 
 def test_an_engine_with_a_server_of_its_own_conforms_and_leaves_nothing() -> None:
-    """In a process that knows nothing of the shared server, which is still there when an engine is closed."""
+    """In a process that knows nothing of the shared server, which is still there when an engine is closed. Also where replicas are killed."""
     code = (
         "import one_server\n"
         "from asyncflow_sdk.testing import Conformance\n"
-        "only = ['capabilities', 'greedy', 'update', 'closes']\n"
+        "only = ['capabilities', 'greedy', 'update', 'closes', 'killed']\n"
         "kit = Conformance('rollout', 'sglang', options=one_server.OWN, only=only, limit_s=300.0)\n"
         "raise SystemExit(not kit.run(print).ok)\n"
     )
