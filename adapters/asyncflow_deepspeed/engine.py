@@ -15,20 +15,21 @@ from typing import Any
 import torch
 
 from asyncflow_sdk.algorithms import GRPO
-from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Algorithm
+from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.policy import context_of, load_policy
 from asyncflow_torch.ranks import Ranks, local_device
 from asyncflow_torch.recomputing import compute_again
 from asyncflow_torch.schedules import go_to, make_schedule, steps_made
+from asyncflow_torch.shares import VALUES
 from asyncflow_torch.train import check_positive
 
 from . import checkpoint, starting
 from .config import make_config
 from .loading import in_parts, stored_dtype
-from .optimizer import CheckedAdamW
 from .places import shape_of
+from .trained import DeepSpeedCritic, Trained
 from .weights import published
 
 
@@ -41,7 +42,8 @@ class DeepSpeedEngine(DataParallelEngine):
     (NCCL, the GPU of LOCAL_RANK) where there is one, else "cpu" (gloo). ``collective_timeout_s``: how long a rank waits for
     the others within a call before they are said to be gone. ``bucket_bytes``: the most that a rank holds beyond its part while it saves, loads
     or exports weights. ``offload``: the optimizer's part lies in host memory, and steps there. ``config``: more of
-    DeepSpeed's configuration. All other options are those of FsdpEngine and TorchEngine.
+    DeepSpeed's configuration. All other options are those of FsdpEngine and TorchEngine. A critic is a second model under the same
+    stage and configuration.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class DeepSpeedEngine(DataParallelEngine):
         temperature: float = 1.0,
         micro_batch_tokens: int | None = None,
         updates: int = 1,
+        critic: str | None = None,
+        critic_lr: float | None = None,
         offload: bool = False,
         checkpointing: bool = False,
         attention: str | None = None,
@@ -74,7 +78,7 @@ class DeepSpeedEngine(DataParallelEngine):
     ) -> None:
         check_positive(
             lr=lr, max_grad_norm=max_grad_norm, temperature=temperature, micro_batch_tokens=micro_batch_tokens, updates=updates,
-            bucket_bytes=bucket_bytes, collective_timeout_s=collective_timeout_s, threads=threads,
+            critic_lr=critic_lr, bucket_bytes=bucket_bytes, collective_timeout_s=collective_timeout_s, threads=threads,
         )  # fmt: skip
         if threads is not None:
             torch.set_num_threads(threads)
@@ -85,30 +89,33 @@ class DeepSpeedEngine(DataParallelEngine):
             stage=stage, dtype=dtype, max_grad_norm=max_grad_norm, offload_optimizer=offload, given=config
         )
         deepspeed, kind = starting.start(device)
-        self._stage, self._begun = stage, False
-        self._engine: Any = None
-        self._norm: float | None = None
+        algorithm = algorithm or GRPO()
+        self._policy: Trained | None = None
+        self._values: DeepSpeedCritic | None = None
         ranks = Ranks.join(local_device(kind), timeout_s=collective_timeout_s)
         try:
             with ranks.calling("make"):
-                plain = self._load(ranks, settings, dtype, attention)
-                if checkpointing:
-                    compute_again(plain)
-                optimizer = CheckedAdamW(
-                    plain.parameters(), lr=lr, betas=tuple(betas), weight_decay=weight_decay, fused=True
-                )
-                self._engine, *_ = deepspeed.initialize(model=plain, optimizer=optimizer, config=settings)
-                optimizer.norm = self._known_norm
+                plain = self._load(model, ranks, settings, dtype, attention)
+
+                def trained(whole: Any, rate: float) -> Trained:
+                    if checkpointing:
+                        compute_again(whole)
+                    return Trained(deepspeed, whole, settings, lr=rate, betas=betas, weight_decay=weight_decay)
+
+                self._policy = trained(plain, lr)
                 self._schedule = make_schedule(
-                    optimizer, schedule, warmup_steps=warmup_steps, decay_steps=decay_steps
+                    self._policy.optimizer, schedule, warmup_steps=warmup_steps, decay_steps=decay_steps
                 )
+                if VALUES in algorithm.asks:
+                    begins = ValueModel(self._load(critic or model, ranks, settings, dtype, attention)).eval()
+                    self._values = DeepSpeedCritic(trained(begins, critic_lr or lr), ranks, bucket_bytes=bucket_bytes)
             if packed is None:
                 packed = str(plain.config._attn_implementation).startswith("flash_attention")
             super().__init__(
-                self._engine, ranks=ranks, algorithm=algorithm or GRPO(),
+                self._engine, ranks=ranks, algorithm=algorithm,
                 vocabulary=shape_of(plain.get_input_embeddings().weight)[0], context=context_of(plain),
                 device=self._engine.device, temperature=temperature, micro_batch_tokens=micro_batch_tokens,
-                packed=packed, updates=updates,
+                packed=packed, updates=updates, critic=self._values,
             )  # fmt: skip
         except BaseException:
             self._free()
@@ -116,48 +123,70 @@ class DeepSpeedEngine(DataParallelEngine):
             starting.end()
             raise
 
-    def _load(self, ranks: Ranks, settings: Mapping[str, Any], dtype: str, attention: str | None) -> Any:
-        def load() -> Any:
-            return load_policy(self._source, dtype=dtype, device="cpu", attn_implementation=attention)
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's, of the policy."""
+        assert self._policy is not None, "it was closed"
+        return self._policy.engine
 
-        if self._stage < 3:
+    def _trained(self) -> list[Trained]:
+        critic = () if self._values is None else (self._values.trained,)
+        return [each for each in (self._policy, *critic) if each is not None]
+
+    def _load(self, folder: str, ranks: Ranks, settings: Mapping[str, Any], dtype: str, attention: str | None) -> Any:
+        def load() -> Any:
+            return load_policy(folder, dtype=dtype, device="cpu", attn_implementation=attention)
+
+        if settings["zero_optimization"]["stage"] < 3:
             return ranks.together(load)
         with in_parts(settings):
             return load()
 
     def zero_gradients(self) -> None:
-        if self._begun:
-            raise EngineError(
-                "a step broke off, and DeepSpeed holds a part of its gradients: make the engine anew and load a checkpoint"
-            )
+        for each in self._trained():
+            each.check()
 
     def backward(self, loss: Any, *, last: bool) -> None:
-        self._begun = True
-        self._engine.set_gradient_accumulation_boundary(last)
-        self._engine.backward(
-            loss * self._ranks.size
-        )  # DeepSpeed takes the mean over ranks, and losses are parts of one sum
+        assert self._policy is not None
+        # DeepSpeed takes the mean over ranks, and losses are parts of one sum
+        self._policy.backward(loss * self._ranks.size, last=last)
 
     def optimizer_step(self) -> dict[str, float]:
-        rate = self._engine.basic_optimizer.param_groups[0]["lr"]
-        norm = self._make_step()
-        if math.isfinite(norm):
+        assert self._policy is not None
+        rate = self._policy.optimizer.param_groups[0]["lr"]
+        norms: dict[str, float] = {}
+
+        def critic_steps() -> bool:
+            """Within the policy's step, when that could be made."""
+            if self._values is not None and "critic_grad_norm" not in norms:
+                norms["critic_grad_norm"] = self._values.trained.step(lambda: True)
+            return all(map(math.isfinite, norms.values()))
+
+        norm = self._policy.step(critic_steps)
+        if self._values is not None and not norms:  # it could not: then the critic makes none either
+            norms["critic_grad_norm"] = self._values.trained.step(lambda: False)
+        norms["grad_norm"] = norm
+        if all(map(math.isfinite, norms.values())):
             self._schedule.step()
-        return {"grad_norm": norm, "lr": float(rate)}
+        return norms | {"lr": float(rate)}
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
         """This rank's share of the policy, in Hugging Face names and ``dtype``: views. No other rank is asked."""
         return published(self._engine, rank=self._ranks.rank, size=self._ranks.size)
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer and random state below ``path``, which all ranks see: safetensors and JSON, no pickle. Any number
-        of ranks can go on from it, at any stage, and so can an FsdpEngine and a TorchEngine."""
+        """Write weights, optimizer and random state below ``path``, which all ranks see, and a critic's: safetensors and JSON, no
+        pickle. Any number of ranks can go on from it, at any stage, and so can an FsdpEngine and a TorchEngine."""
         with self._ranks.calling("save"):
+            if self._values is not None:
+                self._values.save(path / "critic")
             checkpoint.save(path, self._engine, self._ranks, bucket_bytes=self.bucket_bytes)
 
     def load(self, path: Path) -> None:
         """Continue from what ``save`` wrote, or one of those did. Learning rate and the like are this engine's, not the saved."""
         with self._ranks.calling("load"):
+            if self._values is not None:
+                self._values.load(path / "critic")
             checkpoint.load(path, self._engine, self._ranks, bucket_bytes=self.bucket_bytes)
             go_to(self._schedule, steps_made(self._engine.basic_optimizer))
 
@@ -173,23 +202,7 @@ class DeepSpeedEngine(DataParallelEngine):
         starting.end()
 
     def _free(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.destroy()
-
-    def _make_step(self) -> float:
-        """By the optimizer, if the norm of the gradient is finite. Returns it."""
-        self._norm = None if self._stage else self._norm_of_all()
-        self._engine.set_gradient_accumulation_boundary(True)
-        self._engine.step()
-        self._begun = False
-        return self._known_norm()
-
-    def _known_norm(self) -> float:
-        return float(self._engine.optimizer._global_grad_norm) if self._norm is None else self._norm
-
-    def _norm_of_all(self) -> float:
-        """At stage 0 every rank has the gradient, and DeepSpeed does not say its norm."""
-        gradients = [weight.grad for weight in self._engine.module.parameters() if weight.grad is not None]
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+        trained = self._trained()
+        self._policy, self._values = None, None
+        for each in trained:
+            each.engine.destroy()

@@ -8,23 +8,26 @@ publisher.publish(version, engine.named_weights())       # each rank its shards
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.interfaces import Algorithm
+from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.policy import context_of, device_of, load_policy, named_weights, vocabulary_of
 from asyncflow_torch.ranks import Ranks, local_device
 from asyncflow_torch.schedules import go_to, make_schedule, steps_made
+from asyncflow_torch.shares import VALUES
 from asyncflow_torch.train import check_positive
 
 from . import checkpoint
 from .shards import published
+from .trained import FsdpCritic, Trained
 from .wrapping import shard
 
 
@@ -40,7 +43,7 @@ class FsdpEngine(DataParallelEngine):
     ``offload``: shards and optimizer stay on the CPU. ``reshard_after_forward``: False keeps gathered layers until their backward pass.
     ``checkpointing``: what is within a layer is computed again for the backward pass, not kept. ``attention``: of transformers, as its
     attn_implementation; ``packed``: rows are packed without padding; None does so where attention is FlashAttention. All other options are
-    those of TorchEngine.
+    those of TorchEngine. A critic is in shards as the policy is, with the same options.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class FsdpEngine(DataParallelEngine):
         temperature: float = 1.0,
         micro_batch_tokens: int | None = None,
         updates: int = 1,
+        critic: str | None = None,
+        critic_lr: float | None = None,
         offload: bool = False,
         reshard_after_forward: bool = True,
         checkpointing: bool = False,
@@ -72,31 +77,41 @@ class FsdpEngine(DataParallelEngine):
     ) -> None:
         check_positive(
             lr=lr, max_grad_norm=max_grad_norm, temperature=temperature, micro_batch_tokens=micro_batch_tokens,
-            updates=updates, bucket_bytes=bucket_bytes, collective_timeout_s=collective_timeout_s, threads=threads,
+            updates=updates, critic_lr=critic_lr, bucket_bytes=bucket_bytes, collective_timeout_s=collective_timeout_s,
+            threads=threads,
         )  # fmt: skip
         if threads is not None:
             torch.set_num_threads(threads)
         torch.manual_seed(seed)
-        self._source, self._max_grad_norm, self.bucket_bytes = model, max_grad_norm, bucket_bytes
+        self._source, self.bucket_bytes = model, bucket_bytes
+        algorithm = algorithm or GRPO()
         place = device_of(local_device(device))
         # On the CPU first: only shards come to the device, and on each rank a layer at a time.
-        plain = load_policy(model, dtype=dtype, device="cpu", attn_implementation=attention)
+        load = partial(load_policy, dtype=dtype, device="cpu", attn_implementation=attention)
+        plain = load(model)
         self._dtypes = {name: tensor.dtype for name, tensor in named_weights(plain)}
         vocabulary, context, compute = vocabulary_of(plain), context_of(plain), plain.dtype
         ranks = Ranks.join(str(place), timeout_s=collective_timeout_s)
         try:
             with ranks.calling("make"):
                 mesh = init_device_mesh(place.type, (ranks.size,))
-                sharded = shard(
-                    plain, mesh, compute=compute, offload=offload, reshard_after_forward=reshard_after_forward,
-                    checkpointing=checkpointing,
-                )  # fmt: skip
-                self._parameters = list(sharded.parameters())
-                self._optimizer = torch.optim.AdamW(
-                    self._parameters, lr=lr, betas=tuple(betas), weight_decay=weight_decay, fused=True
-                )
+
+                def trained(whole: Any, rate: float) -> Trained:
+                    sharded = shard(
+                        whole, mesh, compute=compute, offload=offload, reshard_after_forward=reshard_after_forward,
+                        checkpointing=checkpointing,
+                    )  # fmt: skip
+                    return Trained(
+                        sharded, lr=rate, betas=betas, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+                    )
+
+                self._policy = trained(plain, lr)
+                self._values: FsdpCritic | None = None
+                if VALUES in algorithm.asks:
+                    begins = ranks.together(lambda: ValueModel(load(critic or model)).eval())
+                    self._values = FsdpCritic(trained(begins, critic_lr or lr), ranks, bucket_bytes=bucket_bytes)
                 self._schedule = make_schedule(
-                    self._optimizer, schedule, warmup_steps=warmup_steps, decay_steps=decay_steps
+                    self._policy.optimizer, schedule, warmup_steps=warmup_steps, decay_steps=decay_steps
                 )
         except BaseException:
             ranks.close()
@@ -104,44 +119,54 @@ class FsdpEngine(DataParallelEngine):
         if packed is None:
             packed = str(plain.config._attn_implementation).startswith("flash_attention")
         super().__init__(
-            sharded, ranks=ranks, algorithm=algorithm or GRPO(), vocabulary=vocabulary, context=context, device=place,
+            self._policy.model, ranks=ranks, algorithm=algorithm, vocabulary=vocabulary, context=context, device=place,
             temperature=temperature, micro_batch_tokens=micro_batch_tokens, packed=packed, updates=updates,
+            critic=self._values,
         )  # fmt: skip
 
     def zero_gradients(self) -> None:
-        self._optimizer.zero_grad()
+        for each in self._trained().values():
+            each.optimizer.zero_grad()
 
     def backward(self, loss: Any, *, last: bool) -> None:
         (loss * self._ranks.size).backward()  # FSDP takes the mean over ranks, and losses are parts of one sum
 
     def optimizer_step(self) -> dict[str, float]:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm: Any = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        rate = self._optimizer.param_groups[0]["lr"]
-        if not torch.isfinite(norm):
+        trained = self._trained()
+        norms = {name: each.norm() for name, each in trained.items()}
+        rate = self._policy.optimizer.param_groups[0]["lr"]
+        if not all(map(torch.isfinite, norms.values())):
             self.zero_gradients()
         else:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
-            self._optimizer.step()
+            for name, each in trained.items():
+                each.step(norms[name])
             self._schedule.step()
-        return {"grad_norm": float(norm), "lr": float(rate)}
+        return {name: float(norm) for name, norm in norms.items()} | {"lr": float(rate)}
+
+    def _trained(self) -> dict[str, Trained]:
+        """By what its norm is called."""
+        critic = {} if self._values is None else {"critic_grad_norm": self._values.trained}
+        return {"grad_norm": self._policy} | critic
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
         """This rank's shards, and on rank 0 what is not sharded, in Hugging Face names and ``dtype``. No other rank is asked."""
         return published(self._model, self._dtypes, rank=self._ranks.rank, bucket_bytes=self.bucket_bytes)
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer and random state below ``path``, which all ranks see: safetensors and JSON, no pickle. Any number
-        of ranks can go on from it, and so can a TorchEngine."""
+        """Write weights, optimizer and random state below ``path``, which all ranks see, and a critic's: safetensors and JSON, no
+        pickle. Any number of ranks can go on from it, and so can a TorchEngine."""
         with self._ranks.calling("save"):
-            checkpoint.save(path, self._model, self._optimizer, self._ranks, bucket_bytes=self.bucket_bytes)
+            if self._values is not None:
+                self._values.save(path / "critic")
+            checkpoint.save(path, self._model, self._policy.optimizer, self._ranks, bucket_bytes=self.bucket_bytes)
 
     def load(self, path: Path) -> None:
         """Continue from what ``save`` wrote, or a TorchEngine did. Learning rate and the like are this engine's, not the saved."""
         with self._ranks.calling("load"):
-            checkpoint.load(path, self._model, self._optimizer, self._ranks, bucket_bytes=self.bucket_bytes)
-            go_to(self._schedule, steps_made(self._optimizer))
+            if self._values is not None:
+                self._values.load(path / "critic")
+            checkpoint.load(path, self._model, self._policy.optimizer, self._ranks, bucket_bytes=self.bucket_bytes)
+            go_to(self._schedule, steps_made(self._policy.optimizer))
 
     def export(self, path: Path) -> None:
         """Write the policy as a Hugging Face folder, with the tokenizer it came with; each rank its shards, into common files."""

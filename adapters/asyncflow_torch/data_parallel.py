@@ -36,10 +36,20 @@ from asyncflow_sdk.types import Batch, Ragged
 from .collate import MicroBatch, check_tokens, check_training, collate, no_rows, split
 from .critic import ValueCritic
 from .drift import Drift
-from .logprobs import TokenStats, logprobs_of_parts, response_logprobs
+from .logprobs import TokenStats, logprobs_of_parts, of_parts, response_logprobs
 from .packing import PerToken
 from .ranks import Ranks
-from .shares import BEFORE, STALENESS, VALUES, Share, Whole, pieces, share_of, token_staleness_of
+from .shares import (
+    BEFORE,
+    STALENESS,
+    VALUES,
+    Share,
+    Whole,
+    pieces,
+    share_of,
+    standardised_over,
+    token_staleness_of,
+)
 
 PROXIMAL, ENTROPY = "proximal_logprobs", "entropy"
 
@@ -48,9 +58,9 @@ class DataParallelEngine(TrainEngine):
     """``model``: what is called, wrapped as the engine wants it; ``vocabulary`` and ``context`` are the plain model's.
     ``micro_batch_tokens``: the most input tokens of a forward pass, padding included; None takes a step in one. ``packed``:
     rows are packed, not padded. All ranks make the same number of passes, some of them perhaps without rows. ``updates``: so many
-    optimizer steps a batch, each on its part of the rows, drawn at random. ``critic``: of an engine that computes values."""
+    optimizer steps a batch, each on its part of the rows, drawn at random. ``critic``: where the algorithm asks for values."""
 
-    computes: tuple[str, ...] = (PROXIMAL, ENTROPY, STALENESS)
+    computes: tuple[str, ...] = (PROXIMAL, ENTROPY, STALENESS, VALUES)
 
     def __init__(
         self, model: Any, *, ranks: Ranks, algorithm: Algorithm, vocabulary: int, context: int | None, device: Any,
@@ -71,7 +81,7 @@ class DataParallelEngine(TrainEngine):
 
     @abc.abstractmethod
     def zero_gradients(self) -> None:
-        """Forget all gradients; a backward pass that raised may have left some."""
+        """Forget all gradients, also the critic's; a backward pass that raised may have left some."""
 
     @abc.abstractmethod
     def backward(self, loss: Any, *, last: bool) -> None:
@@ -80,8 +90,9 @@ class DataParallelEngine(TrainEngine):
 
     @abc.abstractmethod
     def optimizer_step(self) -> dict[str, float]:
-        """Clip the gradients and make one step. Returns ``grad_norm``, before clipping, of the whole model, the same on all ranks, and
-        perhaps more metrics. Where it is not finite, no step is made and the gradients are forgotten."""
+        """Clip the gradients and make one step, of the policy and of a critic. Returns ``grad_norm``, before clipping, of the whole
+        model, ``critic_grad_norm``, the same on all ranks, and perhaps more metrics. Where one is not finite neither makes a step, and the
+        gradients are forgotten."""
 
     # ---- the same for all
 
@@ -91,12 +102,14 @@ class DataParallelEngine(TrainEngine):
         Where the algorithm drops rows of advantage 0 and all are, no step is made, and ``rows_used`` is 0. Metrics, of all ranks' rows:
         reward, reward_std, response_tokens (mean length), rows_used; over the tokens trained, which are those of the
         column loss_mask where there is one: tokens (how many), loss, grad_norm (before clipping), entropy (under the weights before
-        the step), those of `Drift.metrics`, and the algorithm's own; of several updates their means. Raises EngineError when the gradient
-        is not finite, the weights as before that update.
+        the step), those of `Drift.metrics`, and the algorithm's own; of several updates their means, and updates_skipped: how many were not
+        made, their gradients not being finite. Raises EngineError when none was made: the weights are as before.
         """
         with self._ranks.calling("train_step"):
             if BEFORE & {*self._algorithm.asks}:
                 batch = self._ranks.together(partial(self._prepared, batch))
+            if self._critic is not None:
+                batch = _with(batch, VALUES, of_parts(self._critic.values, batch, self._passes(batch)))
             share = self._ranks.together(
                 lambda: share_of(
                     batch, self._algorithm, vocabulary=self._vocabulary, context=self._context, tokens=self._tokens,
@@ -108,36 +121,50 @@ class DataParallelEngine(TrainEngine):
                 raise self._ranks.agreed(SchemaError("the batch has no rows"))
             metrics = dict(whole.metrics)
             if whole.used:
-                metrics |= self._step(share, whole)
+                metrics |= self._step(standardised_over(share, whole, self._algorithm.standardise), whole)
         return StepResult(metrics, None if share.used.all() else ~share.used)
 
     def _prepared(self, batch: Batch) -> Batch:
-        """With columns that the algorithm asks for before it says what rows are worth."""
+        """Checked, and with columns that the algorithm asks for before it says what rows are worth."""
         if not batch.rows:
             return batch
         check_tokens(batch, vocabulary=self._vocabulary, context=self._context)
         check_training(batch)
-        made: dict[str, Ragged] = {}
         if STALENESS in self._algorithm.asks:
-            made[STALENESS] = token_staleness_of(batch)
-        if self._critic is not None:
-            made[VALUES] = self._critic.of_batch(batch, tokens=self._tokens)
-        return Batch(batch.ids, batch.groups, {**batch.columns, **Batch.of(made).columns})
+            batch = _with(batch, STALENESS, token_staleness_of(batch))
+        return batch
 
     def _step(self, share: Share, whole: Whole) -> dict[str, float]:
+        """All updates. One whose gradient is not finite is left out: those before it are made, and stay; none is taken back."""
+        made: list[dict[str, float]] = []
+        skipped: list[str] = []
+        for piece, part in self._updates_of(share, whole):
+            norms, metrics = self._update(piece, part)
+            if metrics is None:
+                skipped.append(", ".join(f"{name} is {value}" for name, value in norms.items()))
+            else:
+                made.append(metrics)
+        if not made:
+            raise self._ranks.agreed(EngineError(f"{skipped[0]}; no step was made, the weights are as before"))
         if self._updates == 1:
-            return self._update(share, whole)
+            return made[0]
+        means = {name: sum(each[name] for each in made) / len(made) for name in made[0]}
+        return means | {"updates_skipped": float(len(skipped))}
+
+    def _updates_of(self, share: Share, whole: Whole) -> Iterator[tuple[Share, Whole]]:
+        """The rows of each update, here and on all ranks."""
+        if self._updates == 1:
+            yield share, whole
+            return
         if PROXIMAL in self._algorithm.asks:
             share = self._proximal(share, whole)
         # All ranks draw one number a step, however many rows each has: their random states stay the same, and one is saved for all.
         drawn = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))
         order = np.array_split(torch.randperm(share.batch.rows, generator=drawn).numpy(), self._updates)
-        made = []
         for piece in pieces(share, order, tokens=self._tokens, packed=self._packed):
             part = Whole.of(self._ranks.gather(piece.counts))
             if part.used:
-                made.append(self._update(piece, part))
-        return {name: sum(each[name] for each in made) / len(made) for name in made[0]}
+                yield piece, part
 
     def _proximal(self, share: Share, whole: Whole) -> Share:
         """With the log-probs under the weights that the step begins with."""
@@ -145,31 +172,38 @@ class DataParallelEngine(TrainEngine):
         found = logprobs_of_parts(self._model, share.batch, passes, temperature=self._temperature)
         return replace(share, columns={**share.columns, PROXIMAL: PerToken.of(found).masked(share.mask)})
 
-    def _update(self, share: Share, whole: Whole) -> dict[str, float]:
+    def _update(self, share: Share, whole: Whole) -> tuple[dict[str, float], dict[str, float] | None]:
+        """Norms of the gradients, and the update's metrics; None where they are not finite, and no update was made."""
         sums: dict[str, Any] = defaultdict(float)
         drift, with_entropy = Drift(), ENTROPY in self._algorithm.asks
         self.zero_gradients()
         for number in range(whole.passes):
-            part = self._part(share.batch, share.parts, number, share.mask)
+            part, last = self._part(share.batch, share.parts, number, share.mask), number == whole.passes - 1
             stats = response_logprobs(self._model, part, temperature=self._temperature, entropy_gradient=with_entropy)
+            values = None if self._critic is None else self._critic.values(part)
+            given = None if values is None else values.detach().requires_grad_()
             if len(part.rows):
-                loss, measured = self._loss(share, whole, part, stats, drift)
+                loss, measured = self._loss(share, whole, part, stats, given, drift)
                 for name, value in measured.items():
                     sums[name] += value
             else:
                 loss = stats.logprobs.sum()  # of nothing: its gradient is 0
-            self.backward(loss, last=number == whole.passes - 1)
+            self.backward(loss, last=last)
+            if self._critic is not None and values is not None and given is not None:
+                gradient = torch.zeros_like(values) if given.grad is None else given.grad
+                self._critic.backward(values, gradient, last=last)
         made = self.optimizer_step()
-        if not all(math.isfinite(value) for name, value in made.items() if name.endswith("grad_norm")):
-            norms = ", ".join(f"{name} is {value}" for name, value in made.items() if name.endswith("grad_norm"))
-            raise self._ranks.agreed(EngineError(f"{norms}; no step was made, the weights are as before"))
+        norms = {name: value for name, value in made.items() if name.endswith("grad_norm")}
+        if not all(map(math.isfinite, norms.values())):
+            return norms, None
         said = self._ranks.gather(
             {"sums": {name: float(value) for name, value in sums.items()}, "drift": drift.counts}
         )
-        return _added([each["sums"] for each in said]) | Drift.metrics([each["drift"] for each in said]) | made
+        added = _added([each["sums"] for each in said])
+        return norms, added | Drift.metrics([each["drift"] for each in said]) | made
 
     def _loss(
-        self, share: Share, whole: Whole, part: MicroBatch, stats: TokenStats, drift: Drift
+        self, share: Share, whole: Whole, part: MicroBatch, stats: TokenStats, values: Any, drift: Drift
     ) -> tuple[Any, dict[str, Any]]:
         """Of one pass, and what it adds to the step's metrics."""
         lengths = share.behaviour.lengths[part.rows]
@@ -182,8 +216,7 @@ class DataParallelEngine(TrainEngine):
                 logprobs=stats.logprobs, behaviour=behaviour, advantages=self._tensor(share.advantages.of_rows(part.rows)),
                 rows=torch.from_numpy(np.repeat(np.arange(len(part.rows)), lengths)).to(self._device),
                 row_count=len(part.rows), total_tokens=whole.tokens, total_rows=whole.used, columns=columns,
-                entropy=stats.entropy if ENTROPY in self._algorithm.asks else None,
-                values=None if self._critic is None else self._critic.values(part),
+                entropy=stats.entropy if ENTROPY in self._algorithm.asks else None, values=values,
             )
         )  # fmt: skip
         drift.add(stats.logprobs, behaviour)
@@ -194,10 +227,7 @@ class DataParallelEngine(TrainEngine):
         """Log-probs of ``response_ids`` under the current weights and the engine's temperature. All ranks call it together."""
         with self._ranks.calling("logprobs"):
             self._ranks.together(lambda: self._check(batch))
-            parts = split(batch, tokens=self._tokens, packed=self._packed)
-            passes = max(self._ranks.gather(len(parts)))
-            each: Iterator[MicroBatch] = (self._part(batch, parts, number, None) for number in range(passes))
-            return logprobs_of_parts(self._model, batch, each, temperature=self._temperature)
+            return logprobs_of_parts(self._model, batch, self._passes(batch), temperature=self._temperature)
 
     def close(self) -> None:
         """Leave the other ranks."""
@@ -206,6 +236,12 @@ class DataParallelEngine(TrainEngine):
     def _check(self, batch: Batch) -> None:
         if batch.rows or self._ranks.size == 1:
             check_tokens(batch, vocabulary=self._vocabulary, context=self._context)
+
+    def _passes(self, batch: Batch) -> Iterator[MicroBatch]:
+        """All rows with all response tokens, in as many parts as the rank with the most of them has."""
+        parts = split(batch, tokens=self._tokens, packed=self._packed)
+        for number in range(max(self._ranks.gather(len(parts)))):
+            yield self._part(batch, parts, number, None)
 
     def _part(
         self, batch: Batch, parts: Sequence[npt.NDArray[np.int64]], number: int, mask: Ragged | None
@@ -216,6 +252,10 @@ class DataParallelEngine(TrainEngine):
 
     def _tensor(self, values: npt.NDArray[np.float32]) -> Any:
         return torch.from_numpy(values.astype(np.float32)).to(self._device)
+
+
+def _with(batch: Batch, name: str, column: Ragged) -> Batch:
+    return Batch(batch.ids, batch.groups, {**batch.columns, **Batch.of({name: column}).columns})
 
 
 def _added(each: Sequence[dict[str, float]]) -> dict[str, float]:

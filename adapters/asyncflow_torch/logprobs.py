@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,12 +51,17 @@ def batch_logprobs(model: Any, batch: Batch, *, temperature: float, tokens: int 
 
 def logprobs_of_parts(model: Any, batch: Batch, parts: Iterable[MicroBatch], *, temperature: float) -> Ragged:
     """The same of parts that have each row of ``batch`` once; those without rows are passed through all the same."""
+    return of_parts(lambda part: response_logprobs(model, part, temperature=temperature).logprobs, batch, parts)
+
+
+def of_parts(numbers: Callable[[MicroBatch], Any], batch: Batch, parts: Iterable[MicroBatch]) -> Ragged:
+    """``numbers`` of each response token, float32, without gradient, in the batch's order."""
     rows: list[Any] = [np.zeros(0, np.int64)]
     values: list[Any] = [np.zeros(0, np.float32)]
     with torch.no_grad():
         for part in parts:
             rows.append(part.rows)
-            values.append(response_logprobs(model, part, temperature=temperature).logprobs.cpu().numpy())
+            values.append(numbers(part).cpu().numpy())
     order = np.concatenate(rows)
     lengths = batch.ragged("response_ids").lengths
     return Ragged.from_lengths(np.concatenate(values), lengths[order]).take(np.argsort(order))

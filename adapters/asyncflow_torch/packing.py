@@ -75,13 +75,13 @@ def _checked(given: Any, batch: Batch, name: str) -> PerToken:
     if isinstance(given, Ragged):
         if not np.array_equal(given.lengths, lengths):
             raise EngineError(f"{name} gave other lengths than the responses'")
-        found = PerToken(given.values.astype(np.float32), lengths, by_row=False)
+        found = PerToken(np.asarray(given.values), lengths, by_row=False)
     else:
-        values = np.asarray(given, np.float32)
+        values = np.asarray(given)
         if values.shape != (batch.rows,):
             raise EngineError(f"{name} gave an array {values.shape} for {batch.rows} rows")
         found = PerToken(values, lengths, by_row=True)
-    if not np.isfinite(found.values).all():
+    if not np.isfinite(found.values.astype(np.float32)).all():
         raise EngineError(f"{name} gave numbers that are not finite; the weights are as before")
     return found
 

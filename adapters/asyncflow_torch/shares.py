@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from asyncflow_sdk.algorithms import Moments, standardised
 from asyncflow_sdk.errors import SchemaError
 from asyncflow_sdk.interfaces import Algorithm
 from asyncflow_sdk.types import VERSION_SPANS, Batch, Ragged, loss_mask, token_steps, token_versions
@@ -53,19 +54,35 @@ def share_of(
         return Share(np.zeros(0, np.bool_), batch, None, none, none, {}, (), _counts(batch, 0, 0, 0))
     check_tokens(batch, vocabulary=vocabulary, context=context)
     check_training(batch)
-    advantages, further = checked_advantages(algorithm.advantages(batch), batch, algorithm)
-    used = advantages.nonzero if algorithm.drop_zero_advantage else np.ones(batch.rows, np.bool_)
+    whole = algorithm.standardise is None
+    given = algorithm.advantages(batch) if whole else algorithm.advantages_of_share(batch)
+    advantages, further = checked_advantages(given, batch, algorithm)
+    # What is 0 before it is standardised is not afterwards.
+    used = advantages.nonzero if algorithm.drop_zero_advantage and whole else np.ones(batch.rows, np.bool_)
     rows = np.flatnonzero(used)
     chosen, mask = batch.take(rows), None
     if len(rows):
         mask = loss_mask(chosen)
     behaviour = PerToken.of(chosen.ragged("logprobs")).masked(mask)
-    given = BEFORE & {*algorithm.asks}
-    columns = extra_columns([*algorithm.needs, *given], chosen) | {n: each.take(rows) for n, each in further.items()}
+    asked = BEFORE & {*algorithm.asks}
+    columns = extra_columns([*algorithm.needs, *asked], chosen) | {n: each.take(rows) for n, each in further.items()}
     columns = {name: each.masked(mask) for name, each in columns.items()}
     parts = split(chosen, tokens=tokens, packed=packed)
     counts = _counts(batch, len(rows), int(behaviour.lengths.sum()), len(parts))
-    return Share(used, chosen, mask, advantages.take(rows).masked(mask), behaviour, columns, parts, counts)
+    worth = advantages.take(rows).masked(mask)
+    if not whole:
+        moments = Moments.of(worth.of_rows(np.arange(len(rows))).astype(np.float64))
+        counts |= {"worth": moments.mean, "apart": moments.squares}
+    return Share(used, chosen, mask, worth, behaviour, columns, parts, counts)
+
+
+def standardised_over(share: Share, whole: Whole, epsilon: float | None) -> Share:
+    """Its advantages of mean 0 and spread 1 over the tokens of all ranks; None: as they are."""
+    if epsilon is None:
+        return share
+    worth = share.advantages
+    values = standardised(worth.values.astype(np.float64), epsilon=epsilon, moments=whole.moments)
+    return replace(share, advantages=replace(worth, values=values))
 
 
 def token_staleness_of(batch: Batch) -> Ragged:
@@ -96,6 +113,7 @@ def pieces(share: Share, order: Sequence[npt.NDArray[np.int64]], *, tokens: int 
 
 def _counts(batch: Batch, used: int, tokens: int, passes: int) -> dict[str, float]:
     found: dict[str, float] = {"rows": batch.rows, "used": used, "tokens": tokens, "passes": passes}
+    found |= {"worth": 0.0, "apart": 0.0}
     if not batch.rows:
         return found | {"length": 0, "reward": 0.0, "spread": 0.0}
     rewards = batch.array("reward").astype(np.float64)
@@ -107,13 +125,15 @@ def _counts(batch: Batch, used: int, tokens: int, passes: int) -> dict[str, floa
 @dataclass(frozen=True)
 class Whole:
     """The whole step. ``tokens``: that are trained; ``rows``, ``used``: all, and those that are trained. ``passes``: of the rank that
-    has the most, which all ranks make, since the layers of a sharded model meet in each."""
+    has the most, which all ranks make, since the layers of a sharded model meet in each. ``moments``: of the advantages of all tokens, where they
+    are to be standardised."""
 
     rows: int
     used: int
     tokens: int
     passes: int
     metrics: dict[str, float]
+    moments: Moments
 
     @classmethod
     def of(cls, counts: Sequence[Mapping[str, Any]]) -> Whole:
@@ -130,4 +150,5 @@ class Whole:
                 "response_tokens": total["length"] / max(rows, 1),
                 "rows_used": float(total["used"]), "tokens": float(total["tokens"]),
             },
+            Moments.together([Moments(int(each["tokens"]), each["worth"], each["apart"]) for each in counts]),
         )  # fmt: skip

@@ -19,12 +19,13 @@ from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import Algorithm
 
 from . import checkpoint
-from .critic import ValueCritic
+from .critic import TorchCritic
 from .data_parallel import DataParallelEngine
 from .masters import Masters
 from .policy import context_of, export_policy, load_policy, named_weights, vocabulary_of
 from .ranks import Ranks
 from .schedules import go_to, make_schedule, steps_made
+from .shares import VALUES
 
 
 class TorchEngine(DataParallelEngine):
@@ -40,8 +41,6 @@ class TorchEngine(DataParallelEngine):
     An algorithm with a critic has one: it begins as the layers of ``critic``, a model folder, by default ``model``, and learns with
     ``critic_lr``, by default ``lr``.
     """
-
-    computes = (*DataParallelEngine.computes, "values")
 
     def __init__(
         self,
@@ -86,9 +85,9 @@ class TorchEngine(DataParallelEngine):
         )
         self._schedule = make_schedule(self._optimizer, schedule, warmup_steps=warmup_steps, decay_steps=decay_steps)
         algorithm = algorithm or GRPO()
-        values = None
-        if "values" in algorithm.asks:
-            values = ValueCritic(
+        self._values: TorchCritic | None = None
+        if VALUES in algorithm.asks:
+            self._values = TorchCritic(
                 critic or model, lr=critic_lr or lr, betas=tuple(betas), weight_decay=weight_decay,
                 max_grad_norm=max_grad_norm, dtype=dtype, device=device,
             )  # fmt: skip
@@ -102,25 +101,23 @@ class TorchEngine(DataParallelEngine):
             temperature=temperature,
             micro_batch_tokens=micro_batch_tokens,
             updates=updates,
-            critic=values,
+            critic=self._values,
         )
 
     def zero_gradients(self) -> None:
         self._model.zero_grad()
         self._optimizer.zero_grad()
-        if self._critic is not None:
-            self._critic.zero_gradients()
+        if self._values is not None:
+            self._values.zero_gradients()
 
     def backward(self, loss: Any, *, last: bool) -> None:
         loss.backward()
         self._masters.take_gradients()
-        if self._critic is not None:
-            self._critic.take_gradients()
 
     def optimizer_step(self) -> dict[str, float]:
         made = {"grad_norm": float(torch.nn.utils.clip_grad_norm_(self._masters.named.values(), self._max_grad_norm))}
-        if self._critic is not None:
-            made["critic_grad_norm"] = self._critic.clip()
+        if self._values is not None:
+            made["critic_grad_norm"] = self._values.clip()
         rate = self._optimizer.param_groups[0]["lr"]
         if not all(map(math.isfinite, made.values())):
             self.zero_gradients()
@@ -128,8 +125,8 @@ class TorchEngine(DataParallelEngine):
             self._optimizer.step()
             self._schedule.step()
             self._masters.give_weights()
-            if self._critic is not None:
-                self._critic.optimizer_step()
+            if self._values is not None:
+                self._values.optimizer_step()
         return {**made, "lr": float(rate)}
 
     def named_weights(self) -> Iterable[tuple[str, Any]]:

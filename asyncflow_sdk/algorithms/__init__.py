@@ -1,6 +1,6 @@
 """The algorithms that come with the SDK, the terms that they are made of, and how one is found by its name, its class or its import path."""
 
-from .advantages import gae, group_advantages
+from .advantages import Moments, gae, group_advantages, standardised
 from .critic import Critic
 from .grpo import GRPO
 from .kl import KL
@@ -12,7 +12,7 @@ from .rewards import Overlong, dynamic_sampling
 from .terms import bounded, clip, row_mean, sequence_ratio, token_mean, token_ratio, truncate
 
 __all__ = [
-    "CISPO", "DAPO", "GRPO", "GSPO", "KL", "PPO", "AlgorithmSpec", "Critic", "DrGRPO", "OffPolicy", "Overlong",
+    "CISPO", "DAPO", "GRPO", "GSPO", "KL", "PPO", "AlgorithmSpec", "Critic", "DrGRPO", "Moments", "OffPolicy", "Overlong",
     "PolicyGradient", "algorithm_spec", "bounded", "clip", "dynamic_sampling", "gae", "group_advantages", "make_algorithm",
-    "row_mean", "sequence_ratio", "token_mean", "token_ratio", "truncate",
+    "row_mean", "sequence_ratio", "standardised", "token_mean", "token_ratio", "truncate",
 ]  # fmt: skip

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -51,11 +55,41 @@ def gae(
     return found
 
 
-def standardised(values: npt.NDArray[np.float64], *, epsilon: float) -> npt.NDArray[np.float64]:
-    """Less their mean, over their spread + ``epsilon``."""
-    if not len(values):
-        return values
-    return np.asarray((values - values.mean()) / (values.std() + epsilon))
+@dataclass(frozen=True)
+class Moments:
+    """Of numbers: how many, their mean, and the sum of the squares of what they are off it."""
+
+    count: int
+    mean: float
+    squares: float
+
+    @classmethod
+    def of(cls, values: npt.NDArray[np.float64]) -> Moments:
+        if not len(values):
+            return cls(0, 0.0, 0.0)
+        mean = values.mean()
+        return cls(len(values), float(mean), float(np.square(values - mean).sum()))
+
+    @classmethod
+    def together(cls, parts: Sequence[Moments]) -> Moments:
+        """Of the numbers of all parts."""
+        count = sum(part.count for part in parts)
+        mean = sum(part.count * part.mean for part in parts) / max(count, 1)
+        squares = sum(part.squares + part.count * (part.mean - mean) ** 2 for part in parts)
+        return cls(count, mean, squares)
+
+    @property
+    def spread(self) -> float:
+        return math.sqrt(self.squares / max(self.count, 1))
+
+
+def standardised(
+    values: npt.NDArray[np.float64], *, epsilon: float, moments: Moments | None = None
+) -> npt.NDArray[np.float64]:
+    """Less their mean, over their spread + ``epsilon``; or those of the numbers of which they are a part."""
+    if moments is None:
+        moments = Moments.of(values)
+    return np.asarray((values - moments.mean) / (moments.spread + epsilon))
 
 
 def row_sums(values: npt.NDArray[np.float64], column: Ragged) -> npt.NDArray[np.float64]:

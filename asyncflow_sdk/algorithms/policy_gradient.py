@@ -85,6 +85,10 @@ class PolicyGradient(Configuration, Algorithm):
         own = () if self.off_policy is None else (self.off_policy.asks,)
         object.__setattr__(self, "asks", (*own, *(name for name, wanted in asked.items() if wanted)))
         object.__setattr__(self, "needs", () if self.kl is None else (self.kl.column,))
+        whole = type(self).advantages is PolicyGradient.advantages  # else they are what a subclass says, to the end
+        object.__setattr__(
+            self, "standardise", self.epsilon if self.critic and self.normalize_std and whole else None
+        )
 
     def check(self, *, group_size: int) -> None:
         if group_size == 1 and self.critic is None:
@@ -96,6 +100,17 @@ class PolicyGradient(Configuration, Algorithm):
     # ---- advantages
 
     def advantages(self, batch: Batch) -> Advantages:
+        found: Any = self.advantages_of_share(batch)
+        if self.critic is None:
+            return found  # type: ignore[no-any-return]
+        each, offsets = {name: column.values for name, column in found.items()}, batch.ragged(VALUES).offsets
+        if self.normalize_std:
+            mask = loss_mask(batch)
+            drawn = np.ones(offsets[-1], np.bool_) if mask is None else mask.values.astype(np.bool_)
+            each["advantages"] = _spread(standardised(each["advantages"][drawn], epsilon=self.epsilon), drawn)
+        return {name: Ragged(column.astype(np.float32), offsets) for name, column in each.items()}
+
+    def advantages_of_share(self, batch: Batch) -> Advantages:
         rewards = np.asarray(batch.array("reward"), np.float64)
         if self.overlong is not None:
             rewards = rewards + self.overlong.penalties(batch.ragged("response_ids").lengths)
@@ -127,12 +142,9 @@ class PolicyGradient(Configuration, Algorithm):
         each[np.cumsum(lengths)[lengths > 0] - 1] += rewards[lengths > 0]
         expected = values.values[drawn].astype(np.float64)
         found = gae(each, expected, lengths, discount=critic.discount, decay=critic.decay)
-        returns = found + expected
-        if self.normalize_std:
-            found = standardised(found, epsilon=self.epsilon)
         return {
             name: Ragged(_spread(column, drawn), values.offsets)
-            for name, column in (("advantages", found), (RETURNS, returns))
+            for name, column in (("advantages", found), (RETURNS, found + expected))
         }
 
     # ---- the loss
@@ -186,7 +198,7 @@ def _asked(given: Any, name: str) -> Any:
     return given
 
 
-def _spread(values: npt.NDArray[np.float64], where: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
-    column = np.zeros(len(where), np.float32)
+def _spread(values: npt.NDArray[np.float64], where: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    column = np.zeros(len(where))
     column[where] = values
     return column

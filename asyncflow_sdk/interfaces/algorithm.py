@@ -72,11 +72,15 @@ class Algorithm(abc.ABC):
     "values": of a critic that the engine trains beside the policy, a column as they are before the step, which `advantages` may read
     too, and ``tokens.values``; "entropy": ``tokens.entropy``; "staleness": a column, how many versions older than the one that the
     step begins with each token's is. An engine that cannot (``TrainEngine.computes``) is refused.
+
+    ``standardise``: advantages are of mean 0 and spread 1 over the tokens of a whole step, this number added to the spread; None: as they
+    are. An engine of several ranks, each with its rows, takes `advantages_of_share`, and does that itself.
     """
 
     needs: tuple[str, ...] = ()
     asks: tuple[str, ...] = ()
     drop_zero_advantage: bool = False
+    standardise: float | None = None
 
     def check(self, *, group_size: int) -> None:
         """Raises ConfigError, before anything starts, for a run that it cannot train. Optional."""
@@ -86,6 +90,11 @@ class Algorithm(abc.ABC):
         """Of a whole step, with all rows of each group (``batch.groups``): one a row, floating point (rows,), or ragged, one
         for each response token; or a mapping with these as "advantages", and further numbers of rows or tokens, which `loss` gets
         as columns. Finite, else the step is refused."""
+
+    def advantages_of_share(self, batch: Batch) -> Advantages:
+        """The same of some of a step's groups, while others are elsewhere: before what ``standardise`` says. Only for algorithms that
+        say a number there."""
+        return self.advantages(batch)
 
     @abc.abstractmethod
     def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:

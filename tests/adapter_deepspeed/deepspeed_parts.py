@@ -126,12 +126,38 @@ def failing_once(**given: Any) -> Any:
 def not_finite(**given: Any) -> Any:
     """The gradient of its first step is infinite."""
     made: Any = engine_of(**given)
-    usual, count = made.backward, 0
+    made.backward = _infinite_first(made.backward)
+    return made
+
+
+def infinite_policy(**given: Any) -> Any:
+    """The gradient of the policy is infinite in its first step, and the critic's is not."""
+    made: Any = engine_of(**given)
+    made._policy.backward = _infinite_first(made._policy.backward)
+    usual, count = made._critic.backward, 0
+
+    def backward(values: Any, gradient: Any, *, last: bool) -> None:
+        nonlocal count
+        count += 1
+        usual(values, torch.ones_like(gradient) if count == 1 else gradient, last=last)
+
+    made._critic.backward = backward
+    return made
+
+
+def infinite_critic(**given: Any) -> Any:
+    """And the other way round."""
+    made: Any = engine_of(**given)
+    made._values.trained.backward = _infinite_first(made._values.trained.backward)
+    return made
+
+
+def _infinite_first(usual: Any) -> Any:
+    count = 0
 
     def backward(loss: Any, *, last: bool) -> None:
         nonlocal count
         count += 1
         usual(loss * float("inf") if count == 1 else loss, last=last)
 
-    made.backward = backward
-    return made
+    return backward

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from deepspeed_parts import options
 
-from asyncflow_sdk.algorithms import GRPO
+from asyncflow_sdk.algorithms import GRPO, PPO, Critic
 from asyncflow_sdk.errors import AsyncFlowError, EngineError
 from asyncflow_sdk.testing.kit.check import CheckFailed
 from asyncflow_sdk.testing.kit.ranks import Ranks
@@ -64,6 +64,84 @@ def test_steps_are_those_of_the_plain_engine(policy: Any, stage: int) -> None:
         assert got.keys() == want.keys()
         assert {name: got[name] for name in want} == pytest.approx(want, rel=1e-5, abs=1e-6)
     assert apart < 1e-3
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 1)])
+def test_a_policy_and_its_critic_make_the_plain_engines_steps(
+    policy: Any, stage: int, ranks: int, tmp_path: Path
+) -> None:
+    """Advantages are of mean 0 and spread 1 over both ranks' tokens; and the critic goes on where it was, here and in the plain engine."""
+    from safetensors.numpy import load_file
+
+    from asyncflow_torch.train import TorchEngine
+
+    def weights(lab: TrainLab, path: Path) -> Any:
+        lab.engine.save(path)
+        critic = load_file(path / "critic" / "weights.safetensors")
+        return lab.tensors() | {f"critic/{name}": array for name, array in critic.items()}
+
+    given = {
+        "algorithm": PPO(critic=Critic(decay=0.9)),
+        "critic_lr": 3e-3,
+        "max_grad_norm": 0.5,
+        "micro_batch_tokens": 64,
+    }
+    plain = TrainLab(TorchEngine, policy, {"threads": 1, "lr": 1e-3, **given})
+    batches = [plain.batch((4, 3, 2), seed=number) for number in range(4)]
+    plain.start()
+    before = weights(plain, tmp_path / "before")
+    wanted = [plain.step(batch).metrics for batch in batches[:3]]
+    after = weights(plain, tmp_path / "after")
+
+    with started(deepspeed_parts.engine_of, ranks, policy, **options(stage, **given)) as lab:
+        lab.start()
+        have = [lab.step(batch).metrics for batch in batches[:3]]
+        found = weights(lab, tmp_path / "have")
+        goes_on = lab.step(batches[3]).metrics
+        lab.start(seed=5)
+        lab.load(tmp_path / "have")
+        assert lab.step(batches[3]).metrics == goes_on
+
+    assert any(name.startswith("critic/") and (before[name] != array).any() for name, array in after.items())
+    for got, want in zip(have, wanted, strict=True):
+        assert got == pytest.approx(want, rel=1e-4, abs=1e-5)
+    assert distance(found, after) / distance(after, before) < 1e-3
+    plain.load(tmp_path / "have")
+    assert plain.step(batches[3]).metrics == pytest.approx(goes_on, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("which", ["policy", "critic"])
+def test_neither_makes_a_step_where_the_gradient_of_one_is_not_finite(
+    policy: Any, stage: int, which: str, tmp_path: Path
+) -> None:
+    given = options(stage, algorithm=PPO())
+    with started(deepspeed_parts.engine_of, 2, policy, **given) as lab:
+        batch = lab.batch((4, 3))
+        lab.start()
+        wanted = lab.step(batch).metrics, lab.tensors()
+
+    with started(getattr(deepspeed_parts, f"infinite_{which}"), 2, policy, **given) as lab:
+        lab.start()
+        before = lab.tensors()
+        with pytest.raises(EngineError, match="grad_norm is (inf|nan|-1).*no step was made"):
+            lab.step(batch)
+        assert not unlike(lab.tensors(), before)
+        assert lab.step(batch).metrics == wanted[0]  # of the critic's values too: it has made no step either
+        assert not unlike(lab.tensors(), wanted[1])
+
+
+def test_of_several_updates_one_whose_gradient_is_not_finite_is_left_out(policy: Any, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    with started(deepspeed_parts.not_finite, 2, policy, **options(2, updates=3)) as lab:
+        lab.start()
+        metrics = lab.step(lab.batch((4, 3, 4))).metrics
+        lab.engine.save(tmp_path)
+
+    steps = {float(step) for name, step in load_file(tmp_path / "optimizer.safetensors").items() if "step/" in name}
+    assert (metrics["updates_skipped"], steps) == (1.0, {2.0})
+    assert np.isfinite(list(metrics.values())).all()
 
 
 def test_what_is_published_saved_and_exported_is_not_gathered(policy: Any, tmp_path: Path) -> None:

@@ -82,3 +82,28 @@ class Noting(af.Algorithm):
         self.given.append(tokens)
         each = tokens.logprobs * tokens.advantages + 0.1 * tokens.entropy + (tokens.values - 1).square()
         return each.sum() / tokens.total_tokens, {}
+
+
+@dataclass(frozen=True)
+class InfiniteAt(Reinforce):
+    """Its gradient is infinite at these calls of its loss, counted from 1. ``infinite`` may be added to."""
+
+    calls: tuple = ()
+    needs = ()
+    infinite: set = field(default_factory=set, compare=False)
+    made: list = field(default_factory=list, compare=False)
+
+    def loss(self, tokens):
+        self.made.append(len(self.made) + 1)
+        ratio = (tokens.logprobs - tokens.behaviour).exp()
+        loss = -(ratio * tokens.advantages).sum() / tokens.total_tokens
+        return loss * (float("inf") if self.made[-1] in {*self.calls, *self.infinite} else 1.0), {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfiniteValues(af.PPO):
+    """Its critic's gradient is infinite, its policy's is not."""
+
+    def loss(self, tokens):
+        loss, metrics = super().loss(tokens)
+        return loss + (tokens.values - tokens.values.detach()).sum() * float("inf"), metrics

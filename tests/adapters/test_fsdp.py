@@ -18,7 +18,7 @@ from waiting import until
 
 from asyncflow_fsdp import checkpoint
 from asyncflow_fsdp.engine import FsdpEngine
-from asyncflow_sdk.algorithms import GRPO, GSPO, KL, OffPolicy
+from asyncflow_sdk.algorithms import GRPO, GSPO, KL, PPO, Critic, OffPolicy
 from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError
 from asyncflow_sdk.interfaces import TrainEngine
 from asyncflow_sdk.testing.kit.check import CheckFailed
@@ -390,3 +390,97 @@ def test_what_algorithms_ask_for_is_the_same_of_any_number_of_ranks(two: Any, ti
     more.close()
     assert metrics[0]["logprob_drift"] != pytest.approx(alone["logprob_drift"], rel=1e-3)
     assert all(np.isfinite(list(each.values())).all() for each in metrics)
+
+
+def _stale(batch: Batch) -> Batch:
+    """Rows that other weights drew, of which some tokens were observed."""
+    rng, logprobs = np.random.default_rng(3), batch.ragged("logprobs")
+    drawn = rng.random(len(logprobs.values)) < 0.8
+    drawn[logprobs.offsets[:-1]] = True
+    other = (logprobs.values + rng.normal(0, 0.3, len(logprobs.values))).astype(np.float32)
+    columns = {"logprobs": Ragged(other, logprobs.offsets), "loss_mask": Ragged(drawn, logprobs.offsets)}
+    return Batch.of({name: batch[name] for name in batch} | columns, groups=batch.groups)
+
+
+def _with_critic(engine: TrainEngine, batch: Batch, path: Path, steps: int) -> tuple[Any, Tensors, Tensors]:
+    """Metrics of some steps, and weights of policy and critic before and after."""
+
+    def weights(name: str) -> Tensors:
+        engine.save(path / name)
+        critic = load_file(path / name / "critic" / "weights.safetensors")
+        return _weights(engine) | {f"critic/{name}": tensor.numpy() for name, tensor in critic.items()}
+
+    before = weights("before")
+    metrics = [engine.train_step(batch).metrics for _ in range(steps)]
+    after = weights("after")
+    engine.close()
+    return metrics, before, after
+
+
+@pytest.mark.parametrize("rows", ["all", "one group"])
+def test_a_policy_and_its_critic_make_the_plain_engines_steps(
+    rows: str, tiny: str, tied: str, two: Any, batch: Batch, tmp_path: Path
+) -> None:
+    """And so the advantages are of mean 0 and spread 1 over the tokens of both ranks, and values not of a rank's own passes."""
+    given = _stale(batch if rows == "all" else batch.take(np.flatnonzero(batch.groups == 1)))
+    options: dict[str, Any] = {
+        "algorithm": PPO(critic=Critic(decay=0.9), entropy=0.01), "critic": tied, "critic_lr": 3e-3, "lr": 1e-3,
+        "micro_batch_tokens": 60,
+    }  # fmt: skip
+    plain = _with_critic(TorchEngine(tiny, **options), given, tmp_path / "plain", 3)
+
+    one = _with_critic(FsdpEngine(tiny, **options), given, tmp_path / "one", 3)
+    both = _with_critic(two(tiny, **options), given, tmp_path / "two", 3)
+
+    assert {"value_loss", "critic_grad_norm"} < plain[0][0].keys()
+    assert any(name.startswith("critic/") and (plain[1][name] != array).any() for name, array in plain[2].items())
+    _near(one, plain, EXACT)
+    _near(both, plain, NEAR)
+
+
+def test_a_critic_goes_on_from_any_number_of_ranks_to_any_other(
+    tiny: str, two: Any, batch: Batch, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"algorithm": PPO(), "updates": 2, "critic_lr": 3e-3}
+    engine = two(tiny, **options)
+    engine.train_step(batch)
+    engine.save(tmp_path / "two")
+    wanted = [engine.train_step(batch).metrics for _ in range(2)]
+    engine.close()
+
+    engine = two(tiny, **options, seed=7)
+    engine.train_step(batch)
+    engine.load(tmp_path / "two")
+    assert [engine.train_step(batch).metrics for _ in range(2)] == wanted
+    with pytest.raises(ConfigError, match="critic holds no complete checkpoint"):
+        engine.load(tmp_path)
+    engine.close()
+
+    went = []
+    for name, made in (("one", FsdpEngine), ("plain", TorchEngine)):
+        other: TrainEngine = made(tiny, lr=1e-3, **options)
+        other.load(tmp_path / "two")
+        other.save(tmp_path / name)
+        went.append(other.train_step(batch).metrics)
+        other.close()
+    assert went[0] == went[1]
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        saved = [load_file(tmp_path / of / "critic" / name) for of in ("two", "one", "plain")]
+        for theirs in saved[1:]:
+            assert saved[0].keys() == theirs.keys()
+            assert all(torch.equal(tensor, theirs[key]) for key, tensor in saved[0].items())
+
+
+def test_an_update_whose_gradient_is_not_finite_is_left_out_on_all_ranks(
+    tiny: str, two: Any, batch: Batch, tmp_path: Path
+) -> None:
+    # given four updates, of which some have a row of the highest reward on some rank
+    engine = two(tiny, algorithm=Infinite(), updates=4)
+    metrics = engine.train_step(batch).metrics
+    engine.save(tmp_path)
+    engine.close()
+
+    skipped, state = metrics["updates_skipped"], load_file(tmp_path / "optimizer.safetensors")
+    assert 0 < skipped < 4
+    assert {float(step) for name, step in state.items() if name.startswith("step/")} == {4 - skipped}
+    assert np.isfinite(list(metrics.values())).all()

@@ -1,4 +1,5 @@
-"""A run whose trainer is FSDP2 on two ranks, one of which is killed: it goes on from the last checkpoint, and no row is trained twice."""
+"""Runs whose trainer is FSDP2 on two ranks: PPO with a critic; and one of which a rank is killed: it goes on from the last checkpoint,
+and no row is trained twice."""
 
 from __future__ import annotations
 
@@ -17,6 +18,33 @@ STEPS, ROWS = 6, 16
 
 def odd_tokens(response_ids: Any) -> list[float]:
     return [sum(int(token) % 2 for token in row) / max(len(row), 1) for row in response_ids]
+
+
+@pytest.mark.timeout(240)
+def test_ppo_trains_policy_and_critic_on_two_ranks(tiny: str, tmp_path: Path) -> None:
+    """By groups of one, which only a critic can train."""
+    events: list[Event] = []
+    workflow = af.Workflow(
+        prompts={"prompt_ids": [[3 + n, 4 + n, 14] for n in range(16)]},
+        rollout=af.Rollout(
+            "transformers", model=tiny, prompt="prompt_ids", group_size=1, sampling=af.Sampling(max_tokens=6), threads=1
+        ),
+        reward=odd_tokens,
+        train=af.Train(
+            "fsdp", model=tiny, algorithm=af.PPO(), lr=1e-3, critic_lr=3e-3, updates=2, threads=1, world_size=2,
+        ),
+        batch_size=ROWS, steps=3, checkpoint=af.Checkpoint(every=2), staleness=af.Staleness(max_staleness=1),
+    )  # fmt: skip
+
+    summary = workflow.run(tmp_path / "run", on_event=events.append).summary
+
+    assert (summary["status"], summary["steps"], summary["balanced"]) == ("completed", 3, True)
+    steps = [event.metrics for event in events if isinstance(event, StepTrained)]
+    assert len(steps) == 3
+    for metrics in steps:
+        assert (metrics["rows_used"], metrics["updates_skipped"]) == (ROWS, 0)
+        assert min(metrics[name] for name in ("value_loss", "critic_grad_norm", "grad_norm")) > 0
+    assert list((tmp_path / "run").rglob("critic/optimizer.safetensors"))
 
 
 @pytest.mark.timeout(240)

@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 import asyncflow_sdk as af
 from asyncflow_sdk.algorithms import gae
 from asyncflow_sdk.types import Batch, Ragged
+from asyncflow_torch.collate import micro_batches
 from asyncflow_torch.data_parallel import DataParallelEngine
+from asyncflow_torch.logprobs import of_parts
 from asyncflow_torch.train import TorchEngine
 
 
@@ -139,7 +141,10 @@ def test_an_algorithm_gets_what_it_asks_for_of_each_token_once(trainer: Any, sta
     engine = trainer(algorithm=algorithm, micro_batch_tokens=60, updates=updates)
     with torch.no_grad():
         engine._critic.model.head.weight.normal_(generator=torch.Generator().manual_seed(0))
-    before, values = engine.logprobs(stale), engine._critic.of_batch(stale, tokens=None)
+    before, values = (
+        engine.logprobs(stale),
+        of_parts(engine._critic.values, stale, micro_batches(stale, tokens=None, device="cpu")),
+    )
     weights = [tensor.clone() for _, tensor in engine.named_weights()]
 
     # when
@@ -172,6 +177,58 @@ def test_updates_of_fewer_rows_than_there_are_updates(trainer: Any, batch: Batch
 
     assert metrics["rows_used"] < 50
     assert np.isfinite(list(metrics.values())).all()
+
+
+def test_of_several_updates_those_whose_gradient_is_not_finite_are_left_out(trainer: Any, batch: Batch) -> None:
+    # given updates of which the second has an infinite gradient, and the same without it
+    algorithm = parts.InfiniteAt(calls=(2,))
+    engine, twin = trainer(algorithm=algorithm, updates=3), trainer(algorithm=parts.InfiniteAt(calls=()), updates=3)
+    usual, count = twin.optimizer_step, 0
+
+    def leaves_out_the_second() -> dict[str, float]:
+        nonlocal count
+        count += 1
+        if count == 2:
+            twin.zero_gradients()
+            return {"grad_norm": float("inf")}
+        return usual()
+
+    twin.optimizer_step = leaves_out_the_second
+
+    # when both draw the same rows
+    torch.manual_seed(0)
+    metrics = engine.train_step(batch).metrics
+    torch.manual_seed(0)
+    wanted = twin.train_step(batch).metrics
+
+    # then the others are made, and the step says so
+    assert metrics == wanted
+    assert metrics["updates_skipped"] == 1
+    assert np.isfinite(list(metrics.values())).all()
+    assert {int(state["step"]) for state in engine._optimizer.state.values()} == {2}
+    have, want = (dict(each.named_weights()) for each in (engine, twin))
+    assert all(torch.equal(have[name], want[name]) for name in want)
+
+    # and where none can be made the weights are as before, as of a single one
+    before = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    for number in range(4, 7):
+        algorithm.infinite.add(number)
+    with pytest.raises(af.EngineError, match="grad_norm is (inf|nan); no step was made, the weights are as before"):
+        engine.train_step(batch)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_weights())
+    assert engine.train_step(batch).metrics["updates_skipped"] == 0
+
+
+def test_neither_makes_a_step_where_the_gradient_of_one_is_not_finite(trainer: Any, batch: Batch) -> None:
+    engine = trainer(algorithm=parts.InfiniteValues())
+    critic = engine._critic.model
+    before = [tensor.clone() for tensor in (*engine._model.parameters(), *critic.parameters())]
+
+    with pytest.raises(af.EngineError, match="critic_grad_norm is (inf|nan); no step was made"):
+        engine.train_step(batch)
+
+    after = [*engine._model.parameters(), *critic.parameters()]
+    assert all(torch.equal(have, want) for have, want in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("weight", ["plain", "truncate", "mask"])
@@ -236,7 +293,7 @@ def test_staleness_is_of_each_token_by_the_version_that_drew_it(trainer: Any, st
 
 
 class WithoutCritic(TorchEngine):
-    computes = DataParallelEngine.computes
+    computes = tuple(name for name in DataParallelEngine.computes if name != "values")
 
 
 def test_what_an_engine_does_not_compute_is_refused(tiny: str) -> None:

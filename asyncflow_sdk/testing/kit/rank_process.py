@@ -40,7 +40,7 @@ class Rank:
         if not isinstance(made, TrainEngine):
             raise CheckFailed(f"the factory made {made!r}, which is no asyncflow_sdk.TrainEngine")
         self._engine = made
-        return {}
+        return {"computes": list(made.computes)}
 
     def train_step(self, batch: str) -> dict[str, Any]:
         result = self.engine.train_step(read_batch(Path(batch)))

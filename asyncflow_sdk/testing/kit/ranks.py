@@ -126,9 +126,10 @@ class _Together(TrainEngine):
         options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self._ranks, self._files = ranks, files
-        self._all(
+        made = self._all(
             "make", factory=factory, model=model, algorithm=_told(algorithm), options=options, port=_free_port()
         )
+        self.computes = tuple(made[0]["computes"])
 
     def train_step(self, batch: Batch) -> StepResult:
         rows, said = self._shared("train_step", batch)

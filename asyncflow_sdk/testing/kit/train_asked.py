@@ -3,99 +3,141 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...interfaces import Algorithm, PackedTokens
-from ...types import Batch, Ragged
+from ...types import LOSS_MASK, Batch, Ragged
 from ...types.dtypes import from_torch, is_torch
 from .check import CheckFailed, DoesNotApply, check, expect
-from .train_lab import TrainLab, masked
+from .train_lab import FIRST_ROW, ROWS_APART, TrainLab, masked
+
+LONGEST = 64
+"""More tokens than any response of the kit has."""
 
 
 @check(
     "train", "full",
-    means="corrections for stale tokens that correct nothing, or a critic that learns what nobody asked",
-    look="`computes`, and for what an algorithm `asks`: tokens.columns, tokens.values, tokens.entropy",
+    means="corrections for stale tokens that correct nothing, a critic that learns what nobody asked, or advantages of a part of the step",
+    look="`computes`, and for what an algorithm `asks`: tokens.columns, tokens.values, tokens.entropy; of several ranks `standardise`",
 )  # fmt: skip
 def asked(lab: TrainLab) -> None:
-    """An algorithm gets what the engine says it computes, of each token: log-probs before the step, values, entropies."""
+    """An algorithm gets what the engine says it computes, of each token: log-probs before the step, values, entropies; and advantages over all rows."""
     names = tuple(name for name in lab.engine.computes if name != "staleness")  # of a run's steps only
     if not names:
         raise DoesNotApply("it computes nothing for algorithms")
-    batch = lab.batch((4, 3), seed=9)
+    batch = lab.batch((4, 3, 3), seed=9)
     mask = np.random.default_rng(9).random(len(batch.ragged("logprobs").values)) < 0.7
     mask[batch.ragged("logprobs").offsets[1:] - 1] = True
-    batch, asking = masked(batch, mask), Asking(asks=names)
-    try:
-        lab.start(algorithm=asking)
-    except CheckFailed:
-        raise
-    except Exception as error:
-        raise CheckFailed(
-            f"it says that it computes {', '.join(names)}, and refuses an algorithm that asks for them:"
-            f" {type(error).__name__}: {error}"
-        ) from error
-    lab.step(batch)
-    if asking.given:  # in this process
-        _looked_at(lab, batch, mask, asking)
+    batch = masked(batch, mask)
+    with lab.folder() as into:
+        try:
+            lab.start(algorithm=Asking(asks=names, into=str(into)))
+        except CheckFailed:
+            raise
+        except Exception as error:
+            raise CheckFailed(
+                f"it says that it computes {', '.join(names)}, and refuses an algorithm that asks for them:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+        lab.step(batch)
+        given = [dict(np.load(file, allow_pickle=False)) for file in sorted(into.glob("*.npz"))]
+    expect(given, "the algorithm's loss was never asked")
+    _looked_at(lab, batch, mask, names, given)
 
 
 @dataclasses.dataclass(frozen=True)
 class Asking(Algorithm):
-    """Each token has an advantage of its own, by which it is known. ``given``: what its loss was asked, if in this process."""
+    """Each token has a number of its own, by which it is known: twice the column "halved". Whatever process calls its loss, what
+    that was given lies in ``into`` then, a file a call."""
 
     asks: tuple[str, ...] = ()
-    given: list[PackedTokens] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    into: str = ""
+    standardise: float | None = 0.5
 
     def advantages(self, batch: Batch) -> Any:
-        lengths = batch.ragged("response_ids").lengths
-        each = np.arange(1, lengths.sum() + 1, dtype=np.float32)
-        return {"advantages": Ragged.from_lengths(each, lengths), "halved": Ragged.from_lengths(each / 2, lengths)}
+        found = self.advantages_of_share(batch)
+        mask = batch.ragged(LOSS_MASK)
+        return {**found, "advantages": Ragged(_standardised(found["advantages"].values, mask.values), mask.offsets)}
+
+    def advantages_of_share(self, batch: Batch) -> Any:
+        numbers, offsets = _numbers(batch), batch.ragged("response_ids").offsets
+        return {"advantages": Ragged(numbers, offsets), "halved": Ragged(numbers / 2, offsets)}
 
     def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
-        self.given.append(tokens)
         loss = tokens.logprobs.sum()
         if "entropy" in self.asks:
             loss = loss + tokens.entropy.sum()
         if "values" in self.asks:
             loss = loss + (tokens.values - 1).square().sum()
+        with open(Path(self.into) / f"{uuid.uuid4().hex}.npz", "wb") as file:
+            np.savez(file, **_given(tokens, self.asks))
         return loss / tokens.total_tokens, {}
 
 
-def _looked_at(lab: TrainLab, batch: Batch, mask: np.ndarray[Any, Any], asking: Asking) -> None:
-    place = np.concatenate([_plain(part.advantages) for part in asking.given]).astype(np.int64) - 1
+def _given(tokens: PackedTokens, asks: Sequence[str]) -> dict[str, Any]:
+    """As arrays; of what has a gradient whether it has."""
+    found: dict[str, Any] = {f"column {name}": _plain(column) for name, column in tokens.columns.items()}
+    for name in ("entropy", "values"):
+        if name in asks:
+            found[name] = _plain(getattr(tokens, name))
+            found[f"{name} learns"] = np.bool_(getattr(getattr(tokens, name), "requires_grad", True))
+    return {**found, "advantages": _plain(tokens.advantages)}
+
+
+def _looked_at(
+    lab: TrainLab, batch: Batch, mask: np.ndarray[Any, Any], asks: Sequence[str], given: Sequence[dict[str, Any]]
+) -> None:
+    odd = [part for part in given if "column halved" not in part]
+    expect(not odd, "the loss was given no column 'halved', which came with the advantages")
+    numbers = _numbers(batch)
+    found = np.concatenate([2 * part["column halved"] for part in given])
     expect(
-        sorted(place) == np.flatnonzero(mask).tolist(),
-        "the loss was not given each token that is trained once, with its own advantage",
+        sorted(found) == sorted(numbers[mask]),
+        "the loss was not given each token that is trained once, with its own column",
     )
-    wanted = {"halved": (place + 1) / 2}
-    if "proximal_logprobs" in asking.asks:
-        wanted["proximal_logprobs"] = np.concatenate(lab.reference(batch))[place]
-    for name, numbers in wanted.items():
-        odd = [part for part in asking.given if name not in part.columns]
-        expect(not odd, f"the loss was given no column {name!r}")
-        far = np.abs(np.concatenate([_plain(part.columns[name]) for part in asking.given]) - numbers).max()
-        expect(far <= max(lab.tolerance, 1e-6), f"column {name!r} is up to {far:.3g} off")
+    order = np.argsort(numbers)
+    place = order[np.searchsorted(numbers, found, sorter=order)]
+    wanted = {"advantages": _standardised(numbers, mask)[place]}
+    if "proximal_logprobs" in asks:
+        wanted["column proximal_logprobs"] = np.concatenate(lab.reference(batch))[place]
+    for name, right in wanted.items():
+        expect(all(name in part for part in given), f"the loss was given no {name}")
+        far = np.abs(np.concatenate([part[name] for part in given]) - right).max()
+        why = ": of mean 0 and spread 1 they are over the tokens of all rows" if name == "advantages" else ""
+        expect(far <= max(lab.tolerance, 1e-5), f"{name} is up to {far:.3g} off{why}")
     most = np.log(lab.policy.vocabulary) + lab.tolerance
     for name in ("entropy", "values"):
-        if name not in asking.asks:
+        if name not in asks:
             continue
-        for part in asking.given:
-            each = getattr(part, name)
-            expect(
-                len(each) == len(part.advantages),
-                f"the loss was given {len(each)} {name} of {len(part.advantages)} tokens",
-            )
-            expect(bool(getattr(each, "requires_grad", True)), f"{name} came without gradient")
-            numbers = _plain(each)
-            expect(bool(np.isfinite(numbers).all()), f"{name} that are not finite")
+        for part in given:
+            each, tokens = part[name], len(part["advantages"])
+            expect(len(each) == tokens, f"the loss was given {len(each)} {name} of {tokens} tokens")
+            expect(bool(part[f"{name} learns"]), f"{name} came without gradient")
+            expect(bool(np.isfinite(each).all()), f"{name} that are not finite")
             if name == "entropy":
                 expect(
-                    numbers.min() >= -1e-3 and numbers.max() <= most,
+                    each.min() >= -1e-3 and each.max() <= most,
                     "entropies that no distribution over the vocabulary has",
                 )
+
+
+def _numbers(batch: Batch) -> np.ndarray[Any, Any]:
+    """Of each response token, by its row and place: the same whatever rows a rank has."""
+    lengths = batch.ragged("response_ids").lengths
+    rows = np.repeat((batch.ids - FIRST_ROW) // ROWS_APART, lengths)
+    places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.asarray(rows * LONGEST + places + 1, np.float32)
+
+
+def _standardised(numbers: np.ndarray[Any, Any], drawn: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Those drawn of mean 0 and spread 1; 0 the others."""
+    known = numbers[drawn.astype(np.bool_)].astype(np.float64)
+    return np.where(drawn, (numbers - known.mean()) / (known.std() + 0.5), 0.0).astype(np.float32)
 
 
 def _plain(values: Any) -> np.ndarray[Any, Any]:

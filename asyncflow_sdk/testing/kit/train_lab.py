@@ -27,6 +27,9 @@ divides by the gradient's size, where the gradient is nearly 0."""
 NOTHING = 0.1
 """Below this part of an update, weights count as not trained: decay is not what the rows ask for."""
 
+FIRST_ROW, ROWS_APART = 5_000_000_000, 3
+"""Numbers of rows, which are large, as they are in runs."""
+
 Ids = npt.NDArray[np.int32]
 Tensors = dict[str, npt.NDArray[Any]]
 
@@ -238,7 +241,7 @@ def make_batch(
             "reward": np.asarray(rewards, np.float64),
         }
     )  # fmt: skip
-    return Batch(plain.ids * 3 + 5_000_000_000, group.astype(np.int64) * 7 + 6_000_000_000, plain.columns)
+    return Batch(plain.ids * ROWS_APART + FIRST_ROW, group.astype(np.int64) * 7 + 6_000_000_000, plain.columns)
 
 
 def changed(batch: Batch, **columns: Any) -> Batch:
