@@ -83,7 +83,15 @@ def one_cannot_write(ranks: Ranks) -> object:
             return [file.whole(name).unique().tolist() for name in kinds]
 
 
+def meet(folder: Path) -> None:
+    """Wait until every rank has come so far: how long one takes to start is nothing that others are to wait for."""
+    (folder / os.environ["RANK"]).touch()
+    while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+
+
 def main() -> None:
+    meet(Path(os.environ["MET"]))
     ranks = Ranks.join("cpu", timeout_s=float(os.environ.get("TIMEOUT_S", "60")))
     again = None
     try:

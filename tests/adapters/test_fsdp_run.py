@@ -51,14 +51,16 @@ def test_ppo_trains_policy_and_critic_on_two_ranks(tiny: str, tmp_path: Path) ->
 def test_ranks_of_which_one_is_killed_go_on_together_with_each_row_trained_once(tiny: str, tmp_path: Path) -> None:
     pids: list[int] = []
     events: list[Event] = []
+    killed = tmp_path / "killed"
 
     def kill_once(event: Event) -> None:
         events.append(event)
         if isinstance(event, WorkerState) and (event.worker, event.state) == ("train-0 rank 1", "ready"):
             pids.append(event.pid)
-        if isinstance(event, StepTrained) and event.step == 3 and len(pids) == 1:
+        trained = any(isinstance(each, StepTrained) and each.step == 3 for each in events)
+        if trained and pids and not killed.exists():
             os.kill(pids[0], signal.SIGKILL)
-            pids.append(0)
+            killed.touch()
 
     probe = af.Probe(((5, 6, 7, 14), (8, 9, 14)), ((10, 11, 12), (13, 2)), tolerance=1e-4)
     workflow = af.Workflow(
@@ -67,7 +69,9 @@ def test_ranks_of_which_one_is_killed_go_on_together_with_each_row_trained_once(
             "transformers", model=tiny, prompt="prompt_ids", group_size=4, sampling=af.Sampling(max_tokens=6), threads=1
         ),
         reward=odd_tokens,
-        train=af.Train("asyncflow_fsdp.engine:FsdpEngine", model=tiny, lr=1e-3, threads=1, world_size=2, max_restarts=1),
+        train=af.Train(
+            "fsdp_parts:Waiting", model=tiny, lr=1e-3, threads=1, world_size=2, max_restarts=1, env={"KILLED": str(killed)}
+        ),
         weights=af.Weights(probe=probe, verify=["probe"]),
         batch_size=ROWS, steps=STEPS, checkpoint=af.Checkpoint(every=2), staleness=af.Staleness(max_staleness=0),
     )  # fmt: skip

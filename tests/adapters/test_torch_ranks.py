@@ -22,7 +22,7 @@ _CHILD = Path(__file__).with_name("ranks_children.py")
 
 
 class Started:
-    """So many processes, as a launcher starts them."""
+    """So many processes, as a launcher starts them; they begin when all of them are there."""
 
     def __init__(self, what: str, size: int, **env: str) -> None:
         with socket.socket() as free:
@@ -38,7 +38,7 @@ class Started:
         ]  # fmt: skip
 
     def said(self, rank: int) -> Any:
-        text, _ = self.processes[rank].communicate(timeout=60)
+        text, _ = self.processes[rank].communicate(timeout=100)  # only ends a test that would hang
         return json.loads(text.splitlines()[-1]) if text else None
 
     def close(self) -> None:
@@ -50,11 +50,13 @@ class Started:
 
 
 @pytest.fixture
-def start() -> Iterator[Any]:
+def start(tmp_path: Path) -> Iterator[Any]:
     made: list[Started] = []
 
     def begin(what: str, size: int = 2, **env: str) -> Started:
-        made.append(Started(what, size, **env))
+        met = tmp_path / f"met-{len(made)}"
+        met.mkdir()
+        made.append(Started(what, size, MET=str(met), **env))
         return made[-1]
 
     yield begin

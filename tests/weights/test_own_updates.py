@@ -1,6 +1,7 @@
 """Weights for a loop of one's own: what it loads is committed, whatever it raises or however it is cancelled."""
 
 import asyncio
+import contextlib
 import threading
 from typing import Any
 
@@ -286,7 +287,12 @@ def test_a_replica_that_fails_to_fetch_goes_on_by_itself(monkeypatch: pytest.Mon
 def test_a_wait_says_what_fetching_failed_for(monkeypatch: pytest.MonkeyPatch) -> None:
     receiver = scripted(monkeypatch)
     receiver.script = [fails(WireError("nobody listens at 10.0.0.1:7000"))] * 1000
-    with af.serve() as run, run.weight_publisher() as publisher:
+    events: list[Any] = []
+    with af.serve(on_event=events.append) as run, run.weight_publisher() as publisher:
         publisher.publish(0, model(0).items()).wait()
+        updates = run.weight_updates(timeout_s=0.5)
+        with contextlib.suppress(DeadlineExceeded):  # it begins, and perhaps has not tried once before it is over
+            next(iter(updates))
+        until(lambda: any(getattr(e, "state", "") == "failed" for e in events), "a fetch that fails")
         with pytest.raises(DeadlineExceeded, match="version 0 could not be fetched: WireError: nobody listens at 10"):
-            next(iter(run.weight_updates(timeout_s=0.5)))
+            next(iter(updates))

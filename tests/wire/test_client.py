@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,8 @@ def test_a_cancelled_request_is_taken_back_before_and_after_its_answer(parrot: P
 
 def test_ctrl_c_takes_a_blocking_request_back(parrot: Parrot) -> None:
     with Child(interrupted, parrot.server.addresses[0]) as child:
+        until(lambda: parrot.parked, "its request")
+        os.kill(child.pid, signal.SIGINT)
         assert child.hear() == "after 1"
         assert child.wait() == 0
     assert parrot.dropped_ones == [(parrot.parked[b"park"], None)]
@@ -86,8 +89,8 @@ def test_a_server_that_is_gone_is_named_within_the_deadline_and_the_grace(
     parrot: Parrot, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # given
+    client.ask(b"x", 30)
     monkeypatch.setattr(rules, "GRACE_S", 0.2)
-    client.ask(b"x", 1)
     parrot.server.stop()
     # when / then
     with pytest.raises(ServerLost, match=f"{client.address} gave no answer"):

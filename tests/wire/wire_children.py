@@ -37,10 +37,9 @@ def ask_until_killed(address: str) -> None:
 
 
 def interrupted(address: str) -> None:
-    """Ctrl-C while waiting, then another request over the same socket."""
+    """Ctrl-C, which comes while it waits, then another request over the same socket."""
     client = Client(address)
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         client.ask(b"park", 1000)
     except KeyboardInterrupt:
