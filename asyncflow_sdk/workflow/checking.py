@@ -376,6 +376,8 @@ def _check_lengths(flow: Workflow, rollout: Rollout) -> None:
             encoded = Text(rollout.tokenizer).encode(flow.data.texts(rollout.prompt))
         except PluginError:  # no tokenizers in this environment: the worker has them, and checks
             return
+        except SchemaError as error:
+            raise ConfigError(f"prompts: {error}") from None
         lengths = np.array([len(ids) for ids in encoded])
     else:
         return

@@ -38,12 +38,24 @@ class Text:
             raise PluginError(
                 "text prompts need tokenizers; install it with: pip install 'asyncflow-sdk[text]'"
             ) from None
-        self._tokenizer = tokenizers.Tokenizer.from_file(file)
+        self._file, self._tokenizer = file, tokenizers.Tokenizer.from_file(file)
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[npt.NDArray[np.int32]]:
-        """Token ids, with the special tokens that the tokenizer adds by itself, as at the beginning of a text; or without."""
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        """Token ids, with the special tokens that the tokenizer adds by itself, as at the beginning of a text; or without.
+        Raises SchemaError for a text that the tokenizer has no tokens for."""
+        try:
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        except Exception as error:  # it raises nothing narrower, and does not say for which
+            raise SchemaError(f"{self._first_odd(texts)} cannot be encoded by {self._file}: {error}") from error
         return [np.array(e.ids, np.int32) for e in encoded]
+
+    def _first_odd(self, texts: Sequence[str]) -> str:
+        for number, text in enumerate(texts):
+            try:
+                self._tokenizer.encode(text)
+            except Exception:
+                return f"text {number} of {len(texts)}, {text!r:.80},"
+        return f"one of {len(texts)} texts"
 
     def decode(self, ids: Ragged) -> list[str]:
         """Text without special tokens."""

@@ -68,6 +68,17 @@ def test_refused_before_anything_starts(tmp_path: Path, changes: dict[str, Any],
         echo_workflow(**changes).run(tmp_path / "run")
 
 
+def test_a_prompt_that_the_tokenizer_has_no_tokens_for_is_named(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 0})).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+
+    with pytest.raises(ConfigError, match=r"prompts: text 1 of 2, 'é', cannot be encoded by .*tokenizer.json: "):
+        echo_workflow(
+            prompts=["1", "é"], rollout={"model": str(tmp_path), "prompt": "prompt"}, reward=lambda response: []
+        )
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
