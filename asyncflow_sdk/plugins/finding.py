@@ -225,7 +225,11 @@ def _specs_of(plugin: object) -> list[Any]:
     manager.register(plugin)
     manager.check_pending()
     if not manager.hook.asyncflow_adapters.get_hookimpls():
-        raise PluginError("it registers nothing: give it a function asyncflow_adapters with @asyncflow_sdk.hookimpl")
+        folder = next(iter(getattr(plugin, "__path__", ())), "?")
+        at = getattr(plugin, "__file__", None) or folder  # a folder of that name, where another plugin was meant
+        raise PluginError(
+            f"it registers nothing: give it a function asyncflow_adapters with @asyncflow_sdk.hookimpl; it is {at}"
+        )
     returned = manager.hook.asyncflow_adapters(sdk=__version__)
     specs = [spec for given in returned if not isinstance(given, (str, bytes, dict, AdapterSpec)) for spec in given]
     if not specs:

@@ -41,7 +41,10 @@ BROKEN = {
     "exit": ("import sys\nsys.exit('goodbye')\n", "SystemExit: goodbye"),
     "syntax": ("def f(:\n", "SyntaxError"),
     "raises": (HEAD + "    raise OSError('no disk')\n", "OSError: no disk"),
-    "nothing": ("x = 1\n", "it registers nothing: give it a function asyncflow_adapters with @asyncflow_sdk.hookimpl"),
+    "nothing": (
+        "x = 1\n",
+        "it registers nothing: give it a function asyncflow_adapters with @asyncflow_sdk.hookimpl; it is /",
+    ),
     "returns_none": (HEAD + "    pass\n", "asyncflow_adapters returned None; a list of AdapterSpec is expected"),
     "returns_one": (
         HEAD + SPEC.format(kind="tracker", name="one", more="").replace("[", "").replace("]", ""),
