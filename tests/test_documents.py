@@ -29,7 +29,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(directory: Path, *arguments: str, path: Path | None = None) -> str:
     env = {**os.environ, "PYTHONPATH": str(path or "")}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=directory, env=env, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, *arguments], cwd=directory, env=env, capture_output=True, text=True, timeout=250, check=False
     )
     assert not done.returncode, done.stdout + done.stderr
     return done.stdout

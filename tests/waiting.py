@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
+def until(condition: Callable[[], Any], what: str, seconds: float = 100.0) -> None:
     """Wait for something that must come; the limit only ends a test that would hang."""
     end = time.monotonic() + seconds
     while not condition():

@@ -8,8 +8,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import asyncflow_sdk as af
 from asyncflow_sdk.types.events import Event, Note, StepTrained, WorkerState
 
@@ -20,7 +18,6 @@ def odd_tokens(response_ids: Any) -> list[float]:
     return [sum(int(token) % 2 for token in row) / max(len(row), 1) for row in response_ids]
 
 
-@pytest.mark.timeout(240)
 def test_ppo_trains_policy_and_critic_on_two_ranks(tiny: str, tmp_path: Path) -> None:
     """By groups of one, which only a critic can train."""
     events: list[Event] = []
@@ -47,7 +44,6 @@ def test_ppo_trains_policy_and_critic_on_two_ranks(tiny: str, tmp_path: Path) ->
     assert list((tmp_path / "run").rglob("critic/optimizer.safetensors"))
 
 
-@pytest.mark.timeout(240)
 def test_ranks_of_which_one_is_killed_go_on_together_with_each_row_trained_once(tiny: str, tmp_path: Path) -> None:
     pids: list[int] = []
     events: list[Event] = []

@@ -43,7 +43,6 @@ def test_a_trainer_that_is_killed_goes_on_in_another_process() -> None:
     assert [result.outcome for result in report.results] == ["passed"], report
 
 
-@pytest.mark.timeout(240)
 def test_a_checkpoint_that_dies_with_its_process_is_caught_by_a_kill_only() -> None:
     report = Conformance("train", KeepsStateInMemory, tiers=["full", "chaos"]).run()
 

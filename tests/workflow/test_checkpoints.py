@@ -249,7 +249,7 @@ def test_a_checkpoint_of_which_nobody_was_told_counts(loop: Loop) -> None:
     assert loop.weights == 20
 
 
-@pytest.mark.timeout(120 + 60 * KILLS)
+@pytest.mark.timeout(180 + 60 * KILLS)
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_server_and_trainer_of_ones_own_loop_are_killed_at_random(seed: int, tmp_path: Path) -> None:
     chance, steps, directory = random.Random(seed), 30, str(tmp_path / "run")

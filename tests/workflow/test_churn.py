@@ -69,7 +69,6 @@ class Onlooker:
         return code
 
 
-@pytest.mark.timeout(240)
 def test_versions_come_in_flight_while_replicas_are_killed_join_and_leave(tmp_path: Path) -> None:
     pids: dict[str, int] = {}
 
@@ -137,7 +136,6 @@ def workflow() -> af.Workflow:
     )  # fmt: skip
 
 
-@pytest.mark.timeout(240)
 def test_a_replica_joins_a_run_that_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # given a run whose driver was killed with all its workers
     gate, directory, reached = tmp_path / "gate", tmp_path / "run", threading.Event()

@@ -124,7 +124,7 @@ def test_stopping_by_signal_leaves_no_process_and_no_memory(tmp_path: Path, mome
     pids = read_until(process, moment)
 
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=100)
 
     assert process.returncode != 0
     assert "Interrupted" in errors
@@ -139,7 +139,7 @@ def test_impatient_ctrl_c_is_as_clean(tmp_path: Path) -> None:
 
     for _ in range(5):
         process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=100)
 
     assert not [pid for pid in pids if alive(pid)]
     assert not segments(process.pid)

@@ -78,7 +78,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Counter[tuple[int, ...]]:
     return prompts_trained(directory)
 
 
-@pytest.mark.timeout(240)
 def test_a_trainer_that_is_killed_again_and_again_trains_what_it_would_have(
     tmp_path: Path, whole: Counter[tuple[int, ...]]
 ) -> None:
@@ -148,7 +147,7 @@ class Driver:
         until(lambda: not [pid for pid in self.pids if alive(pid)], "the end of all workers")
 
 
-@pytest.mark.timeout(120 + 60 * KILLS)
+@pytest.mark.timeout(180 + 60 * KILLS)
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_a_run_that_is_killed_as_a_whole_again_and_again_trains_what_it_would_have(
     seed: int, tmp_path: Path, gates: Gates, whole: Counter[tuple[int, ...]]

@@ -88,7 +88,6 @@ def restarts(directory: Path) -> Counter[str]:
     )  # fmt: skip
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("policy", ["wait", "drop", "count"])
 def test_a_run_survives_the_death_of_each_of_its_processes(
     tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
