@@ -67,6 +67,16 @@ def test_an_algorithm_that_cannot_be_is_told_before_anything_starts(tmp_path: Pa
     assert "critic: decay is from 0 to 1, not 2" in done.stderr + done.stdout
 
 
+def test_an_engine_that_is_not_here_is_told_before_the_warm_up(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "asyncflow_sdk.cli", "demo", "--out", "run", "--train", "fdsp"]
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 2
+    assert "no train adapter is named 'fdsp'" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.timeout(300)
 def test_its_rollout_killed_half_way_it_finishes_and_no_row_is_trained_twice(tmp_path: Path, start: Path) -> None:
     from asyncflow_torch.demo.run import demo_workflow

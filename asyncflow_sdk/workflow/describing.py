@@ -32,11 +32,11 @@ class Described:
         self = super().__new__(cls)
         self.asked = {}
         signature = inspect.signature(cls)
+        check_names(cls, kwargs)
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            check_names(cls, kwargs)
-            return self  # else the constructor is about to say what is wrong
+            return self  # the constructor is about to say what is wrong
         for name, value in given.items():
             more = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             self.asked.update(dict(value) if more else {name: value})
