@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import asyncflow_sdk as af
 from asyncflow_sdk.cli.running import show_outcome
-from asyncflow_sdk.plugins import Kind, registry
+from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types.events import Event, Loaded
 
 from .task import DIGITS, exact_match, prompts
@@ -100,11 +100,10 @@ def run_demo(
 
     Raises Interrupted after Ctrl-C; ``out`` then holds what was done, with its report.
     """
-    here: list[tuple[Kind, str]] = [("rollout", engine)] * (python is None) + [("train", train)] * (
-        train_python is None
-    )
-    for kind, name in here:
-        registry().get(kind, name).load()  # one that is not here is told of before the warm-up
+    if python is None:  # what is not here is told of before the warm-up
+        registry().get("rollout", engine).load()
+    if train_python is None:
+        registry().get("train", train).load()
     if model is None:
         model = out / "start"
         _warm_up(model, seed, console)
