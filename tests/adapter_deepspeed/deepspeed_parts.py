@@ -161,3 +161,12 @@ def _infinite_first(usual: Any) -> Any:
         usual(loss * float("inf") if count == 1 else loss, last=last)
 
     return backward
+
+
+def held(*, gates: str, **given: Any) -> Any:
+    """Of which a rank may wait in a backward pass."""
+    from rank_runs import hold
+
+    made = engine_of(**given)
+    hold(made, gates)
+    return made

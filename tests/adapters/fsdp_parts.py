@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rank_runs import hold
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
 from asyncflow_fsdp.engine import FsdpEngine
 from asyncflow_fsdp.shards import local
 from asyncflow_sdk.algorithms import GRPO
-from asyncflow_sdk.interfaces import PackedTokens, StepResult
-from asyncflow_sdk.types import Batch, Shard
+from asyncflow_sdk.interfaces import PackedTokens
+from asyncflow_sdk.types import Shard
 
 
 def peak_bytes(prof: Any) -> int:
@@ -28,18 +28,6 @@ def peak_bytes(prof: Any) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
-
-
-class Waiting(FsdpEngine):
-    """Begins its fifth step when there is the file that the variable KILLED names."""
-
-    def train_step(self, batch: Batch) -> StepResult:
-        while self._taken >= 4 and not Path(os.environ["KILLED"]).exists():
-            time.sleep(0.01)
-        self._taken += 1
-        return super().train_step(batch)
-
-    _taken = 0
 
 
 class Counting(FsdpEngine):
@@ -118,3 +106,11 @@ class FailsOnce(GRPO):
         if tokens.advantages.max() > 1.4:
             raise KeyError("a column that is not there")
         return super().loss(tokens)
+
+
+class Held(FsdpEngine):
+    """Of which a rank may wait in a backward pass."""
+
+    def __init__(self, model: str, *, gates: str, **options: Any) -> None:
+        super().__init__(model, **options)
+        hold(self, gates)

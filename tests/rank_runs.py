@@ -1,0 +1,125 @@
+"""Runs whose trainer is a real engine of two ranks: one is killed in a collective, or both are started by a launcher of the field."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from waiting import in_thread, until
+
+import asyncflow_sdk as af
+from asyncflow_sdk.types.events import Event, Note, Span, StepTrained, WorkerState
+
+STEPS, ROWS = 6, 16
+
+
+def odd_tokens(response_ids: Any) -> list[float]:
+    return [sum(int(token) % 2 for token in row) / max(len(row), 1) for row in response_ids]
+
+
+def hold(engine: Any, gates: str) -> None:
+    """Rank 1 waits in the backward pass of a step of which there is a file in ``gates``, where it writes its process number: the others
+    are in that pass's collectives, or come to them."""
+    step, backward, place, index = engine.train_step, engine.backward, Path(gates), -1
+
+    def train_step(batch: Any) -> Any:
+        nonlocal index
+        index = batch.index
+        return step(batch)
+
+    def held(loss: Any, *, last: bool) -> None:
+        if os.environ["RANK"] == "1" and (place / str(index)).exists():
+            (place / "writing").write_text(str(os.getpid()))
+            (place / "writing").rename(place / "there")
+            while (place / str(index)).exists():
+                time.sleep(0.01)
+        backward(loss, last=last)
+
+    engine.train_step, engine.backward = train_step, held
+
+
+def run_with_a_rank_killed_in_a_collective(engine: str, model: str, directory: Path, **options: Any) -> None:
+    """``engine``: by its path; it takes ``gates``, for `hold`. It is killed in its last step; the checkpoint is of the one before."""
+    gates, events = directory / "gates", list[Event]()
+    gates.mkdir()
+    (gates / str(STEPS - 1)).touch()
+
+    def kill() -> None:
+        until((gates / "there").exists, "the rank in its backward pass", seconds=200.0)
+        os.kill(int((gates / "there").read_text()), signal.SIGKILL)
+        (gates / str(STEPS - 1)).unlink()
+
+    probe = af.Probe(((5, 6, 7, 14), (8, 9, 14)), ((10, 11, 12), (13, 2)), tolerance=1e-4)
+    workflow = af.Workflow(
+        prompts={"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]},
+        rollout=af.Rollout(
+            "transformers", model=model, prompt="prompt_ids", group_size=4, sampling=af.Sampling(max_tokens=6), threads=1
+        ),
+        reward=odd_tokens,
+        train=af.Train(engine, model=model, lr=1e-3, threads=1, world_size=2, max_restarts=1, gates=str(gates), **options),
+        weights=af.Weights(probe=probe, verify=["probe"]),
+        batch_size=ROWS, steps=STEPS, checkpoint=af.Checkpoint(every=2), staleness=af.Staleness(max_staleness=0),
+    )  # fmt: skip
+    killed = in_thread(kill)
+
+    summary = workflow.run(directory / "run", on_event=events.append).summary
+
+    assert killed() is None
+    rows = [row for _, batch in af.read_steps(directory / "run") for row in batch.ids.tolist()]
+    assert len(rows) == len(set(rows)) == STEPS * ROWS
+    assert (summary["status"], summary["steps"], summary["balanced"]) == ("completed", STEPS, True)
+    assert summary["rows"]["consumed"] + summary["rows"]["filtered"] == STEPS * ROWS
+    restarts = [e for e in events if isinstance(e, WorkerState) and e.state == "restarting"]
+    assert [e.worker for e in restarts] == ["train-0 rank 0", "train-0 rank 1"]
+    assert "rank 1 was killed by SIGKILL" in restarts[0].detail
+    assert any(f"training goes on with step {STEPS - 2}" in e.text for e in events if isinstance(e, Note))
+    trained = [e.step for e in events if isinstance(e, StepTrained)]
+    assert trained == [*range(STEPS - 1), STEPS - 2, STEPS - 1]
+    drifts = [e.metrics["logprob_drift"] for e in events if isinstance(e, StepTrained)]
+    assert max(drifts) < 1e-4, (
+        "steps trained again come to the weights that generated the rows of the steps after them"
+    )
+
+
+def run_under_a_launcher(launcher: list[str], engine: str, model: str, directory: Path, **options: Any) -> None:
+    """``launcher``: what stands before the command of each rank."""
+    events: list[Event] = []
+    with af.serve(directory / "run", steps=2, on_event=events.append) as run:
+        run.start(
+            af.Rollout(
+                "transformers", model=model, prompt="prompt_ids", group_size=4, sampling=af.Sampling(max_tokens=6), threads=1
+            )
+        )  # fmt: skip
+        run.start(af.Stage(odd_tokens, task="reward"))
+        run.feed({"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]}, group_size=4, column="prompt_ids")
+        worker = [sys.executable, "-m", "asyncflow_sdk.cli", "worker", str(directory / "run"), "train"]
+        asked = [
+            "--engine",
+            engine,
+            "--model",
+            model,
+            "--batch-size",
+            str(ROWS),
+            "--export",
+            str(directory / "model"),
+        ]
+        for name, value in {"lr": 1e-3, "threads": 1, **options}.items():
+            asked += ["--set", f"{name}={value}"]
+        done = subprocess.run(
+            [*launcher, *worker, *asked], cwd=directory, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [f"rank {rank} joins" in done.stdout for rank in (0, 1)] == [True, True], done.stdout
+        until(lambda: run.audit().live == 0, "the end of all rows")
+        assert run.audit().consumed + run.audit().filtered == 2 * ROWS
+    spans = [e for e in events if isinstance(e, Span) and e.kind == "train"]
+    assert Counter(e.worker.partition(" ")[2] for e in spans) == {"rank 0": 2, "rank 1": 2}
+    assert sum(e.rows for e in spans) == 2 * ROWS
+    assert [e.step for e in events if isinstance(e, StepTrained)] == [0, 1]
+    assert (directory / "model" / "model.safetensors").is_file()
