@@ -104,6 +104,10 @@ def main() -> None:
         except Exception as error:
             again = str(error)
     print(json.dumps([found, again]), flush=True)
+    if told := os.environ.get("TOLD"):  # who failed lives on until another has heard of it
+        while ranks.rank and not Path(told).exists():
+            time.sleep(0.01)
+        Path(told).touch()
     ranks.close()
 
 
