@@ -130,25 +130,21 @@ def not_finite(**given: Any) -> Any:
     return made
 
 
-def infinite_policy(**given: Any) -> Any:
-    """The gradient of the policy is infinite in its first step, and the critic's is not."""
+def with_critic(*, infinite: str = "", **given: Any) -> Any:
+    """In its first step the gradient is infinite of "policy" or "critic", and that of the other is not."""
     made: Any = engine_of(**given)
-    made._policy.backward = _infinite_first(made._policy.backward)
-    usual, count = made._critic.backward, 0
+    if infinite == "critic":
+        made._values.trained.backward = _infinite_first(made._values.trained.backward)
+    if infinite == "policy":
+        made._policy.backward = _infinite_first(made._policy.backward)
+        usual, count = made._values.backward, 0
 
-    def backward(values: Any, gradient: Any, *, last: bool) -> None:
-        nonlocal count
-        count += 1
-        usual(values, torch.ones_like(gradient) if count == 1 else gradient, last=last)
+        def backward(values: Any, gradient: Any, *, last: bool) -> None:
+            nonlocal count
+            count += 1
+            usual(values, torch.ones_like(gradient) if count == 1 else gradient, last=last)
 
-    made._critic.backward = backward
-    return made
-
-
-def infinite_critic(**given: Any) -> Any:
-    """And the other way round."""
-    made: Any = engine_of(**given)
-    made._values.trained.backward = _infinite_first(made._values.trained.backward)
+        made._values.backward = backward
     return made
 
 

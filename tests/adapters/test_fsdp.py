@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from algorithm_parts import InfiniteValues
 from conftest import write_model
 from fsdp_parts import Counting, DiesInStep, FailsOnce, Infinite, Wrapped
 from safetensors.torch import load_file
@@ -284,8 +285,11 @@ def test_an_export_is_a_folder_that_transformers_loads_in_one_file_or_in_several
         assert tokens[0] == tokens[1]
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_makes_no_step_on_any(tiny: str, two: Any, batch: Batch) -> None:
-    engine = two(tiny, algorithm=Infinite())
+@pytest.mark.parametrize("algorithm", [Infinite(), InfiniteValues()], ids=["policy", "critic"])
+def test_a_gradient_that_is_not_finite_on_one_rank_makes_no_step_on_any(
+    algorithm: Any, tiny: str, two: Any, batch: Batch
+) -> None:
+    engine = two(tiny, algorithm=algorithm)
     before = _weights(engine)
 
     with pytest.raises(EngineError, match="grad_norm is (inf|nan); no step was made"):
