@@ -35,8 +35,8 @@ from .requests import (
     token_ids,
 )
 
-SHARED_TOKENS = 64
-"""A prompt as long as this is read once for all responses of a group, before they are drawn."""
+SAVED_TOKENS = 64
+"""A prompt is read once for all responses of a group, before they are drawn, where that saves reading so many tokens."""
 _log = logging.getLogger(__name__)
 
 
@@ -95,7 +95,7 @@ class SGLangRollout(RolloutEngine):
         )
         self._check_usable()
         interruptions = self._interruptions
-        if request.n > 1 and len(prompt) >= SHARED_TOKENS:
+        if (request.n - 1) * len(prompt) >= SAVED_TOKENS:
             await self._reply(self._asking.ask(read_body(prompt), answer_bytes(0)))
         if interruptions != self._interruptions:
             for index in range(request.n):
