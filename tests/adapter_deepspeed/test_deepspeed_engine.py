@@ -151,6 +151,7 @@ def test_another_number_of_ranks_another_stage_and_the_plain_engine_go_on(policy
     with started(deepspeed_parts.engine_of, 2, policy, **options(3, **rising)) as lab:
         batches = [lab.batch((4, 3), seed=number) for number in range(4)]
         lab.start()
+        lab.engine.save(tmp_path / "untrained")
         for batch in batches[:2]:
             lab.step(batch)
         lab.engine.save(tmp_path)
@@ -164,6 +165,10 @@ def test_another_number_of_ranks_another_stage_and_the_plain_engine_go_on(policy
         for batch in batches[2:]:
             lab.step(batch)
         assert not unlike(lab.tensors(), wanted), "resumed on as many ranks, it is the same to the bit"
+        lab.load(tmp_path / "untrained")
+        for batch in batches:
+            lab.step(batch)
+        assert not unlike(lab.tensors(), wanted), "what has no moments yet is gone on from without those of before"
 
     for made, size, given in (
         (deepspeed_parts.engine_of, 3, options(2, **rising)),
