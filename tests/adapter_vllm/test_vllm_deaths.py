@@ -74,12 +74,13 @@ def test_a_worker_that_is_killed_takes_vllm_with_it(tied: Any, tmp_path: Path) -
 def test_a_dead_core_is_named_by_all_that_is_asked_of_it(tied: Any) -> None:
     async def body(lab: Any) -> None:
         await lab.check_greedy(lab.policy.prompts(2))
+        children = of_vllm(os.getpid())
+        (core,) = [pid for pid in children if "EngineCore" in _title(pid)]
         running = asyncio.create_task(
             lab.answer(lab.request(lab.policy.prompts(1)[0], 4, temperature=1.0, max_tokens=480))
         )
-        await asyncio.sleep(0.2)
-        children = of_vllm(os.getpid())
-        (core,) = [pid for pid in children if "EngineCore" in _title(pid)]
+        while not lab.engine._running:  # and no longer, or all may have ended
+            await asyncio.sleep(0)
         loading = asyncio.create_task(lab.update())
         os.kill(core, signal.SIGKILL)
         for waiting in (running, loading):
