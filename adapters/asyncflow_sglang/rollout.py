@@ -66,7 +66,7 @@ class SGLangRollout(RolloutEngine):
     ) -> None:
         self._calls, self._checkpoint, self._context = link, checkpoint, context
         self._by_seeds, self._update_s = info.enable_deterministic_inference, update_s
-        self._torn, self._gone, self._closed, self._told, self._interruptions = "", "", False, False, 0
+        self._torn, self._gone, self._closed, self._told, self._interruptions = "", False, False, False, 0
         self._going_on: asyncio.Task[None] | None = None
         self._load = asyncio.Lock()
         self._asking = Asking(link, max_rows, request_s)
@@ -172,10 +172,8 @@ class SGLangRollout(RolloutEngine):
     def _check_usable(self) -> None:
         if self._closed:
             raise EngineError("the engine was closed")
-        if self._gone:
-            raise EngineGone(self._gone)
         if self._torn:
-            raise EngineError(self._torn)
+            raise (EngineGone if self._gone else EngineError)(self._torn)
 
     # ---- new weights
 
@@ -196,16 +194,17 @@ class SGLangRollout(RolloutEngine):
                 for path, body in load_calls(str(self._handing.folder), update.version):
                     await self._calls.post(path, body, object, timeout_s=self._update_s)
             except BaseException as error:
-                self._tear(f"version {update.version} did not come whole into {self._calls.name}: {error!r}")
+                broken = f"version {update.version} did not come whole into {self._calls.name}"
+                self._tear(f"{broken}: {error!r}")
                 lost = await self._what_is_lost(error) if isinstance(error, Dropped) else error
                 if isinstance(lost, EngineGone):
-                    self._gone = str(lost)
+                    self._torn, self._gone = f"{broken}: {lost}", True
                 if lost is not error:
                     raise lost from None
                 if isinstance(error, EngineError) and not isinstance(error, EngineGone):
                     raise WeightError(f"version {update.version} could not be loaded: {error}") from error
                 raise
-            self._torn = self._gone = ""
+            self._torn, self._gone = "", False
         return set(update.tensors)
 
     def _tear(self, why: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -141,6 +143,21 @@ def test_every_check_catches_somebody() -> None:
 
 def test_an_engine_that_a_process_can_make_once_gives_back_what_it_must(policy: NumpyPolicy) -> None:
     report = Conformance("rollout", leaks.MadeOnce, policy=policy, only=["closes"]).run()
+
+    assert [(result.outcome, result.detail) for result in report.results] == [("passed", "")]
+
+
+def test_what_another_child_of_the_process_has_is_not_the_engines(policy: NumpyPolicy) -> None:
+    path = f"/dev/shm/test-kit-{os.getpid()}"
+    code = f"open({path!r}, 'xb').write(bytes(4096)); kept = open({path!r}); print('there', flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline()
+        report = Conformance("rollout", NumpyRollout, policy=policy, only=["closes"]).run()
+    finally:
+        child.communicate()
+        os.unlink(path)
 
     assert [(result.outcome, result.detail) for result in report.results] == [("passed", "")]
 

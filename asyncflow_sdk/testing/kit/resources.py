@@ -41,7 +41,7 @@ class Held:
         gc.collect()
         with contextlib.suppress(AttributeError, OSError):  # not glibc; else a leak would first fill what it has free
             ctypes.CDLL(None).malloc_trim(0)
-        pids = [os.getpid(), *descendants(os.getpid())]
+        pids = _all()
         return cls(
             sum(map(_resident, pids)), sum({**_segments(pids), **_abandoned()}.values()), _gpu_bytes(pids), sum(len(_ls(pid, "fd")) for pid in pids),
             sum(len(_ls(pid, "task")) for pid in pids), len(living_below()),
@@ -93,10 +93,10 @@ def check_given_back(start: Callable[[], None], close: Callable[[], None], *, li
     """
     until = time.monotonic() + limit_s / 2
     with _adopting():
-        before, threads, processes = set(_segments([os.getpid()])), set(threading.enumerate()), set(living_below())
+        before, threads, processes = set(_segments(_all())), set(threading.enumerate()), set(living_below())
         first = _counts()
         start()
-        segments = {key for key in _segments([os.getpid(), *descendants(os.getpid())]) if key[0].startswith(SHM)}
+        segments = {key for key in _segments(_all()) if key[0].startswith(SHM)}
         close()
         _check_left(segments - before, threads, processes, min(10.0, limit_s))
         left, open_before = _settled(first), set[tuple[str, str]]()
@@ -169,6 +169,11 @@ def _descriptors() -> Iterator[tuple[str, str]]:
     for fd in _ls(os.getpid(), "fd"):
         with contextlib.suppress(OSError):
             yield fd, os.readlink(f"/proc/self/fd/{fd}")
+
+
+def _all() -> list[int]:
+    """This process and all below it."""
+    return [os.getpid(), *descendants(os.getpid())]
 
 
 Segment = tuple[str, int]
