@@ -182,14 +182,22 @@ def test_a_load_that_breaks_off_is_followed_by_nothing_but_a_whole_version(
         whole = lab.policy.tensors(version)
         name = next(name for name in whole if "k_proj.weight" in name)
         broken = lab.make_update(version, {**whole, name: whole[name][:-1].copy()})
-        running = asyncio.create_task(lab.answer(lab.request(prompts[0], 4, temperature=1.0, max_tokens=200)))
-        while not lab.engine._access._asked:
-            await asyncio.sleep(0)
+        running, pause = [], lab.engine._access.pause
+
+        async def pause_what_runs() -> None:  # it begins no sooner, so that it has not ended by now
+            running.append(
+                asyncio.create_task(lab.answer(lab.request(prompts[0], 4, temperature=1.0, max_tokens=200)))
+            )
+            while not lab.engine._access._asked:
+                await asyncio.sleep(0)
+            await pause()
+
         with monkeypatch.context() as blind:  # as if the comparison with the folder had found nothing
             blind.setattr(lab.engine._checkpoint, "check", lambda update: {})
+            blind.setattr(lab.engine._access, "pause", pause_what_runs)
             with pytest.raises(WeightError, match="could not be loaded whole: rank 0: "):
                 await lab.load(broken)
-        for waiting in (running, lab.answer(lab.request(prompts[0])), lab.engine.logprobs([[5]], [[6]])):
+        for waiting in (*running, lab.answer(lab.request(prompts[0])), lab.engine.logprobs([[5]], [[6]])):
             with pytest.raises(EngineError, match="holds a mixture of versions"):
                 await waiting
         await lab.update(version + 1)
