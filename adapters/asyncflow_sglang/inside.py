@@ -172,7 +172,9 @@ class Inside:
         watchdog = getattr(manager, "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()  # it would take the end of its processes for a crash
-        files = shared_memory([os.getpid(), *(each.pid for each in running)])  # this process maps those of one that died
+        files = shared_memory(
+            [os.getpid(), *(each.pid for each in running)]
+        )  # this process maps those of one that died
         _end(running)
         remove(files)
         if self._thread.is_alive():

@@ -84,7 +84,7 @@ class DecodeThread:
         self._changed = threading.Condition()
         self._pending: deque[Job] = deque()
         self._aborted: list[Job] = []
-        self._interrupted = False
+        self._interrupted: set[Job] | None = None  # asked for: which jobs were waiting then
         self._calls: list[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = []
         self._closing = False
         self._jobs: dict[int, Job] = {}  # being decoded; only the thread touches it, and what follows
@@ -116,7 +116,7 @@ class DecodeThread:
     def interrupt(self) -> None:
         """End what was submitted so far: a parcel of what each row has drawn."""
         with self._changed:
-            self._interrupted = True
+            self._interrupted = set(self._pending)
             self._changed.notify()
 
     def call(self, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
@@ -189,16 +189,16 @@ class DecodeThread:
                     break
                 aborted, self._aborted = self._aborted, []
                 calls, self._calls = self._calls, []
-                interrupted, self._interrupted = self._interrupted, False
+                interrupted, self._interrupted = self._interrupted, None
                 # Rows that ended leave room, and weights that changed are another version: both come first.
-                admitted = [] if aborted or calls or interrupted else self._admissible()
+                admitted = [] if aborted or calls or interrupted is not None else self._admissible()
                 if aborted:
                     self._pending = deque(job for job in self._pending if job not in aborted)
-                waiting = list(self._pending) if interrupted else []
-                if interrupted:
-                    self._pending.clear()
+                waiting = [job for job in self._pending if job in (interrupted or ())]  # later ones are not meant
+                if waiting:
+                    self._pending = deque(job for job in self._pending if job not in waiting)
             try:
-                if interrupted:
+                if interrupted is not None:
                     self._interrupt(waiting)
                 self._turn(aborted, calls, admitted)
             except BaseException as error:
@@ -207,7 +207,12 @@ class DecodeThread:
 
     def _has_work(self) -> bool:
         return bool(
-            self._closing or self._aborted or self._interrupted or self._calls or self._pending or self._decoder.rows
+            self._closing
+            or self._aborted
+            or self._interrupted is not None
+            or self._calls
+            or self._pending
+            or self._decoder.rows
         )
 
     def _admissible(self) -> list[Job]:

@@ -144,3 +144,29 @@ def test_a_response_ends_at_a_stop_id_of_its_own_request(endless: str, rollout: 
     assert first.token_ids.tolist() == whole[0][: whole[0].index(stop) + 1]
     assert (first.finish_reason, second.finish_reason) == ("stop", "length")
     assert second.token_ids.tolist() == whole[1]
+
+
+def test_an_interruption_ends_what_was_asked_for_before_it_and_nothing_later(endless: str, rollout: Make) -> None:
+    engine, held = rollout(endless), threading.Event()
+
+    async def answered(prompt: int) -> list[str]:
+        request = Request(np.array([prompt], np.int32), Sampling(max_tokens=4), 2)
+        return [each.finish_reason async for got in engine.generate(request) for each in got.each()]
+
+    async def submitted(count: int) -> None:
+        while len(engine._thread._pending) < count:
+            await asyncio.sleep(0)
+
+    async def body() -> tuple[list[str], list[str]]:
+        between = engine._thread.call(lambda: held.wait(LIMIT_S))  # both are asked for while the thread is elsewhere
+        while not between.running():
+            await asyncio.sleep(0)
+        before = asyncio.ensure_future(answered(3))
+        await submitted(1)
+        await engine.interrupt()
+        later = asyncio.ensure_future(answered(4))
+        await submitted(2)
+        held.set()
+        return await before, await later
+
+    assert asyncio.run(asyncio.wait_for(body(), LIMIT_S)) == (["aborted"] * 2, ["length"] * 2)
