@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 
 
+_loading = threading.Lock()
+"""Hazard: transformers replaces methods of its classes while it loads a model. Of two threads that do so at once, one puts back
+what the other has put there, and no model of this process is ever tied again."""
+
+
 def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: str | None = None) -> Any:
     """The model in ``folder``, in eval mode on ``device`` with weights of ``dtype``; "auto": that of the folder.
 
@@ -38,7 +44,7 @@ def load_policy(folder: str, *, dtype: str, device: str, attn_implementation: st
         raise ConfigError(f"model folder {folder!r} {what}; give the path of a Hugging Face model folder")
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        with no_progress_bar():
+        with _loading, no_progress_bar():
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=wanted, local_files_only=True, output_loading_info=True, **options
             )
@@ -93,7 +99,7 @@ class Torn(WeightError):
 
 def export_policy(model: Any, source: str, path: Path) -> None:
     """Write the model as a Hugging Face folder at ``path``, with the tokenizer files of ``source``."""
-    with no_progress_bar():
+    with _loading, no_progress_bar():
         model.save_pretrained(path)
     copy_tokenizer(source, path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from asyncflow_sdk.errors import EngineError, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import Request
 from asyncflow_sdk.types import Sampling
-from asyncflow_torch.policy import named_weights
+from asyncflow_torch.policy import load_policy, named_weights
 from asyncflow_torch.rollout import TransformersEngine
 
 Make = Callable[..., TransformersEngine]
@@ -156,6 +157,14 @@ def test_tied_weights_are_one_weight_under_either_name(tied: str, rollout: Make,
     # then it is in both places
     assert torch.equal(engine._model.lm_head.weight, weights["model.embed_tokens.weight"])
     assert torch.equal(engine._model.model.embed_tokens.weight, weights["model.embed_tokens.weight"])
+
+
+def test_models_that_threads_load_at_once_are_tied_and_so_are_later_ones(tied: str) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        models = list(threads.map(lambda _: load_policy(tied, dtype="auto", device="cpu"), range(32)))
+
+    for model in [*models, load_policy(tied, dtype="auto", device="cpu")]:
+        assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_a_tied_weight_may_come_under_both_names_if_it_is_the_same(
