@@ -99,7 +99,7 @@ class Torn(WeightError):
 
 def export_policy(model: Any, source: str, path: Path) -> None:
     """Write the model as a Hugging Face folder at ``path``, with the tokenizer files of ``source``."""
-    with _loading, no_progress_bar():
+    with no_progress_bar():
         model.save_pretrained(path)
     copy_tokenizer(source, path)
 
