@@ -147,7 +147,7 @@ class QueueServer(Carrying):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._say(ticket, ProtocolError(f"the server cannot read this call: {error}"))
             return
-        if not self._replaying:
+        if not self._replaying and session in self._sessions:  # a call of any other session is refused below
             for event in call.events:
                 self._emit(event)
         if self._is_look(session, call):
@@ -242,11 +242,11 @@ class QueueServer(Carrying):
         return session not in self._sessions or (isinstance(call.command, LOOKS) and call.then is None)
 
     def _look(self, session: str, ticket: int, command: cmd.AnyCommand | Hello | None) -> None:
-        if command is None:
-            self._say(ticket, cmd.Done())
-        elif session not in self._sessions:
+        if session not in self._sessions:
             unknown = "say hello first: this session is unknown here, or its process was seen to end"
             self._say(ticket, ProtocolError(unknown))
+        elif command is None:
+            self._say(ticket, cmd.Done())
         else:
             self.ledger.apply(self._sessions[session], command, self._clock(), ticket)  # type: ignore[arg-type]
             for _, reply in self.ledger.drain().answers:

@@ -19,7 +19,8 @@ from asyncflow_sdk.ledger.commands import TaskSpec, pack_ids
 from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, connection
 from asyncflow_sdk.queue.blocks import Block, pack_columns, write
 from asyncflow_sdk.queue.protocol import Call, Hello, decode_answer, encode
-from asyncflow_sdk.types import ColumnSpec
+from asyncflow_sdk.types import ColumnSpec, Event
+from asyncflow_sdk.types.events import Note
 from asyncflow_sdk.wire import Client
 
 X = {"x": ColumnSpec("fixed", "float64")}
@@ -172,6 +173,25 @@ def test_nothing_is_done_before_hello_or_for_another_version(run: Run, victim: T
         ask(client, Hello("old", 0, "", "0.0.1"))
     client.close()
     unharmed(victim)
+
+
+@pytest.mark.parametrize("command", [None, cmd.GetAudit(), Hello("stranger", 0, "", "0.0.1")])
+def test_events_are_taken_only_after_hello(command: Any) -> None:
+    # given
+    seen: list[Event] = []
+    with running("tcp", on_event=seen.append) as run:
+        client = Client(run.address)
+        forged = encode(Call(command, None, (Note(time_s=0.0, text="forged"),)))
+        # when a session that has not said hello sends an event
+        answer = decode_answer(client.ask(forged, 5))
+        # then its call is refused, and the event with it
+        with pytest.raises(ProtocolError, match=r"say hello first|served by asyncflow-sdk"):
+            answer.raise_error()
+        # and after hello the same event is taken
+        ask(client, Hello("known", 0, "", __version__))
+        decode_answer(client.ask(encode(Call(None, None, (Note(time_s=0.0, text="reported"),))), 5)).raise_error()
+        assert [event.text for event in seen if isinstance(event, Note)] == ["reported"]
+        client.close()
 
 
 def test_a_client_of_another_version_is_refused_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
