@@ -26,8 +26,9 @@ USED_AGAIN = "the rows ended and their memory was used again while this reader w
 class Mapped:
     """A segment, mapped read-only. ``bytes``: all of it, uint8.
 
-    ``pins``: weak references to the arrays through which views hold a block. ``lock`` is the mapper's one,
-    re-entrant: any allocation may collect a view, and its pin goes then and there.
+    ``pins``: weak references to the arrays through which views hold a block. ``users``: holds and readers at work, for
+    which the mapping stays although no view pins it. ``lock`` is the mapper's one, re-entrant: any allocation may collect
+    a view, and its pin goes then and there.
     """
 
     def __init__(self, path: Path, lock: threading.RLock) -> None:
@@ -41,7 +42,7 @@ class Mapped:
         self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
         self._pins: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: a weak reference hashes as its array
         self._starts: dict[int, int] = {}  # of locked blocks → pins
-        self._copying = 0
+        self._users = self._copying = 0
         self._lock, self._leaving, self._pid = lock, False, os.getpid()
 
     @property
@@ -74,6 +75,25 @@ class Mapped:
             self._unpin(ref)
             raise
 
+    def enter(self) -> None:
+        """Keep the mapping until ``exit``, also if its file goes meanwhile."""
+        with self._lock:
+            self._users += 1
+
+    def exit(self) -> None:
+        """One user less."""
+        if os.getpid() != self._pid:
+            return  # a forked child must not wait for a lock that another thread of its parent held
+        with self._lock:
+            self._users -= 1
+            if self._leaving and self._idle:
+                self._close()
+
+    def hold(self, starts: Sequence[int]) -> Hold:
+        """Keep the blocks that begin at ``starts``, which must live, and this mapping of them, until the answer goes.
+        Raises LeaseLost."""
+        return Hold(self, starts)
+
     @contextlib.contextmanager
     def whole(self) -> Iterator[bool]:
         """While it lasts, no page of the segment goes. Yields whether all are there, so that ``bytes`` may be read
@@ -93,19 +113,21 @@ class Mapped:
                     self._copying -= 1
                     if not self._copying:
                         unlock(self.fd, COPYING, COPYING + 1)
-                        if self._leaving and not self._pins:
-                            self._close()
 
     def leave(self) -> None:
-        """Close, once nobody views it any more."""
+        """Close, once nobody views or uses it any more."""
         self._leaving = True
-        if not self._pins and not self._copying:
+        if self._idle:
             self._close()
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody views it and its file is gone."""
-        return not self._pins and not self._copying and self.gone
+        """True if nobody views or uses it and its file is gone."""
+        return self._idle and self.gone
+
+    @property
+    def _idle(self) -> bool:
+        return not self._pins and not self._users
 
     @property
     def gone(self) -> bool:
@@ -121,7 +143,7 @@ class Mapped:
             if not self._starts[start]:
                 del self._starts[start]
                 unlock(self.fd, start, start + 1)
-            if self._leaving and not self._pins and not self._copying:
+            if self._leaving and self._idle:
                 self._close()
 
     def _close(self) -> None:
@@ -136,13 +158,14 @@ class Mapper:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._mapped: dict[str, Mapped] = {}
+        self._closed = False
         self._lock = threading.RLock()
         self._pid = os.getpid()
 
     def view(self, segment: str, start: int, serial: int, nbytes: int) -> Bytes:
         """The bytes of a block, read-only, without a copy. Raises LeaseLost when they are gone."""
         with self._lock:
-            mapped = self.mapped(segment, start + nbytes)
+            mapped = self._find(segment, start + nbytes)
             array = np.frombuffer(mapped.map, np.uint8)
             mapped.pin(start, serial, array)
         return array[start : start + nbytes]
@@ -163,7 +186,7 @@ class Mapper:
         first, stop = start + skip, start + nbytes
         low = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with self._lock:
-            mapped = self.mapped(segment, stop)
+            mapped = self._find(segment, stop)
             if maps is None:
                 own = mmap.mmap(mapped.fd, stop - low, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=low)
             else:
@@ -174,28 +197,44 @@ class Mapper:
             mapped.pin(start, serial, array)
         return array[first - low : stop - low]
 
-    def hold(self, segment: str, starts: Sequence[int]) -> Hold:
-        """Keep the blocks that begin at ``starts``, which must live, until the answer goes. Raises LeaseLost."""
+    def copy(self, segment: str, start: int, serial: int, nbytes: int) -> bytes:
+        """A copy of a block. Raises LeaseLost when it is gone."""
         with self._lock:
-            return Hold(self.mapped(segment, max(starts) + 1), starts)
+            return self._find(segment, start + nbytes).read(start, nbytes, serial)
 
-    def mapped(self, segment: str, stop: int) -> Mapped:
-        """A segment of at least ``stop`` bytes. Raises LeaseLost."""
+    @contextlib.contextmanager
+    def mapped(self, segment: str, stop: int) -> Iterator[Mapped]:
+        """A segment of at least ``stop`` bytes, which stays mapped for as long as this lasts. Raises LeaseLost."""
+        with self._lock:
+            mapped = self._find(segment, stop)
+            mapped.enter()
+        try:
+            yield mapped
+        finally:
+            mapped.exit()
+
+    def hold(self, segment: str, starts: Sequence[int]) -> Hold:
+        """Keep blocks of a segment: see ``Mapped.hold``. Raises LeaseLost."""
+        with self.mapped(segment, max(starts) + 1) as mapped:
+            return mapped.hold(starts)
+
+    def _find(self, segment: str, stop: int) -> Mapped:
+        """The caller holds the lock."""
         if os.getpid() != self._pid:
             raise AsyncFlowError(
                 "shared memory cannot be mapped in a child made by fork(), where nothing would protect the view;"
                 " connect again in the child, or hand it copies"
             )
-        with self._lock:
-            mapped = self._mapped.get(segment) or self._open(segment)
+        mapped = self._mapped.get(segment) or self._open(segment)
         if stop > mapped.size:
             raise LeaseLost(f"segment {segment} has {mapped.size} bytes, not {stop}")
         return mapped
 
     def close(self) -> None:
-        """Forget all segments. Views stay valid."""
+        """Forget all segments, and map none any more. Views and holds stay valid."""
         if os.getpid() == self._pid:
             with self._lock:
+                self._closed = True
                 for mapped in self._mapped.values():
                     mapped.leave()
                 self._mapped.clear()
@@ -205,6 +244,8 @@ class Mapper:
             self._mapped.pop(name).leave()
         if "/" in segment:
             raise LeaseLost(f"{segment!r} is no segment name")
+        if self._closed:
+            raise LeaseLost(f"segment {segment} cannot be read any more: the connection that reads it is closed")
         try:
             mapped = self._mapped[segment] = Mapped(self._directory / segment, self._lock)
         except FileNotFoundError:
@@ -213,11 +254,15 @@ class Mapper:
 
 
 class Hold:
-    """Locks on blocks of a segment, by a descriptor of its own."""
+    """Locks on blocks of a segment, by a descriptor of its own, and the mapping that they are read through: they can be
+    read until it is closed, also when the segment's writer has left and the file is gone."""
 
     def __init__(self, mapped: Mapped, starts: Sequence[int]) -> None:
         self._fd = -1
+        self._mapped: Mapped | None = None
         self._fd = os.open(f"/proc/self/fd/{mapped.fd}", os.O_RDONLY)
+        mapped.enter()
+        self._mapped = mapped
         if try_lock(self._fd, min(starts), max(starts) + 1, exclusive=False):
             return
         for start in starts:  # a writer takes back something that lies between them this moment
@@ -229,6 +274,9 @@ class Hold:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            mapped.exit()
 
     def __del__(self) -> None:
         self.close()

@@ -20,7 +20,7 @@ from ..ledger import Ledger, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.records import Held
-from ..memory import Mapper
+from ..memory import Hold, Mapper
 from ..types import Batch, ColumnSpec, Event
 from ..wire import Server
 from . import remote
@@ -35,6 +35,8 @@ from .protocol import Answer, encode, failure
 from .reader import Reader
 from .remote import Remote
 
+MOST_UNREAD = 16
+"""Steps that may keep descriptors of their segments open until they are read. Rows of further ones are read at once."""
 _log = logging.getLogger(__name__)
 
 
@@ -220,20 +222,21 @@ class Carrying:
     def _tell_step(self, step: int, ids: Ids, groups: Ids, completed_at: Ids) -> None:
         try:
             read = self._keep(ids, groups, completed_at)
-        except Exception:  # too many open files, a segment that is gone: what follows must be done all the same
+        except Exception:  # what follows must be done all the same
             _log.exception("the rows of step %d cannot be kept for reading", step)
         else:
             self._tell(self._on_step, step, read)
 
     def _keep(self, ids: Ids, groups: Ids, completed_at: Ids) -> Kept:
-        """A way to read rows with every column they have, in any thread, also after their memory was freed.
+        """Return a reader of rows with every column they have, for any thread, at any time: their blocks and the mappings
+        of them are held until then.
 
         The ledger may have forgotten them by now; their places are known until they are retired.
         """
         columns_of = self._places.columns_of(ids)
         located = self._places.locate(ids, columns_of)
         schema = {name: self.ledger.schema[name] for name in columns_of}
-        held = [hold for part in located for hold in self._reader.hold(part)]
+        held: list[Hold] = []
         stretches = self.ledger.lineage.told
 
         def read() -> Batch:
@@ -244,6 +247,13 @@ class Carrying:
             return batch
 
         kept = Kept(read)
+        try:
+            if len(self._kept) >= MOST_UNREAD:
+                kept.now()
+            else:
+                held += [hold for part in located for hold in self._reader.hold(part)]
+        except (AsyncFlowError, OSError):  # no descriptor is left, or a segment is gone, of which its reader is told
+            kept.now()
         self._kept.add(kept)
         return kept
 

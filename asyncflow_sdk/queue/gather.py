@@ -50,10 +50,10 @@ def gather(mapper: Mapper, located: Located, wanted: list[Kind]) -> dict[str, Co
         parts: list[tuple[Mapped, Any]] = []
         for at, name in enumerate(located.segments):
             mine: Any = number == at if len(located.segments) > 1 else slice(None)
-            segment = mapper.mapped(name, int((starts[mine] + nbytes[mine]).max()))
+            segment = stack.enter_context(mapper.mapped(name, int((starts[mine] + nbytes[mine]).max())))
             parts.append((segment, mine))
             if not stack.enter_context(segment.whole()):
-                stack.enter_context(contextlib.closing(mapper.hold(name, starts[mine].tolist())))
+                stack.enter_context(contextlib.closing(segment.hold(starts[mine].tolist())))
                 for start, serial in zip(starts[mine].tolist(), serials[mine].tolist(), strict=True):
                     segment.check(start, serial)
         try:

@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ..errors import AsyncFlowError
 from ..types import Batch
 
 
 class Kept:
-    """Called once, it reads the rows; ``now`` has it done before, where their memory is about to go."""
+    """Rows that are read at the first call, once. ``now`` reads them before, where they are about to go. Thread-safe."""
 
     def __init__(self, read: Callable[[], Batch]) -> None:
         self._read: Callable[[], Batch] | None = read
-        self._batch: Batch | None = None
         self._lock = threading.Lock()
 
     def __call__(self) -> Batch:
+        """Return the rows. Raises LeaseLost, SchemaError, OSError when they cannot be read."""
         with self._lock:
-            batch, self._batch = self._batch, None
-            if batch is None:
-                assert self._read is not None, "the rows of a step are read once"
-                batch = self._read()
-            self._read = None
-            return batch
+            read, self._read = self._read, None
+            assert read is not None, "the rows of a step are read once"
+            return read()
 
     def now(self) -> None:
-        """Raises what reading does."""
+        """Read the rows, unless they were. An error is raised to the caller who asks for them."""
         with self._lock:
-            if self._read is not None and self._batch is None:
-                self._batch = self._read()
+            if self._read is None:
+                return
+            try:
+                batch = self._read()
+            except (AsyncFlowError, OSError) as error:
+                failure = error
 
+                def fail() -> Batch:
+                    raise failure
 
-def read_now(kept: Iterable[Kept]) -> None:
-    """What cannot be read is told to who asks for it."""
-    for each in kept:
-        try:
-            each.now()
-        except (AsyncFlowError, OSError):
-            continue
+                self._read = fail
+            else:
+                self._read = lambda: batch

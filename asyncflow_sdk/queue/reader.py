@@ -52,24 +52,28 @@ class Reader:
         _, start, serial, _, nbytes, _ = _BLOCK.unpack(located.blocks)
         raw: Any
         if nbytes <= COPY_BYTES:
-            raw = self._mapper.mapped(located.segments[0], start + nbytes).read(start, nbytes, serial)
+            raw = self._mapper.copy(located.segments[0], start, serial, nbytes)
         else:
             raw = self._mapper.view(located.segments[0], start, serial, nbytes)
         return {name: column for name, column, _ in _one_run(raw, located, self._plan(located, schema))}
 
     def writable(self, located: Located, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
-        """The values of a column in a copy-on-write mapping, where ``read`` gave a view; else None."""
+        """The values of a column in a copy-on-write mapping, where ``read`` gave a view; else None, as for a view whose segment
+        cannot be mapped again because its file is gone or this reader is closed."""
         if len(located.counts) > _RUN.size:
             return None
         _, start, serial, _, nbytes, _ = _BLOCK.unpack(located.blocks)
         if nbytes <= COPY_BYTES:
             return None
-        raw = self._mapper.view(located.segments[0], start, serial, nbytes)
-        ((_, column, at),) = _one_run(raw, located, self._plan(located, schema), name)
-        values = column.values
-        if not values.size:
+        try:
+            raw = self._mapper.view(located.segments[0], start, serial, nbytes)
+            ((_, column, at),) = _one_run(raw, located, self._plan(located, schema), name)
+            values = column.values
+            if not values.size:
+                return None
+            own = self._mapper.private(located.segments[0], start, serial, at + values.nbytes, at)
+        except LeaseLost:
             return None
-        own = self._mapper.private(located.segments[0], start, serial, at + values.nbytes, at)
         return own.view(values.dtype).reshape(values.shape)
 
     def hold(self, located: Located) -> list[Hold]:

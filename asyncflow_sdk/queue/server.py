@@ -28,7 +28,6 @@ from .carrying import Carrying, Pending
 from .checks import check_call, completed, owns
 from .journal import Asked, Dropped, Gone, Record, Ticked
 from .keeping import Keeping
-from .kept import read_now
 from .measuring import Measuring
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
 from .recovery import Recovered
@@ -120,7 +119,8 @@ class QueueServer(Carrying):
         and every row with it. Views that processes hold stay valid."""
         journal = self._keeping.journal
         self._wire.stop(for_good=lambda: journal is None or self._is_over())
-        read_now(list(self._kept))
+        for kept in list(self._kept):
+            kept.now()
         self._remote.close()
         self._mapper.close()
         over = self._is_over()

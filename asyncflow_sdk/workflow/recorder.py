@@ -43,6 +43,7 @@ from .arrays import reading, write_arrays
 from .tally import Tally
 
 MOST_WAITING = 256
+"""Steps that may wait to be written. Beyond it, ``step`` writes the oldest in its caller's thread: training waits for the disk."""
 MOST_EVENTS = 200_000
 """So many may wait for a listener that blocks, such as a terminal that is held; of the rest only trained steps are kept."""
 CLOSE_S = 60.0
@@ -78,13 +79,15 @@ class Recorder:
         self._sinks = list(sinks)
         self._torn = False  # events.jsonl cannot be written any more
         self._log = (directory / "events.jsonl").open("ab")
-        self._inbox: queue.SimpleQueue[Event | tuple[int, Callable[[], Batch]] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Event | int | None] = queue.SimpleQueue()  # a number: of a step in ``_steps``
+        self._steps: deque[tuple[int, Callable[[], Batch]]] = deque()  # to be written, the oldest first
+        self._writing = threading.Lock()  # of steps: they are written one by one, in order
+        self._counting = threading.Lock()  # of ``tally``, rewards and staleness
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._rewards: dict[int, float] = {}  # by step: one that was trained again counts once
         self.staleness_max = 0
         self.tally = Tally()
-        self._waiting = self._skipped = 0  # steps not yet written; steps left out
         self._unheard = 0  # events left out
         self._lost, self._last_lost = 0, ""  # steps that could not be written
         self.errors: list[str] = []
@@ -152,26 +155,32 @@ class Recorder:
         self._inbox.put(event)
 
     def step(self, step: int, read: Callable[[], Batch]) -> None:
-        if self._waiting >= MOST_WAITING:  # each keeps its segments of shared memory
-            if not self._skipped:
-                self.errors.append(f"the disk is slower than training: steps from {step} on may not be recorded")
-            self._skipped += 1
-            return
-        self._waiting += 1
-        self._inbox.put((step, read))
+        """Have the rows of a step written, by the recorder's thread; in this one when ``MOST_WAITING`` wait already."""
+        self._steps.append((step, read))
+        while len(self._steps) > MOST_WAITING:
+            with self._writing:
+                self._record()
+        self._inbox.put(step)
 
     def close(self) -> None:
-        """Write what is left. A sink that blocks is not waited for longer than a minute."""
+        """Write what is left. A sink that blocks is waited for a minute; then the steps behind it are written here."""
         self._closing.set()
         self._inbox.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             self.errors.append("a listener still blocks; its last events were left out")
-            return
+            if self._writing.acquire(timeout=CLOSE_S):
+                while self._steps:
+                    self._record()
+                self._writing.release()
+            else:
+                self.errors.append(f"{self._directory} takes nothing; {len(self._steps)} steps were not recorded")
         if self._unheard:
             self.errors.append(f"{self._unheard} events were left out while a listener blocked")
         if self._lost > 1:
             self.errors.append(f"{self._lost} steps were not recorded, the last: {self._last_lost}")
+        if self._thread.is_alive():  # it may still write
+            return
         try:
             if not self._log.closed and not os.fstat(self._log.fileno()).st_nlink:
                 self.errors.append(f"{self._directory} was removed while the run went on: its events are gone")
@@ -182,18 +191,16 @@ class Recorder:
 
     def _run(self) -> None:
         while (item := self._next()) is not None:
-            if isinstance(item, tuple):
-                self._waiting -= 1
-                try:
-                    self._record(item[0], item[1]())
-                except Exception as error:
-                    self._unrecorded(item[0], error)
+            if isinstance(item, int):
+                with self._writing:
+                    self._record()
                 continue
-            if isinstance(item, ev.StepTrained):
-                self._trained(item.step, item.metrics)
-            else:
+            if not isinstance(item, ev.StepTrained):
                 self._write(item)
-            self.tally.add(item)
+            with self._counting:
+                if isinstance(item, ev.StepTrained):
+                    self._trained(item.step, item.metrics)
+                self.tally.add(item)
             self._tell(item)
         if bias := self.tally.lengths.bias:
             note = ev.Note(time_s=time.monotonic(), text=bias, level="warning")
@@ -201,7 +208,7 @@ class Recorder:
             self._tell(note)
             self.errors.append(bias)
 
-    def _next(self) -> Event | tuple[int, Callable[[], Batch]] | None:
+    def _next(self) -> Event | int | None:
         if self._inbox.empty():
             self._closing.wait(GATHER_S)
         return self._inbox.get()
@@ -226,13 +233,22 @@ class Recorder:
             self._torn = True
             self.errors.append(f"events.jsonl is not whole: {error}")
 
-    def _record(self, step: int, batch: Batch) -> None:
-        if VERSION_SPANS in batch:
-            ages = batch.ages(step)
-            self.tally.step(step, ages)
-            self.staleness_max = max(self.staleness_max, int(ages.total.max(initial=0)))
-        lags = np.array(list(self.tally.lags.values()), np.int64)
-        write_batch(self._directory / "steps" / f"{step:06d}.safetensors", batch, **{PUBLISH_LAG: lags})
+    def _record(self) -> None:
+        """Write the oldest step that waits, if one does. In any thread that has ``_writing``."""
+        if not self._steps:
+            return
+        step, read = self._steps.popleft()
+        try:
+            batch = read()
+            ages = batch.ages(step) if VERSION_SPANS in batch else None
+            with self._counting:
+                if ages is not None:
+                    self.tally.step(step, ages)
+                    self.staleness_max = max(self.staleness_max, int(ages.total.max(initial=0)))
+                lags = np.array(list(self.tally.lags.values()), np.int64)
+            write_batch(self._directory / "steps" / f"{step:06d}.safetensors", batch, **{PUBLISH_LAG: lags})
+        except Exception as error:
+            self._unrecorded(step, error)
 
 
 def write_batch(path: Path, batch: Batch, **more: Any) -> None:

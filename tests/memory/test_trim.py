@@ -149,7 +149,8 @@ def test_views_may_go_while_a_mapping_is_looked_for(directory: Path) -> None:
         __hash__ = str.__hash__
 
     del views[0]
-    mapped = mapper.mapped(blocks[0].segment, 0)
+    with mapper.mapped(blocks[0].segment, 0) as mapped:
+        pass
     mapped.name = Name(mapped.name)
     # when
     maps.take(mapped, 0, mmap.ALLOCATIONGRANULARITY)

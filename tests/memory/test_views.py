@@ -86,3 +86,19 @@ def test_whatever_is_derived_from_a_tensor_holds_the_segment(directory: Path, de
     assert block.start not in [each.start for each in taken]
     del derived
     assert arena.allocate(block.nbytes).start == block.start
+
+
+def test_a_mapping_in_use_outlives_its_file_and_its_mapper(directory: Path) -> None:
+    # given a reader at work in a segment whose file goes
+    arena, mapper, block = stored(directory)
+    other = Arena(directory, "v").allocate(100)
+    with mapper.mapped(block.segment, block.start + block.nbytes) as mapped:
+        (directory / block.segment).unlink()
+        # when another segment is mapped, and the mapper is closed
+        mapper.view(*place(other))
+        mapper.close()
+        # then
+        assert mapped.read(block.start, block.nbytes, block.serial)[HEADER:] == bytes(block.memory[HEADER:])
+    # and it goes with its last user
+    assert mapped.fd < 0
+    arena.close(unlink=False)
