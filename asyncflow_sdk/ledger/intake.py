@@ -8,6 +8,7 @@ from ..errors import ConfigError, Ended, SchemaError
 from ..types import events as ev
 from . import commands as cmd
 from .commands import TaskSpec, unpack_ids
+from .declarations import check_declaration
 from .records import Rule, Session, Steps, Task
 from .rows import APART, LIVE, WAITING
 from .state import CANCELLED, MAX_NUMBER
@@ -144,6 +145,7 @@ class Intake(Teaming):
     def _check_task(self, spec: TaskSpec, rule: Rule) -> None:
         if not (spec.lease_s > 0 and spec.max_attempts > 0):
             raise ConfigError(f"task {spec.name!r}: lease_s and max_attempts must be above 0")
+        check_declaration(spec, (task.spec for task in self.tasks.values()))
         if spec.admits:
             other = next((name for name, task in self.tasks.items() if task.spec.admits), None)
             if other is not None or spec.batch_rows is not None:

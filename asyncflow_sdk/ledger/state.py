@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import AsyncFlowError, SchemaError
-from ..types import ColumnSpec
+from ..types import ColumnSpec, check_column_name
 from . import commands as cmd
 from .commands import TERMINAL, Ids, PolicySpec
 from .lineage import Lineage
@@ -134,6 +134,8 @@ class State:
         if self._places.keys() >= set(columns):
             return
         new = sorted(set(columns) - self._places.keys())
+        for name in new:
+            check_column_name(name)
         if len(self._places) + len(new) > MAX_COLUMNS:
             raise SchemaError(f"a queue holds at most {MAX_COLUMNS} columns; {new[-1]!r} is one too many")
 

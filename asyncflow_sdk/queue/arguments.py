@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ..errors import SchemaError
+from ..types import check_column_name
 
 _LARGEST = 1 << 63
 _EXACT: dict[Any, tuple[type, ...]] = {
@@ -39,19 +40,34 @@ def check_arguments(command: msgspec.Struct) -> None:
             raise TypeError(f"{name} must be {words}, not {type(value).__name__}: {value!r:.100}")
 
 
+def check_columns(what: str, names: Any) -> tuple[str, ...]:
+    """Names of columns to be. Raises SchemaError for one name, which is a sequence of letters, and for what names no column."""
+    found = _listed(what, names)
+    for name in found:
+        try:
+            check_column_name(name)
+        except SchemaError as error:
+            raise SchemaError(f"{what}: {error}") from None
+    return found
+
+
 def check_names(what: str, names: Any, *, empty: bool = False) -> tuple[str, ...]:
-    """Names of columns or partitions. Raises SchemaError for one name, which is a sequence of letters, and for what is
+    """Names that are looked up, or of partitions. Raises SchemaError for one name, which is a sequence of letters, and for what is
     no name. ``empty``: "" is one."""
-    if isinstance(names, str):
-        raise SchemaError(f"{what} is a list of names; {names!r} is one name: write [{names!r}]")
-    try:
-        found = tuple(names)
-    except TypeError:
-        raise SchemaError(f"{what} is a list of names, not {names!r:.100}") from None
+    found = _listed(what, names)
     for name in found:
         if name or not empty:
             check_name(what, name)
     return found
+
+
+def _listed(what: str, names: Any) -> tuple[Any, ...]:
+    if isinstance(names, str):
+        raise SchemaError(f"{what} is a list of names; {names!r} is one name: write [{names!r}]")
+    try:
+        return tuple(names)
+    except TypeError:
+        raise SchemaError(f"{what} is a list of names, not {names!r:.100}") from None
 
 
 def check_name(what: str, name: Any) -> None:

@@ -17,10 +17,9 @@ import numpy as np
 
 from ..errors import SchemaError
 from ..memory import HEADER_BYTES, Allocation, Arena
-from ..types import Column
+from ..types import Column, check_column_name
 from ..types.columns import pack
 from ..types.ragged import Array
-from .arguments import check_name
 
 ALIGN = 64
 JOIN_BYTES = 64 << 10
@@ -66,7 +65,7 @@ def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
     if not isinstance(columns, Mapping):
         raise SchemaError(f"columns are given by name, as a dict; not as a {type(columns).__name__}")
     for name in columns:
-        check_name("a column", name)
+        check_column_name(name)
     packed = {name: pack(name, value) for name, value in columns.items()}
     sizes = {name: len(column) for name, column in packed.items()}
     if len(set(sizes.values())) > 1:

@@ -23,7 +23,7 @@ from ..ledger.commands import Audit, FailedGroup, PolicySpec, SamplerSpec, Statu
 from ..types.columns import empty
 from . import blocks
 from ._once import sync
-from .arguments import check_arguments, check_name, check_names
+from .arguments import check_arguments, check_columns, check_name, check_names
 from .connection import BlockingPort, Connection, LoopPort, Port
 from .leased import AsyncLeasedBatch, Lease, LeasedBatch
 from .protocol import Answer
@@ -98,10 +98,12 @@ class Verbs(Generic[B, S]):
 
         ``sampler``: the name of one, or name and options: ("shuffled", {"seed": 1}), ("length_bucketed", {"column":
         "response_ids"}), "whole_groups", ...; ``asyncflow plugins`` lists those installed where the queue is served.
-        Raises ConfigError, PluginError.
+        Raises SchemaError for a name that no column can have; ConfigError for a task that no row could ever get through
+        (it gives what it needs, it waits for a task that waits for it, another task gives the same column, or it takes
+        no partition); PluginError.
         """
         task = TaskSpec(
-            name=name, needs=check_names("needs", needs), gives=check_names("gives", gives), lease_s=lease_s,
+            name=name, needs=check_columns("needs", needs), gives=check_columns("gives", gives), lease_s=lease_s,
             max_attempts=max_attempts, admits=admits, batch_rows=batch_rows,
             partitions=check_names("partitions", partitions, empty=True), sampler=_sampler(sampler),
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from .ages import AgeSums, TokenAges, token_ages
 from .batch import Batch
-from .columns import Column, ColumnSpec, Values, pack, unpack
+from .columns import Column, ColumnSpec, Values, check_column_name, pack, unpack
 from .config import Checkpoint, Sampling, Staleness, Weights
 from .dtypes import carrier, dtype_name, from_torch, to_torch
 from .events import Event
@@ -45,6 +45,7 @@ __all__ = [
     "VersionSpan",
     "Weights",
     "carrier",
+    "check_column_name",
     "dtype_name",
     "from_torch",
     "loss_mask",

@@ -8,6 +8,7 @@ pack("reward", torch.tensor([0., 1.])) # fixed float32
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -20,6 +21,9 @@ from .ragged import Array, Ragged
 
 Kind = Literal["fixed", "ragged", "text", "bytes"]
 Values: TypeAlias = Array | Ragged | list[str] | list[bytes]
+
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
 
 
 class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +59,15 @@ class Column(msgspec.Struct, frozen=True):
 
     def __len__(self) -> int:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+
+def check_column_name(name: Any) -> None:
+    """Raise SchemaError unless ``name`` is 1 to 100 ASCII letters, digits, "_", "." and "-", the first a letter or "_"."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise SchemaError(
+            f"a column cannot be named {name!r:.120}: a name is 1 to 100 letters of A-Z and a-z, digits, '_', '.' and '-',"
+            " and begins with a letter or '_'"
+        )
 
 
 def pack(name: str, value: Any) -> Column:

@@ -12,6 +12,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ..errors import SchemaError
+from ..types import check_column_name
+
 PROMPTS = "prompts"
 
 
@@ -94,9 +97,24 @@ class Dataflow:
                 )
                 for column, first, second in self._twice
             ),
+            *self._misnamed(),
             *self._missing(),
             *([] if same else self._cycles()),
         ]
+
+    def _misnamed(self) -> list[Problem]:
+        """Names that no column can have, each once, with the task that says it first."""
+        first = dict.fromkeys((column for column, giver in self.givers.items() if giver == PROMPTS), PROMPTS)
+        for node in self.nodes:
+            for column in (*node.gives, *node.needs):
+                first.setdefault(column, node.task)
+        found = []
+        for column, task in first.items():
+            try:
+                check_column_name(column)
+            except SchemaError as error:
+                found.append(Problem(task, f"{_task(task)}: {error}"))
+        return found
 
     def _missing(self) -> list[Problem]:
         found = []

@@ -73,6 +73,8 @@ class Naive(NaiveMeetings):
             errors.append(ConfigError)
         if task.admits and (self.rollouts() or task.batch_rows is not None):
             errors.append(ConfigError)
+        if not task.partitions or not all(self.passes(partition, task) for partition in self.where_of(task)):
+            errors.append(ConfigError)
         if task.batch_rows is not None and self.checkpoints and task.gives:
             errors.append(ConfigError)
         if task.batch_rows is not None:

@@ -236,6 +236,20 @@ class NaiveRows:
         rows = [row for row in self.live().values() if partition in (None, row.partition)]
         return all(row.state[task.name] in ("done", "apart") for row in rows)
 
+    def where_of(self, task: TaskSpec) -> set[str]:
+        """The partitions that a task takes, of those that any task names; "*" for all others."""
+        named = {"*", *task.partitions, *(p for t in self.tasks.values() for p in t.partitions)}
+        return {partition for partition in named if task.takes(partition)}
+
+    def passes(self, partition: str, task: TaskSpec) -> bool:
+        """Whether a row gets through every task of a partition if it is put with all that none of them gives."""
+        left = [t for t in (*self.tasks.values(), task) if t.takes(partition)]
+        has = {c for t in left for c in t.needs} - {c for t in left for c in t.gives}
+        while able := [t for t in left if set(t.needs) <= has and not set(t.gives) & has]:
+            left.remove(able[0])
+            has |= set(able[0].gives)
+        return not left
+
     # ---- what happens by itself
 
     def drop(self, session: int, blame: bool) -> None:

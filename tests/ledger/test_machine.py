@@ -78,7 +78,9 @@ class LedgerMachine(LeaseRules, VersionRules, TrainingRules, MeetingRules):
         elif what == "die":
             self.run.die(self.session(at))
         elif what == "declare":
-            self._declare(at, data.draw(st.sampled_from(["no", "no", "no", "other", "attempts", "admits", "batch"])))
+            self._declare(
+                at, data.draw(st.sampled_from(["no", "no", "no", "other", "attempts", "admits", "batch", "circle"]))
+            )
         elif what == "configure":
             self._configure(at)
         elif what == "forget" and self.run.naive.parked:
@@ -109,6 +111,7 @@ class LedgerMachine(LeaseRules, VersionRules, TrainingRules, MeetingRules):
             "other": {"lease_s": 3.0},
             "attempts": {"name": "bad", "max_attempts": 0},
             "admits": {"name": "bad", "admits": True, "batch_rows": self.batch},
+            "circle": {"name": "bad", "needs": (*task.needs, *task.gives), "gives": task.needs},
             "batch": {"name": "bad", "admits": False, "batch_rows": self.batch * self.size + 1},
         }
         if spoil == "other" and task.name not in self.run.naive.tasks:

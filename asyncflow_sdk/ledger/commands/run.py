@@ -40,7 +40,8 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     put skip it. ``batch_rows``: rows of one step; whole groups are selected into steps, each leased whole
     (train). Without ``gives`` it is an end of the stream: a row is consumed when every task of its partition,
     one of them an end, has completed it. ``partitions``: those whose rows it takes; ``("*",)`` takes all.
-    ``sampler``: chooses among ready rows; None takes the first.
+    ``sampler``: chooses among ready rows; None takes the first. ``Declare`` refuses tasks that no row of a partition
+    can get through.
     """
 
     name: str
