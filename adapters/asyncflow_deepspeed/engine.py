@@ -18,8 +18,9 @@ from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.interfaces import Algorithm
 from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
+from asyncflow_torch.devices import local_device
 from asyncflow_torch.policy import context_of, load_policy
-from asyncflow_torch.ranks import Ranks, local_device
+from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.recomputing import compute_again
 from asyncflow_torch.schedules import go_to, make_schedule, steps_made
 from asyncflow_torch.shares import VALUES

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from asyncflow_sdk.errors import ConfigError
+from asyncflow_torch.devices import device_kind
 
 
 def start(device: str) -> tuple[Any, str]:
     """The module ``deepspeed`` and the kind of device that it computes on: "cuda", "cpu", or whatever torch calls another one. "auto":
     CUDA where there is one, else the CPU. Raises ConfigError where DeepSpeed was imported for another."""
-    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device_kind(device)
     if "deepspeed" not in sys.modules:
         os.environ.setdefault("DS_ACCELERATOR", kind)
     os.environ.setdefault("LOCAL_RANK", "0")  # stage 3 asks for it, also of one that is alone

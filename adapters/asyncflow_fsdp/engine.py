@@ -19,8 +19,9 @@ from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.interfaces import Algorithm
 from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
-from asyncflow_torch.policy import context_of, device_of, load_policy, named_weights, vocabulary_of
-from asyncflow_torch.ranks import Ranks, local_device
+from asyncflow_torch.devices import device_of
+from asyncflow_torch.policy import context_of, load_policy, named_weights, vocabulary_of
+from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.schedules import go_to, make_schedule, steps_made
 from asyncflow_torch.shares import VALUES
 from asyncflow_torch.train import check_positive
@@ -35,8 +36,8 @@ class FsdpEngine(DataParallelEngine):
     """Weights and optimizer are float32; what is computed with and published is in ``dtype``, by default the checkpoint's; gradients
     are summed over ranks in float32. Weights are gathered a layer at a time, for its pass; never all of them.
 
-    Ranks: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them; without them there is one. ``device``: "cpu" (gloo) or
-    "cuda" (NCCL, the GPU of LOCAL_RANK). ``collective_timeout_s``: how long a rank waits for the others within a call before they are said
+    Ranks: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them; without them there is one. ``device``: "cpu" (gloo),
+    "cuda" (NCCL, the GPU of LOCAL_RANK), or "auto": "cuda" if torch can use a GPU, else "cpu". ``collective_timeout_s``: how long a rank waits for the others within a call before they are said
     to be gone. ``bucket_bytes``: the most that a rank holds beyond its shards while it gives, saves, loads or exports weights; or one row
     of a tensor, where that is larger.
 
@@ -59,7 +60,7 @@ class FsdpEngine(DataParallelEngine):
         warmup_steps: int = 0,
         decay_steps: int | None = None,
         dtype: str = "auto",
-        device: str = "cpu",
+        device: str = "auto",
         temperature: float = 1.0,
         micro_batch_tokens: int | None = None,
         updates: int = 1,
@@ -85,7 +86,7 @@ class FsdpEngine(DataParallelEngine):
         torch.manual_seed(seed)
         self._source, self.bucket_bytes = model, bucket_bytes
         algorithm = algorithm or GRPO()
-        place = device_of(local_device(device))
+        place = device_of(device)
         # On the CPU first: only shards come to the device, and on each rank a layer at a time.
         load = partial(load_policy, dtype=dtype, device="cpu", attn_implementation=attention)
         plain = load(model)

@@ -21,6 +21,8 @@ import transformers
 from asyncflow_sdk.errors import ConfigError, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import WeightUpdate
 
+from .devices import device_of
+
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
 )  # fmt: skip
@@ -197,14 +199,6 @@ def element(name: str) -> Any:
             f"dtype {name!r} is no floating-point dtype of torch; use float32, bfloat16, float16 or auto"
         )
     return dtype
-
-
-def device_of(name: str) -> Any:
-    """The device of torch. Raises ConfigError for one that cannot be used here."""
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
 @contextlib.contextmanager

@@ -188,16 +188,6 @@ class Ranks:
             self.close()
 
 
-def local_device(device: str) -> str:
-    """``device``, or of several of its kind this rank's: "cuda" is "cuda:1" for LOCAL_RANK 1, where two are to be seen."""
-    kind = getattr(torch, device, None)
-    if device == "cpu" or ":" in device or kind is None or not kind.is_available():
-        return device
-    place = f"{device}:{int(os.environ.get('LOCAL_RANK', '0')) % kind.device_count()}"
-    kind.set_device(place)
-    return place
-
-
 def _place() -> tuple[int, int]:
     said = [name for name in _PLACE if os.environ.get(name)]
     if not said or int(os.environ.get("WORLD_SIZE") or 1) == 1:

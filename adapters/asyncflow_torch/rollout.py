@@ -37,7 +37,7 @@ class TransformersEngine(RolloutEngine):
 
     ``model``: a Hugging Face folder. ``max_rows``: rows decoded at once, further requests wait in order.
     ``threads``: of torch, for the whole process; None leaves them. ``dtype``, by default the folder's,
-    must be the one that versions are published in.
+    must be the one that versions are published in. ``device``: "auto" is a GPU if torch can use one, else the CPU.
 
     Log-probs are under the whole vocabulary at the request's temperature (at 1 for greedy), also where
     top-k or top-p cut the draw: what a trainer recomputes. A request with a seed draws the same random
@@ -53,7 +53,7 @@ class TransformersEngine(RolloutEngine):
         model: str,
         *,
         dtype: str = "auto",
-        device: str = "cpu",
+        device: str = "auto",
         max_rows: int = 256,
         threads: int | None = None,
         attn_implementation: str | None = None,

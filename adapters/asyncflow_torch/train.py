@@ -32,7 +32,7 @@ class TorchEngine(DataParallelEngine):
     """One process, one device. Optimizer and master weights are float32; what is computed with and published is in ``dtype``,
     by default the checkpoint's.
 
-    ``schedule``: of the learning rate: constant, linear or cosine, after ``warmup_steps``, to 0 after ``decay_steps`` more.
+    ``device``: "auto" is a GPU if torch can use one, else the CPU. ``schedule``: of the learning rate: constant, linear or cosine, after ``warmup_steps``, to 0 after ``decay_steps`` more.
     ``temperature``: the rollouts', under which log-probs are computed. ``micro_batch_tokens``: the most
     input tokens of a forward pass, padding included; None takes a step in one pass. ``threads``: of torch,
     for the whole process; None leaves them. ``seed``: of torch's generator. Dropout is off: with it, the
@@ -55,7 +55,7 @@ class TorchEngine(DataParallelEngine):
         warmup_steps: int = 0,
         decay_steps: int | None = None,
         dtype: str = "auto",
-        device: str = "cpu",
+        device: str = "auto",
         temperature: float = 1.0,
         micro_batch_tokens: int | None = None,
         updates: int = 1,

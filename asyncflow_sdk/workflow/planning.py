@@ -90,7 +90,7 @@ def _elsewhere(flow: Workflow) -> str:
 def _with_device(flow: Workflow, choice: Choice) -> Choice:
     """Where all is on GPUs of one host there would be another way, which is not taken unasked."""
     options = (*(each.options for each in flow.rollouts), flow.train.options)
-    devices = [each.get("device", "cpu") for each in options]
+    devices = [each.get("device", "auto") for each in options]
     if (
         choice.chosen != "shm"
         or flow.weights.transport != AUTO
