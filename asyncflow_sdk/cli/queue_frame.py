@@ -219,11 +219,13 @@ def _entries(report: StatusReport) -> list[_Line]:
     waiting = [_waits(text, same, sessions.get(same[0].session)) for text, same in alike.items()]
     busy = {parked.session for parked in waits}
     holders = sorted((s for s in report.sessions if s.rows), key=lambda s: -s.held_s)
-    idle = sorted((s for s in report.sessions if not s.rows and s.id not in busy), key=lambda s: -s.age_s)
+    idle = sorted(
+        (s for s in report.sessions if not s.rows and s.id not in busy), key=lambda s: (not s.prepares, -s.age_s)
+    )
     return [
         *waiting,
         *map(_holds, holders),
-        *(_Line(s, printable(s.name), s.age_s, "idle", "dim", "○") for s in idle),
+        *map(_idles, idle),
     ]
 
 
@@ -254,6 +256,12 @@ def _holds(session: SessionStatus) -> _Line:
     more = f" in {session.leases} leases" if session.leases > 1 else ""
     text = f"holds {session.rows:,} rows of {session.task}{more}"
     return _Line(session, printable(session.name), session.held_s, printable(text), "green")
+
+
+def _idles(session: SessionStatus) -> _Line:
+    if session.prepares:
+        return _Line(session, printable(session.name), session.prepares_s, printable(session.prepares), "cyan")
+    return _Line(session, printable(session.name), session.age_s, "idle", "dim", "○")
 
 
 def _so_many(count: int, what: str) -> str:

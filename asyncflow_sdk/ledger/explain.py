@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from . import commands as cmd
 from .rows import LEASED, READY, SELECTED
-from .whereabouts import what_failed, why_no_swap, why_not_there
+from .whereabouts import named, what_failed, why_no_swap, why_not_there
 
 if TYPE_CHECKING:
     from .records import Task, Waiter
@@ -177,7 +177,7 @@ def _why_no_version(ledger: State, now: float) -> str:
 
 
 def _missing(ledger: State, task: Task, now: float) -> str:
-    """Who should write the columns a task needs: the tasks before it that have rows in hand."""
+    """Who should write the columns a task needs: the tasks before it that have rows in hand, or why they get none."""
     columns = _lacking(ledger, task)
     names: list[str] = []
     pending = [task]
@@ -187,6 +187,13 @@ def _missing(ledger: State, task: Task, now: float) -> str:
             if name not in names and name != task.spec.name and needs & set(other.spec.gives):
                 names.append(name)
                 pending.append(other)
+    admitting = [name for name in names if ledger.tasks[name].spec.admits]
+    if admitting and ledger.steps is None:
+        columns.append(
+            f"task {admitting[0]!r} starts no row before a task with batch_rows is declared, and none is: declare the task"
+            ' that trains with its rows of a step, as in run.consumer("train", batch_size=256)'
+        )
+        names = [name for name in names if name not in admitting]
     return "; ".join(part for part in (*columns, _holding(ledger, names, now)) if part)
 
 
@@ -212,9 +219,16 @@ def _holding(ledger: State, names: list[str], now: float) -> str:
         task = ledger.tasks[name]
         ready = task.counts[READY] + task.counts[SELECTED]
         asking = len(ledger.waiters.get(f"task {name}", ()))
+        preparing = named(
+            f"{ledger._name(session)} is {each.what} for {now - each.since:.1f} s"
+            for session, each in ledger.preparing.items()
+            if each.task == name
+        )
         if ready:
-            nobody = "" if asking else ", and nobody asks for them"
+            nobody = "" if asking or preparing else ", and nobody asks for them"
             parts.append(f"{ready} rows are ready for task {name!r}{nobody}")
+        if preparing:
+            parts.append(preparing)
         if task.leases:
             oldest = next(iter(task.leases.values()))
             who = ledger._name(oldest.session)

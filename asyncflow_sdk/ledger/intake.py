@@ -9,7 +9,7 @@ from ..types import events as ev
 from . import commands as cmd
 from .commands import TaskSpec, unpack_ids
 from .declarations import check_declaration
-from .records import Rule, Session, Steps, Task
+from .records import Preparation, Rule, Session, Steps, Task
 from .rows import APART, LIVE, WAITING
 from .state import CANCELLED, MAX_NUMBER
 from .teaming import Teaming
@@ -49,6 +49,13 @@ class Intake(Teaming):
         self._wake_all()  # what they wait for
         return cmd.Dismissed(count=len(named))
 
+    def _prepare(self, session: Session, command: cmd.Prepare) -> cmd.Reply:
+        if command.what:
+            self.preparing[session.id] = Preparation(command.task, command.what, self._now)
+        else:
+            self.preparing.pop(session.id, None)
+        return cmd.Done()
+
     def _drop_session(self, session: int, reason: str, blame: bool) -> None:
         member = self.sessions.get(session)
         if member is None:
@@ -56,6 +63,7 @@ class Intake(Teaming):
         for ticket in list(member.parked):
             self._unpark(self.parked[ticket])
         self._lost(member, reason, blame)
+        self.preparing.pop(session, None)
         del self.sessions[session]
 
     def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:

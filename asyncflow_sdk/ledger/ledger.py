@@ -53,6 +53,7 @@ class Ledger(Meeting):
             cmd.End: self._end,
             cmd.Cancel: self._cancel,
             cmd.Dismiss: self._dismiss,
+            cmd.Prepare: self._prepare,
             cmd.Leave: self._leave,
             cmd.GetAudit: self._get_audit,
             cmd.GetFailed: self._get_failed,

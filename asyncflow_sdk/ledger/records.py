@@ -39,6 +39,15 @@ class Session:
 
 
 @dataclass
+class Preparation:
+    """What a client does since ``since`` before its first request for rows of ``task``, in words."""
+
+    task: str
+    what: str
+    since: float
+
+
+@dataclass
 class Held:
     """A lease. ``left``: rows still to be completed. ``crew``: of a team's, who has which rows of it. ``stretch``: of the
     lineage, when it was given. ``newest``: version that its replica has loaded since, or that it was told its step trains."""

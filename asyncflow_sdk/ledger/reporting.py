@@ -46,7 +46,7 @@ def report(ledger: State) -> StatusReport:
         charged_bytes=ledger.charged,
         came={name: task.came for name, task in ledger.tasks.items()},
         passed={name: task.passed for name, task in ledger.tasks.items()},
-        sessions=tuple(_session(session, now) for session in _most_telling(ledger, waiters)),
+        sessions=tuple(_session(ledger, session, now) for session in _most_telling(ledger, waiters)),
         session_count=len(ledger.sessions),
         parked=parked,
         parked_count=len(waiters),
@@ -87,8 +87,8 @@ def _most_telling(ledger: State, waiters: list[Waiter]) -> list[Session]:
     return heapq.nsmallest(MOST, sessions, key=lambda s: (s.id not in waiting and not s.leases, s.id))
 
 
-def _session(session: Session, now: float) -> SessionStatus:
-    oldest = next(iter(session.leases.values()), None)
+def _session(ledger: State, session: Session, now: float) -> SessionStatus:
+    oldest, preparing = next(iter(session.leases.values()), None), ledger.preparing.get(session.id)
     return SessionStatus(
         id=session.id,
         name=session.name,
@@ -101,6 +101,8 @@ def _session(session: Session, now: float) -> SessionStatus:
         replica=session.replica is not None,
         weights=doing(session),
         weights_s=now - session.replica.since if session.replica is not None and session.replica.doing else 0.0,
+        prepares=preparing.what if preparing is not None else "",
+        prepares_s=now - preparing.since if preparing is not None else 0.0,
     )
 
 

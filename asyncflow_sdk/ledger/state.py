@@ -15,7 +15,7 @@ from .commands import TERMINAL, Ids, PolicySpec
 from .lineage import Lineage
 from .outside import Outside
 from .ready import ReadyQueue
-from .records import Effects, Held, Rule, Session, Steps, Task, Team, Waiter
+from .records import Effects, Held, Preparation, Rule, Session, Steps, Task, Team, Waiter
 from .remembering import KeyedPuts, Letters
 from .rows import APART, NONE, Rows
 from .timers import Timers
@@ -58,6 +58,7 @@ class State:
         self.replicas: dict[int, None] = {}  # sessions that take versions
         self.failing: dict[int, None] = {}  # those of them that could not fetch or load the last version they tried
         self.swapping: dict[int, float] = {}  # session → since when it may load, the longest first
+        self.preparing: dict[int, Preparation] = {}  # by session
         self.keep_versions = 2
         self.max_swapping = 0  # no limit
         self.quorum = 0  # none

@@ -50,7 +50,7 @@ def stage(
     """
     state = _State(queue, task, gives)
     if isinstance(work, LogprobsWork):
-        _each(state, batch, _scoring(work, needs, gives))
+        _each(state, batch, _scoring(state, work, needs))
     elif isinstance(work, GenerateWork):
         asyncio.run(_generated(state, work, needs[0]))
     else:
@@ -122,12 +122,12 @@ def _calling(
     return call
 
 
-def _scoring(
-    work: LogprobsWork, needs: tuple[str, ...], gives: tuple[str, ...]
-) -> Callable[[LeasedBatch], dict[str, Any]]:
-    from .worker import make_engine
+def _scoring(state: _State, work: LogprobsWork, needs: tuple[str, ...]) -> Callable[[LeasedBatch], dict[str, Any]]:
+    from .worker import loading_model, make_engine
 
-    engine: TrainEngine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **work.options)
+    engine: TrainEngine
+    with loading_model(state.queue, state.task):
+        engine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **work.options)
 
     def score(rows: LeasedBatch) -> dict[str, Any]:
         named = zip(("prompt_ids", "response_ids"), needs, strict=True)
@@ -136,7 +136,7 @@ def _scoring(
         lengths = asked.ragged("response_ids").lengths
         if not np.array_equal(scores.lengths, lengths):
             raise EngineError(f"{type(engine).__name__} gave log-probs of other lengths than the responses'")
-        return {gives[0]: Ragged(scores.values.astype(np.float32), scores.offsets)}
+        return {state.gives[0]: Ragged(scores.values.astype(np.float32), scores.offsets)}
 
     return score
 
@@ -165,9 +165,11 @@ async def _overlapping(
 
 
 async def _generated(state: _State, job: GenerateWork, prompt: str) -> None:
-    from .worker import make_engine
+    from .worker import loading_model, make_engine
 
-    engine: RolloutEngine = make_engine("rollout", job.engine, model=job.model, **job.options)
+    engine: RolloutEngine
+    with loading_model(state.queue, state.task):
+        engine = make_engine("rollout", job.engine, model=job.model, **job.options)
     try:
         generating = _Generating(state, engine, job.sampling, Text(job.tokenizer) if job.tokenizer else None, prompt)
         most = engine.capabilities.max_rows

@@ -17,11 +17,14 @@ ENDING_S = 3600.0
 
 def what_stands(report: StatusReport, *workers: str) -> str:
     """Who waits for what and since when; where nobody does, who has held rows the longest. ``workers``: what they wait for, or
-    hold, comes first."""
+    hold, comes first; then who is not prepared yet."""
     own = [
         f"{each.name} has held {each.rows} rows of task {each.task!r} for {each.held_s:.1f} s"
         for each in report.sessions
         if each.name in workers and each.rows
+    ]
+    own += [
+        f"{each.name} is {each.prepares} for {each.prepares_s:.1f} s" for each in report.sessions if each.prepares
     ]
     first = sorted(report.waiting, key=lambda name: name not in workers)
     waits = [f"{name} waits {report.waiting[name]}" for name in first]

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -224,7 +224,8 @@ def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob, rank: Ran
             raise ConfigError(
                 f"algorithm {job.algorithm.label!r} needs columns that the trainer is not given: say Train(..., needs={lacking})"
             )
-        engine = make_engine("train", job.engine, model=job.model, algorithm=algorithm, **job.options)
+        with loading_model(queue, "train"):
+            engine = make_engine("train", job.engine, model=job.model, algorithm=algorithm, **job.options)
         unknown = [name for name in algorithm.asks if name not in engine.computes]
         if unknown:
             raise ConfigError(
@@ -247,7 +248,8 @@ async def _rollout(queue: TransferQueue, job: RolloutJob) -> None:
     from .producer import Producer
     from .text import Text
 
-    engine = make_engine("rollout", job.engine, model=job.model, **job.options)
+    with loading_model(queue, job.task):
+        engine = make_engine("rollout", job.engine, model=job.model, **job.options)
     text = Text(job.tokenizer) if job.tokenizer else None
     agent = Agent.of(job.agent) if job.agent is not None else None
     producer = Producer(
@@ -260,6 +262,14 @@ async def _rollout(queue: TransferQueue, job: RolloutJob) -> None:
         check_fetching(f"engine {job.engine!r}", engine.capabilities, job.transport, host)
     _state(connection, "ready")
     await producer.run()
+
+
+@contextlib.contextmanager
+def loading_model(queue: TransferQueue, task: str) -> Iterator[None]:
+    """Within, this worker is known to load the model that it needs for ``task``."""
+    drive(queue._port.send(cmd.Prepare(task=task, what="loading its model")))
+    yield
+    drive(queue._port.send(cmd.Prepare(task=task)))  # after an error its session ends
 
 
 def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) -> Any:

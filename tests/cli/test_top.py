@@ -121,6 +121,12 @@ def test_who_hears_of_lost_rows_while_it_works_does_not_wait() -> None:
     assert "holds 64 rows" in text
 
 
+def test_who_loads_its_model_is_not_idle() -> None:
+    loads = SessionStatus(id=3, name="rollout-1", age_s=99.0, prepares="loading its model", prepares_s=61.0)
+    (line,) = [line for line in picture(100, 40, sessions=(loads,), parked=()) if "rollout-1" in line]
+    assert "1:01 " in line and "loading its model" in line and "idle" not in line
+
+
 def test_staleness_is_told_apart_with_the_publish_lag() -> None:
     ages = StepAges(step=6, in_flight_mean=0.25, in_queue_mean=0.5, in_flight_max=1, in_queue_max=2)
     behind = SessionStatus(id=3, name="rollout-1", age_s=9.0, loaded=4, replica=True)

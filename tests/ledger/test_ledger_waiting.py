@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from ledger_queue import (
     PLAIN,
+    REWARD,
     ROLLOUT,
     TEXT,
     TRAIN,
@@ -137,3 +138,46 @@ def test_a_request_for_the_oldest_of_versions_waits() -> None:
     waiting = queue.ask(queue.admin, cmd.AwaitVersion(after=-7, timeout_s=60))
     queue.publish(0)
     assert queue.answers[waiting].version == 0
+
+
+def test_a_deadline_says_who_loads_the_model_that_its_rows_wait_for() -> None:
+    # given a rollout that loads its model, and a trainer that waits for what it generates
+    queue = Queue(ROLLOUT, REWARD, TRAIN)
+    queue.put(4)
+    replica, trainer = queue.join("gen-0"), queue.join("train-0")
+    queue.at(1.0)
+    queue.do(replica, cmd.Prepare(task="rollout", what="loading its model"))
+
+    # when, then
+    text = deadline_of(queue, trainer, cmd.Lease(task="train", count=1, timeout_s=3))
+    assert "4 rows are ready for task 'rollout'; gen-0 is loading its model for 4.0 s" in text
+    assert "nobody asks" not in text
+    (session,) = [each for each in queue.ledger.status().sessions if each.id == replica]
+    assert (session.prepares, session.prepares_s) == ("loading its model", 4.0)
+
+    # when it is prepared, and asks for nothing
+    queue.do(replica, cmd.Prepare(task="rollout"))
+    with pytest.raises(DeadlineExceeded, match="4 rows are ready for task 'rollout', and nobody asks for them"):
+        queue.do(trainer, cmd.Lease(task="train", count=1))
+
+    # when one dies while it loads
+    queue.do(replica, cmd.Prepare(task="rollout", what="loading its model"))
+    queue.die(replica)
+    with pytest.raises(DeadlineExceeded, match="and nobody asks for them"):
+        queue.do(trainer, cmd.Lease(task="train", count=1))
+
+
+def test_a_trainers_deadline_says_that_no_task_has_the_rows_of_a_step() -> None:
+    # given a trainer's task that nobody gave batch_rows, so that no group is ever admitted
+    queue = Queue(ROLLOUT, REWARD, TaskSpec(name="train", needs=TRAIN.needs))
+    queue.put(4)
+    replica = queue.join("gen-0")
+    queue.ask(replica, cmd.Lease(task="rollout", count=4, timeout_s=60))
+
+    # when
+    text = deadline_of(queue, queue.join("train-0"), cmd.Lease(task="train", count=1, timeout_s=3))
+
+    # then what is missing is named, and not rows that are ready for others
+    assert "task 'rollout' starts no row before a task with batch_rows is declared, and none is" in text
+    assert 'run.consumer("train", batch_size=256)' in text
+    assert "are ready" not in text

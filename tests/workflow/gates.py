@@ -107,6 +107,15 @@ class Held(EchoRollout):
             yield completion
 
 
+class LoadsAtGate(EchoRollout):
+    """Is not made as long as there is the file ``loads``, as one with a large model."""
+
+    def __init__(self, model: str = "", *, loads: str, **options: Any) -> None:
+        while Path(loads).exists():
+            time.sleep(0.01)
+        super().__init__(model, **options)
+
+
 class Together(EchoRollout):
     """Answers nothing before another replica was asked, too: see ``meet``."""
 

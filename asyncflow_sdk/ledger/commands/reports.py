@@ -72,7 +72,8 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A client. ``rows``: leased to it, in ``leases``; the oldest of them, of ``task``, for ``held_s``. ``loaded``:
     the version its replica generates with. ``pid`` 0 and ``host`` "": not known. ``replica``: it takes versions;
     ``weights``: what it is doing about the newest, in words ("fetching 7", "staged 7", "waits to load 7", "loading 7",
-    "failed 7: reason"), for ``weights_s``; "" when it is on it."""
+    "failed 7: reason"), for ``weights_s``; "" when it is on it. ``prepares``: what it does before its first request for rows
+    ("loading its model"), for ``prepares_s``; "" when it is prepared."""
 
     id: int
     name: str
@@ -87,6 +88,8 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     replica: bool = False
     weights: str = ""
     weights_s: float = 0.0
+    prepares: str = ""
+    prepares_s: float = 0.0
 
 
 class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -140,5 +140,13 @@ class Dismissed(Reply, frozen=True, tag="dismissed"):
     count: int
 
 
+class Prepare(Command, frozen=True, tag="prepare"):
+    """Say what this client does before its first request for rows of ``task``, such as "loading its model": for those who wait
+    for it. ``what`` "": it is prepared."""
+
+    task: str
+    what: str = ""
+
+
 class Leave(Command, frozen=True, tag="leave"):
     """Close the session; its leases go back."""
