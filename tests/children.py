@@ -55,8 +55,9 @@ class Child:
     def hear(self) -> Any:
         """The next thing it says."""
         while b"\n" not in self._said:
-            ready, _, _ = select.select([self._out], [], [], LIMIT_S)
-            more = os.read(self._out.fileno(), 1 << 16) if ready else b""
+            ready = select.poll()  # select takes no descriptor past 1023
+            ready.register(self._out, select.POLLIN)
+            more = os.read(self._out.fileno(), 1 << 16) if ready.poll(LIMIT_S * 1000) else b""
             assert more, f"the child said nothing; it ended with {self._process.poll()}:\n{self.errors()}"
             self._said += more
         line, _, self._said = self._said.partition(b"\n")

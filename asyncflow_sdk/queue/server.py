@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from .._version import __version__
-from ..errors import AsyncFlowError, MemoryFull, ProtocolError, by_name
+from ..errors import AsyncFlowError, MemoryFull, ProtocolError, WireError, by_name
 from ..interfaces import Sampler, StalenessPolicy
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
@@ -33,6 +33,8 @@ from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, 
 from .recovery import Recovered
 
 STATUS_EVERY_S = 1.0
+MOST_SESSIONS = 4096
+"""A session costs memory, and a descriptor for each connection of it."""
 LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetCut, cmd.GetPut)
 """Commands that change nothing."""
 _log = logging.getLogger(__name__)
@@ -88,10 +90,9 @@ class QueueServer(Carrying):
             self._keeping.close(over=False)
             raise
         self.addresses = self._wire.addresses
+        self._wire.on_note(self._note_or_log)
         if self.directory.warning:
-            self._note(self.directory.warning, "warning")
-            if on_event is None:  # nobody would see it
-                _log.warning(self.directory.warning)
+            self._note_or_log(self.directory.warning, "warning")
         try:
             self.recovered = self._keeping.recover(self)
             self.ledger.make_policy(self.ledger.rule.spec)  # one that is not there any more is an error now
@@ -113,6 +114,11 @@ class QueueServer(Carrying):
 
     def _note(self, text: str, level: str) -> None:
         self._emit(ev.Note(time_s=time.monotonic(), text=text, level=level))
+
+    def _note_or_log(self, text: str, level: str) -> None:
+        self._note(text, level)
+        if self._on_event is None:  # nobody would see it
+            _log.log(logging.WARNING if level == "warning" else logging.INFO, text)
 
     def close(self) -> None:
         """Stop serving and remove the run's segments, unless a journal may want them: one does until the stream has ended
@@ -155,8 +161,10 @@ class QueueServer(Carrying):
             return
         seq, done = self._wire.numbers(ticket)
         try:
+            if isinstance(call.command, Hello) and not self._replaying:
+                self._check_room(session)
             self._keeping.reserve(len(body))
-        except MemoryFull as full:
+        except (MemoryFull, WireError) as full:
             self._say(ticket, full, call.block)
             return
         if not self._replaying and (frames or call.payload is not None):
@@ -169,6 +177,20 @@ class QueueServer(Carrying):
         now = self._clock()
         self._change(session, ticket, call, now)
         self._record(Asked(now, session, seq, done, ticket, body))
+
+    def _check_room(self, session: str) -> None:
+        """Raises WireError if no further session can be served."""
+        if session in self._sessions:
+            return
+        if len(self._sessions) >= MOST_SESSIONS:
+            raise WireError(
+                f"this run has {len(self._sessions)} sessions, and takes no more: close clients that are not needed;"
+                " queue.status() and `asyncflow top` list them"
+            )
+        if self._wire.short:
+            raise WireError(
+                "the server of this run has hardly a file descriptor left: close clients, or raise its limit (ulimit -n)"
+            )
 
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
         if session not in self._sessions:

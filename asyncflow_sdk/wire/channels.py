@@ -15,7 +15,7 @@ from .envelope import GOODBYE, decode_response
 from .handshake import Handshake
 from .keys import RunKey
 from .processes import watch
-from .sockets import connect
+from .sockets import connect, transport_of
 
 _AT_ONCE = int(zmq.NOBLOCK)
 # As plain integers: an operation on zmq's enumerations takes longer than receiving a message.
@@ -65,7 +65,7 @@ class ThreadSocket:
         self.socket.maxmsgsize = frame_bytes
         try:
             if unproven:
-                self.handshake = Handshake(self.socket, address, key is not None)
+                self.handshake = Handshake(self.socket, address, key is not None, transport_of(address) == "ipc")
             connect(self.socket, address, key)
         except BaseException:
             self.close()

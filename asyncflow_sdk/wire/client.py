@@ -67,7 +67,7 @@ class Client:
         self._local = threading.local()
         self._sockets: weakref.WeakSet[ThreadSocket] = weakref.WeakSet()  # a thread's own goes with its thread
         self._loops: dict[asyncio.AbstractEventLoop, LoopSocket] = {}
-        self._let_in = not tcp
+        self._let_in = transport_of(address) == "inproc"
         self._server = ServerProcess()
         self.max_bytes = MAX_BYTES
         self.closed = False
@@ -144,7 +144,7 @@ class Client:
                         return answer
                 self._overhear()
                 if time.monotonic() >= until:
-                    raise self._lost(began)
+                    raise self._lost(began, 0 if channel.handshake is None else channel.handshake.cut)
         except BaseException:
             self._numbering.drop(seq)
             with contextlib.suppress(AsyncFlowError, zmq.ZMQError):
@@ -259,9 +259,15 @@ class Client:
             raise self._ended()
         return False
 
-    def _lost(self, began: float) -> ServerLost:
+    def _lost(self, began: float, cut: int = 0) -> ServerLost:
+        """``cut``: connections that were cut before they were made."""
         took_s = time.monotonic() - began
-        if self._server.fd >= 0:
+        if cut:
+            why = (
+                f"its server cut {cut} connections as they were made: is it short of file descriptors? Its log and its"
+                " events say so. Close clients, or raise its limit (ulimit -n)"
+            )
+        elif self._server.fd >= 0:
             why = f"its process {self._server.pid} lives; is it frozen, or out of time?"
         else:
             network = ", and does the network reach it" if transport_of(self.address) == "tcp" else ""

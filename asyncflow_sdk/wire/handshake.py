@@ -1,4 +1,4 @@
-"""Handshake: what became of the keys of a new tcp connection, told by the socket's own events."""
+"""Handshake: what became of a new connection and its keys, by the socket's own events."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ is sent closes without a word."""
 
 
 class Handshake:
-    """Watches one socket until a handshake succeeds. ``monitor`` is readable when there is news."""
+    """Watches one socket until a handshake succeeds. ``monitor`` is readable when there is news. ``cut``: connections that
+    were cut before that, one after another. ``patient``: any number of them, as by a server that is short of descriptors.
+    """
 
-    def __init__(self, socket: Any, address: str, keyed: bool) -> None:
-        self._socket, self._address, self._keyed = socket, address, keyed
-        self._cut = 0
+    def __init__(self, socket: Any, address: str, keyed: bool, patient: bool = False) -> None:
+        self._socket, self._address, self._keyed, self._patient = socket, address, keyed, patient
+        self.cut = 0
         self.monitor = socket.get_monitor_socket(_EVENTS)
 
     def read(self) -> bool:
@@ -37,8 +39,8 @@ class Handshake:
                 return True
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise AccessDenied(f"the server at {self._address} does not let this key in; ask for its run.key")
-            self._cut += 1
-            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or self._cut >= _CUT:
+            self.cut += 1
+            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (self.cut >= _CUT and not self._patient):
                 raise AccessDenied(self._why())
         return False
 

@@ -13,8 +13,9 @@ import zmq
 from zmq.utils import z85
 
 from ..errors import ConfigError
+from .admission import Admission
 from .keys import ServerKeys
-from .sockets import BULK_THREADS, context_of, on_loopback, set_tcp, transport_of
+from .sockets import BULK_THREADS, GIVE_UP_MS, context_of, on_loopback, set_tcp, transport_of
 
 Route: TypeAlias = "tuple[zmq.Socket[Any], bytes]"
 """A connection: the socket that has it, and the name it has there."""
@@ -40,6 +41,7 @@ class Listening:
         self.routers: list[zmq.Socket[Any]] = []
         self.addresses: list[str] = []
         self.refused = 0
+        self.admission = Admission()
         self._plain: zmq.Socket[Any] | None = None
         self._keyed: zmq.Socket[Any] | None = None
         try:
@@ -65,6 +67,7 @@ class Listening:
             self.zap.send_multipart([b"1.0", asked[1] if len(asked) > 1 else b"", *verdict, b"", b""], zmq.NOBLOCK)
 
     def close(self) -> None:
+        self.admission.close()
         for socket in self.routers:
             socket.close()
         if self.zap is not None:
@@ -73,7 +76,8 @@ class Listening:
             self._own.term()
 
     def _bind(self, address: str) -> str:
-        tcp = transport_of(address) == "tcp"
+        transport = transport_of(address)
+        tcp = transport == "tcp"
         if tcp and self._keys is None and not (self._trusted or on_loopback(address)):
             raise ConfigError(
                 f"{address} is not on loopback: other hosts may reach it, so it is served with keys alone. Serve a run"
@@ -83,6 +87,9 @@ class Listening:
             router = self._keyed = self._keyed or self._with_keys(self._keys)
         else:
             router = self._plain = self._plain or self._router(context_of(self._bulk))
+        if transport == "ipc":
+            self.admission.add_ipc(router, address.partition("://")[2])
+            return address
         if tcp:
             set_tcp(router)
             router.ipv6 = "[" in address
@@ -90,7 +97,11 @@ class Listening:
             router.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot listen on {address}: {error}") from None
-        return router.get_string(zmq.LAST_ENDPOINT) if tcp else address
+        if not tcp:
+            return address
+        bound = router.get_string(zmq.LAST_ENDPOINT)
+        self.admission.add_tcp(bound)
+        return bound
 
     def _with_keys(self, keys: ServerKeys) -> zmq.Socket[Any]:
         self._own = zmq.Context(io_threads=BULK_THREADS if self._bulk else 1)
@@ -108,4 +119,6 @@ class Listening:
         router.linger = 200  # milliseconds: last answers leave
         router.maxmsgsize = self._max_bytes
         router.sndhwm = router.rcvhwm = 0  # bounded by one request a client thread, not by drops
+        router.setsockopt(zmq.HANDSHAKE_IVL, GIVE_UP_MS)
+        self.admission.monitor(router)
         return router

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from pathlib import Path
 
 
@@ -46,3 +47,60 @@ def watch(pid: int, key: str) -> int | None:
         os.close(fd)
         raise ProcessLookupError(f"process {pid} has ended")
     return fd
+
+
+class ProcessWatch:
+    """See the processes of sessions end, by one descriptor a process. Not thread-safe. ``fileno()`` is readable when one
+    has ended: a server's round must not look at each of them."""
+
+    def __init__(self) -> None:
+        self._deaths = select.epoll()
+        self._watched: dict[int, tuple[tuple[int, str], set[str]]] = {}  # descriptor → process, and its sessions
+        self._descriptors: dict[tuple[int, str], int] = {}
+
+    def __len__(self) -> int:
+        """Processes that are watched."""
+        return len(self._watched)
+
+    @property
+    def sessions(self) -> int:
+        """Sessions whose process is watched."""
+        return sum(len(sessions) for _, sessions in self._watched.values())
+
+    def fileno(self) -> int:
+        return self._deaths.fileno()
+
+    def add(self, session: str, pid: int, key: str) -> None:
+        """Watch the process of a session, if it can be seen from here. Raises ProcessLookupError when it has ended."""
+        if (pid, key) not in self._descriptors:
+            fd = watch(pid, key)
+            if fd is None:
+                return
+            self._descriptors[pid, key], self._watched[fd] = fd, ((pid, key), set())
+            self._deaths.register(fd, select.EPOLLIN)
+        self._watched[self._descriptors[pid, key]][1].add(session)
+
+    def remove(self, session: str) -> None:
+        """Forget a session; a process without one is watched no more."""
+        for fd, (_, sessions) in list(self._watched.items()):
+            if session in sessions:
+                sessions.remove(session)
+                if not sessions:
+                    self._forget(fd)
+
+    def ended(self) -> list[str]:
+        """Return the sessions whose process has ended since, and forget them."""
+        return [session for fd, _ in self._deaths.poll(0) for session in self._forget(fd)]
+
+    def close(self) -> None:
+        self._deaths.close()
+        for fd in self._watched:
+            os.close(fd)
+        self._watched.clear()
+
+    def _forget(self, fd: int) -> set[str]:
+        process, sessions = self._watched.pop(fd)
+        del self._descriptors[process]
+        self._deaths.unregister(fd)
+        os.close(fd)
+        return sessions

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from .envelope import (
 )
 from .keys import ServerKeys
 from .listening import Listening, Route
-from .processes import process_key, watch
+from .processes import ProcessWatch, process_key
 from .remembered import Remembered, Unsent
 
 _GOODBYE = encode(Response(PROTOCOL, GOODBYE, b""))
@@ -102,7 +101,7 @@ class Server:
         self._sessions: dict[str, Remembered] = {}
         self._by_ticket: dict[int, tuple[str, int]] = {}
         self._next_ticket = 1
-        self._pidfds: dict[int, str] = {}
+        self._processes = ProcessWatch()
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._for_good: Callable[[], bool] = lambda: False
@@ -117,13 +116,24 @@ class Server:
             if socket is not None:
                 self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_out, zmq.POLLIN)
-        self._deaths = select.epoll()  # of watched processes, in one place: a round must not look at each of them
-        self._poller.register(self._deaths.fileno(), zmq.POLLIN)
+        self._poller.register(self._processes.fileno(), zmq.POLLIN)
+        self._admission = self._listening.admission
+        self._poller.register(self._admission.fileno(), zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="asyncflow-server", daemon=True)
 
     @property
     def refused(self) -> int:
         return self._listening.refused
+
+    @property
+    def short(self) -> bool:
+        """True if this process has hardly a file descriptor left, and should begin nothing new."""
+        return self._admission.short
+
+    def on_note(self, note: Callable[[str, str], None]) -> None:
+        """Call ``note`` in the server's thread with a text and "info" or "warning" when peers are let in no more, or again;
+        without it the text is logged. Before ``start``."""
+        self._admission.note = note
 
     def start(self) -> None:
         self._thread.start()
@@ -211,21 +221,16 @@ class Server:
         if pid == os.getpid() and key in ("", process_key(pid)):
             return
         try:
-            fd = watch(pid, key)
+            self._processes.add(session, pid, key)
         except ProcessLookupError:
             self.call(lambda: self._handler.gone(session, f"process {pid} ended"))
-            return
-        if fd is not None:
-            self._pidfds[fd] = session
-            self._deaths.register(fd, select.EPOLLIN)
 
     def forget(self, session: str) -> None:
         """A session ended: what it may ask for again is dropped, and its process no longer watched for it."""
         known = self._sessions.pop(session, None)
         for ticket in known.tickets.values() if known else ():
             self._by_ticket.pop(ticket, None)
-        for fd in [fd for fd, watched in self._pidfds.items() if watched == session]:
-            self._unwatch(fd)
+        self._processes.remove(session)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -236,9 +241,13 @@ class Server:
                 timeout = self._idle()
                 self._flush()
                 wait_s = MAX_WAIT_S if timeout is None else min(max(0.0, timeout), MAX_WAIT_S)
+                if self._admission.wait_s is not None:
+                    wait_s = min(wait_s, self._admission.wait_s)
                 ready = dict(self._poller.poll(int(wait_s * 1000) + 1))
-                if self._deaths.fileno() in ready:
+                if self._processes.fileno() in ready:
                     self._bury()
+                if self._admission.fileno() in ready or self._admission.wait_s is not None:
+                    self._admission.tend()
                 if self._wake_out in ready:
                     self._run_calls()
                 if self._listening.zap in ready:
@@ -265,20 +274,17 @@ class Server:
             self._post(route, _GOODBYE)
 
     def _bury(self) -> None:
-        for fd, _ in self._deaths.poll(0):
-            if fd not in self._pidfds:
-                continue  # its session was forgotten at the end of another
-            session = self._unwatch(fd)
+        for session in self._processes.ended():
             try:
                 self._handler.gone(session, "its process ended")
             except Exception:  # one session's end must not be everybody's
                 _log.exception("the server failed at the end of a session")
 
     def _close(self) -> None:
-        self._deaths.close()
+        self._processes.close()
         self._listening.close()
         with self._waking:
-            for fd in (*self._pidfds, self._wake_out, self._wake_in):
+            for fd in (self._wake_out, self._wake_in):
                 os.close(fd)
             self._wake_in = -1
 
@@ -297,12 +303,6 @@ class Server:
                 self._calls.popleft()()
             except Exception:  # one session's end must not be everybody's
                 _log.exception("the server failed at a call of its own")
-
-    def _unwatch(self, fd: int) -> str:
-        session = self._pidfds.pop(fd)
-        self._deaths.unregister(fd)
-        os.close(fd)
-        return session
 
     def _receive(self, router: zmq.Socket[Any]) -> None:
         """All requests that have come, but not for ever: deaths and deadlines get their turn."""

@@ -328,7 +328,7 @@ def test_a_step_with_lost_rows_is_filled_again(tmp_path: Path) -> None:
 
 TRANSIENT = {
     "wire": {
-        "_calls", "_deaths", "_for_good", "_handler", "_hold", "_listening", "_outbox", "_pidfds", "_poller", "_stopping",
+        "_admission", "_calls", "_for_good", "_handler", "_hold", "_listening", "_outbox", "_poller", "_processes", "_stopping",
         "_thread", "_wake_in", "_wake_out", "_waking", "addresses", "garbage", "max_bytes",
     },
     "server": {

@@ -200,12 +200,12 @@ def test_a_session_that_left_is_watched_no_more(parrot: Parrot) -> None:
         key = child.hear()
         for number in range(50):
             parrot.server.call(lambda number=number: parrot.server.watch(f"s{number}", child.pid, key))  # type: ignore[misc]
-        until(lambda: len(parrot.server._pidfds) == 50, "all to be watched")
+        until(lambda: len(watched := parrot.server._processes) == 1 and watched.sessions == 50, "all to be watched")
         # when
         for number in range(50):
             parrot.server.call(lambda number=number: parrot.server.forget(f"s{number}"))  # type: ignore[misc]
         # then
-        until(lambda: parrot.server._pidfds == {}, "none to be watched")
+        until(lambda: len(parrot.server._processes) == 0, "none to be watched")
 
 
 def test_a_process_is_known_by_more_than_its_number() -> None:
