@@ -10,6 +10,7 @@ AsyncFlowError
 ├── VersionNeeded          a replica gets nothing more before it loads a newer version
 ├── DeadlineExceeded       a deadline passed; says who is waited for (also a TimeoutError)
 ├── MemoryFull             shared memory or disk has no room for the data
+├── PayloadLost            the memory or file that held the data of a call is gone
 ├── WireError              the connection
 │   ├── AccessDenied       the keys of client and server do not fit each other
 │   ├── ProtocolError      the peer sent what this version cannot read, or is another version
@@ -65,6 +66,10 @@ class DeadlineExceeded(AsyncFlowError, TimeoutError):
 
 class MemoryFull(AsyncFlowError, MemoryError):
     """Raised when there is no room for the data. Nothing was stored."""
+
+
+class PayloadLost(AsyncFlowError):
+    """Raised when the shared memory or file that held the data of a call was removed. Nothing was stored; repeat the call."""
 
 
 class WireError(AsyncFlowError, ConnectionError):

@@ -9,6 +9,9 @@ A reader holds a shared lock on the first byte of a block while views of it live
 reader dies. The writer takes the exclusive lock on a freed range, removes the serials of the blocks that lay in
 it, and lets go: from then on the range is a hole. Without that lock it waits, however long that is, and costs
 its own bytes. A reader that comes late finds no serial and not somebody else's data.
+
+Somebody may remove the files while the writer lives: the tidying of a temporary directory, or a restarted host's
+container. Each allocation looks whether the file of its segment is still there; no block is cut from a lost segment.
 """
 
 from __future__ import annotations
@@ -121,6 +124,12 @@ class Arena:
             segment.head(start, self._serial)
             return Allocation(segment.name, start, self._serial, segment.bytes[start : start + nbytes])
 
+    def lost(self, block: Allocation) -> bool:
+        """True if the file that a block was cut from is gone, so that no reader finds it. Its ``memory`` stays as it is."""
+        with self._lock:
+            held = self._blocks.get(block.serial)
+            return not (self._directory / block.segment).exists() if held is None else held.segment.gone
+
     def trim(self, block: Allocation, nbytes: int) -> None:
         """Only the first ``nbytes`` of a block are used: its ``memory`` ends there, and what lies behind is free again. For a block
         that was not announced yet."""
@@ -129,7 +138,8 @@ class Arena:
             segment, start, stop, heads = self._blocks[block.serial]
             if start + size < stop:
                 self._blocks[block.serial] = _Range(segment, start, start + size, heads)
-                self._holes.add(segment.number, start + size, stop)
+                if not segment.lost:
+                    self._holes.add(segment.number, start + size, stop)
                 if self._peak == self._live:
                     self._peak -= stop - start - size  # it was never filled
                 self._live -= stop - start - size
@@ -157,6 +167,8 @@ class Arena:
             freed = [block for serial in serials if (block := self._blocks.pop(serial, None)) is not None]
             for each in _side_by_side(freed) if len(freed) > 1 else freed:
                 self._release(each)
+            for segment in {each.segment for each in freed if each.segment.lost}:
+                self._close_unused(segment)
 
     def settle(self) -> None:
         """Give back what is free now, as if no more bytes had ever lived together than do."""
@@ -203,8 +215,23 @@ class Arena:
             if len(freed.heads) == 1 or not self._open(single):
                 self._waiting.append(single)
 
+    def _lose(self, segment: Segment) -> None:
+        """Cut no further block from a segment whose file is gone. Its mapping goes with its last block."""
+        segment.lost = True
+        self._holes.forget(segment.number)
+        self._look_at_all()
+        self._close_unused(segment)
+
+    def _close_unused(self, segment: Segment) -> None:
+        if all(block.segment is not segment for block in self._blocks.values()):
+            self._segments.pop(segment.number, None)
+            segment.close()
+
     def _open(self, freed: _Range) -> bool:
         segment, start, stop, heads = freed
+        if segment.lost:  # nobody writes there again, so whoever reads it may go on
+            self._live -= stop - start
+            return True
         if not try_lock(segment.fd, start, stop, exclusive=True):
             return False
         segment.behead(heads)
@@ -225,7 +252,14 @@ class Arena:
         self._waiting = deque(each for each in self._waiting if not self._open(each))
 
     def _take(self, nbytes: int, grow: bool) -> tuple[Segment, int]:
-        """A range of that size whose pages are there."""
+        """A range of that size whose pages are there, in a file that is."""
+        while True:
+            segment, start = self._cut(nbytes, grow)
+            if not segment.gone:
+                return segment, start
+            self._lose(segment)
+
+    def _cut(self, nbytes: int, grow: bool) -> tuple[Segment, int]:
         found = self._holes.take(nbytes, self._lacks if self._lacking else None)
         if found is None and self._waiting:
             self._look_at_all()

@@ -60,6 +60,12 @@ class Holes:
         self._drop(segment, 0, size)
         return True
 
+    def forget(self, segment: int) -> None:
+        """Forget every hole of a segment. O(n)."""
+        for size, start in [(size, start) for size, number, start in self._by_size if number == segment]:
+            del self._start_of[segment, start + size]
+            self._drop(segment, start, start + size)
+
     def largest_first(self) -> Iterator[tuple[int, int, int]]:
         """(segment, start, stop) of each."""
         return ((segment, start, start + size) for size, segment, start in reversed(self._by_size))

@@ -63,10 +63,11 @@ class Segment:
         self.path, self.name, self.number, self.size = path, path.name, number, size
         self.missing = size
         self.named = False  # on disk, so that it would be found there
+        self.lost = False  # its file was seen to be gone: no block is cut from it any more
         try:
             self.fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         except FileNotFoundError:
-            raise ServerLost(f"{path.parent} is gone: the run whose segments it held has ended") from None
+            raise ServerLost(f"{path.parent} is gone: its run has ended, or somebody removed it") from None
         except OSError as error:
             raise self._no_room(error, filled) from None
         try:
@@ -85,6 +86,11 @@ class Segment:
     def held(self) -> int:
         """Bytes of its pages that are there."""
         return self.size - self.missing
+
+    @property
+    def gone(self) -> bool:
+        """True if its file was removed by somebody else: no reader will find what is written here."""
+        return os.fstat(self.fd).st_nlink == 0
 
     def lacks(self, start: int, stop: int) -> int:
         """Bytes of the pages below a range that are not there."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import SchemaError
+from ..errors import PayloadLost, SchemaError
 from ..ledger import Ledger
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
@@ -30,7 +30,7 @@ def owns(session: int, segment: str) -> bool:
 def check_call(
     ledger: Ledger, directory: Path, session: int, command: cmd.AnyCommand, block: Block | None
 ) -> tuple[Ids | None, int]:
-    """Raises SchemaError. Returns the rows that a completion names, in the order of its block, and their step."""
+    """Raises SchemaError, PayloadLost. Returns the rows that a completion names, in the order of its block, and their step."""
     if not isinstance(command, (cmd.Put, cmd.Complete)):
         if block is not None:
             raise SchemaError("this command takes no payload")
@@ -39,7 +39,12 @@ def check_call(
         raise SchemaError("columns and payload belong together")
     if block is not None:
         _check_block(block, command.columns)
-        if not owns(session, block.segment) or block.start + block.nbytes > _size(f"{directory}/{block.segment}"):
+        size = _size(f"{directory}/{block.segment}") if owns(session, block.segment) else 0
+        if size is None:
+            raise PayloadLost(
+                f"segment {block.segment} is not in {directory}: somebody removed it; nothing of it was stored"
+            )
+        if block.start + block.nbytes > size:
             raise SchemaError(f"segment {block.segment!r} holds no such payload of this session")
     if isinstance(command, cmd.Put):
         if block is not None and block.rows != command.groups:
@@ -106,8 +111,11 @@ def _least(names: tuple[str, ...], specs: tuple[ColumnSpec, ...]) -> tuple[int, 
     return a_row, more
 
 
-def _size(path: str) -> int:
+def _size(path: str) -> int | None:
+    """None: the file is not there."""
     try:
         return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError):
         return -1

@@ -8,10 +8,12 @@ them where they would have been.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +24,10 @@ import msgspec
 import numpy as np
 
 from .._version import __version__
-from ..errors import ConfigError, LeaseLost, SchemaError, ServerLost
+from ..errors import ConfigError, LeaseLost, PayloadLost, SchemaError, ServerLost
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
-from ..memory import Allocation, Arena, Mapper, NoHole
+from ..memory import HEADER_BYTES, Allocation, Arena, Mapper, NoHole
 from ..types import Column, Event
 from ..wire import Client, Reply, RunKey, process_key, same_host
 from . import blocks
@@ -35,6 +37,8 @@ from .protocol import Answer, Call, Delivered, Hello, Welcome, decode_answer, en
 from .reader import Reader
 
 LARGE_BYTES = 128 << 20
+POST_TRIES = 3
+"""How often a call is sent whose payload was lost before it was carried out."""
 RESPONSE = "response_ids"
 """The column whose lengths a run accounts for."""
 _log = logging.getLogger(__name__)
@@ -238,16 +242,39 @@ class Port(ABC):
         """Send a letter, and in the same request ask for a lease. The answer may be an error.
 
         From the moment it is sent, the block is the server's to free: it alone knows whether rows lie in it,
-        also when this call is cancelled before the answer is here. So a letter is posted once.
+        also when this call is cancelled before the answer is here. So a letter is posted once; if its payload was lost
+        on the way, with the run's shared memory, a copy is posted in its place.
         """
-        try:
-            body = self.connection.call(letter.command, letter.block, then, letter.payload)
-        except BaseException:
-            self.tear(letter)
-            raise
-        timeout_s: float = getattr(then or letter.command, "timeout_s", CALL_S)
-        timeout_s += sum(frame.nbytes for frame in letter.frames) / SLOWEST_BYTES_PER_S
-        return self.connection.opened(await self.ask(body, timeout_s, letter.frames))
+        began = time.monotonic()
+        for left in reversed(range(POST_TRIES)):
+            try:
+                body = self.connection.call(letter.command, letter.block, then, letter.payload)
+            except BaseException:
+                self.tear(letter)
+                raise
+            timeout_s: float = getattr(then or letter.command, "timeout_s", CALL_S)
+            timeout_s += sum(frame.nbytes for frame in letter.frames) / SLOWEST_BYTES_PER_S
+            answer = self.connection.opened(await self.ask(body, timeout_s, letter.frames))
+            if not left or answer.error is None or answer.error[0] != PayloadLost.__name__:
+                break
+            if letter.space is not None and not self.connection.arena.lost(letter.space):
+                break  # it is here, where the server does not see it
+            letter = self._copy(letter, time.monotonic() - began)
+        return answer
+
+    def _copy(self, letter: Letter, waited_s: float) -> Letter:
+        """The same letter, its payload in another place: the memory it was written into is this process's still."""
+        command, block, old = letter.command, letter.block, letter.space
+        if isinstance(command, cmd.Put):
+            command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))
+        if block is None or old is None:
+            return dataclasses.replace(letter, command=command)
+        space = self.connection.arena.allocate(old.nbytes)
+        space.memory[HEADER_BYTES:] = old.memory[HEADER_BYTES:]
+        if self.connection.synced:
+            self.connection.arena.sync(space)
+        block = msgspec.structs.replace(block, segment=space.segment, start=space.start, serial=space.serial)
+        return Letter(command, block, space)
 
     def tear(self, letter: Letter) -> None:
         """A letter that was never posted: its memory is free again."""
@@ -266,7 +293,10 @@ class Port(ABC):
                 )
         try:
             letter = self.write(command, columns, keep=False, grow=False)
-        except NoHole:  # rows that ended since the last answer may have left room
+        except (
+            NoHole,
+            ServerLost,
+        ):  # rows that ended may have left room; a server that comes back makes its directory
             check_arguments(command)
             timeout_s: float = getattr(command, "timeout_s", CALL_S)
             self.connection.answered(await self.ask(self.connection.call(None), timeout_s))

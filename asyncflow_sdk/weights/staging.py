@@ -99,10 +99,8 @@ class Staging:
         with self._lock:
             self._sent = None
             self._look_again()
-            room = next((room for room in self._idle if len(room.memory) == nbytes), None)
-            if room is not None:
-                self._idle.remove(room)
-            else:
+            room = self._idle_room(nbytes)
+            if room is None:
                 if all(len(room.memory) != nbytes for room in self._read):  # another model than before
                     self._free(self._idle)
                 room = StagingRoom(self._arena, nbytes)
@@ -181,6 +179,15 @@ class Staging:
         """Nobody may ask for them any more."""
         for room in rooms:
             (self._idle if self._arena.renew(room.block) else self._read).append(room)
+
+    def _idle_room(self, nbytes: int) -> StagingRoom | None:
+        """A room to be used again; one whose file somebody removed is given up."""
+        while (room := next((room for room in self._idle if len(room.memory) == nbytes), None)) is not None:
+            self._idle.remove(room)
+            if not self._arena.lost(room.block):
+                break
+            self._free([room])
+        return room
 
     def _look_again(self) -> None:
         held, self._read = self._read, []
