@@ -11,10 +11,10 @@ state → noticing → ending → policing → stepping → choosing → leasing
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost
+from ..errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost, PayloadLost
 from . import commands as cmd
 from .commands import TERMINAL, Ids
 from .explain import explain
@@ -135,9 +135,13 @@ class Ledger(Meeting):
             self._take_back(session, version)
             self._settle()
 
-    def lose(self, ids: Ids, now: float, reason: str) -> None:
-        """The payload of rows is gone: they fail with their groups, each counted."""
+    def lose(self, ids: Ids, now: float, reason: str, tickets: Iterable[int] = ()) -> None:
+        """The payload of rows is gone: they fail with their groups, each counted. The same of puts that wait under
+        ``tickets``: they are refused, before the room that the rows leave is given to anybody."""
         self._now = now
+        for ticket in tickets:
+            self._unpark(self.parked[ticket])
+            self._answer(ticket, PayloadLost(f"{reason} while the put waited for room; nothing of it was stored"))
         self._lose(ids, reason)
         self._settle()
 

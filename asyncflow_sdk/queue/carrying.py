@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import AsyncFlowError
-from ..ledger import Ledger, unpack_ids
+from ..ledger import Ledger, pack_ids, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.records import Held
-from ..memory import Hold, Mapper
+from ..memory import Hold, Mapper, blocks_there
 from ..types import Batch, ColumnSpec, Event
 from ..wire import Server
 from . import remote
@@ -30,7 +31,7 @@ from .files import Files
 from .gauges import Gauges
 from .keeping import Keeping
 from .kept import Kept
-from .places import Places
+from .places import LOST, Places, There
 from .protocol import Answer, encode, failure
 from .reader import Reader
 from .remote import Remote
@@ -171,8 +172,40 @@ class Carrying:
             return
         if owner in self._sessions:
             self._free_later(owner, serials)
-        elif segment not in self._places.segments_of(owner):
+        elif segment not in {
+            *self._places.segments_of(owner),
+            *(block.segment for _, block in self._waiting_blocks()),
+        }:
             self._files.remove(segment)
+
+    def _lost(self, there: There) -> tuple[Ids, list[int]]:
+        """Rows whose payload is gone, and tickets of the puts that wait for room and have lost theirs."""
+        waiting = [
+            ticket
+            for ticket, block in self._waiting_blocks()
+            if not there(block.segment, *np.array([[block.start], [block.serial], [block.nbytes]])).all()
+        ]
+        return self._places.lost(there), waiting
+
+    def _look_for(self, unread: Ids, now: float) -> None:
+        """Rows of a lease cannot be read. If their payload is gone, all rows fail of which it is."""
+
+        def there(segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
+            return blocks_there(self.rows / segment, starts, serials, sizes)
+
+        def look() -> bytes:
+            if not len(self._places.lost(there, among=unread)):  # they have ended meanwhile
+                return b""
+            lost, waiting = self._lost(there)
+            return msgspec.msgpack.encode((pack_ids(lost), waiting))
+
+        if found := self.ledger.outside(look):
+            lost, waiting = msgspec.msgpack.decode(found, type=tuple[bytes, list[int]])
+            self.ledger.lose(unpack_ids(lost), now, LOST, waiting)
+
+    def _waiting_blocks(self) -> list[tuple[int, Block]]:
+        """Blocks of puts that wait for room, by their tickets: no row lies in them yet."""
+        return [(ticket, pending.block) for ticket, pending in self._pending.items() if pending.block is not None]
 
     def _free_later(self, owner: str, serials: bytes) -> None:
         """With the owner's next answer."""

@@ -197,8 +197,11 @@ class Verbs(Generic[B, S]):
             except BaseException as error:  # rows that cannot be read must not stay ours
                 with contextlib.suppress(AsyncFlowError):
                     await self._port.send(
-                        cmd.GiveBack(token=lease.token, reason="reading the rows failed", rank=lease.rank)
-                    )
+                        cmd.GiveBack(
+                            token=lease.token, reason="reading the rows failed", rank=lease.rank,
+                            unread=isinstance(error, LeaseLost),
+                        )
+                    )  # fmt: skip
                 if not (left and isinstance(error, LeaseLost)):
                     raise
                 answer = None  # some ended on the way here, and their memory is others': there may be more

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ import numpy.typing as npt
 from ..ledger.commands import Ids
 from .blocks import Block, Located
 
+LOST = "payload lost"
+"""Why rows fail that need a block which is gone."""
 _NOWHERE = -1
 _SHIFT = 32  # a place is (slot of the block << 32) + entry of the block
 _ENTRY = (1 << _SHIFT) - 1
@@ -23,6 +25,7 @@ _BLOCK = struct.Struct("<6q")
 _RUN = struct.Struct("<i")
 _SERIAL = struct.Struct("<q")
 Family = tuple[str, ...]
+There: TypeAlias = Callable[[str, Ids, Ids, Ids], npt.NDArray[np.bool_]]
 
 
 class Freed(NamedTuple):
@@ -142,10 +145,18 @@ class Places:
                     freed += self._forget(np.unique(ended))
         return freed
 
-    def lost(self, there: Callable[[str, Ids, Ids, Ids], npt.NDArray[np.bool_]]) -> Ids:
-        """Rows that need a block which is gone. ``there``: which blocks a segment has, by start, serial and bytes."""
+    def lost(self, there: There, among: Ids | None = None) -> Ids:
+        """Rows that need a block which is gone. ``there``: which blocks a segment has, by start, serial and bytes.
+        ``among``: look only at the blocks of these rows; others that need them are lost, too."""
         used = np.ones(len(self._blocks), np.bool_)
         used[self._free] = False
+        if among is not None:
+            at = among - self._base
+            at = at[(at >= 0) & (at < self._capacity)]
+            theirs = np.concatenate([np.empty(0, np.int64), *(array[at] for array in self._families.values())])
+            wanted = np.zeros_like(used)
+            wanted[theirs[theirs >= 0] >> _SHIFT] = True
+            used &= wanted
         gone = np.zeros(len(self._blocks), np.bool_)
         for number, name in enumerate(self._segments.names):
             slots = np.flatnonzero(used & (self._blocks[:, 0] == number))

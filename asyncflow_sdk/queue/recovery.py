@@ -25,6 +25,8 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull, ProtocolError
@@ -33,6 +35,7 @@ from ..memory import SharedDirectory, blocks_there, sync_directory
 from ..wire import process_key
 from . import snapshot
 from .journal import FORMAT, Asked, Dropped, Gone, Head, Journal, Record, Recorded
+from .places import LOST
 
 if TYPE_CHECKING:
     from .server import QueueServer
@@ -41,7 +44,6 @@ LEVELS = ("process", "host")
 LEAST_BYTES = 16 << 20
 GROWTH = 4
 """A journal longer than ``LEAST_BYTES``, and than so many times its snapshot, is replaced by a new snapshot."""
-LOST = "payload lost"
 _log = logging.getLogger(__name__)
 
 
@@ -172,7 +174,8 @@ class Home:
             damaged = str(aside)
         lost = self._lose(server)
         self._restarted(server)
-        server._files.reconcile(server._sessions.values(), server._places.segments())
+        needed = server._places.segments() | {block.segment for _, block in server._waiting_blocks()}
+        server._files.reconcile(server._sessions.values(), needed)
         audit = server.ledger.audit()
         return Recovered(recorded.records, audit.live, len(server._sessions), lost, cut, behind, damaged, differing)
 
@@ -227,15 +230,18 @@ class Home:
         return self.path / f"{kind}-{number:06d}"
 
     def _lose(self, server: QueueServer) -> int:
-        """End rows whose payload is gone. Memory that outlived a restart of the host was never synced at level process."""
+        """End rows whose payload is gone, and refuse puts that wait and have lost theirs. Return the number of rows. Memory
+        that outlived a restart of the host was never synced at level process."""
         assert self.head is not None
         rows = self.rows if self.rows is not None else server.directory.path
         gone = self.head.boot != _boot() and self.durability == "process"
-        lost: Ids = server._places.lost(
-            lambda name, starts, serials, sizes: blocks_there(rows / name, starts, serials, sizes) & (not gone)
-        )
-        if len(lost):
-            server.ledger.lose(lost, server._clock(), LOST)
+
+        def there(segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
+            return blocks_there(rows / segment, starts, serials, sizes) & (not gone)
+
+        lost, waiting = server._lost(there)
+        if len(lost) or waiting:
+            server.ledger.lose(lost, server._clock(), LOST, waiting)
             server._flush()
         return len(lost)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from .._version import __version__
 from ..errors import AsyncFlowError, MemoryFull, ProtocolError, WireError, by_name
@@ -339,11 +340,14 @@ class QueueServer(Carrying):
                 command = msgspec.structs.replace(command, nbytes=block.nbytes if block else 0)
             command = self._measuring.fill(command, block)
             lease = self.ledger.leases.get(command.token) if isinstance(command, cmd.Complete) and step >= 0 else None
+            unread = self._unread(command)
             trained = self._trained(lease, ids)
             if call.then is not None and not isinstance(command, (cmd.Complete, cmd.GiveBack)):
                 raise ProtocolError("a lease rides with a completion or a return of rows, and with nothing else")
             self._pending[ticket] = Pending(session, command, owner, block, ids, call.inline, call.then)
             self.ledger.apply(number, command, now, ticket)
+            if len(unread):
+                self._look_for(unread, now)
         except Exception:
             self._pending.pop(ticket, None)
             if block is not None and owns(writer, block.segment):
@@ -355,6 +359,12 @@ class QueueServer(Carrying):
         if isinstance(command, (cmd.Leave, cmd.Dismiss)):
             for left in [each for each, number in self._sessions.items() if number not in self.ledger.sessions]:
                 self._close_session(left, self._sessions.pop(left))
+
+    def _unread(self, command: cmd.AnyCommand) -> Ids:
+        """Rows that their holder gives back because it cannot read them."""
+        if isinstance(command, cmd.GiveBack) and command.unread and (lease := self.ledger.leases.get(command.token)):
+            return lease.ids
+        return np.empty(0, np.int64)
 
     def _check(self, number: int, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
         """Raises what is wrong with the payload, which only the files tell; a replay is told what was found."""

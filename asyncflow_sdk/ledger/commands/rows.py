@@ -125,13 +125,15 @@ class Completed(Reply, frozen=True, tag="completed"):
 
 
 class GiveBack(Command, frozen=True, tag="give_back"):
-    """Return leased rows. ``blame``: the attempt counts against the rows."""
+    """Return leased rows. ``blame``: the attempt counts against the rows. ``unread``: their values cannot be read; the
+    server looks whether their payload is lost."""
 
     token: int
     index: bytes | None = None
     reason: str = ""
     blame: bool = False
     rank: int = 0
+    unread: bool = False
 
 
 class Renew(Command, frozen=True, tag="renew"):
