@@ -127,6 +127,9 @@ class WorkerFailed(AsyncFlowError):
 class Interrupted(AsyncFlowError):
     """Raised when a run was stopped by request. What it had done is in its run directory."""
 
+    again = False
+    """True if it was requested more than once: nobody waits for anything more, such as a report."""
+
 
 def by_name(name: str, message: str) -> AsyncFlowError:
     """The error a peer reported, rebuilt from its class name; unknown names give the root class."""

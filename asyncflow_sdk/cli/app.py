@@ -6,6 +6,7 @@ Only what a command needs is imported, when it runs: ``asyncflow --help`` loads 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import time
 import traceback
@@ -438,4 +439,7 @@ def report(
 
 def main() -> None:
     """Entry point of the command."""
-    app(prog_name="asyncflow")
+    try:
+        app(prog_name="asyncflow")
+    finally:
+        gc.freeze()  # the interpreter's last collection would look through all of torch and matplotlib, for up to a second

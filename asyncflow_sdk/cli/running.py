@@ -11,12 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
-from ..errors import ConfigError, PluginError
+from ..errors import ConfigError, Interrupted, PluginError
 from ..workflow import load_workflow
 from ..workflow.resuming import again, read_summary, write_whole
 from .live import LiveView
 from .report import write_report
 from .table import summary_table
+
+_SKIPPED = "skipped after Ctrl-C; `asyncflow report {}` writes it"
 
 
 def run_file(file: Path, out: Path | None, changes: list[str], shown: str, console: Console) -> None:
@@ -33,7 +35,7 @@ def run_file(file: Path, out: Path | None, changes: list[str], shown: str, conso
     out = out or Path("runs") / time.strftime(f"{file.stem}-%Y%m%d-%H%M%S")
     console.print(str(workflow), markup=False, soft_wrap=True)
     with (
-        _outcome_of(out, console),
+        outcome_of(out, console),
         LiveView(workflow.steps, f"asyncflow run {file.name}", console=console) as view,
     ):
         workflow.run(out, on_event=view)
@@ -44,7 +46,7 @@ def resume_run(out: Path, console: Console) -> None:
     workflow = again(out)
     if read_summary(out).get("status") != "completed":
         with (
-            _outcome_of(out, console),
+            outcome_of(out, console),
             LiveView(workflow.steps, f"asyncflow resume {out}", console=console) as view,
         ):
             workflow.resume_in(out, view)
@@ -54,14 +56,18 @@ def resume_run(out: Path, console: Console) -> None:
 
 
 @contextlib.contextmanager
-def _outcome_of(out: Path, console: Console) -> Iterator[None]:
-    """Shows how the run in here ended, however it did; not that of another, whose directory it is."""
-    before = _written(out)
+def outcome_of(out: Path, console: Console) -> Iterator[None]:
+    """Show how the run in the block ended, however it did; not that of another, whose directory it is. A run that was interrupted
+    more than once gets no report page."""
+    before, hurried = _written(out), False
     try:
         yield
+    except Interrupted as stop:
+        hurried = stop.again
+        raise
     finally:
         if _written(out) != before:
-            show_outcome(out, console)
+            show_outcome(out, console, page=not hurried)
 
 
 def _written(out: Path) -> tuple[int, int] | None:
@@ -73,16 +79,31 @@ def _written(out: Path) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def show_outcome(out: Path, console: Console) -> None:
-    """Write the report page of a run that has ended, and print the table of its summary."""
+def show_outcome(out: Path, console: Console, page: bool = True) -> None:
+    """Write the report page of a run that has ended, unless ``page`` is False, and print the table of its summary. Ctrl-C skips the
+    rest of the page, and is raised again."""
     file = out / "summary.json"
     summary: dict[str, Any] = json.loads(file.read_text())
     try:
-        page = str(write_report(out))
-        write_whole(file, {**summary, "report": page})
-        summary["report"] = page
+        if page:
+            summary["report"] = _report(out, summary)
+        else:
+            _say_no_page(console, _SKIPPED.format(out))
     except (ConfigError, PluginError, OSError) as error:  # as on a full disk, or where its events were removed
-        console.print(f"no report page: {error}", style="yellow", markup=False)
+        _say_no_page(console, str(error))
+    except KeyboardInterrupt:
+        _say_no_page(console, _SKIPPED.format(out))
+        raise
     console.print(summary_table(summary))
     if summary["report"]:
         console.print(f"report: {summary['report']}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _report(out: Path, summary: dict[str, Any]) -> str:
+    page = str(write_report(out))
+    write_whole(out / "summary.json", {**summary, "report": page})
+    return page
+
+
+def _say_no_page(console: Console, why: str) -> None:
+    console.print(f"no report page: {why}", style="yellow", markup=False, soft_wrap=True, highlight=False)

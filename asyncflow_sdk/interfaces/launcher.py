@@ -104,7 +104,7 @@ class WorkerHandle(abc.ABC):
 
     @abc.abstractmethod
     def kill(self) -> None:
-        """End it without asking; does nothing where that cannot be. Idempotent, also after its end."""
+        """End it without asking; where that cannot be, ``wait`` returns all the same. Idempotent, also after its end."""
 
 
 class Launcher(abc.ABC):

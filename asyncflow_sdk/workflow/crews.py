@@ -129,6 +129,11 @@ class Crews:
             for launcher in launchers.values():
                 launcher.close()
 
+    def kill(self) -> None:
+        """End the workers without asking. Does not wait."""
+        for worker in self.workers:
+            worker.kill()
+
     # ---- told by workers, each in a thread of its own
 
     @property
@@ -215,10 +220,18 @@ class Crews:
 
 
 def _end(workers: list[Worker]) -> None:
+    """Stop all workers at the same time; kill those that have not ended after ``GRACE_S``, at the same time, too."""
     for worker in workers:
         worker.stop()
-    for worker in workers:
-        worker.join(GRACE_S)
+    for worker in _late(workers):
+        worker.kill()
+    _late(workers)
+
+
+def _late(workers: list[Worker]) -> list[Worker]:
+    """The workers that have not ended within ``GRACE_S`` from now."""
+    until = time.monotonic() + GRACE_S
+    return [worker for worker in workers if not worker.ended.wait(max(0.0, until - time.monotonic()))]
 
 
 def _own_thread(spec: Stage) -> Launcher:

@@ -309,8 +309,13 @@ class Run:
             self._crews.dismiss(worker, grace_s)
 
     def stop_workers(self) -> None:
-        """Stop the workers started from here; those that do not end within seconds are killed."""
+        """Stop the workers started from here, all at once and in the middle of what they do; those that do not end within seconds
+        are killed."""
         self._crews.stop()
+
+    def kill_workers(self) -> None:
+        """End the workers started from here without asking. Does not wait: ``stop_workers`` does."""
+        self._crews.kill()
 
     def join_workers(self, timeout_s: float) -> None:
         """Wait for workers to end by themselves, then stop those that have not; a warning says which, and what stands still.

@@ -21,7 +21,8 @@ FORGIVEN = 10
 """A worker that ran so many times as long as it was waited for is started again as soon as one that died for the first time."""
 FORGIVEN_S = FORGIVEN * BACKOFF_MOST_S
 """A worker that ran for so long has its restarts back (seconds)."""
-GRACE_S = 5.0
+GRACE_S = 2.0
+"""How long workers may take to end once they were told to stop, before they are killed; and then to be gone (seconds)."""
 
 
 def launcher_named(name: str) -> Launcher:
@@ -111,12 +112,16 @@ class Worker:
         """Wait for the worker's end; kill it when that takes longer. Returns whether it ended by itself."""
         if self.ended.wait(timeout_s):
             return True
+        self.kill()
+        self.ended.wait(GRACE_S)
+        return False
+
+    def kill(self) -> None:
+        """End the worker without asking. Does not wait."""
         self._stopping.set()
         self._last.set()
         with self._lock:
             self._handle.kill()
-        self.ended.wait(GRACE_S)
-        return False
 
     def _supervise(self) -> None:
         try:

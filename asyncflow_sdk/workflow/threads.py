@@ -1,5 +1,5 @@
 """The launcher "thread": workers in threads of the driver, for tests and notebooks, and for functions that no other
-process can import. They share its interpreter, and its GIL; nothing can kill one."""
+process can import. They share its interpreter, and its GIL; nothing can kill one: it is left behind."""
 
 from __future__ import annotations
 
@@ -38,18 +38,20 @@ class _Thread(WorkerHandle):
     def __init__(self, name: str, worker: WorkerMain) -> None:
         self.pid, self.host = os.getpid(), socket.gethostname()
         self._worker = worker
-        self._ending = WorkerEnding(1, "it never ran")
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._ending = WorkerEnding(1, "its thread was left behind")
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._ending = self._worker.run()
         except BaseException as error:  # such as the KeyboardInterrupt of a user's function: it ends the thread only
             self._ending = WorkerEnding(1, "".join(traceback.format_exception(error)))
+        finally:
+            self._over.set()
 
     def wait(self) -> WorkerEnding:
-        self._thread.join()
+        self._over.wait()
         return self._ending
 
     def stop(self) -> None:
@@ -57,4 +59,5 @@ class _Thread(WorkerHandle):
         self._worker.leave()
 
     def kill(self) -> None:
-        """Nothing can; a daemon thread ends with its process."""
+        """Nothing ends a thread that does not end by itself: it is waited for no longer, and ends with its process."""
+        self._over.set()

@@ -309,13 +309,15 @@ def _first_line() -> bytes:
 
 
 def _end_with_driver(worker: WorkerMain) -> None:
-    """The driver holds the other end of standard input: when it ends, however it ends, so do we."""
+    """End this process when its standard input ends: the driver, which has the other end, asks to stop, or is gone. Only the worker
+    of a driver that is gone cleans up after it; a driver that lives does so itself, and waits for this process."""
     while os.read(0, 4096):
         pass
-    if worker.directory is not None:
-        remove_if_ownerless(worker.directory, wait_s=5.0)  # the lock falls a moment after the pipe
-    if _is_gone(0) and os.getpgid(0) == os.getpid():  # what this worker started: a driver that lives would end it
-        os.killpg(0, signal.SIGKILL)
+    if _is_gone(0):
+        if worker.directory is not None:
+            remove_if_ownerless(worker.directory, wait_s=5.0)  # the lock falls a moment after the pipe
+        if os.getpgid(0) == os.getpid():  # what this worker started
+            os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ from .resuming import again, alone, read_summary, writable, write_description, w
 from .run import Run, task_arguments
 from .serving import serve
 from .showing import described, drawn, shown
+from .signals import StopSignals
 from .specs import Rollout, Stage, Train
 from .supervise import Worker
 from .tracking import Tracked, several
@@ -138,7 +137,8 @@ class Workflow(Described):
         """Run to the last step. ``on_event`` hears every event, in a thread of its own.
 
         Whatever happens, the directory holds what was done, and no process and no shared memory is left.
-        Raises WorkerFailed naming the worker, with its traceback; Interrupted after Ctrl-C; ConfigError.
+        Raises WorkerFailed naming the worker, with its traceback; Interrupted after Ctrl-C, when the workers were stopped in the
+        middle of what they did, and after a second Ctrl-C, when they were killed; ConfigError.
         """
         return self._run_in(Path(directory), on_event, again=False)
 
@@ -174,9 +174,9 @@ class Workflow(Described):
         began = time.monotonic()
         recorder.event(ev.Begun(time_s=began, again=again))
         outcome = _Outcome()
-        with _stoppable() as unstoppable:
+        with StopSignals() as signals:
             try:
-                self._run(directory, recorder, outcome, unstoppable)
+                self._run(directory, recorder, outcome, signals)
             except KeyboardInterrupt:
                 outcome.status = "interrupted"
                 outcome.error = Interrupted(f"stopped by request; what was done is in {directory}")
@@ -185,7 +185,7 @@ class Workflow(Described):
             except Exception as error:
                 outcome.status, outcome.error = "failed", WorkerFailed(f"the driver failed: {error!r}", "driver")
                 outcome.error.__cause__ = error
-            unstoppable()
+            signals.closing()
             recorder.close()
             summary = self._summary(recorder, outcome, time.monotonic() - began)
             try:
@@ -193,11 +193,13 @@ class Workflow(Described):
             except OSError as error:
                 text = f"{directory} has no summary.json: {error}; the run {outcome.status}"
                 outcome.error = outcome.error or MemoryFull(f"{text}, {recorder.steps} of {self.steps} steps trained")
+        if isinstance(outcome.error, Interrupted):
+            outcome.error.again = signals.hurried
         if outcome.error is not None:
             raise outcome.error
         return Result(directory, summary)
 
-    def _run(self, directory: Path, recorder: Recorder, outcome: _Outcome, unstoppable: Callable[[], None]) -> None:
+    def _run(self, directory: Path, recorder: Recorder, outcome: _Outcome, signals: StopSignals) -> None:
         stall = Stall(self.stall_timeout_s)
 
         def hear(event: Event) -> None:
@@ -225,7 +227,7 @@ class Workflow(Described):
             run.join_workers(FINISH_S)
             completed = True
         finally:
-            unstoppable()  # what follows takes seconds and must not be left half done
+            signals.closing(run.kill_workers)  # what follows must not be left half done
             try:
                 run.finish() if completed or self.checkpoint is None else run.stop_workers()
                 outcome.audit = run.audit()
@@ -286,26 +288,3 @@ class _Outcome:
     status: str = "completed"
     error: AsyncFlowError | None = None
     audit: Audit | None = None
-
-
-@contextlib.contextmanager
-def _stoppable() -> Iterator[Callable[[], None]]:
-    """SIGTERM stops a run as Ctrl-C does. Gives a function after which neither interrupts any more."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None  # signals are the main thread's
-        return
-
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def unstoppable() -> None:
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)
-
-    try:
-        yield unstoppable
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

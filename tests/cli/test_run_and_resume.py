@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -10,6 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from synthetic_run import synthetic_run, synthetic_summary, write_run
+
+from asyncflow_sdk.cli import running
+from asyncflow_sdk.errors import Interrupted
 
 WORKFLOW = """\
 steps = 3
@@ -81,3 +87,59 @@ def test_a_run_that_is_resumed_is_shown_as_it_is_when_it_is_run(file: Path) -> N
     assert "interrupted: stopped by request" in err
     assert "rows ended" in out
     assert (file.parent / "one" / "report.html").is_file()
+
+
+def test_a_second_ctrl_c_skips_the_report_with_a_word(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    stop = Interrupted("stopped by request")
+    stop.again = True
+
+    def interrupted() -> None:
+        with running.outcome_of(tmp_path, console):
+            write_run(tmp_path, synthetic_run(3, None), synthetic_summary(3))
+            raise stop
+
+    with pytest.raises(Interrupted):
+        interrupted()
+
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"no report page: skipped after Ctrl-C; `asyncflow report {tmp_path}` writes it" in printed
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_ctrl_c_while_the_report_is_written_skips_it_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(run_dir: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "write_report", interrupted)
+    console = Console(file=io.StringIO(), width=200)
+
+    with pytest.raises(KeyboardInterrupt), running.outcome_of(tmp_path, console):
+        write_run(tmp_path, synthetic_run(3, None), synthetic_summary(3))
+
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "no report page: skipped after Ctrl-C" in printed
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys; sys.argv[1:] = ['--version']; from asyncflow_sdk.cli.app import main; main()",
+        "import runpy; runpy.run_module('asyncflow_sdk.workflow')",  # a worker whose driver died before it had said a word
+    ],
+)
+def test_a_process_that_ends_collects_nothing_any_more(program: str) -> None:
+    code = f"import atexit, gc; atexit.register(lambda: print('frozen:', gc.get_freeze_count() > 0)); {program}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "frozen: True" in done.stdout

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import asyncflow_sdk as af
-from asyncflow_sdk.cli.running import show_outcome
+from asyncflow_sdk.cli.running import outcome_of
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types.events import Event, Loaded
 
@@ -114,7 +114,10 @@ def run_demo(
     workflow = demo_workflow(model, steps, seed, max_staleness, policy, generates, trains)
     loaded: list[int] = []
     try:
-        with af.LiveView(steps, "asyncflow demo: reverse five digits", console=console) as view:
+        with (
+            outcome_of(out, console),
+            af.LiveView(steps, "asyncflow demo: reverse five digits", console=console) as view,
+        ):
 
             def hear(event: Event) -> None:
                 view(event)
@@ -123,8 +126,6 @@ def run_demo(
 
             workflow.run(out, on_event=hear)
     finally:
-        if (out / "summary.json").is_file():
-            show_outcome(out, console)
         if generates.weights.verify:
             console.print(
                 f"{generates.engine} loaded {len(loaded)} versions, the last of them {max(loaded, default=0)}: each had the"

@@ -1,0 +1,51 @@
+"""StopSignals: Ctrl-C and SIGTERM of a run that the main thread drives.
+
+with StopSignals() as signals:
+    work()                                      # a signal raises KeyboardInterrupt
+    signals.closing(run.kill_workers)           # from here on a signal raises nothing, and calls this instead
+    close()
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+
+class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
+    """The first signal stops the work; one that arrives while the run is closed makes the closing hurry. In any thread but the
+    main one, which alone gets signals, it does nothing."""
+
+    hurried = False
+    """True if a signal arrived during the closing."""
+
+    def __init__(self) -> None:
+        self._hurry: tuple[Callable[[], None], ...] | None = None
+        self._before: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._received)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def closing(self, *hurry: Callable[[], None]) -> None:
+        """From now on a signal calls each of ``hurry``, in a thread of its own. They must not raise, and are called once for every
+        signal."""
+        self._hurry = hurry
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if self._hurry is None:
+            raise KeyboardInterrupt
+        self.hurried = True
+        for each in self._hurry:
+            # Hazard: the main thread may hold any lock here, also those of threading.Thread. This call takes none.
+            _thread.start_new_thread(each, ())
