@@ -17,6 +17,7 @@ _NAMES = {
     "steps_wanted": "steps wanted",
     "reward_first": "reward at first",
     "reward_last": "reward at last",
+    "reward_steps": "steps of each",
     "staleness_max": "staleness at most",
     "wall_s": "wall time",
     "rows_put": "rows put",

@@ -7,6 +7,7 @@ asyncflow worker tcp://10.0.0.1:7000 --key run.key --from run.toml rollout
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -224,7 +225,7 @@ def _work(call: _Call, spec: Any, batch_size: int = 0, **job: Any) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    with stopped_by_signals(), connect(call.address, key=call.key, name="worker") as run:
+    with stopped_by_signals(), connect(call.address, key=call.key, name="worker", logs="logs") as run:
         if batch_size:
             run.declare(spec, batch_size)
         workers = run.start(spec, **job)
@@ -235,7 +236,7 @@ def _work(call: _Call, spec: Any, batch_size: int = 0, **job: Any) -> None:
             say(f"{', '.join(each.pids)} joins {call.address} as process {each.pid}; log: {each.order.log}")
         try:
             for each in workers:
-                run.wait(each)
+                run.wait(each, timeout_s=math.inf)  # Ctrl-C ends it
         except KeyboardInterrupt:
             if not alone:  # the others may be gone, and it would wait for them
                 run.stop_workers()

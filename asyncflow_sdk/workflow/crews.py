@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from ..queue._once import drive
 from ..types import Checkpoint, Event, Weights
 from ..types import events as ev
 from ..weights import AUTO
+from .logs import Logs
 from .ranks import Group, rank_name
 from .resuming import own_path
 from .specs import Rollout, Stage, Train
@@ -56,7 +56,7 @@ class Crews:
     from those that other processes start. ``fail`` is told what ends the run. Thread-safe."""
 
     def __init__(
-        self, queue: TransferQueue, near: str, mark: str, logs: Path, fail: Callable[[BaseException], None],
+        self, queue: TransferQueue, near: str, mark: str, logs: Logs, fail: Callable[[BaseException], None],
         on_failure: OnFailure = "stop",
     ) -> None:  # fmt: skip
         self._queue, self._near, self._mark, self._logs, self._fail = queue, near, mark, logs, fail
@@ -128,6 +128,8 @@ class Crews:
                 launchers, self._launchers = self._launchers, {}
             for launcher in launchers.values():
                 launcher.close()
+            if self._closed and not any(worker.lost for worker in workers):  # of one that failed the log is wanted
+                self._logs.remove()
 
     def kill(self) -> None:
         """End the workers without asking. Does not wait."""
@@ -181,7 +183,7 @@ class Crews:
         number = self._counts.get(role, 0)
         self._counts[role] = number + 1
         name = f"{role}-{self._mark}{number}"
-        log = self._logs / f"{name}.log"
+        log = self._logs.of(name)
         if crew.rank is not None:
             name = rank_name(name, crew.rank.rank)
         config = WorkerConfig(

@@ -34,11 +34,14 @@ from .checkpoint import Checkpoints, Point
 from .consumer import Consumer
 from .crews import Crews
 from .data import Feeder, Prompts, load_prompts
+from .logs import Logs
 from .specs import Rollout, Stage, Train
 from .supervise import Worker
 from .tracking import Tracking
 from .waiting import Stall, is_through, what_stands
 
+WAIT_S = 86400.0
+"""How long ``Run.wait`` waits by default (seconds)."""
 LOOK_S = 5.0
 """How long a consumer may not see that a worker has failed, where that does not end the stream."""
 
@@ -48,7 +51,7 @@ class Run:
 
     def __init__(
         self, connection: Connection, server: QueueServer | None = None, directory: Path | None = None,
-        on_failure: OnFailure = "stop",
+        on_failure: OnFailure = "stop", logs: Path | None = None,
     ) -> None:  # fmt: skip
         self.queue: TransferQueue = open_queue(connection)
         self.directory = directory
@@ -60,8 +63,9 @@ class Run:
         self.failure: BaseException | None = None
         self._tracking: Tracking | None = None
         mark = "" if server is not None else f"{connection.session}."  # others start workers of the same roles
-        logs = (directory or Path(".")) / "logs"
-        self._crews = Crews(self.queue, self._near, mark, logs, self.fail, on_failure)
+        if logs is None and directory is not None:
+            logs = directory / "logs"
+        self._crews = Crews(self.queue, self._near, mark, Logs(logs), self.fail, on_failure)
         self._changed = self._crews.changed
 
     @property
@@ -238,9 +242,10 @@ class Run:
         """Every row by where it ended; always adds up."""
         return self.queue.audit()
 
-    def wait(self, worker: Worker, *, timeout_s: float = math.inf, stall: Stall | None = None) -> None:
-        """Wait until a worker has ended. Raises the failure of any worker at once; and DeadlineExceeded, which says who
-        waits for what, after ``timeout_s`` or when ``stall`` has seen no step for too long and there is one to be trained."""
+    def wait(self, worker: Worker, *, timeout_s: float = WAIT_S, stall: Stall | None = None) -> None:
+        """Wait until a worker has ended. Raises the failure of any worker at once; and DeadlineExceeded, which names the worker and
+        says who waits for what, after ``timeout_s`` seconds (a day; ``math.inf`` waits without end), or when ``stall`` has seen no
+        step for too long and there is one to be trained."""
         began = time.monotonic()
         while True:
             seen = self._changed.count

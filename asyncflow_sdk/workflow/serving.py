@@ -47,7 +47,8 @@ def serve(
     trackers: Tracked | Sequence[Tracked] = (),
     description: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Serve a run from this process. ``directory``: where workers log. ``address``: also listen there
+    """Serve a run from this process. ``directory``: where workers log; None: they log to a temporary folder, removed on close unless
+    a worker failed. ``address``: also listen there
     (``tcp://127.0.0.1:0`` picks a port); a socket of the run is always there. ``capacity_bytes``: of payload alive
     at once; by default half of what is free where the segments lie.
 
@@ -133,15 +134,18 @@ def connect(
     shared_memory: bool = True,
     name: str = "client",
     timeout_s: float = 30.0,
+    logs: str | os.PathLike[str] | None = None,
 ) -> Run:
     """Connect to a run: by its address or, on its own host, by its directory while it is served.
 
     ``key``: the path of a copy of the run's ``run.key``, which a run that other hosts can reach asks for.
     ``shared_memory`` False: send values over the socket even where the server's memory is in sight, as it is done
-    anyway from another host. ``timeout_s``: the longest it waits for a server, which may start meanwhile. Raises
+    anyway from another host. ``timeout_s``: the longest it waits for a server, which may start meanwhile. ``logs``: a folder
+    for the logs of workers started from here; None: a temporary folder, removed on close unless a worker failed. Raises
     ConfigError, AccessDenied, ServerLost, ProtocolError.
     """
-    return Run(Connection(find_address(address), name, key=key, shared_memory=shared_memory, timeout_s=timeout_s))
+    connection = Connection(find_address(address), name, key=key, shared_memory=shared_memory, timeout_s=timeout_s)
+    return Run(connection, logs=Path(logs) if logs is not None else None)
 
 
 def _both(one: Callable[[Event], None] | None, other: Tracking | None) -> Callable[[Event], None] | None:

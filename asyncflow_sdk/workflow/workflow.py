@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ from .supervise import Worker
 from .tracking import Tracked, several
 from .waiting import Stall
 
+REWARD_STEPS = 20
+"""Most steps that the first and the last reward of a summary are the mean of."""
 FINISH_S = 30.0
 """How long workers may take to end by themselves after the last step (seconds); exporting a model counts."""
 
@@ -55,7 +58,8 @@ class Result:
 
     @property
     def rewards(self) -> tuple[float, float]:
-        """Mean reward over the first and the last 20 steps."""
+        """Mean reward over the first and over the last ``summary["reward_steps"]`` steps: 20, of fewer than 40 steps half of them, so
+        that no step counts in both; of a single step its reward, twice."""
         return self.summary["reward_first"], self.summary["reward_last"]
 
 
@@ -223,7 +227,7 @@ class Workflow(Described):
             run.tell(ev.Chosen(time_s=time.monotonic(), what=choice.what, chosen=choice.chosen, reason=choice.reason))
         try:
             trainer = self._start(run, directory)
-            run.wait(trainer, stall=stall)
+            run.wait(trainer, timeout_s=math.inf, stall=stall)
             run.join_workers(FINISH_S)
             completed = True
         finally:
@@ -254,13 +258,15 @@ class Workflow(Described):
 
     def _summary(self, recorder: Recorder, outcome: _Outcome, wall_s: float) -> dict[str, Any]:
         audit, rewards = outcome.audit, recorder.rewards
+        ends = min(REWARD_STEPS, max(len(rewards) // 2, 1))  # the two means share no step
         return {
             "status": outcome.status,
             "error": str(outcome.error) if outcome.error is not None else None,
             "steps": recorder.steps,
             "steps_wanted": self.steps,
-            "reward_first": float(np.mean(rewards[:20])) if rewards else None,
-            "reward_last": float(np.mean(rewards[-20:])) if rewards else None,
+            "reward_first": float(np.mean(rewards[:ends])) if rewards else None,
+            "reward_last": float(np.mean(rewards[-ends:])) if rewards else None,
+            "reward_steps": ends if rewards else 0,
             "rows": audit.terminal if audit else {},
             "rows_put": audit.put if audit else 0,
             "rows_live": audit.live if audit else 0,

@@ -83,6 +83,25 @@ def test_stages_chain_and_may_give_several_columns(tmp_path: Path) -> None:
     assert set(batch.texts("note")) == {"ok"}
 
 
+@pytest.mark.parametrize(("steps", "each"), [(1, 1), (2, 1), (5, 2)])
+def test_the_first_and_the_last_reward_of_a_short_run_share_no_step(tmp_path: Path, steps: int, each: int) -> None:
+    rows: list[int] = []
+
+    def later_is_more(response_ids: list[np.ndarray]) -> list[float]:
+        rows.extend(range(len(rows), len(rows) + len(response_ids)))
+        return [float(row) for row in rows[-len(response_ids) :]]
+
+    # given a synchronous run: a step's rows come after those of the step before
+    workflow = echo_workflow(steps=steps, reward=later_is_more, staleness=af.Staleness(max_staleness=0))
+
+    result = workflow.run(tmp_path / "run")
+
+    rewards = [batch.array("reward").mean() for _, batch in af.read_steps(tmp_path / "run")]
+    assert result.summary["reward_steps"] == each
+    assert result.rewards == pytest.approx((np.mean(rewards[:each]), np.mean(rewards[-each:])))
+    assert (result.rewards[0] < result.rewards[1]) == (steps > 1)
+
+
 def test_a_function_no_process_can_import_runs_in_the_driver(tmp_path: Path) -> None:
     seen = []
     result = echo_workflow(reward=lambda response_ids: [seen.append(1) or 3.0 for _ in response_ids]).run(

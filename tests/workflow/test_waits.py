@@ -1,7 +1,9 @@
 """Every wait of the public API ends by its deadline and says for what it waited: edge, column, version or peer."""
 
 import asyncio
+import inspect
 import json
+import math
 import os
 import re
 import signal
@@ -134,10 +136,13 @@ def test_a_worker_that_does_not_end_is_named_with_what_it_waits_for(run: af.Run)
         run.wait(worker, timeout_s=0.1)
 
 
+def test_waiting_for_a_worker_ends_by_default() -> None:
+    assert math.isfinite(inspect.signature(af.Run.wait).parameters["timeout_s"].default)
+
+
 def test_a_worker_that_is_frozen_is_named_with_what_it_holds_and_leaves_when_it_is_told_to(
-    run: af.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: af.Run,
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where its log goes
     stage = af.Stage(doubled, task="after", needs=["reward"], gives=["again"])
     (worker,) = run.start(stage)
     until(lambda: worker.name in run.queue.status().waiting, "that it waits for rows")

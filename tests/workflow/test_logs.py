@@ -1,0 +1,57 @@
+"""Where workers log, with a directory and without."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from functions import doubled, raises
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import WorkerFailed
+
+
+def test_workers_of_a_run_with_a_directory_log_there(tmp_path: Path) -> None:
+    with af.serve(tmp_path / "run") as run:
+        (worker,) = run.start(af.Stage(doubled, task="after", needs=["reward"], gives=["again"]))
+        assert worker.order.log == tmp_path / "run" / "logs" / "after-0.log"
+    assert worker.order.log.is_file()
+
+
+def test_workers_of_a_client_log_where_it_says(tmp_path: Path) -> None:
+    with af.serve() as server, af.connect(server.address, logs=tmp_path / "mine") as client:
+        client.start(af.Stage(doubled, task="after", needs=["reward"], gives=["again"]))
+    assert [path.suffix for path in (tmp_path / "mine").iterdir()] == [".log"]
+
+
+@pytest.mark.parametrize("kind", ["server", "client"])
+def test_a_run_without_a_directory_writes_nothing_where_it_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with af.serve() as server, af.connect(server.address) as client:
+        run = server if kind == "server" else client
+
+        (worker,) = run.start(af.Stage(doubled, task="after", needs=["reward"], gives=["again"]))
+
+        folder = worker.order.log.parent
+        assert worker.order.log.is_file()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not folder.exists(), "nothing failed, so nobody wants it"
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_log_of_a_worker_that_failed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with af.serve() as run:
+        run.queue.put({"response_ids": [[1]]})
+        (worker,) = run.start(af.Stage(raises, task="after", needs=["response_ids"], gives=["again"]))
+        with pytest.raises(WorkerFailed):
+            run.wait(worker, timeout_s=100)
+
+    assert "no such answer" in worker.order.log.read_text()
+    assert os.listdir(tmp_path) == []
+    worker.order.log.unlink()
+    worker.order.log.parent.rmdir()
