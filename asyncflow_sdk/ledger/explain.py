@@ -88,7 +88,7 @@ def _what_there_is(ledger: State, command: cmd.Lease) -> str:
 
 
 def _why_no_room(ledger: State, put: cmd.Put, now: float) -> str:
-    count = put.groups * put.group_size
+    count = ledger._keys.rows_in(put)
     live = ledger.put_total - int(ledger.rows.ended.sum()) - ledger.held
     reserve = max(count * ledger._reserve(), put.nbytes)
     if live + count <= ledger.capacity_rows and ledger.charged + reserve > ledger.capacity_bytes:

@@ -7,9 +7,10 @@ import numpy as np
 from ..errors import ConfigError, Ended, SchemaError
 from ..types import events as ev
 from . import commands as cmd
-from .commands import TaskSpec, unpack_ids
+from .commands import TaskSpec, pack_ids, unpack_ids
 from .declarations import check_declaration
 from .records import Preparation, Rule, Session, Steps, Task
+from .remembering import DIGEST
 from .rows import APART, LIVE, WAITING
 from .state import CANCELLED, MAX_NUMBER
 from .teaming import Teaming
@@ -189,8 +190,13 @@ class Intake(Teaming):
             _check_groups_fill(spec.batch_rows, size)
 
     def _put(self, session: Session, command: cmd.Put) -> cmd.Reply | None:
-        if command.key and (known := self._keys.get(command.key)) is not None:
-            return known
+        if command.digest and len(command.digest) != DIGEST * len(command.columns):
+            raise SchemaError(f"the digest of {len(command.columns)} columns is not {len(command.digest)} bytes")
+        lacking = self._keys.lacking(command)
+        if lacking is not None and not len(lacking):
+            known = self._keys.get(command.key)
+            assert known is not None
+            return cmd.PutDone(first=known.first, count=known.size, again=True)
         if self.ended or command.partition in self.ended_partitions:
             raise Ended(
                 "the stream has ended; nothing more can be put"
@@ -199,7 +205,8 @@ class Intake(Teaming):
             )
         if command.partition == "*":
             raise SchemaError('"*" is no partition: a task names it to take them all; put rows in one')
-        count = command.groups * command.group_size
+        groups = np.arange(command.groups) if lacking is None else lacking
+        count = len(groups) * command.group_size
         if command.groups < 1 or command.group_size < 1:
             raise SchemaError(f"a put needs rows; this one has {command.groups} groups of {command.group_size}")
         if count > self.capacity_rows:
@@ -243,7 +250,7 @@ class Intake(Teaming):
         self.group_sizes[command.partition] = command.group_size
         partition = self.partitions.setdefault(command.partition, len(self.partitions))
         rows = self.rows
-        ids = rows.add(command.groups, command.group_size)
+        ids = rows.add(len(groups), command.group_size)
         new = slice(rows.count - count, rows.count)
         rows.columns[new] = bits
         rows.current[new] = self.version
@@ -256,9 +263,9 @@ class Intake(Teaming):
             rows.priority[new] = command.priority
             rows.ranked = True
         if command.measures:
-            self._measure(ids, command.measures, np.repeat(np.arange(command.groups), command.group_size))
+            self._measure(ids, command.measures, np.repeat(groups, command.group_size))
         if command.lengths:
-            self._note_lengths(ids, command.lengths, np.repeat(np.arange(command.groups), command.group_size))
+            self._note_lengths(ids, command.lengths, np.repeat(groups, command.group_size))
         self.put_total += count
         self.unselected += count * trained
         self._count_kind(partition, bits, count)
@@ -269,9 +276,15 @@ class Intake(Teaming):
                 task.waiting[partition] += count * (not task.spec.grouped)
             else:
                 rows.task(task.spec.name, "state")[new] = APART
-        reply = cmd.PutDone(first=int(ids[0]), count=count, again=False)
+        first = int(ids[0])
+        reply = cmd.PutDone(
+            first=first, count=count, again=False, groups=b"" if lacking is None else pack_ids(groups)
+        )
+        if lacking is not None:
+            self._keys.add_again(command.key, first, groups)
+        elif command.key:
+            self._keys.add(command, first, rows)
         if command.key:
-            self._keys.add(command.key, reply.first, count, command.group_size, rows)
             self._judge_puts()  # one that waits with the same key need not
         self._make_ready_alike(takers, ids, bits, 0)
         return reply
@@ -294,10 +307,9 @@ class Intake(Teaming):
         if command.partition is not None:
             return cmd.Cancelled(count=self._cancel_live(command.partition, command.reason))
         if command.key:
-            known = self._keys.get(command.key)
-            if known is None:
+            if self._keys.get(command.key) is None:
                 raise SchemaError(f"no put with key {command.key!r} is remembered")
-            ids = np.arange(known.first, known.first + known.count)
+            ids = self._keys.rows_of(command.key)
         else:
             if len(command.ids) % 8:
                 raise SchemaError("row ids are packed int64")

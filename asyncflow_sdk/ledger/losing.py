@@ -23,22 +23,36 @@ from .state import FAILED
 
 
 class Losing(RollingBack):
-    """Ends rows that nobody can read any more."""
+    """Ends rows that nobody can read any more. Their puts may be repeated, and add what was lost, but for rows of a step
+    that was acknowledged: these are not trained twice."""
 
     def _lose(self, ids: Ids, reason: str) -> None:
         """Rows fail, and their groups; those that were trained already fail alone."""
         rows = self.rows
         ids = ids[ids >= rows.base]
+        failed: list[Ids] = []
         if self.steps is not None:
             ids = self._alive(ids)
             held = self._may_train_again(self.steps, ids)
             self.holes = np.union1d(self.holes, ids[held])
             ids = ids[~held]
-            self._leave_steps(self.steps, ids, reason)
-        self._end_groups(self._alive(ids), FAILED, reason)
+            failed = self._leave_steps(self.steps, ids, reason)
+        if len(ids := self._alive(ids)):
+            groups = self._alive(rows.members(ids))
+            self._end_groups(ids, FAILED, reason)
+            failed.append(groups[rows.state[rows.at(groups)] != LIVE])
         trained = self._alive(ids)
         if len(trained):
             self._finish(trained, FAILED, reason)
+        untrained: Ids = np.sort(np.concatenate([np.empty(0, np.int64), *failed]))
+        self._keys.lose(untrained)
+        self._write_letters(np.union1d(untrained, trained), reason)
+
+    def _write_letters(self, ids: Ids, reason: str) -> None:
+        """Keep which rows were lost, with the puts they came from."""
+        names = {number: name for name, number in self.partitions.items()}
+        for key, part, groups in self._keys.by_put(ids):
+            self.letters.lost(key, part, groups, self.rows.partition[self.rows.at(part)], names, reason, self._now)
 
     def _may_train_again(self, steps: Steps, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which rows were acknowledged in a step that no checkpoint covers: that their payload is gone matters only if it is
@@ -51,7 +65,10 @@ class Losing(RollingBack):
         alive: Ids = ids[self.rows.state[self.rows.at(ids)] == LIVE]
         return alive
 
-    def _leave_steps(self, steps: Steps, ids: Ids, reason: str) -> None:
+    def _leave_steps(self, steps: Steps, ids: Ids, reason: str) -> list[Ids]:
+        """Full steps that lack rows are opened again, or fail whole where a later one is acknowledged. Returns rows that
+        failed so."""
+        failed: list[Ids] = []
         held = {lease.step: self._outstanding(lease) for lease in self.leases.values() if lease.step != NONE}
         full = dict(steps.closed) | held
         since = steps.window.step
@@ -64,7 +81,9 @@ class Losing(RollingBack):
                 break
             steps.whole.pop(step, None)
             steps.closed = deque((number, part) for number, part in steps.closed if number != step)
-            self._finish(self._alive(full[step]), FAILED, f"{reason} in a step that a later one overtook")
+            failed.append(self._alive(full[step]))
+            self._finish(failed[-1], FAILED, f"{reason} in a step that a later one overtook")
+        return failed
 
     def _open_again(self, steps: Steps, first: int) -> None:
         """Rows of this step and later ones are unselected; leases of them end."""

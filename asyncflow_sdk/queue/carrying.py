@@ -138,7 +138,12 @@ class Carrying:
         elif isinstance(reply, cmd.PutDone):
             assert block is not None
             assert isinstance(pending.command, cmd.Put)
-            self._places.put(reply.first, block, pending.owner, pending.command.group_size)
+            if reply.groups:  # of what was put before, those that were lost
+                ids = np.arange(reply.first, reply.first + reply.count)
+                entries = unpack_ids(reply.groups).repeat(pending.command.group_size)
+                self._places.add(ids, block, pending.owner, entries)
+            else:
+                self._places.put(reply.first, block, pending.owner, pending.command.group_size)
         elif isinstance(reply, cmd.Completed):
             self._place_completion(pending, unpack_ids(reply.revoked + reply.again))
         elif isinstance(reply, (cmd.Published, cmd.RolledBack)):

@@ -37,7 +37,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Rows:
-    """What a put made: rows ``first`` to ``first + count - 1``; ``again``: they were there by their key."""
+    """What a put made: rows ``first`` to ``first + count - 1``; ``again``: nothing was added, they were there by their key."""
 
     first: int
     count: int
@@ -123,7 +123,9 @@ class Verbs(Generic[B, S]):
     ) -> Rows:
         """Add ``group_size`` rows for each entry of ``columns``: the rows of a group share it.
 
-        The same ``key`` adds nothing the second time. ``partition``: only the tasks that take it see the rows.
+        The same ``key`` adds nothing the second time, but for groups that failed since because their payload was lost:
+        these are added again, whole. It is refused with other values, another number of entries, ``group_size`` or
+        partition. ``partition``: only the tasks that take it see the rows.
         ``priority``: every task takes rows of a higher one first. A full queue makes it wait. Raises SchemaError,
         ConfigError, Ended, MemoryFull, and DeadlineExceeded that says who keeps the queue full.
         """
@@ -287,7 +289,7 @@ class Verbs(Generic[B, S]):
 
     async def _failed(self, count: int = 100) -> tuple[FailedGroup, ...]:
         """The newest ``count`` groups that failed for good (dead letters), oldest first: which rows, of which put,
-        and why at each attempt. The queue keeps the last 1,000."""
+        and why at each attempt. Rows whose payload was lost are among them. The queue keeps the last 1,000."""
         reply = await self._port.send(cmd.GetFailed(count=count))
         assert isinstance(reply, cmd.Failed)
         return reply.groups

@@ -28,7 +28,7 @@ from ..errors import ConfigError, LeaseLost, PayloadLost, SchemaError, ServerLos
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena, Mapper, NoHole
-from ..types import Column, Event
+from ..types import Column, Event, digest_of
 from ..wire import Client, Reply, RunKey, process_key, same_host
 from . import blocks
 from .arguments import check_arguments
@@ -227,6 +227,8 @@ class Port(ABC):
         specs = {name: column.spec for name, column in columns.items()}
         if (response := columns.get(RESPONSE)) is not None and response.offsets is not None:
             command = msgspec.structs.replace(command, lengths=np.diff(response.offsets).astype("<i4").tobytes())
+        if isinstance(command, cmd.Put) and command.key:
+            command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
         if self.connection.inline:
             self.connection.wire.fits(b"", more=sum(column.values.nbytes for column in columns.values()))
             payload, frames = to_frames(columns, copy=keep or self._copies)

@@ -2,7 +2,7 @@
 
 from .ages import AgeSums, TokenAges, token_ages
 from .batch import Batch
-from .columns import Column, ColumnSpec, Values, check_column_name, pack, unpack
+from .columns import Column, ColumnSpec, Values, check_column_name, digest_of, pack, unpack
 from .config import Checkpoint, Sampling, Staleness, Weights
 from .dtypes import carrier, dtype_name, from_torch, to_torch
 from .events import Event
@@ -46,6 +46,7 @@ __all__ = [
     "Weights",
     "carrier",
     "check_column_name",
+    "digest_of",
     "dtype_name",
     "from_torch",
     "loss_mask",

@@ -7,6 +7,7 @@ pack("reward", torch.tensor([0., 1.])) # fixed float32
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
+import xxhash
 
 from ..errors import SchemaError
 from .dtypes import carrier, dtype_name, from_torch, is_torch
@@ -148,6 +150,20 @@ def _pack_bytes(kind: Kind, rows: list[Any]) -> Column:
 def _plain(array: Array) -> Array:
     """In native byte order. It may lie anyhow: the one copy to where it is stored puts it together."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def digest_of(column: Column) -> bytes:
+    """16 bytes of a column's type and content (xxh3): equal for equal columns, however their values lie in memory."""
+    values = column.values if column.values.flags.c_contiguous else np.ascontiguousarray(column.values)
+    digest = xxhash.xxh3_128(values.data, _seed(column.spec))
+    if column.offsets is not None:
+        digest.update(np.ascontiguousarray(column.offsets).data)
+    return digest.digest()
+
+
+@functools.lru_cache(1024)
+def _seed(spec: ColumnSpec) -> int:
+    return xxhash.xxh3_64_intdigest(str(spec).encode())
 
 
 def unpack(column: Column) -> Values:

@@ -122,6 +122,7 @@ class Feeder:
         last: cmd.LastPut = drive(self._queue._port.send(cmd.GetPut(prefix=f"{self._key}-")))
         number = last.key[len(self._key) + 1 :]
         if number.isdigit():
+            self._order = np.empty(0, np.int64)
             self.fed = int(number) + last.count // self._group_size
             self._epoch, within = divmod(self.fed, self._data.rows)  # whole epochs need not be drawn again
             self.next(within)
@@ -140,16 +141,18 @@ class Feeder:
                 if not groups:
                     self._queue.end()
                     break
-                taken = self.next(groups)
-                rows = self._data.take(taken)
-                put = self._queue.put(
-                    dict(rows), group_size=self._group_size, key=f"{self._key}-{self.fed}", timeout_s=86400.0
-                )
-                there = put.count // self._group_size
-                if put.again:  # by this feeder before the server came back; then it may have been more, or less
-                    self._order = np.concatenate([taken, self._order])
-                    self.next(there)
-                self.fed += there
+                rows = self._data.take(self.next(groups))
+                try:
+                    self._queue.put(
+                        dict(rows), group_size=self._group_size, key=f"{self._key}-{self.fed}", timeout_s=86400.0
+                    )
+                except SchemaError:  # a feeder whose process died may have put more or fewer here in the meantime
+                    before = self.fed
+                    self._go_on()
+                    if self.fed <= before:
+                        raise
+                else:
+                    self.fed += groups
         except Ended:
             pass
         except Exception as error:

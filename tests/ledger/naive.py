@@ -97,7 +97,12 @@ class Naive(NaiveMeetings):
 
     def _put(self, session: int, c: cmd.Put, outcome: Any) -> None:
         if c.key in self.keys:
-            known = self.keys[c.key]
+            put, known = self.keys[c.key]
+            same = all(
+                getattr(put, name) == getattr(c, name) for name in ("groups", "group_size", "partition", "digest")
+            )
+            if self._is_error(outcome, [] if same and set(put.columns) == set(c.columns) else [SchemaError]):
+                return
             self._is(outcome, cmd.PutDone(first=known.first, count=known.count, again=True))
             return
         count, train, errors = c.groups * c.group_size, self.train(), []
@@ -111,6 +116,8 @@ class Naive(NaiveMeetings):
         if any(self.schema.get(name, spec) != spec for name, spec in c.columns.items()):
             errors.append(SchemaError)
         if len(self.named_columns | set(c.columns)) > 64 or abs(c.priority) >= 1 << 31:
+            errors.append(SchemaError)
+        if c.digest and len(c.digest) != 16 * len(c.columns):
             errors.append(SchemaError)
         if train is not None and trains and c.group_size > 0 and (train.batch_rows or 0) % c.group_size:
             errors.append(ConfigError)
@@ -140,7 +147,7 @@ class Naive(NaiveMeetings):
         self._write_schema(c.columns)
         self.last_group_size[c.partition] = c.group_size
         if c.key:
-            self.keys[c.key] = outcome
+            self.keys[c.key] = c, outcome
 
     def _wanted(self, session: int, c: cmd.Wanted, outcome: Any) -> None:
         if self._is_error(outcome, [Ended] if self.supply_ended() else []):
@@ -169,7 +176,8 @@ class Naive(NaiveMeetings):
             errors.append(SchemaError)
         ids = cmd.unpack_ids(c.ids).tolist()
         if c.key in self.keys:
-            ids = list(range(self.keys[c.key].first, self.keys[c.key].first + self.keys[c.key].count))
+            _, put = self.keys[c.key]
+            ids = list(range(put.first, put.first + put.count))
         elif c.partition is not None:
             ids = [i for i, row in self.live().items() if row.partition == c.partition]
         if any(i not in self.rows for i in ids):

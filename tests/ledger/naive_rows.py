@@ -81,7 +81,7 @@ class NaiveRows:
         self.parked: list[Parked] = []
         self.schema: dict[str, Any] = {}
         self.named_columns: set[str] = set()
-        self.keys: dict[str, cmd.PutDone] = {}
+        self.keys: dict[str, tuple[cmd.Put, cmd.PutDone]] = {}
         self.capacity: float = float("inf")
         self.max_staleness = 1
         self.policy = "wait"

@@ -36,7 +36,7 @@ class LedgerMachine(LeaseRules, VersionRules, TrainingRules, MeetingRules):
 
     @rule(
         groups=st.integers(1, 4),
-        spoil=st.sampled_from(["no"] * 8 + ["dtype", "empty", "size", "zero", "complete"]),
+        spoil=st.sampled_from(["no"] * 8 + ["dtype", "empty", "size", "zero", "complete", "values", "digest"]),
         key=st.sampled_from(["", "", "a", "b", "c"]),
         priority=st.sampled_from([0, 0, 0, 3, -2]),
         wait=waits,
@@ -56,9 +56,13 @@ class LedgerMachine(LeaseRules, VersionRules, TrainingRules, MeetingRules):
         size = {"size": self.size + 1, "zero": 0}.get(spoil, self.size)
         if "score" not in {task.name for task in self.tasks}:
             where = ""  # nobody would ever take them
+        groups = {"a": 1, "b": 2}.get(key, groups)  # so that a key often comes again as it was
+        digest = (b"\1" if spoil == "values" else b"\0") * 16 * len(columns) if key else b""
+        if spoil == "digest":
+            digest = b"\0" * (16 * len(columns) + 1)
         command = cmd.Put(
             groups=groups, group_size=size, columns=columns, key=key, timeout_s=wait, priority=priority,
-            partition=where, nbytes=nbytes,
+            partition=where, nbytes=nbytes, digest=digest,
         )  # fmt: skip
         self.run.send(self.session(groups), command)
 

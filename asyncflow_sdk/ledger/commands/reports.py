@@ -41,10 +41,11 @@ class GetFailed(Command, frozen=True, tag="get_failed"):
 
 
 class FailedGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A dead letter: rows ``first`` to ``first + rows - 1`` failed because ``task`` lost them too often.
+    """A dead letter: rows ``first`` to ``first + rows - 1`` failed because ``task`` lost them too often; ``task`` is "" where
+    their payload was lost, and these are all rows lost at once that lie together in one put, of several groups perhaps.
 
-    ``key``, ``place``: the put that made the group, and which of its groups this is (from 0); ``key`` is "" for
-    a put without one. ``reasons``: of the attempts, oldest first. ``time_s``: ledger seconds.
+    ``key``, ``place``: the put that made them, and which of its groups this is, or the first of these is (from 0); ``key`` is
+    "" and ``place`` -1 for a put without one. ``reasons``: of the attempts, oldest first. ``time_s``: ledger seconds.
     """
 
     first: int

@@ -11,7 +11,8 @@ from .roots import Columns, Command, Reply
 
 
 class Put(Command, frozen=True, tag="put"):
-    """Add ``groups`` groups of ``group_size`` rows that have ``columns``. A known ``key`` adds nothing.
+    """Add ``groups`` groups of ``group_size`` rows that have ``columns``. A known ``key`` adds nothing, but for groups that
+    failed since because their payload was lost: these come again, whole. The same key with anything else is refused.
 
     ``partition``: only the tasks that take it see the rows. ``priority``: every task takes higher ones first.
     """
@@ -29,14 +30,18 @@ class Put(Command, frozen=True, tag="put"):
     """Of columns that samplers measure, float64 for each group; the server says so, never the client."""
     lengths: bytes = b""
     """Of responses, in tokens, int32 for each group: for statistics alone."""
+    digest: bytes = b""
+    """Of a put with a key: 16 bytes for each of ``columns``, equal for equal content; none where that is not known."""
 
 
 class PutDone(Reply, frozen=True, tag="put_done"):
-    """Rows first to first + count - 1. ``again``: the key was known and nothing was added."""
+    """Rows first to first + count - 1. ``again``: the key was known and nothing was added; they are those of the first put.
+    ``groups``: which groups of the put they are (int64), where they are those that had been lost; else empty, for all."""
 
     first: int
     count: int
     again: bool
+    groups: bytes = b""
 
 
 class Lease(Command, frozen=True, tag="lease"):
