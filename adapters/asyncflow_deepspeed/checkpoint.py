@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_torch.checkpoint import FORMAT, RANDOM_STATE, check_format
-from asyncflow_torch.policy import copy_tokenizer, named_weights
+from asyncflow_torch.policy import copy_tokenizer, named_weights, published_tensors
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.schedules import steps_made
 from asyncflow_torch.sharded_files import Kind, Reader, nbytes_of, write_together
@@ -110,6 +111,34 @@ def load(path: Path, engine: Any, ranks: Ranks, *, bucket_bytes: int) -> None:
     saved, state = ranks.together(look)
     with saved, state:
         ranks.together(read)
+    give_weights(engine)
+
+
+def take(engine: Any, update: WeightUpdate, ranks: Ranks) -> None:
+    """Make the masters those of a version, of a new optimizer, and the model's weights what they are. Raises WeightMismatch if the
+    version does not fit, before anything is changed. A collective."""
+    buffers = _buffers(engine)
+    dtypes = {name: weight.dtype for name, weight in engine.module.named_parameters()}
+    dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
+    shapes = _shapes(engine) | {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+
+    def fill() -> None:
+        held: dict[str, list[Place]] = {}
+        for place in masters(engine):
+            held.setdefault(place.name, []).append(place)
+        optimizer = engine.basic_optimizer
+        if optimizer.state:
+            for master in {id(each.tensor): each.tensor for places in held.values() for each in places}.values():
+                _set_state(optimizer, master, 0)
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if name in buffers:
+                    buffers[name].copy_(tensor)
+                for place in held.get(name, ()):
+                    place.values.copy_(tensor.reshape(-1)[place.start : place.start + place.count])
+
+    tensors = ranks.together(lambda: published_tensors(update, shapes, dtypes))
+    ranks.together(fill)
     give_weights(engine)
 
 

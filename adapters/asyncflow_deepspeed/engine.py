@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from asyncflow_sdk.algorithms import GRPO
-from asyncflow_sdk.interfaces import Algorithm
+from asyncflow_sdk.interfaces import Algorithm, WeightUpdate
 from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import local_device
@@ -190,6 +190,13 @@ class DeepSpeedEngine(DataParallelEngine):
                 self._values.load(path / "critic")
             checkpoint.load(path, self._engine, self._ranks, bucket_bytes=self.bucket_bytes)
             go_to(self._schedule, steps_made(self._engine.basic_optimizer))
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Take this rank's part of a version's weights, a tensor at a time. The optimizer, and with it the schedule of its learning
+        rate, begins anew. A critic stays as it is: it is not published."""
+        with self._ranks.calling("load_weights"):
+            checkpoint.take(self._engine, update, self._ranks)
+            go_to(self._schedule, 0)
 
     def export(self, path: Path) -> None:
         """Write the policy as a Hugging Face folder, with the tokenizer it came with; each rank its part, into common files."""

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncflow_sdk.algorithms import GRPO
-from asyncflow_sdk.interfaces import Algorithm
+from asyncflow_sdk.interfaces import Algorithm, WeightUpdate
 from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import device_of
@@ -27,7 +27,7 @@ from asyncflow_torch.shares import VALUES
 from asyncflow_torch.train import check_positive
 
 from . import checkpoint
-from .shards import published
+from .shards import published, take
 from .trained import FsdpCritic, Trained
 from .wrapping import shard
 
@@ -168,6 +168,15 @@ class FsdpEngine(DataParallelEngine):
                 self._values.load(path / "critic")
             checkpoint.load(path, self._model, self._policy.optimizer, self._ranks, bucket_bytes=self.bucket_bytes)
             go_to(self._schedule, steps_made(self._policy.optimizer))
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Take this rank's shards of a version's weights, a tensor at a time. The optimizer, and with it the schedule of its learning
+        rate, begins anew. A critic stays as it is: it is not published."""
+        with self._ranks.calling("load_weights"):
+            tensors = self._ranks.together(lambda: take(self._model, self._dtypes, update, rank=self._ranks.rank))
+            self._ranks.together(tensors)
+            self._policy.optimizer.state.clear()
+            go_to(self._schedule, 0)
 
     def export(self, path: Path) -> None:
         """Write the policy as a Hugging Face folder, with the tokenizer it came with; each rank its shards, into common files."""

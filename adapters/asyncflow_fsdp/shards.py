@@ -5,13 +5,15 @@ for name, shard in published(model, dtypes, rank=0, bucket_bytes=64 << 20): ...
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.tensor import DTensor
 
+from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.types import Shard
-from asyncflow_torch.policy import named_weights
+from asyncflow_torch.policy import named_weights, published_tensors
 
 
 class Local(NamedTuple):
@@ -64,6 +66,24 @@ def published(model: Any, dtypes: Mapping[str, Any], *, rank: int, bucket_bytes:
         for rows in mine.tensor.split(max(1, bucket_bytes // row)):
             yield name, _given(rows.to(dtype), start, mine.whole)
             start += len(rows)
+
+
+def take(model: Any, dtypes: Mapping[str, Any], update: WeightUpdate, *, rank: int) -> Callable[[], None]:
+    """Check that a version fits. Returns what makes this rank's shards those of the version. Raises WeightMismatch."""
+    weights = dict(named_weights(model))
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    tensors = published_tensors(update, shapes, dtypes)
+
+    def fill() -> None:
+        with torch.no_grad():
+            for name, tensor in tensors:
+                mine = local(weights[name], rank if isinstance(weights[name], DTensor) else 0)
+                if mine is not None and mine.whole:
+                    mine.tensor.copy_(tensor[mine.start : mine.start + len(mine.tensor)])
+                elif mine is not None:
+                    mine.tensor.copy_(tensor)
+
+    return fill
 
 
 def _given(rows: Any, start: int, whole: tuple[int, ...]) -> Any:

@@ -8,7 +8,7 @@
         def zero_gradients(self): ...
         def backward(self, loss, *, last): ...
         def optimizer_step(self): ...                          # {"grad_norm": ...}
-        # and named_weights, save, load, export
+        # and named_weights, save, load, load_weights, export
 
 One rank is the case that needs no process group. Sums over ranks differ from those of one process by the order of addition: in
 float32 losses, log-probs' means and norms of gradients agree to 1e-5 of their size, and updates to 2e-2 of theirs, since
@@ -61,6 +61,7 @@ class DataParallelEngine(TrainEngine):
     optimizer steps a batch, each on its part of the rows, drawn at random. ``critic``: where the algorithm asks for values."""
 
     computes: tuple[str, ...] = (PROXIMAL, ENTROPY, STALENESS, VALUES)
+    restores = True
 
     def __init__(
         self, model: Any, *, ranks: Ranks, algorithm: Algorithm, vocabulary: int, context: int | None, device: Any,

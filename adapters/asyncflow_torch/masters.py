@@ -38,6 +38,12 @@ class Masters:
                 master.grad = part if master.grad is None else master.grad.add_(part)
                 weight.grad = None
 
+    def take_weights(self) -> None:
+        """Make the twins what the weights are."""
+        with torch.no_grad():
+            for weight, master in self._twins:
+                master.copy_(weight)
+
     def give_weights(self) -> None:
         """Make the weights what their twins are, rounded."""
         with torch.no_grad():

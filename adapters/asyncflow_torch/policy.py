@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,40 @@ def assign(model: Any, update: WeightUpdate) -> dict[str, Any]:
     except BaseException as error:
         raise Torn(f"version {update.version} was written in part: {type(error).__name__}: {error}") from error
     return targets
+
+
+def published_tensors(
+    update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) of a version that this trainer published, in the trainer's ``dtypes``: whole tensors, valid until the next.
+
+    ``shapes``: of all weights, by the names they are published under. Raises WeightMismatch, before the first tensor, if the version
+    lacks a weight, has one too many, or one of another shape or kind of number.
+    """
+    problems = [f"{name}: the model has no such weight" for name in update.tensors.keys() - shapes.keys()]
+    problems += [f"{name}: missing from the version" for name in shapes.keys() - update.tensors.keys()]
+    for name in shapes.keys() & update.tensors.keys():
+        dtype, shape = update.tensors[name]
+        given = getattr(torch, dtype, None)
+        floating = given is not None and given.is_floating_point and dtypes[name].is_floating_point
+        if shape != shapes[name] or not (given == dtypes[name] or floating):
+            wanted = f"{str(dtypes[name]).removeprefix('torch.')}{list(shapes[name])}"
+            problems.append(f"{name}: the version has {dtype}{list(shape)}, the model {wanted}")
+    if problems:
+        raise WeightMismatch(
+            f"version {update.version} does not fit this trainer, nothing was loaded:\n  "
+            + "\n  ".join(sorted(problems))
+        )
+    return ((name, tensor.to(dtypes[name])) for name, tensor in update)
+
+
+def take(model: Any, update: WeightUpdate) -> None:
+    """Make a trainer's weights those of a version that it published. Raises WeightMismatch, then nothing has changed."""
+    weights = dict(named_weights(model))
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    with torch.no_grad():
+        for name, tensor in published_tensors(update, shapes, {name: each.dtype for name, each in weights.items()}):
+            weights[name].copy_(tensor)
 
 
 class Torn(WeightError):

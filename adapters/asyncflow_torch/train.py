@@ -16,13 +16,13 @@ import torch
 
 from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.interfaces import Algorithm
+from asyncflow_sdk.interfaces import Algorithm, WeightUpdate
 
 from . import checkpoint
 from .critic import TorchCritic
 from .data_parallel import DataParallelEngine
 from .masters import Masters
-from .policy import context_of, export_policy, load_policy, named_weights, vocabulary_of
+from .policy import context_of, export_policy, load_policy, named_weights, take, vocabulary_of
 from .ranks import Ranks
 from .schedules import go_to, make_schedule, steps_made
 from .shares import VALUES
@@ -145,6 +145,14 @@ class TorchEngine(DataParallelEngine):
             self._critic.load(path / "critic")
         checkpoint.load(path, self._model, self._masters, self._optimizer)
         go_to(self._schedule, steps_made(self._optimizer))
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Take a version's weights. Masters are made from them; the optimizer, and with it the schedule of its learning rate, begins
+        anew. A critic stays as it is: it is not published."""
+        take(self._model, update)
+        self._masters.take_weights()
+        self._optimizer.state.clear()
+        go_to(self._schedule, 0)
 
     def export(self, path: Path) -> None:
         """Write the policy as a Hugging Face folder, with the tokenizer it came with."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..types import Batch, Ragged
+from .weights import WeightUpdate
 
 TRAIN_COLUMNS = ("prompt_ids", "response_ids", "logprobs", "version_spans", "reward")
 """What a train engine reads: prompt_ids, response_ids: ragged int32; logprobs: ragged float32, of the
@@ -33,10 +34,11 @@ class TrainEngine(abc.ABC):
 
     Made by its plugin's factory as ``factory(model=PATH, algorithm=ALGORITHM, **options)`` in the worker's
     process, with an ``Algorithm``. Not thread-safe: one thread calls it. ``computes``: what it can compute of all that an
-    algorithm may ask for (``Algorithm.asks``).
+    algorithm may ask for (``Algorithm.asks``). ``restores``: it has ``load_weights``.
     """
 
     computes: tuple[str, ...] = ()
+    restores: bool = False
 
     @abc.abstractmethod
     def train_step(self, batch: Batch) -> StepResult:
@@ -66,6 +68,17 @@ class TrainEngine(abc.ABC):
     @abc.abstractmethod
     def load(self, path: Path) -> None:
         """Continue from what ``save`` wrote; the next step is as if there had been no pause."""
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Replace the policy's weights by those of a version that this run published; the optimizer begins anew. Called after a
+        rollback, between steps; of several ranks on each, with whole tensors. Optional, declared by ``restores``: without it
+        the run refuses rollbacks.
+
+        What the optimizer steps on is made from the published weights, and its state is that of a new optimizer.
+        Afterwards ``named_weights`` gives the published bytes, and the next step starts from them. The tensors are valid
+        until this returns. A tensor that is missing, unknown or of another shape raises WeightMismatch, and nothing has changed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot load a version's weights")
 
     def export(self, path: Path) -> None:
         """Write the policy as a Hugging Face model folder. Optional; the default refuses."""

@@ -43,6 +43,8 @@ class Ledger(Meeting):
             cmd.Publish: self._publish,
             cmd.Withdraw: self._withdraw_version,
             cmd.Rollback: self._roll_back,
+            cmd.GetRestoration: self._get_restoration,
+            cmd.Restored: self._restored,
             cmd.AwaitVersion: self._await_version,
             cmd.Staged: self._staged,
             cmd.Swap: self._swap,

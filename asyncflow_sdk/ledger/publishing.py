@@ -40,6 +40,7 @@ class Publishing(Intake):
                 f" end its process; if its host is gone, run.evict({self.publisher[rank]}) says so"
             )
         self.publisher[rank], self.publisher_size, session.rank = session.id, size, rank
+        self.no_rollback = command.no_rollback
         kept = {each.source: each.parts[rank] for each in self.versions.values() if rank < len(each.parts)}
         return cmd.Publisher(version=self.version, kept=tuple(sorted(kept.items())))
 
@@ -50,6 +51,11 @@ class Publishing(Intake):
     def _announce(self, session: Session, command: cmd.Announce) -> cmd.Reply | None:
         rank, version, said = self._rank(session), command.version, self.announced
         self._check_number(version)
+        if self.to_restore != NONE:
+            raise ConfigError(
+                f"version {version} cannot be published: the run was rolled back, and the trainer has not loaded version"
+                f" {self.to_restore} yet. Load it, then call run.restored({self.to_restore})"
+            )
         if said is not None and rank in said.parts:
             if version == said.version:
                 raise ConfigError(f"rank {rank} has published its part of version {version} already")

@@ -36,8 +36,9 @@ class Resuming(Losing):
         step = self._next_to_train() if self.steps is not None else 0
         version = NONE if self.version == NONE else self.lineage.version(step)
         return cmd.Cut(
-            step=step, version=version, covered=self.covered, put=self.put_total, checkpoints=self.checkpoints
-        )
+            step=step, version=version, covered=self.covered, put=self.put_total, checkpoints=self.checkpoints,
+            restore=self.to_restore,
+        )  # fmt: skip
 
     def _checkpoint(self, session: Session, command: cmd.Checkpoint) -> cmd.Reply:
         steps = self._kept_steps()
@@ -48,6 +49,8 @@ class Resuming(Losing):
                 " the first that is not acknowledged; acknowledge a step before a checkpoint that has trained it is made"
             )
         self.checkpoint = max(self.checkpoint, command.step)
+        self.saved[command.step] = command.version
+        self.saved = {step: version for step, version in self.saved.items() if step >= command.covers}
         if command.covers > self.covered:
             self._cover(steps, command.covers)
         return cmd.Done()
@@ -93,6 +96,8 @@ class Resuming(Losing):
         self._check_resume(step, command.version)
         for lease in [lease for lease in self.leases.values() if lease.step >= step]:
             self._void(lease, f"{session.name} goes on with step {step}", blame=False)
+        self.to_restore = self.restore_step = NONE  # its weights are of a version that was not given up
+        self.saved = {saved: version for saved, version in self.saved.items() if saved <= step}
         again = self._take_up(steps, step)
         version, publish = self._go_on_from(step, command.version, session.name)
         if len(holes := self.holes):

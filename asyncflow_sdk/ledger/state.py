@@ -55,6 +55,9 @@ class State:
             int, str
         ] = {}  # by rank that has not heard it yet, why what it published a part of will not come
         self.not_there = ""  # why the current version cannot be fetched
+        self.to_restore = NONE  # the version of a rollback that the trainer has not loaded yet
+        self.restore_step = NONE  # the step of the checkpoint that has this version's optimizer state
+        self.no_rollback = ""  # why the trainer of the last publisher cannot load a version
         self.replicas: dict[int, None] = {}  # sessions that take versions
         self.failing: dict[int, None] = {}  # those of them that could not fetch or load the last version they tried
         self.swapping: dict[int, float] = {}  # session → since when it may load, the longest first
@@ -74,6 +77,7 @@ class State:
         self.checkpoints = False
         self.covered = 0  # steps before this one are final
         self.checkpoint = NONE  # the step that the newest checkpoint goes on with
+        self.saved: dict[int, int] = {}  # by the step of each checkpoint that is kept, the version it has
         self.held = 0  # live rows that every task is through with, of steps that are not final
         self.holes: Ids = np.empty(0, np.int64)  # rows of such steps whose payload is gone
         self.partitions: dict[str, int] = {"": 0}

@@ -36,7 +36,7 @@ from .recovery import Recovered
 STATUS_EVERY_S = 1.0
 MOST_SESSIONS = 4096
 """A session costs memory, and a descriptor for each connection of it."""
-LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetCut, cmd.GetPut)
+LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetCut, cmd.GetPut, cmd.GetRestoration)
 """Commands that change nothing."""
 _log = logging.getLogger(__name__)
 

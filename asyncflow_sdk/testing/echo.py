@@ -188,6 +188,12 @@ class EchoRollout(RolloutEngine):
         return steps if all(array[0] == array.dtype.type(steps) for array in full) else float("nan")
 
 
+def _same(one: np.ndarray[Any, Any] | None, other: np.ndarray[Any, Any]) -> bool:
+    if one is None or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return one.tobytes() == other.tobytes()
+
+
 def _answer(request: Request) -> npt.NDArray[np.int32]:
     """The prompt, as far as it may go. A response that goes on repeats the prompt that it answers."""
     ids = request.prompt_ids[: len(request.prompt_ids) - request.drawn]
@@ -200,11 +206,12 @@ def _answer(request: Request) -> npt.NDArray[np.int32]:
 class EchoTrain(TrainEngine):
     """A step adds one to every weight. Reports the mean reward; refuses rows that the wrong weights made.
 
-    ``delay_s``: of a step. ``fail_at``: raise at this step, for tests of failure. ``shifted``: versions are no longer as many
-    steps as their number says, since there was a rollback, as after ``load``: then rows only must not come from a mixture.
+    A version stands for the weights that this engine had when it trained or loaded it. Versions of an earlier process stand for
+    the weights that their first rows came from. ``delay_s``: of a step. ``fail_at``: raise at this step, for tests of failure.
     """
 
     conformance_policy = "asyncflow_sdk.testing:EchoPolicy"
+    restores = True
 
     def __init__(
         self,
@@ -213,10 +220,11 @@ class EchoTrain(TrainEngine):
         algorithm: Any = None,
         delay_s: float = 0.0,
         fail_at: int = -1,
-        shifted: bool = False,
     ) -> None:
         self.steps = 0
-        self._delay_s, self._fail_at, self._shifted = delay_s, fail_at, shifted
+        self._delay_s, self._fail_at = delay_s, fail_at
+        self._version = 0  # whose weights these are; -1 where nothing says so
+        self._steps_of: dict[int, float] = {}  # by version
 
     def train_step(self, batch: Batch) -> StepResult:
         import time
@@ -233,8 +241,15 @@ class EchoTrain(TrainEngine):
             made_by, named = made_by[mask.values], named[mask.values]
         if np.isnan(made_by).any():
             raise WeightMismatch("rows were made by weights of several versions at once")
-        if not self._shifted and (made_by != named).any():
-            raise WeightMismatch("rows say they were made by other versions than the weights that made them")
+        if self._version >= 0:
+            self._version = max(self._version, getattr(batch, "version", 0))
+            self._steps_of.setdefault(self._version, self.steps)
+        for version, steps in set(zip(named.tolist(), made_by.tolist(), strict=True)):
+            if self._steps_of.setdefault(version, steps) != steps:
+                raise WeightMismatch(
+                    f"rows say they were made by version {version}, which has had {self._steps_of[version]:g} steps; they were"
+                    f" made by weights that have had {steps:g}"
+                )
         time.sleep(self._delay_s)
         self.steps += 1
         return StepResult({"reward": float(batch.array("reward").mean())})
@@ -251,8 +266,21 @@ class EchoTrain(TrainEngine):
         (path / "echo.json").write_text(json.dumps({"steps": self.steps}))
 
     def load(self, path: Path) -> None:
-        self.steps = json.loads((path / "echo.json").read_text())["steps"]
-        self._shifted = True  # the run goes on with a new version of what this one was
+        self._go_on_with(json.loads((path / "echo.json").read_text())["steps"])
+
+    def _go_on_with(self, steps: int) -> None:
+        """Take a checkpoint's weights. At the start the first leased step says which version they are; after a rollback none does."""
+        self.steps, self._version = steps, -1 if self._steps_of else 0
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        found = dict(update.arrays())
+        steps = int(found["scale"]) if "scale" in found else -1
+        wrong = {
+            name for name, array in weights(steps).items() if not _same(found.pop(name, None), array)
+        } | found.keys()
+        if wrong:
+            raise WeightMismatch(f"version {update.version} is no echo policy's: {', '.join(sorted(wrong))}")
+        self.steps, self._version = steps, update.version
 
     def export(self, path: Path) -> None:
         self.save(path)

@@ -97,10 +97,10 @@ class EchoRanks(EchoTrain):
     notice."""
 
     def __init__(
-        self, model: str = "", *, algorithm: Any = None, delay_s: float = 0.0, fail_at: int = -1, shifted: bool = False,
+        self, model: str = "", *, algorithm: Any = None, delay_s: float = 0.0, fail_at: int = -1,
         deaf: bool = False, die_at: int = -1, die: int = 1,
     ) -> None:  # fmt: skip
-        super().__init__(model, algorithm=algorithm, delay_s=delay_s, fail_at=fail_at, shifted=shifted)
+        super().__init__(model, algorithm=algorithm, delay_s=delay_s, fail_at=fail_at)
         self._gather = Gather(deaf)
         self._die_at = die_at if self._gather.rank == die else -1
 
@@ -146,7 +146,7 @@ class EchoRanks(EchoTrain):
 
     def load(self, path: Path) -> None:
         found = json.loads((path / "rank-0.json").read_text())["steps"]
-        self.steps, self._shifted = int(np.unique([found, *self._gather(found)]).item()), True
+        self._go_on_with(int(np.unique([found, *self._gather(found)]).item()))
 
     def export(self, path: Path) -> None:
         if not self.rank:

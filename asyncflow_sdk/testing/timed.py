@@ -138,6 +138,7 @@ class TimedTrain(TrainEngine):
     publisher does while training waits, ``copy_s``; log-probs of a batch ``token_s`` a token."""
 
     conformance_policy = ""
+    restores = True
 
     def __init__(
         self,
@@ -175,6 +176,10 @@ class TimedTrain(TrainEngine):
 
     def load(self, path: Path) -> None:
         self.steps = json.loads((path / "timed.json").read_text())["steps"]
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        self._take(self._copy_s)
+        self.steps = int(dict(update.arrays())["steps"][0])
 
     def export(self, path: Path) -> None:
         self.save(path)

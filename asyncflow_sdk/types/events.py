@@ -64,6 +64,15 @@ class Published(_Event, frozen=True, tag="published"):
     reason: str = ""
 
 
+class Restored(_Event, frozen=True, tag="restored"):
+    """After a rollback the trainer has loaded ``version``, whose bytes were published as ``source``. ``optimizer``: where its
+    state comes from: "checkpoint of step N", or "fresh"; "" where the trainer did not say."""
+
+    version: int
+    source: int = -1
+    optimizer: str = ""
+
+
 class WeightState(_Event, frozen=True, tag="weights"):
     """What a replica does about a version: fetching, staged, swapping, released (it may load it no longer, and did not), failed.
     ``detail``: why. Of one staged: ``moved`` bytes
@@ -160,6 +169,7 @@ Event: TypeAlias = (
     | Span
     | StepTrained
     | Published
+    | Restored
     | WeightState
     | Committed
     | Loaded

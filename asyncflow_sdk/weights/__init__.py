@@ -7,8 +7,9 @@ from .negotiating import AUTO, Choice, check_fetching, check_swap, choose_encodi
 from .own_loop import OwnUpdate, OwnUpdates
 from .prefetch import Staged
 from .proof import check_held, check_names, check_probe
-from .publication import Publication
+from .publication import Publication, RolledBack, optimizer_of
 from .publisher import WeightPublisher, transport_named
+from .restoration import Restoration, packed_restoration, restoration, restored
 from .staging import Place, Staging
 from .update import Update
 from .updates import WeightUpdates
@@ -22,6 +23,8 @@ __all__ = [
     "OwnUpdates",
     "Place",
     "Publication",
+    "Restoration",
+    "RolledBack",
     "Staged",
     "Staging",
     "Update",
@@ -37,6 +40,10 @@ __all__ = [
     "choose_transport",
     "handed_over",
     "host_of",
+    "optimizer_of",
+    "packed_restoration",
     "read_handed",
+    "restoration",
+    "restored",
     "transport_named",
 ]

@@ -260,7 +260,7 @@ class Prefetch:
         self._base_in_use = bool(base)
         try:
             for rank, part in enumerate(told.parts):
-                manifest = _manifest(told, rank, part)
+                manifest = manifest_of(told.version, rank, part)
                 receiver = self._receiver(part.transport)
                 usable = receiver.keeps_base and self._without_base != told.version
                 self._stoppable = receiver if stoppable else None
@@ -311,19 +311,17 @@ def _probe(told: cmd.Version) -> Probe | None:
         raise ProtocolError(f"version {told.version}: its probe cannot be read: {error}") from None
 
 
-def _manifest(told: cmd.Version, rank: int, part: cmd.Part) -> Manifest:
-    """What rank ``rank`` said of its part. Raises ProtocolError for what no publisher says, and DigestMismatch for what this one
-    did not say."""
+def manifest_of(version: int, rank: int, part: cmd.Part) -> Manifest:
+    """The manifest of rank ``rank``'s part. Raises ProtocolError if it cannot be decoded, and DigestMismatch if it is not the one
+    that was published."""
     try:
         manifest = msgspec.msgpack.decode(part.manifest, type=Manifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(
-            f"version {told.version}: the manifest of rank {rank}'s part cannot be read: {error}"
+            f"version {version}: the manifest of rank {rank}'s part cannot be read: {error}"
         ) from None
     if manifest.root != part.root:
-        raise DigestMismatch(
-            f"version {told.version}: the manifest of rank {rank}'s part differs from what was published"
-        )
+        raise DigestMismatch(f"version {version}: the manifest of rank {rank}'s part differs from what was published")
     return manifest
 
 

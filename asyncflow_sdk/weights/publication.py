@@ -1,10 +1,11 @@
-"""Publication: what a trainer may ask of a version that it has published."""
+"""Publication: what a trainer may ask of a version that it has published. RolledBack: the answer to a rollback."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 
 from ..errors import AsyncFlowError, DeadlineExceeded, WeightError
 from ..types import Manifest
@@ -80,3 +81,23 @@ class Publication:
         if self._lost:
             raise WeightError(self._lost)
         return manifest
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """The answer to a rollback. ``version``: the new number, current now. ``expired``: rows that ended with the versions given up.
+    ``checkpoint``: the step of the checkpoint that has this version's optimizer state; -1 without one."""
+
+    version: int
+    expired: int
+    checkpoint: int
+
+    @property
+    def optimizer(self) -> str:
+        """Where the trainer is to take its optimizer's state from: "checkpoint of step N", or "fresh"."""
+        return optimizer_of(self.checkpoint)
+
+
+def optimizer_of(checkpoint: int) -> str:
+    """Name the origin of an optimizer's state, for people. ``checkpoint``: its step; -1 without one."""
+    return "fresh" if checkpoint < 0 else f"checkpoint of step {checkpoint}"

@@ -48,7 +48,7 @@ from .filling import helps
 from .hashing import Hashing
 from .host import host_of
 from .negotiating import AUTO, choose_transport
-from .publication import Publication
+from .publication import Publication, RolledBack
 from .writing import DtypePolicy, Rename, Writer
 
 _publishers = itertools.count()  # a session may publish from more than one, one after another
@@ -90,7 +90,8 @@ class WeightPublisher:
 
     ``transport``: "auto" is shm where all of the run are on this host, else tcp. ``dtype``: in which floating-point tensors are published, or a function from name and dtype to dtype. ``rename``: from the
     engine's names to those of the checkpoint. ``digests`` False: nothing can be verified. ``timeout_s``: how long the delivery
-    of a version may hold up the next. ``options``: of the transport. One live publisher a run: raises ConfigError for
+    of a version may hold up the next. ``no_rollback``: why the trainer cannot load the bytes of an earlier version: rollbacks are
+    refused with this reason. ``options``: of the transport. One live publisher a run: raises ConfigError for
     another, for a dtype that is not one of floating-point numbers, and for what the transport cannot do.
     """
 
@@ -105,6 +106,7 @@ class WeightPublisher:
         rename: Rename | None = None,
         digests: bool = True,
         timeout_s: float = 600.0,
+        no_rollback: str = "",
         **options: Any,
     ) -> None:
         if dtype is not None and not callable(dtype):
@@ -125,7 +127,7 @@ class WeightPublisher:
         self._preparing: Future[None] | None = None
         self._needed = threading.Event()  # the sender, by somebody else than who prepares
         self._closed = False
-        role = drive(self._port.send(cmd.OpenPublisher(rank=rank, world_size=world_size)))
+        role = drive(self._port.send(cmd.OpenPublisher(rank=rank, world_size=world_size, no_rollback=no_rollback)))
         try:  # with the role: what a live publisher has is touched by no other
             self._sender = made.sender(host)
             try:
@@ -205,14 +207,15 @@ class WeightPublisher:
         )
         return self._delivery
 
-    def rollback(self, version: int, reason: str = "") -> int:
-        """Make the bytes of a version that is kept current again, under a new number, which is returned. ``reason``: for
-        people. Raises ConfigError that says which versions are kept."""
+    def rollback(self, version: int, reason: str = "") -> RolledBack:
+        """Make the bytes of a version that is kept current again, under a new number. ``reason``: for
+        people. Nothing more can be published before the trainer has loaded it: see ``Run.rollback``. Raises ConfigError that
+        says which versions are kept."""
         version = version_number(version)
         self._settle(f"version {version} cannot be rolled back to yet", self.timeout_s)
-        self.current = drive(self._port.send(cmd.Rollback(version=version, reason=reason))).version
-        self._doubtful = None
-        return self.current
+        reply = drive(self._port.send(cmd.Rollback(version=version, reason=reason)))
+        self.current, self._doubtful = reply.version, None
+        return RolledBack(reply.version, reply.expired, reply.checkpoint)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return once everything published so far is current; of several ranks, once this one's parts are there, as

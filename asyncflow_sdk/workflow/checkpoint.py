@@ -117,22 +117,36 @@ class Checkpoints:
 
     def save(self, save: Callable[[Path], None], *, last: bool = False) -> Path:
         """Have ``save`` write the engine's state of now, after the last acknowledged step. ``last``: no step follows, so none
-        will be trained again. Raises MemoryFull when the disk is full, and what ``save`` raises; then nothing has changed."""
+        will be trained again. Raises MemoryFull when the disk is full, ConfigError after a rollback before the trainer has loaded
+        its version, and what ``save`` raises; then nothing has changed."""
         self._ranks.words("the acknowledgement of a step")
         cut = self._cut()
         path = self._path(cut.step)
-        again = self._ranks.by_first("a checkpoint", lambda: b"there" * (last and cut.step in self.steps()))
+        again = self._ranks.by_first("a checkpoint", lambda: self._there(cut, last))
         if not again:
             write(path, save, step=cut.step, version=cut.version, rows_put=cut.put, ranks=self._ranks)
         if self._ranks.first:
             self._count(cut, path, last)
         return path / "engine"
 
+    def at(self, step: int) -> Path:
+        """The engine's state before ``step``, whole. Raises Damaged."""
+        check(self._path(step))
+        return self._path(step) / "engine"
+
+    def _there(self, cut: cmd.Cut, last: bool) -> bytes:
+        """b"there" if the last checkpoint need not be written again."""
+        if cut.restore >= 0:  # the engine still has weights that were given up
+            raise ConfigError(
+                f"no checkpoint can be made: the run was rolled back, and the trainer has not loaded version {cut.restore} yet"
+            )
+        return b"there" * (last and cut.step in self.steps())
+
     def _count(self, cut: cmd.Cut, path: Path, last: bool) -> None:
         """A checkpoint is there: it counts, and older ones need not."""
         steps = [step for step in self.steps() if step <= cut.step][-self._keep :]
         covers = cut.step if last else steps[0] if len(steps) == self._keep else cut.covered
-        self._send(cmd.Checkpoint(step=cut.step, covers=max(covers, cut.covered)))
+        self._send(cmd.Checkpoint(step=cut.step, covers=max(covers, cut.covered), version=cut.version))
         for old in [self._path(step) for step in self.steps() if step < steps[0]]:
             shutil.rmtree(old, ignore_errors=True)
         for lost in self.directory.glob("lost-step-*"):

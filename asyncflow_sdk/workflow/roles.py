@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,11 +13,11 @@ import numpy as np
 
 from ..errors import ConfigError, VersionGone
 from ..interfaces import TrainEngine
-from ..queue import TransferQueue
+from ..queue import LeasedBatch, TransferQueue
 from ..types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_version
 from ..types import events as ev
-from ..weights import WeightPublisher
-from .checkpoint import Checkpoints, Point
+from ..weights import Restoration, WeightPublisher, optimizer_of, packed_restoration, restoration, restored
+from .checkpoint import Checkpoints, Damaged, Point
 from .consumer import Consumer
 from .meeting import APART, Meeting
 
@@ -37,6 +39,10 @@ def train(
     or begins anew where there is none; it makes one after ``every`` so many steps, and a last one. Without, where versions are
     published already (another trainer's, who died), it goes on with the next step from the weights ``engine`` has, and says so.
 
+    After a rollback it loads the version's weights before it trains, saves or exports anything: with the optimizer's state from
+    the checkpoint of that version, else by ``load_weights``. A step that was trained meanwhile is not published, but trained again
+    from these weights: so each acknowledged step is one of the versions that follow.
+
     ``ranks``: this is one of several that train each step together, each its shard of one lease, and publish each version
     together. What is said once is said by the first.
     """
@@ -44,35 +50,46 @@ def train(
     shard = {"team": task, "rank": ranks.rank, "world_size": ranks.world_size}
     with contextlib.ExitStack() as ending:  # of a run that is gone, too, whatever of this fails then
         ending.callback(engine.close)
-        versions = _Versions(queue, engine, weights or Weights(), ranks)
+        versions = _Versions(queue, engine, weights or Weights(), ranks, checkpoints)
         ending.callback(versions.close)
         ending.callback(queue.flush)
         versions.begin(_gone_on(engine, checkpoints) if checkpoints is not None else None)
         for step in Consumer(queue, task, ahead=True, ranks=shard if ranks.world_size > 1 else None):
-            began, cpu = time.monotonic(), time.process_time()
-            result = engine.train_step(step)
-            took, cpu_s = time.monotonic() - began, time.process_time() - cpu
-            versions.publish(step.version + 1)
-            ages = step.ages(step.index)
-            connection.report(
-                ev.Span(
-                    time_s=began, worker=connection.name, kind="train", seconds=took, rows=step.rows,
-                    tokens=len(ages.total), version=step.version, cpu_s=cpu_s,
+            while True:
+                versions.restore()
+                trained = versions.trained_by(step)
+                began, cpu = time.monotonic(), time.process_time()
+                result = engine.train_step(step)
+                took, cpu_s = time.monotonic() - began, time.process_time() - cpu
+                published = versions.publish(trained + 1)
+                ages = step.ages(step.index)
+                connection.report(
+                    ev.Span(
+                        time_s=began, worker=connection.name, kind="train", seconds=took, rows=step.rows,
+                        tokens=len(ages.total), version=trained, cpu_s=cpu_s,
+                    )
+                )  # fmt: skip
+                word = bytes([published]) + AgeSums.of(ages).packed()
+                every_rank = ranks.words(f"the end of step {step.index}", word)
+                if all(word[0] for word in every_rank):
+                    break
+                versions.warn(
+                    f"step {step.index} is trained again, since it was trained from weights that a rollback gave up"
                 )
-            )  # fmt: skip
-            every_rank = ranks.words(f"the end of step {step.index}", AgeSums.of(ages).packed())
             if ranks.first:
                 metrics = {name: float(value) for name, value in result.metrics.items()}
-                metrics |= AgeSums.all(every_rank).metrics()
+                metrics |= AgeSums.all([word[1:] for word in every_rank]).metrics()
                 connection.report(
                     ev.StepTrained(
-                        time_s=time.monotonic(), worker=connection.name, step=step.index, version=step.version,
+                        time_s=time.monotonic(), worker=connection.name, step=step.index, version=trained,
                         metrics=metrics,
                     )
                 )  # fmt: skip
             step.ack(filtered=result.filtered)
             if checkpoints is not None and (step.index + 1) % every == 0:
+                versions.restore()
                 _keep(queue, engine, checkpoints, ranks)
+        versions.restore()
         if checkpoints is not None:
             _keep(queue, engine, checkpoints, ranks, last=True)
         if export is not None:
@@ -122,14 +139,20 @@ def _export(queue: TransferQueue, engine: TrainEngine, path: Path, ranks: Meetin
 
 
 class _Versions:
-    """What a trainer publishes: ``step.version + 1`` for each step. A rollback takes the number of a step that was leased before
-    it, and withdraws the version that is on its way: then nothing is published for that step."""
+    """What a trainer publishes: one version for each step; and what it loads after a rollback."""
 
-    def __init__(self, queue: TransferQueue, engine: TrainEngine, how: Weights, ranks: Meeting) -> None:
+    def __init__(
+        self, queue: TransferQueue, engine: TrainEngine, how: Weights, ranks: Meeting, checkpoints: Checkpoints | None
+    ) -> None:  # fmt: skip
         self._queue, self._engine, self._probe, self._ranks = queue, engine, how.probe, ranks
-        self._publisher = WeightPublisher(
-            queue, how.transport, rank=ranks.rank, world_size=ranks.world_size, dtype=how.dtype, **how.options
+        self._checkpoints, self._name = checkpoints, type(engine).__name__
+        refused = (
+            f"the trainer's engine, {self._name}, has no load_weights, so it would go on from the weights given up"
         )
+        self._publisher = WeightPublisher(
+            queue, how.transport, rank=ranks.rank, world_size=ranks.world_size, dtype=how.dtype,
+            no_rollback="" if engine.restores else refused, **how.options,
+        )  # fmt: skip
         self._last = -1
 
     def begin(self, point: Point | None) -> None:
@@ -142,40 +165,93 @@ class _Versions:
         if current < 0:
             self.publish(0)
         else:
-            self._warn(f"version {current} is current already: training goes on from there")
+            self.warn(
+                f"version {current} is current already: training goes on from there; this trainer goes on with the weights"
+                f" that its own {self._name} has"
+            )
 
-    def publish(self, version: int) -> None:
+    def trained_by(self, step: LeasedBatch) -> int:
+        """The version that a step trains: a later one than the step was leased with, if there was a rollback since."""
+        return max(step.version, self._last)
+
+    def publish(self, version: int) -> bool:
+        """Publish the engine's weights. False if a rollback has given them up."""
         probe = _scored(self._probe, self._engine) if self._probe is not None else None
-        self._settle()
         try:
+            self._publisher.flush()
             self._last = self._publisher.publish(version, self._engine.named_weights(), probe=probe).version
-        except ConfigError:
-            current = self._queue.status().version
-            if current < version:
+        except (ConfigError, VersionGone):
+            if restoration(self._queue) is None:
                 raise
-            self._warn(f"version {current} was made current by a rollback, and version {version} is not published")
+            return False
+        return True
+
+    def restore(self) -> None:
+        """Load the version of a rollback, if one is pending. Of several ranks all load the same one."""
+        while (asked := self._asked()) is not None:
+            with contextlib.suppress(ConfigError, VersionGone):  # the version on its way was withdrawn
+                self._publisher.flush()
+            optimizer = self._load(asked)
+            what = f"the weights of version {asked.version}"
+            if self._ranks.by_first(what, partial(self._say_restored, asked, optimizer)):
+                self._last = asked.version
 
     def close(self) -> None:
         try:
-            self._settle()
+            self._publisher.flush()
+        except (ConfigError, VersionGone):
+            if restoration(self._queue) is None:
+                raise
         finally:
             self._publisher.close()
 
-    def _settle(self) -> None:
-        """Wait for the version on its way."""
-        try:
-            self._publisher.flush()
-        except (ConfigError, VersionGone):
-            if self._queue.status().version < self._last:
-                raise
-            self._warn(f"version {self._last} was withdrawn by a rollback")
+    def warn(self, text: str) -> None:
+        """Report a warning, once for all ranks."""
+        if self._ranks.first:
+            connection = self._queue._port.connection
+            connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
 
-    def _warn(self, what: str) -> None:
-        if not self._ranks.first:
-            return
-        connection, name = self._queue._port.connection, type(self._engine).__name__
-        text = f"{what}; this trainer goes on with the weights that its own {name} has"
-        connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
+    def _asked(self) -> Restoration | None:
+        packed = self._ranks.by_first("rollbacks", lambda: packed_restoration(self._queue))
+        return Restoration.decoded(self._queue, packed)
+
+    def _load(self, asked: Restoration) -> str:
+        """Have the engine take the version. Returns where its optimizer's state comes from."""
+        began, what, step = time.monotonic(), f"loading version {asked.version}", asked.checkpoint
+        path = self._ranks.by_first(f"the checkpoint of version {asked.version}", lambda: self._checkpoint(step))
+        with self._ranks.all_or_none(what):
+            if path:
+                self._engine.load(Path(os.fsdecode(path)))
+            elif not self._engine.restores:
+                raise ConfigError(f"{what}: {self._name} has no load_weights")
+            else:
+                with asked.fetch() as update:
+                    self._engine.load_weights(update)
+        connection = self._queue._port.connection
+        connection.report(
+            ev.Span(
+                time_s=began, worker=connection.name, kind="load", seconds=time.monotonic() - began, version=asked.version
+            )
+        )  # fmt: skip
+        return optimizer_of(step if path else -1)
+
+    def _checkpoint(self, step: int) -> bytes:
+        """The path of a checkpoint's engine state; b"" if there is none that is whole."""
+        if step < 0 or self._checkpoints is None:
+            return b""
+        try:
+            return os.fsencode(self._checkpoints.at(step))
+        except Damaged as error:
+            self.warn(f"the checkpoint of step {step} cannot be loaded: {error}; the optimizer begins anew")
+            return b""
+
+    def _say_restored(self, asked: Restoration, optimizer: str) -> bytes:
+        """b"" if another rollback came meanwhile."""
+        try:
+            restored(self._queue, asked.version, optimizer)
+        except ConfigError:
+            return b""
+        return b"restored"
 
 
 def _scored(probe: Probe, engine: TrainEngine) -> Probe:

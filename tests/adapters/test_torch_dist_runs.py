@@ -79,7 +79,7 @@ def test_each_version_reaches_every_replica_and_an_old_one_comes_back(run: Any) 
             for each in both:
                 each.has(version, total(version))
         # when the bytes of version 2 are made current again
-        again = publisher.rollback(2, "it was better")
+        again = publisher.rollback(2, "it was better").version
         # then
         for each in both:
             each.has(again, total(2))

@@ -23,7 +23,7 @@ batch_size = 16
 prompts = { prompt_ids = [[1], [2]] }
 reward = "rewards:length"
 rollout = { engine = "echo", prompt = "prompt_ids", group_size = 4 }
-train = { engine = "echo", shifted = true }
+train = { engine = "echo" }
 checkpoint = { every = 2 }
 """
 

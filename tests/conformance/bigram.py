@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from asyncflow_sdk.algorithms import GRPO
-from asyncflow_sdk.errors import ConfigError, SchemaError
-from asyncflow_sdk.interfaces import StepResult, TrainEngine
+from asyncflow_sdk.errors import ConfigError, SchemaError, WeightMismatch
+from asyncflow_sdk.interfaces import StepResult, TrainEngine, WeightUpdate
 from asyncflow_sdk.testing import Policy
 from asyncflow_sdk.types import Batch, Ragged, loss_mask
 from asyncflow_sdk.types.dtypes import carrier
@@ -99,6 +99,7 @@ class Tokens:
 
 class BigramTrain(TrainEngine):
     conformance_policy = "bigram:BigramPolicy"
+    restores = True
 
     def __init__(self, model: str, *, algorithm: Any, lr: float = 1.0, momentum: float = 0.9) -> None:
         if type(algorithm) is not GRPO:
@@ -201,6 +202,13 @@ class BigramTrain(TrainEngine):
         with np.load(path / "state.npz") as stored:
             self.weights = {name: stored[name] for name in self.weights}
             self.speed = {name: stored[f"speed/{name}"] for name in self.weights}
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        shapes = {name: array.shape for name, array in self.weights.items()}
+        if {name: shape for name, (_, shape) in update.tensors.items()} != shapes:
+            raise WeightMismatch(f"version {update.version} is no bigram's")
+        self.weights = {name: array.astype(np.float32) for name, array in update.arrays()}
+        self.speed = {name: np.zeros_like(array) for name, array in self.weights.items()}
 
     def export(self, path: Path) -> None:
         write(path, dict(BigramTrain.named_weights(self)))

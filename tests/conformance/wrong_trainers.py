@@ -13,7 +13,7 @@ import numpy as np
 from bigram import BigramTrain, log_softmax, weights, write
 
 from asyncflow_sdk.errors import SchemaError
-from asyncflow_sdk.interfaces import StepResult, TrainEngine
+from asyncflow_sdk.interfaces import StepResult, TrainEngine, WeightUpdate
 from asyncflow_sdk.types import Batch, Ragged
 
 WRONG: dict[type[BigramTrain], tuple[set[str], bool]] = {}
@@ -404,6 +404,62 @@ class WritesDownItsPlace(BigramTrain):
 
     def load(self, path: Path) -> None:
         super().load(Path(json.loads((path / "latest").read_text())))
+
+
+@fails("load_weights")
+class LoadsHalf(BigramTrain):
+    """Takes the tensors that lie in the first chunk, and says nothing."""
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        kept = dict(list(self.weights.items())[len(self.weights) // 2 :])
+        super().load_weights(update)
+        self.weights |= kept
+
+
+@fails("load_weights")
+class KeepsOldMasters(BigramTrain):
+    """Computes with the loaded weights, and steps from the masters that it had: they come back with the next step."""
+
+    masters: Any = None
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        masters = self.weights
+        super().load_weights(update)
+        self.masters = masters
+
+    def descend(self, tokens: Any, coefficients: Any) -> None:
+        self.weights, self.masters = self.masters or self.weights, None
+        super().descend(tokens, coefficients)
+
+
+@fails("load_weights")
+class KeepsItsMomentum(BigramTrain):
+    """The optimizer still goes where the weights given up went."""
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        speed = self.speed
+        super().load_weights(update)
+        self.speed = speed
+
+
+@fails("load_weights")
+class KeepsTheUpdatesMemory(BigramTrain):
+    """Views of tensors that are another version's when this one is released."""
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        super().load_weights(update)
+        self.weights = dict(update.arrays())
+
+
+@fails("load_weights")
+class LoadsWhateverComes(BigramTrain):
+    """A version that lacks a weight is another model's, or half of one."""
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        for name, array in update.arrays():
+            if name in self.weights and array.shape == self.weights[name].shape:
+                self.weights[name] = array.astype(np.float32)
+        self.speed = {name: np.zeros_like(array) for name, array in self.weights.items()}
 
 
 @fails("export", "small_updates")

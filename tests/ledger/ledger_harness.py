@@ -199,6 +199,8 @@ class Fair:
         number = due + naive.shift() if naive.version >= 0 else 0
         for session in list(naive.ranks.values()):  # others give the role up
             self.harness.send(session, cmd.ClosePublisher())
+        if naive.to_restore >= 0:
+            assert self._send(role, cmd.Restored(version=naive.to_restore)) == cmd.Done()
         opened, _, published, closed = [self._send(role, command) for command in publishing(number)]
         assert isinstance(opened, cmd.Publisher)
         assert closed == cmd.Done()

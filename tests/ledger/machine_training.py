@@ -36,8 +36,8 @@ class TrainingRules(MachineRun):
         at_step = [each.version for each in naive.published if naive.trains[each.version] == step]
         version = {"at its step": (at_step or [-1])[-1], "current": current, "none": -1, "newer": current + 1}[known]
         commands: dict[str, Any] = {
-            "keep": cmd.Checkpoint(step=step, covers=naive.covered),
-            "cover": cmd.Checkpoint(step=step, covers=max(step - who % 2, 0)),
+            "keep": cmd.Checkpoint(step=step, covers=naive.covered, version=version),
+            "cover": cmd.Checkpoint(step=step, covers=max(step - who % 2, 0), version=version),
             "go on": cmd.Resume(step=step, version=version),
             "begin anew": cmd.Resume(step=0),
             "ask": cmd.GetCut(),

@@ -34,7 +34,9 @@ class VersionRules(MachineRun):
 
     @rule(
         who=small,
-        what=st.sampled_from(["open", "announce", "publish", "publish", "withdraw", "close", "all ranks"]),
+        what=st.sampled_from(
+            ["open", "announce", "publish", "publish", "withdraw", "close", "all ranks", "restored", "to restore"]
+        ),
         rank=st.sampled_from([0, 0, 1, 1, 2, -1]),
         size=st.sampled_from([2, 2, 2, 1]),
         by=small,
@@ -49,7 +51,9 @@ class VersionRules(MachineRun):
         version = coming.version if coming is not None and by < 6 else self.run.naive.version + 1 + by // 6
         share = part(version, max(rank, 0), outlives=outlives)
         commands: dict[str, Any] = {
-            "open": cmd.OpenPublisher(rank=rank, world_size=size),
+            "open": cmd.OpenPublisher(rank=rank, world_size=size, no_rollback="it cannot" * (by == 7)),
+            "restored": cmd.Restored(version=self.run.naive.version - (by == 0), optimizer="fresh"),
+            "to restore": cmd.GetRestoration(),
             "announce": cmd.Announce(version=version, timeout_s=wait),
             "publish": cmd.Publish(version=version, part=share, probe=b"p" * (rank == 0)),
             "withdraw": cmd.Withdraw(version=version, reason="why not"),
@@ -95,8 +99,11 @@ class VersionRules(MachineRun):
         works=st.integers(0, 3),
         announces=one_in(4),
         back=st.sampled_from([1, 1, 1, 2, 3, 0, -1]),
+        forgets=one_in(4),
     )
-    def roll_back(self, who: int, ahead: int, loads: bool, works: int, announces: bool, back: int) -> None:
+    def roll_back(
+        self, who: int, ahead: int, loads: bool, works: int, announces: bool, back: int, forgets: bool
+    ) -> None:  # fmt: skip
         """To a version before those that are published here; replicas may have begun with them."""
         for _ in range(ahead):
             for session in list(self.run.naive.ranks.values()):
@@ -119,3 +126,6 @@ class VersionRules(MachineRun):
         kept = [version.version for version in self.run.naive.kept]
         version = kept[max(-1 - back, -len(kept))] if kept and back >= 0 else self.run.naive.version - back
         self.run.send(self.session(who), cmd.Rollback(version=version, reason="it diverged"))
+        self.run.send(self.session(who), cmd.GetRestoration())
+        if not forgets:
+            self.run.send(self.session(who), cmd.Restored(version=self.run.naive.version))

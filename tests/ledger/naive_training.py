@@ -15,8 +15,9 @@ class NaiveTraining(NaiveVersions):
         step = self.next_to_train() if self.train() is not None else 0
         version = -1 if self.version < 0 else step + self.shift()
         cut = cmd.Cut(
-            step=step, version=version, covered=self.covered, put=len(self.rows), checkpoints=self.checkpoints
-        )
+            step=step, version=version, covered=self.covered, put=len(self.rows), checkpoints=self.checkpoints,
+            restore=self.to_restore,
+        )  # fmt: skip
         self._is(outcome, cut)
 
     def _checkpoint(self, session: int, c: cmd.Checkpoint, outcome: Any) -> None:
@@ -27,6 +28,8 @@ class NaiveTraining(NaiveVersions):
             return
         self._is(outcome, cmd.Done())
         self.covered = max(self.covered, c.covers)
+        self.saved[c.step] = c.version
+        self.saved = {step: version for step, version in self.saved.items() if step >= c.covers}
         for i, row in self.live().items():
             if row.fate is not None and not self.may_train_again(row):
                 self.end(i, row.fate)
@@ -43,6 +46,8 @@ class NaiveTraining(NaiveVersions):
         if self._is_error(outcome, errors):
             return
         assert train is not None
+        self.to_restore = self.restore_step = -1
+        self.saved = {step: version for step, version in self.saved.items() if step <= c.step}
         again = {i: row for i, row in self.live().items() if row.step is not None and c.step <= row.step < self.step}
         for token, lease in self.leases.items():
             if lease.task == train.name and set(self.held(token)) & again.keys():

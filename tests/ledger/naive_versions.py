@@ -47,6 +47,9 @@ class NaiveVersions(NaiveLeases):
         self.unheard: set[int] = set()  # ranks that do not know yet that what they published will not come
         self.claimed: set[int] = set()  # sessions on a version 0 they brought, before their first prompts
         self.committed = -1
+        self.to_restore, self.restore_step = -1, -1  # of a rollback whose bytes the trainer has not loaded
+        self.no_rollback = ""
+        self.saved: dict[int, int] = {}  # checkpoints: version by step
 
     def rank_of(self, session: int) -> int | None:
         return next((rank for rank, holder in self.ranks.items() if holder == session), None)
@@ -76,6 +79,7 @@ class NaiveVersions(NaiveLeases):
         parts = {v.source: v.parts[c.rank] for v in self.kept if c.rank < len(v.parts)}
         self._is(outcome, cmd.Publisher(version=self.version, kept=tuple(sorted(parts.items()))))
         self.ranks[c.rank], self.world_size = session, c.world_size
+        self.no_rollback = c.no_rollback
 
     def _closepublisher(self, session: int, c: cmd.ClosePublisher, outcome: Any) -> None:
         self._is(outcome, cmd.Done())
@@ -99,7 +103,7 @@ class NaiveVersions(NaiveLeases):
             (rank in coming.parts and c.version == coming.version)
             or (rank not in coming.parts and c.version < coming.version and coming.said != {rank})
         )
-        errors = [ConfigError] if rank is None or self.taken(c.version) or odd else []
+        errors = [ConfigError] if rank is None or self.taken(c.version) or odd or self.to_restore >= 0 else []
         fresh = coming is None or (rank not in coming.parts and c.version != coming.version)
         if fresh and self.train() is not None and self.version >= 0:
             errors += [ConfigError] * (c.version > max(self.version, self.version_of(self.in_training())) + 1)
@@ -234,7 +238,7 @@ class NaiveVersions(NaiveLeases):
         kept = {v.source: v for v in self.kept} | {v.version: v for v in self.kept}
         current = next((v for v in self.kept if v.version == self.version), None)
         found = kept.get(c.version)
-        wrong = found is None or (current is not None and found.source == current.source)
+        wrong = self.no_rollback or found is None or (current is not None and found.source == current.source)
         if self._is_error(outcome, [ConfigError] if wrong else []):
             return
         assert found is not None
@@ -253,7 +257,22 @@ class NaiveVersions(NaiveLeases):
         for i, row in self.live().items():
             if self.generated_by_what_is_given_up(i, row):
                 self._end_group(i, "expired")
-        self._is(outcome, cmd.RolledBack(version=number, expired=before - len(self.live())))
+        fitting = [step for step, version in self.saved.items() if version in (found.version, found.source)]
+        self.to_restore, self.restore_step = number, max(fitting, default=-1)
+        expired = before - len(self.live())
+        self._is(outcome, cmd.RolledBack(version=number, expired=expired, checkpoint=self.restore_step))
+
+    def _getrestoration(self, session: int, c: cmd.GetRestoration, outcome: Any) -> None:
+        assert isinstance(outcome, cmd.Restoration), outcome
+        kept = next((v for v in self.kept if v.version == self.to_restore), None)
+        assert (outcome.version, outcome.checkpoint) == (self.to_restore, self.restore_step), outcome
+        assert outcome.parts == (() if kept is None else kept.parts), outcome
+
+    def _restored(self, session: int, c: cmd.Restored, outcome: Any) -> None:
+        if self._is_error(outcome, [ConfigError] if c.version != self.version else []):
+            return
+        self._is(outcome, cmd.Done())
+        self.to_restore = self.restore_step = -1
 
     def generated_by_what_is_given_up(self, i: int, row: Row) -> bool:
         by = {row.version, row.newest}

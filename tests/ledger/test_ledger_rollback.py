@@ -21,8 +21,12 @@ def versions(count: int, **limits: Any) -> tuple[Queue, int, int, int]:
     return queue, replica, judge, trainer
 
 
-def roll_back(queue: Queue, version: int) -> Any:
-    return queue.do(queue.admin, cmd.Rollback(version=version, reason="it diverged"))
+def roll_back(queue: Queue, version: int, *, restored: bool = True) -> Any:
+    """``restored``: the trainer has loaded it."""
+    reply = queue.do(queue.admin, cmd.Rollback(version=version, reason="it diverged"))
+    if restored:
+        queue.do(queue.admin, cmd.Restored(version=reply.version))
+    return reply
 
 
 def step(queue: Queue, replica: int, judge: int, trainer: int, *, ack: bool = True) -> Any:
@@ -121,6 +125,95 @@ def test_what_was_staged_of_a_version_given_up_is_not_loaded() -> None:
     roll_back(queue, 1)
     with pytest.raises(VersionGone, match="version 2 was rolled back; 3 is current: stage that"):
         queue.do(replica, cmd.Swap(version=2))
+
+
+# ---- the trainer
+
+
+def test_nothing_is_published_after_a_rollback_before_the_trainer_has_loaded_its_version() -> None:
+    queue, *_ = versions(3)
+    assert queue.do(queue.admin, cmd.GetRestoration()) == cmd.Restoration()
+    roll_back(queue, 1, restored=False)  # is 3
+    asked = queue.do(queue.admin, cmd.GetRestoration())
+    assert asked == cmd.Restoration(version=3, source=1, parts=(part(1),))
+    with pytest.raises(ConfigError, match=r"4 cannot be published: the run was rolled back, .* run.restored\(3\)"):
+        queue.publish(4)
+    for wrong in (1, 2, 4):
+        with pytest.raises(ConfigError, match=f"version {wrong} cannot be restored: 3 is current"):
+            queue.do(queue.admin, cmd.Restored(version=wrong))
+
+    for _ in range(2):  # repeatable
+        queue.do(queue.admin, cmd.Restored(version=3, optimizer="fresh"))
+
+    (said,) = [event for event in queue.events if isinstance(event, ev.Restored)]
+    assert (said.version, said.source, said.optimizer) == (3, 1, "fresh")
+    queue.publish(4)
+
+
+def test_of_two_rollbacks_the_second_is_restored() -> None:
+    queue, *_ = versions(3)
+    roll_back(queue, 1, restored=False)
+    assert roll_back(queue, 0, restored=False).version == 4
+    with pytest.raises(ConfigError, match="version 3 cannot be restored: 4 is current"):
+        queue.do(queue.admin, cmd.Restored(version=3))
+    assert queue.do(queue.admin, cmd.GetRestoration()).source == 0
+
+
+def test_another_publisher_has_to_restore_too() -> None:
+    queue, *_ = versions(3)
+    roll_back(queue, 1, restored=False)
+    queue.do(queue.admin, cmd.ClosePublisher())
+    with pytest.raises(ConfigError, match="the run was rolled back"):
+        queue.publish(4)
+
+
+def test_a_rollback_that_no_trainer_could_follow_is_refused_also_after_its_death() -> None:
+    queue, *_ = versions(1)
+    queue.do(queue.admin, cmd.ClosePublisher())
+    trainer = queue.join("trainer")
+    queue.do(trainer, cmd.OpenPublisher(no_rollback="engine 'mine' has no load_weights"))
+    queue.do(trainer, cmd.Announce(version=1))
+    queue.do(trainer, cmd.Publish(version=1, part=part(1)))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="0 cannot be rolled back to: engine 'mine' has no load_weights"):
+            roll_back(queue, 0)
+        queue.die(trainer)
+
+    queue.publish(2)  # another trainer
+
+    roll_back(queue, 0)
+
+
+def test_the_checkpoint_of_the_version_is_named_as_long_as_it_is_kept() -> None:
+    queue, replica, judge, trainer = versions(1, checkpoints=True)
+    for number in range(3):
+        step(queue, replica, judge, trainer)
+        queue.publish(number + 1)
+        queue.load(replica, number + 1)
+        queue.do(trainer, cmd.Checkpoint(step=number + 1, covers=0, version=number + 1))
+    assert roll_back(queue, 1, restored=False).checkpoint == 1
+    assert queue.do(queue.admin, cmd.GetRestoration()).checkpoint == 1
+    assert queue.do(queue.admin, cmd.GetCut()).restore == 4
+    queue.do(queue.admin, cmd.Restored(version=4))
+    assert queue.do(queue.admin, cmd.GetCut()).restore == -1
+
+    queue.publish(5)
+    queue.do(trainer, cmd.Checkpoint(step=3, covers=2, version=5))
+
+    assert roll_back(queue, 1).checkpoint == -1
+
+
+def test_a_trainer_that_goes_on_from_a_checkpoint_has_nothing_to_restore() -> None:
+    queue, replica, judge, trainer = versions(1, checkpoints=True)
+    for number in range(2):
+        step(queue, replica, judge, trainer)
+        queue.publish(number + 1)
+        queue.load(replica, number + 1)
+    roll_back(queue, 1, restored=False)
+    resumed = queue.do(trainer, cmd.Resume(step=0, version=0))
+    assert queue.do(queue.admin, cmd.GetRestoration()) == cmd.Restoration()
+
+    queue.publish(resumed.version)
 
 
 # ---- replicas and rows

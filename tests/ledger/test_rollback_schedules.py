@@ -67,6 +67,7 @@ class Trainer(Worker):
         to = self.world.random.choice([*ledger.versions, max(ledger.version - 1, 0)])
         reply = self.say(cmd.Rollback(version=to))
         if isinstance(reply, cmd.RolledBack):
+            assert isinstance(self.say(cmd.Restored(version=reply.version)), cmd.Done)
             self.full_before |= full
             self.weights = self.made[reply.version] = self.made[to]
             self.rollbacks += 1

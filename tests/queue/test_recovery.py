@@ -74,10 +74,10 @@ class Chance:
             cmd.Loaded(version=max(near, 0)), cmd.NotLoaded(version=near, reason="it would not"),
             cmd.OpenPublisher(rank=rank, world_size=2), cmd.Announce(version=version + 1, timeout_s=20),
             cmd.Publish(version=version + 1, part=part), cmd.Withdraw(version=version + 1), cmd.ClosePublisher(),
-            cmd.Rollback(version=version - 1), cmd.Retire(), cmd.AwaitLost(timeout_s=20),
+            cmd.Rollback(version=version - 1), cmd.Retire(), cmd.AwaitLost(timeout_s=20), cmd.Restored(version=version),
         ]  # fmt: skip
         self.version = max(self.version, version + 3)
-        return self.random.choices(commands, [3, 4, 4, 2, 1, 2, 2, 2, 0.5, 1, 1, 0.5, 3])[0]
+        return self.random.choices(commands, [3, 4, 4, 2, 1, 2, 2, 2, 0.5, 1, 1, 0.5, 3, 2])[0]
 
     def step(self) -> None:
         bench, draw = self.bench, self.random

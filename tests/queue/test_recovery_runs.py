@@ -289,6 +289,9 @@ def test_what_is_staged_decided_and_rolled_back_outlives_the_server(tmp_path: Pa
         assert say(replicas[1], cmd.AwaitVersion(after=6)).source == 5
         with pytest.raises(ConfigError, match="a run has one publisher at a time"):
             say(replicas[2], cmd.OpenPublisher())
+        with pytest.raises(ConfigError, match="the trainer has not loaded version 7 yet"):
+            publish(trainer, 8)
+        say(trainer, cmd.Restored(version=7))
         publish(trainer, 8)
         assert again.ledger.audit().reasons == {"expired: version 6 was rolled back": 2}
         for queue in (*replicas, trainer):

@@ -12,7 +12,7 @@ from publisher_runs import LIMIT_S, PROBE, Gated, Served, crash_while_publishing
 
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types.events import Published, Span
-from asyncflow_sdk.weights import WeightPublisher
+from asyncflow_sdk.weights import WeightPublisher, restoration, restored
 
 
 def test_what_is_published_is_what_replicas_get(served: Served) -> None:
@@ -122,12 +122,20 @@ def test_rolled_back_the_old_bytes_are_current(served: Served) -> None:
     for version in (1, 2):
         trainer.publish(version, full(version))
     # when
-    number = trainer.rollback(1, "the loss rose")
+    answer = trainer.rollback(1, "the loss rose")
     # then
-    assert (number, trainer.current) == (3, 3)
+    assert (answer.version, answer.optimizer, trainer.current) == (3, "fresh", 3)
     assert value_of(served.newest()) == 1.0
+    with pytest.raises(ConfigError, match="the trainer has not loaded version 3 yet"):
+        trainer.publish(4, full(4))
+    asked = restoration(served.client())
+    assert asked is not None
+    with asked.fetch(LIMIT_S) as update:
+        assert (asked.version, asked.source, value_of(update)) == (3, 1, 1.0)
+    restored(served.client(), 3)
+    assert restoration(served.client()) is None
     trainer.publish(4, full(4)).wait(LIMIT_S)
-    assert trainer.rollback(3) == 5
+    assert trainer.rollback(3).version == 5
     assert value_of(served.newest()) == 1.0
     with pytest.raises(ConfigError, match="version 2 is not kept any more"):
         trainer.rollback(2)

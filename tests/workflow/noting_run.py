@@ -69,7 +69,7 @@ def workflow(**changes: Any) -> af.Workflow:
             max_restarts=1000,
         ),
         "reward": steps_had,
-        "train": af.Train("noting_run:Noting", shifted=True, delay_s=0.03, max_restarts=1),
+        "train": af.Train("noting_run:Noting", delay_s=0.03, max_restarts=1),
         "batch_size": ROWS,
         "steps": STEPS,
         "checkpoint": af.Checkpoint(every=5, history=True),

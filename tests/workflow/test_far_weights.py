@@ -103,7 +103,7 @@ def test_a_trainer_that_comes_after_another_goes_on_from_what_is_current(
             current = run.queue.status().version
             assert current == 3
             # when
-            first.start(af.Train("echo", shifted=True))
+            first.start(af.Train("echo"))
             thread.join(60)
             # then
             assert not failures

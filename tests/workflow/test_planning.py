@@ -144,9 +144,7 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_driver_and_worker_say_what_was_chosen(tmp_path: Path) -> None:
-    flow = echo_workflow(
-        steps=2, rollout=rollout("planning_engines:InFlightOnly"), train=af.Train("echo", shifted=True)
-    )
+    flow = echo_workflow(steps=2, rollout=rollout("planning_engines:InFlightOnly"), train=af.Train("echo"))
 
     assert flow.run(tmp_path / "run").summary["steps"] == 2
 

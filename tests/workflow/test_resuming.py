@@ -33,7 +33,7 @@ def workflow(**changes: Any) -> af.Workflow:
     """Each prompt is another; a step takes a while, so that there is time to die in it."""
     arguments: dict[str, Any] = {
         "prompts": {"prompt_ids": af.Ragged.of(PROMPTS)},
-        "train": af.Train("gates:Gated", shifted=True, delay_s=0.05, max_restarts=50),
+        "train": af.Train("gates:Gated", delay_s=0.05, max_restarts=50),
         "steps": STEPS,
         "checkpoint": af.Checkpoint(every=5, keep=2),
         "seed": 3,
@@ -83,7 +83,7 @@ def test_a_trainer_that_is_killed_again_and_again_trains_what_it_would_have(
 ) -> None:
     killer = Killer("train-0", at=[0, 6, 11, 17], gates=tmp_path / "gates")
 
-    result = workflow(train=killer.trainer(shifted=True, max_restarts=50)).run(tmp_path / "run", on_event=killer)
+    result = workflow(train=killer.trainer(max_restarts=50)).run(tmp_path / "run", on_event=killer)
 
     assert killer.killed == 4
     check(tmp_path / "run", result.summary, whole)

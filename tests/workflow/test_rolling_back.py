@@ -1,8 +1,11 @@
-"""Trainers that go on through a rollback: a step leased when numbers were further ahead is published as it was told."""
+"""Trainers after a rollback: they load the restored weights before the next step, and what they train from then on descends from it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,77 +15,262 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import StepResult
 from asyncflow_sdk.testing import EchoTrain
+from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.spans import one_version
+from asyncflow_sdk.weights import RolledBack
+from asyncflow_sdk.workflow.checkpoint import Checkpoints
 from asyncflow_sdk.workflow.roles import train
 
-ROWS = 4
+ROWS, STEPS = 4, 5
 LIMIT_S = 30.0
 
 
+class Served:
+    """A run with the rows of all steps, its events, and a trainer in this process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.events: list[ev.Event] = []
+        self.directory = directory
+        self.run = af.serve(steps=STEPS, keep_versions=8, checkpoints=True, on_event=self.events.append)
+        self.run.queue.declare("train", needs=["version_spans"], batch_rows=ROWS)
+        for _ in range(STEPS):
+            self.run.queue.put({"version_spans": one_version(0, np.full(ROWS, 3))})
+
+    def train(self, engine: EchoTrain, *, every: int = 0) -> None:
+        """``every``: steps between checkpoints; 0 for none."""
+        with af.connect(self.run.address, name="trainer") as trainer:
+            checkpoints = Checkpoints(trainer.queue, self.directory, keep=9) if every else None
+            train(trainer.queue, engine, checkpoints=checkpoints, every=every)
+        self.run.queue.flush()
+
+    def roll_back(self, version: int) -> RolledBack:
+        """When the newest published version is current."""
+        return self.run.rollback(version, "the reward fell")
+
+    def current(self, version: int) -> None:
+        until(lambda: self.run.queue.status().version == version, f"version {version} is current")
+
+    def told(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
 @pytest.fixture
-def run() -> Iterator[af.Run]:
-    """Rows of two steps are there."""
-    with af.serve(steps=4) as run:
-        run.queue.declare("train", needs=["version_spans"], batch_rows=ROWS)
-        for _ in range(2):
-            feed(run)
-        yield run
+def served(tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path / "checkpoints")
+    with served.run:
+        yield served
 
 
-def feed(run: af.Run) -> None:
-    """Rows of one more step."""
-    run.queue.put({"version_spans": one_version(0, np.full(ROWS, 3))})
+class Logged(EchoTrain):
+    """Its training is written down: the steps its weights had had before each, and when they were published. ``meanwhile``: called before the step of that
+    number is over, counted as they are trained."""
 
-
-class Doubting(EchoTrain):
-    """Somebody rolls back while it trains step 1; then the next step is leased ahead."""
-
-    def __init__(self, run: af.Run) -> None:
+    def __init__(self, meanwhile: dict[int, Callable[[], Any]]) -> None:
         super().__init__()
-        self.run = run
-        self.rolled_back_to = -1
+        self.meanwhile, self.trained, self.published = meanwhile, list[int](), list[int]()
+        self.answers, self.loads = list[Any](), list[str]()
 
     def train_step(self, batch: af.Batch) -> StepResult:
+        self.trained.append(self.steps)
         self.steps += 1
-        if self.steps == 2:
-            self.rolled_back_to = self.run.rollback(0)
-            feed(self.run)
-            until(lambda: self.run.queue.status().lease_count == 2, "the next step is leased")
-        elif self.steps == 3:
-            feed(self.run)
+        if (happens := self.meanwhile.pop(len(self.trained) - 1, None)) is not None:
+            self.answers.append(happens())
         return StepResult({})
 
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        self.published.append(self.steps)  # only what is announced is read
+        yield from super().named_weights()
 
-def test_a_training_worker_publishes_a_step_that_it_had_leased_ahead_of_a_rollback(run: af.Run) -> None:
-    with af.connect(run.address, name="trainer") as trainer:
-        engine = Doubting(run)
-        train(trainer.queue, engine)
+    def load(self, path: Path) -> None:
+        self.loads.append("checkpoint")
+        super().load(path)
 
-    assert engine.rolled_back_to == 2
-    assert engine.steps == 4
-    assert run.queue.status().version == 5  # steps 2 and 3: under the numbers that they were told, 3 + 1 and 4 + 1
-    assert run.audit().consumed == 4 * ROWS
+    def load_weights(self, update: af.WeightUpdate) -> None:
+        self.loads.append("weights")
+        super().load_weights(update)
 
 
-def test_so_does_a_loop_of_ones_own(run: af.Run) -> None:
-    weights = EchoTrain().named_weights
+def test_a_step_in_progress_is_trained_again_from_the_restored_weights(served: Served) -> None:
+    def meanwhile() -> RolledBack:
+        served.current(2)
+        return served.roll_back(1)
+
+    engine = Logged({2: meanwhile})  # step 2, the third, trains version 2
+    served.train(engine)
+
+    assert engine.trained == [0, 1, 2, 1, 2, 3]  # step 2 twice, the second time from version 1's weights
+    (answer,) = engine.answers
+    assert (answer.version, answer.optimizer, answer.expired) == (3, "fresh", 0)
+    (restored,) = served.told(ev.Restored)
+    assert (restored.version, restored.source, restored.optimizer, restored.worker) == (3, 1, "fresh", "trainer")
+    assert engine.loads == ["weights"]
+    assert [(e.step, e.version) for e in served.told(ev.StepTrained)] == [(0, 0), (1, 1), (2, 3), (3, 4), (4, 5)]
+    assert [e.version for e in served.told(ev.Published)] == [0, 1, 2, 3, 4, 5, 6]
+    assert (served.run.queue.status().version, engine.published[-1]) == (
+        6,
+        4,
+    )  # version 3 has had one step, and three followed
+    audit = served.run.audit()
+    assert (audit.balanced, audit.put, audit.live + audit.consumed) == (True, ROWS * STEPS, ROWS * STEPS)
+
+
+def test_a_version_on_its_way_is_withdrawn_and_the_steps_after_it_descend_from_the_restored_one(
+    served: Served,
+) -> None:
+    """The rollback comes between two steps, in a checkpoint: the weights given up get into none."""
+
+    class Saving(Logged):
+        def save(self, path: Path) -> None:
+            if not self.answers:
+                served.current(2)
+                self.answers.append(served.roll_back(0))
+            super().save(path)
+
+    engine = Saving({})
+    served.train(engine, every=2)  # after steps 1 and 3, and the last
+
+    assert engine.trained == [0, 1, 0, 1, 2]
+    assert (served.run.queue.status().version, engine.published[-1]) == (6, 3)
+    saved = {}
+    for manifest in served.directory.glob("step-*/manifest.json"):
+        of = json.loads(manifest.read_text())
+        saved[of["step"]] = of["version"], json.loads((manifest.parent / "engine/echo.json").read_text())["steps"]
+    # a checkpoint's version is that of its weights: 2 has had two steps; 5 and 6 follow version 3, which has had none
+    assert saved == {2: (2, 2), 4: (5, 2), 5: (6, 3)}
+
+
+def test_the_optimizer_of_the_versions_checkpoint_is_loaded(served: Served) -> None:
+    def meanwhile() -> RolledBack:
+        served.current(3)
+        return served.roll_back(2)
+
+    engine = Logged({3: meanwhile})
+    served.train(engine, every=2)
+
+    (answer,) = engine.answers
+    assert (answer.version, answer.checkpoint, answer.optimizer) == (4, 2, "checkpoint of step 2")
+    assert engine.loads == ["checkpoint"]
+    assert served.told(ev.Restored)[0].optimizer == "checkpoint of step 2"
+    assert engine.trained == [0, 1, 2, 3, 2, 3]
+    assert (served.run.queue.status().version, engine.published[-1]) == (6, 4)
+
+
+def test_a_checkpoint_that_is_damaged_is_not_loaded_and_the_event_says_so(served: Served) -> None:
+    def meanwhile() -> RolledBack:
+        served.current(3)
+        (served.directory / "step-000002/engine/echo.json").write_text("{}")
+        return served.roll_back(2)
+
+    engine = Logged({3: meanwhile})
+    served.train(engine, every=2)
+
+    assert engine.loads == ["weights"]
+    assert served.told(ev.Restored)[0].optimizer == "fresh"
+    assert any("checkpoint of step 2 cannot be loaded" in e.text for e in served.told(ev.Note))
+    assert (served.run.queue.status().version, engine.published[-1]) == (6, 4)
+
+
+def test_of_two_rollbacks_the_second_is_loaded(served: Served) -> None:
+    def meanwhile() -> RolledBack:
+        served.current(2)
+        served.roll_back(1)
+        return served.roll_back(0)
+
+    engine = Logged({2: meanwhile})
+    served.train(engine)
+
+    assert engine.trained == [0, 1, 2, 0, 1, 2]
+    assert [(e.version, e.source) for e in served.told(ev.Restored)] == [(4, 0)]
+    assert (served.run.queue.status().version, engine.published[-1]) == (7, 3)
+
+
+def test_a_rollback_while_another_is_loaded_is_loaded_next(served: Served) -> None:
+    class Slow(Logged):
+        def load_weights(self, update: af.WeightUpdate) -> None:
+            super().load_weights(update)
+            if len(self.loads) == 1:
+                served.roll_back(0)
+
+    def meanwhile() -> RolledBack:
+        served.current(2)
+        return served.roll_back(1)
+
+    engine = Slow({2: meanwhile})
+    served.train(engine)
+
+    assert engine.loads == ["weights", "weights"]
+    assert engine.trained == [0, 1, 2, 0, 1, 2]
+    assert [(e.version, e.source) for e in served.told(ev.Restored)] == [(4, 0)]
+
+
+def test_a_trainer_that_cannot_load_weights_refuses_rollbacks(served: Served) -> None:
+    class Cannot(Logged):
+        restores = False
+
+    def meanwhile() -> str:
+        served.current(2)
+        with pytest.raises(ConfigError) as refused:
+            served.roll_back(1)
+        return str(refused.value)
+
+    engine = Cannot({2: meanwhile})
+    served.train(engine)
+
+    assert "1 cannot be rolled back to: the trainer's engine, Cannot, has no load_weights" in engine.answers[0]
+    assert engine.trained == [0, 1, 2, 3, 4]
+    assert served.run.queue.status().version == STEPS
+
+
+def test_another_trainer_restores_what_its_predecessor_did_not(served: Served) -> None:
+    """One without checkpoints, that died between the rollback and its next step."""
+
+    class Dies(Logged):
+        def load_weights(self, update: af.WeightUpdate) -> None:
+            raise RuntimeError("told to die")
+
+    def meanwhile() -> RolledBack:
+        served.current(2)
+        return served.roll_back(1)
+
+    with pytest.raises(RuntimeError, match="told to die"):
+        served.train(Dies({2: meanwhile}))
+    engine = Logged({})
+    served.train(engine)
+
+    assert engine.trained == [1, 2, 3]
+    assert [(e.version, e.source) for e in served.told(ev.Restored)] == [(3, 1)]
+    assert (served.run.queue.status().version, engine.published[-1]) == (6, 4)
+
+
+def test_a_loop_of_ones_own_publishes_when_it_says_that_it_has_restored(served: Served) -> None:
+    run, engine = served.run, EchoTrain()
     with run.weight_publisher() as publisher:
-        publisher.publish(0, weights())
+        publisher.publish(0, engine.named_weights())
         first = run.queue.get("train")
-        publisher.publish(first.version + 1, weights()).wait(LIMIT_S)
+        engine.steps += 1
+        publisher.publish(first.version + 1, engine.named_weights()).wait(LIMIT_S)
         first.ack()
         before = run.queue.get("train")
-        assert publisher.rollback(0) == 2
-        feed(run)
-        ahead = run.queue.get("train")
-        assert (before.version, ahead.version) == (1, 3)
+        assert run.restoration() is None
+        answer = run.rollback(0)
+        assert (answer.version, answer.optimizer) == (2, "fresh")
         with pytest.raises(ConfigError, match="Load 2 into the trainer"):
-            publisher.publish(before.version + 1, weights())
+            publisher.publish(before.version + 1, engine.named_weights())
+        with pytest.raises(ConfigError, match=r"has not loaded version 2 yet. Load it, then call run.restored\(2\)"):
+            publisher.publish(answer.version + 1, engine.named_weights())
+        with pytest.raises(ConfigError, match="no checkpoint can be made: .* has not loaded version 2 yet"):
+            run.checkpoint(engine.save, directory=served.directory)
+        asked = run.restoration()
+        assert asked is not None
+        with asked.fetch() as update:
+            engine.load_weights(update)
+
+        run.restored(asked.version, "fresh")
+
+        assert (engine.steps, run.restoration()) == (0, None)
+        engine.steps += 1
+        publisher.publish(asked.version + 1, engine.named_weights()).wait(LIMIT_S)
         before.ack()
-
-        publisher.publish(ahead.version + 1, weights()).wait(LIMIT_S)
-
-        ahead.ack()
-        feed(run)
         with run.queue.get("train") as following:
-            assert following.version == 4
+            assert following.version == 3
+            following.ack()

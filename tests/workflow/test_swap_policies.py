@@ -249,7 +249,7 @@ def test_a_rollback_in_a_running_workflow(tmp_path: Path) -> None:
     def roll_back() -> None:
         with af.connect(tmp_path / "run", name="operator") as operator:
             current = operator.queue.status().version
-            answers.append(operator.rollback(current - 1, "the reward fell"))
+            answers.append(operator.rollback(current - 1, "the reward fell").version)
         gates.open(10)
 
     def listen(event: Event) -> None:
@@ -260,7 +260,7 @@ def test_a_rollback_in_a_running_workflow(tmp_path: Path) -> None:
 
     threads: list[threading.Thread] = []
     result = echo_workflow(
-        rollout=rollout(), train=gates.trainer(delay_s=0.02, shifted=True), weights=af.Weights(keep=4), steps=20
+        rollout=rollout(), train=gates.trainer(delay_s=0.02), weights=af.Weights(keep=4), steps=20
     ).run(tmp_path / "run", on_event=listen)
     threads[0].join()
 

@@ -73,7 +73,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_all_go_on_from_the_last_check
     # given ranks that would wait for ever for one that has gone
     killer = Killer(RANKS[1], at=[3, 12], gates=tmp_path / "gates")
 
-    train = killer.trainer("gates:GatedRanks", world_size=2, shifted=True, deaf=True, max_restarts=2)
+    train = killer.trainer("gates:GatedRanks", world_size=2, deaf=True, max_restarts=2)
     result = resumable(train=train).run(tmp_path / "run", on_event=killer)
 
     assert killer.killed == 2

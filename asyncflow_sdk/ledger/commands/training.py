@@ -7,10 +7,12 @@ from .roots import Command, Reply
 
 class Checkpoint(Command, frozen=True, tag="checkpoint"):
     """The training engine's state before ``step`` is kept for good. Steps before ``covers`` will never be trained again: their
-    rows end, and their memory is free. Every step before ``step`` has been acknowledged."""
+    rows end, and their memory is free. Every step before ``step`` has been acknowledged. ``version``: of the weights in it; -1
+    where none is known. Checkpoints before ``covers`` are not kept."""
 
     step: int
     covers: int
+    version: int = -1
 
 
 class Resume(Command, frozen=True, tag="resume"):
@@ -39,13 +41,15 @@ class GetCut(Command, frozen=True, tag="get_cut"):
 
 class Cut(Reply, frozen=True, tag="cut"):
     """``step``: the first that is not acknowledged, which trains ``version`` (-1 before the first is published). ``covered``:
-    steps before it are final. ``put``: rows put so far. ``checkpoints``: whether rows live on until one covers them."""
+    steps before it are final. ``put``: rows put so far. ``checkpoints``: whether rows live on until one covers them.
+    ``restore``: the version of a rollback that the trainer has not loaded yet; -1 without one."""
 
     step: int
     version: int
     covered: int
     put: int
     checkpoints: bool
+    restore: int = -1
 
 
 class Meet(Command, frozen=True, tag="meet"):

@@ -22,10 +22,13 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class OpenPublisher(Command, frozen=True, tag="open_publisher"):
     """Become rank ``rank`` of the ``world_size`` that publish this run's versions: there is one publisher at a time. Answered
     with ``Publisher``. Refused while another live session has the role; the role ends with its session, or ``ClosePublisher``.
+    ``no_rollback``: why the trainer cannot load the bytes of a version; "" if it can. Rollbacks are refused with this reason
+    until another publisher opens.
     """
 
     rank: int = 0
     world_size: int = 1
+    no_rollback: str = ""
 
 
 class Publisher(Reply, frozen=True, tag="publisher"):
@@ -41,7 +44,8 @@ class ClosePublisher(Command, frozen=True, tag="close_publisher"):
 
 
 class Announce(Command, frozen=True, tag="announce"):
-    """This publisher begins to write a version. Refused unless its number is above every one that was current. Answered with
+    """This publisher begins to write a version. Refused unless its number is above every one that was current, and after a
+    rollback until ``Restored``. Answered with
     ``Published``; of a version that several ranks write, not before the one this rank published last is there from all of
     them. What this rank has announced and not published is withdrawn by a higher number. A number that was withdrawn may be
     announced again."""
@@ -83,10 +87,37 @@ class Rollback(Command, frozen=True, tag="rollback"):
 
 
 class RolledBack(Reply, frozen=True, tag="rolled_back"):
-    """``version``: the new number, current now. ``expired``: rows that ended with what was given up."""
+    """``version``: the new number, current now. ``expired``: rows that ended with what was given up. ``checkpoint``: the step of
+    the checkpoint with this version's weights and optimizer state; -1 without one."""
 
     version: int
     expired: int
+    checkpoint: int = -1
+
+
+class GetRestoration(Command, frozen=True, tag="get_restoration"):
+    """Ask which version the trainer has to load after a rollback. Answered with ``Restoration``."""
+
+
+class Restoration(Reply, frozen=True, tag="restoration"):
+    """``version``: load it, then send ``Restored``; -1: no rollback is pending. ``source``: the number that its bytes were
+    published under. ``parts``: by rank; empty if they cannot be fetched, with the reason in ``why``. ``checkpoint``: as in
+    ``RolledBack``."""
+
+    version: int = -1
+    source: int = -1
+    parts: tuple[Part, ...] = ()
+    checkpoint: int = -1
+    why: str = ""
+
+
+class Restored(Command, frozen=True, tag="restored"):
+    """The trainer has loaded ``version``, which a rollback made current; the next version may be announced. Of several ranks
+    one sends it, after all have loaded. ``optimizer``: where its state comes from, for people. Repeatable. Refused for
+    any other version than the current one."""
+
+    version: int
+    optimizer: str = ""
 
 
 class AwaitVersion(Command, frozen=True, tag="await_version"):

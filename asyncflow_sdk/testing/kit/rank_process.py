@@ -15,7 +15,8 @@ import numpy as np
 from ...interfaces import TrainEngine
 from ...plugins import import_name
 from .check import CheckFailed
-from .rank_files import read_batch, write_pieces
+from .rank_files import read_batch, read_pieces, write_pieces
+from .updates import HeldUpdate
 
 
 class Rank:
@@ -40,7 +41,7 @@ class Rank:
         if not isinstance(made, TrainEngine):
             raise CheckFailed(f"the factory made {made!r}, which is no asyncflow_sdk.TrainEngine")
         self._engine = made
-        return {"computes": list(made.computes)}
+        return {"computes": list(made.computes), "restores": made.restores}
 
     def train_step(self, batch: str) -> dict[str, Any]:
         result = self.engine.train_step(read_batch(Path(batch)))
@@ -52,6 +53,14 @@ class Rank:
 
     def named_weights(self, to: str) -> dict[str, Any]:
         write_pieces(Path(to), self.engine.named_weights())
+        return {}
+
+    def load_weights(self, path: str, version: int) -> dict[str, Any]:
+        update = HeldUpdate(version, {piece.name: piece.array for piece in read_pieces(Path(path))})
+        try:
+            self.engine.load_weights(update)
+        finally:
+            update.scribble()
         return {}
 
     def save(self, path: str) -> dict[str, Any]:

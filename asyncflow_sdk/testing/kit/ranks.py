@@ -27,11 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import AsyncFlowError, ConfigError, by_name
-from ...interfaces import StepResult, TrainEngine
+from ...interfaces import StepResult, TrainEngine, WeightUpdate
 from ...plugins import import_path
 from ...types import Batch, Ragged
 from .check import CheckFailed
-from .rank_files import Piece, read_pieces, write_batch
+from .rank_files import Piece, read_pieces, write_batch, write_pieces
 
 MAKE_S, ANSWER_S = 90.0, 60.0
 AFTER_AN_ERROR_S = 15.0
@@ -129,7 +129,7 @@ class _Together(TrainEngine):
         made = self._all(
             "make", factory=factory, model=model, algorithm=_told(algorithm), options=options, port=_free_port()
         )
-        self.computes = tuple(made[0]["computes"])
+        self.computes, self.restores = tuple(made[0]["computes"]), made[0]["restores"]
 
     def train_step(self, batch: Batch) -> StepResult:
         rows, said = self._shared("train_step", batch)
@@ -159,6 +159,11 @@ class _Together(TrainEngine):
                     pieces.setdefault(piece.name, []).append(piece)
         for name, parts in pieces.items():
             yield name, _whole(name, parts)
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        path = self._files / "update.npz"
+        write_pieces(path, update.arrays())
+        self._all("load_weights", path=str(path), version=update.version)
 
     def save(self, path: Path) -> None:
         self._all("save", path=str(path))

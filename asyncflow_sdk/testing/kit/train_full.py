@@ -17,6 +17,7 @@ from .check import CheckFailed, DoesNotApply, check, expect, needs
 from .resources import Growth, Held
 from .train_basic import SEEN, train_until_seen
 from .train_lab import NOTHING, TrainLab, changed, copied, masked, unlike
+from .updates import HeldUpdate
 
 _learns = needs(lambda lab: lab.policy.learns, "this policy does not learn")
 _grpo = needs(
@@ -371,3 +372,65 @@ def memory(lab: TrainLab) -> None:
 
 def _plain(values: Any) -> npt.NDArray[Any]:
     return from_torch(values.detach()) if is_torch(values) else np.asarray(values)
+
+
+@check(
+    "train", "full",
+    means="after a rollback the trainer goes on from weights that nobody published, in part or as a whole those given up",
+    look="load_weights(): every tensor, copied; masters made from them; a new optimizer's state; names and shapes compared first",
+)  # fmt: skip
+@needs(lambda lab: lab.engine.restores, "it does not say that it restores (TrainEngine.restores)")
+def load_weights(lab: TrainLab) -> None:
+    """load_weights() takes a published version whole: named_weights() gives its bytes, and the next step starts from them with a new optimizer."""
+    first, second, third = (lab.batch((4, 3), seed=seed) for seed in (31, 32, 33))
+    lab.trained(first)
+    version = {name: copied(tensor) for name, tensor in lab.engine.named_weights()}
+    lab.step(second)
+    lab.step(second)
+    _load(lab, version, "after two more steps")
+    _refuses(lab, version)
+    lab.step(third)
+    went_on = lab.tensors()
+    lab.end()
+    lab.fresh()
+    _load(lab, version, "into a new engine")
+    lab.step(third)
+    lab.expect_same(
+        went_on, lab.tensors(), "a step after load_weights(), of an engine that had trained and of a new one"
+    )
+
+
+def _load(lab: TrainLab, version: dict[str, npt.NDArray[Any]], when: str) -> None:
+    """The memory that the tensors come from is another version's afterwards."""
+    update = HeldUpdate(7, version)
+    lab.take(update)
+    update.scribble()
+    found = {name: copied(tensor) for name, tensor in lab.engine.named_weights()}
+    wrong = unlike(version, found)
+    expect(
+        not wrong,
+        f"load_weights() {when}: named_weights() differs from what was loaded in {', '.join(sorted(wrong)[:4])}",
+    )
+
+
+def _refuses(lab: TrainLab, version: dict[str, npt.NDArray[Any]]) -> None:
+    name = max(version, key=lambda each: version[each].nbytes)
+    lacking = {other: array for other, array in version.items() if other != name}
+    wider = {**version, name: np.concatenate([version[name], version[name]])}
+    more = {**version, "a.weight.that.no.model.has": version[name]}
+    for what, tensors in (
+        ("lacks a weight", lacking),
+        ("has one of another shape", wider),
+        ("has one too many", more),
+    ):
+        try:
+            lab.take(HeldUpdate(8, tensors))
+        except CheckFailed:
+            raise
+        except Exception:
+            found = {each: copied(tensor) for each, tensor in lab.engine.named_weights()}
+            expect(
+                not unlike(version, found), f"load_weights() of a version that {what} raised, and has changed weights"
+            )
+        else:
+            raise CheckFailed(f"load_weights() took a version that {what}")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...algorithms import GRPO
-from ...interfaces import StepResult, TrainEngine
+from ...interfaces import StepResult, TrainEngine, WeightUpdate
 from ...types import LOSS_MASK, VERSION_SPANS, Batch, Ragged, one_version
 from ...types.dtypes import from_torch, is_torch
 from .check import CheckFailed, expect
@@ -128,6 +128,10 @@ class TrainLab:
     def load(self, path: Path) -> None:
         self._new = False
         self.engine.load(path)
+
+    def take(self, update: WeightUpdate) -> None:
+        self._new = False
+        self.engine.load_weights(update)
 
     def trained(self, *batches: Batch, **options: Any) -> Tensors:
         """The weights of a new engine after a step on each batch."""

@@ -27,6 +27,8 @@ class AccelerateEngine(af.TrainEngine):
     `save` writes what Accelerate does, with pickled parts: a checkpoint is as trusted as code.
     """
 
+    restores = True
+
     def __init__(
         self, model: str, *, algorithm: af.Algorithm | None = None, lr: float = 1e-6, mixed_precision: str = "no",
         max_grad_norm: float = 1.0, micro_batch_rows: int = 32, temperature: float = 1.0, cpu: bool = False,
@@ -138,6 +140,20 @@ class AccelerateEngine(af.TrainEngine):
             if id(tensor) not in seen:  # tied weights once
                 seen.add(id(tensor))
                 yield name, tensor.detach().to(self._dtypes[name])
+
+    def load_weights(self, update: af.WeightUpdate) -> None:
+        weights = dict(self._plain.state_dict(keep_vars=True))
+        shapes = {name: tuple(weights[name].shape) for name, _ in self.named_weights()}
+        given = {name: shape for name, (_, shape) in update.tensors.items()}
+        if given != shapes:
+            unlike = sorted(name for name in given.keys() | shapes.keys() if given.get(name) != shapes.get(name))
+            raise af.errors.WeightMismatch(
+                f"version {update.version} is of another model; these differ: {', '.join(unlike)}"
+            )
+        with torch.no_grad():
+            for name, tensor in update:
+                weights[name].copy_(tensor)
+        self._optimizer.optimizer.state.clear()  # a new optimizer's
 
     def save(self, path: Path) -> None:
         self._accelerator.save_state(str(path))
