@@ -64,6 +64,7 @@ class Carrying:
         keeping: Keeping,
         on_event: Callable[[Event], None] | None,
         on_step: Callable[[int, Callable[[], Batch]], None] | None,
+        on_final: Callable[[int], None] | None,
     ) -> None:
         self._keeping = keeping
         self.durability, self.directory, self.rows = keeping.durability, keeping.directory, keeping.rows
@@ -76,6 +77,7 @@ class Carrying:
         self._gauges = Gauges({self.directory.path, self.rows}, self._places)
         self._on_event = on_event
         self._on_step = on_step
+        self._on_final = on_final
         self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()  # what was told of and may not be read yet
         self._clock = Clock()
         self._replaying = False

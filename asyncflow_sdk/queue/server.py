@@ -47,7 +47,8 @@ class QueueServer(Carrying):
 
     ``on_event``, and ``on_step`` with the number of an acknowledged step and a function that reads its rows
     (every column they have; in any thread, once), are called in the server's thread and must return at
-    once. Of a server that comes back, steps that no checkpoint covers are told again. What they raise is logged and changes nothing. ``keys``: for the addresses that are tcp.
+    once. Of a server that comes back, steps that no checkpoint covers are told again. ``on_final``: called there before a checkpoint
+    makes the steps below a number final: they are not told again, so it returns when they need not be. What these raise is logged and changes nothing. ``keys``: for the addresses that are tcp.
     ``max_call_bytes``: of the largest call taken, with its payload where that comes over the socket.
 
     ``journal``: a directory where every input is kept before its answer leaves, so that a server that is made with it
@@ -65,6 +66,7 @@ class QueueServer(Carrying):
         on_event: Callable[[Event], None] | None = None,
         on_step: Callable[[int, Callable[[], Batch]], None] | None = None,
         *,
+        on_final: Callable[[int], None] | None = None,
         journal: Path | None = None,
         durability: str | None = None,
         keys: ServerKeys | None = None,
@@ -74,7 +76,7 @@ class QueueServer(Carrying):
         history: bool = False,
         start: bool = True,
     ) -> None:
-        super().__init__(Keeping(journal, durability, history), on_event, on_step)
+        super().__init__(Keeping(journal, durability, history), on_event, on_step, on_final)
         self.ledger.make_sampler = functools.partial(make_sampler, own=samplers)
         self.ledger.make_policy = functools.partial(make_policy, own=policies)
         # the name of an inproc socket is free a while after its server is gone
@@ -344,6 +346,8 @@ class QueueServer(Carrying):
             trained = self._trained(lease, ids)
             if call.then is not None and not isinstance(command, (cmd.Complete, cmd.GiveBack)):
                 raise ProtocolError("a lease rides with a completion or a return of rows, and with nothing else")
+            if isinstance(command, cmd.Checkpoint) and not self._replaying:
+                self._tell(self._on_final, command.covers)
             self._pending[ticket] = Pending(session, command, owner, block, ids, call.inline, call.then)
             self.ledger.apply(number, command, now, ticket)
             if len(unread):

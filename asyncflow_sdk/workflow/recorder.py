@@ -162,6 +162,12 @@ class Recorder:
                 self._record()
         self._inbox.put(step)
 
+    def settle(self, before: int) -> None:
+        """Return when no step below ``before`` waits to be written: nobody tells of it again."""
+        with self._writing:
+            while any(step < before for step, _ in self._steps):
+                self._record()
+
     def close(self) -> None:
         """Write what is left. A sink that blocks is waited for a minute; then the steps behind it are written here."""
         self._closing.set()

@@ -29,6 +29,7 @@ def serve(
     key: str | os.PathLike[str] | None = None,
     on_event: Callable[[Event], None] | None = None,
     on_step: Callable[[int, Callable[[], Batch]], None] | None = None,
+    on_final: Callable[[int], None] | None = None,
     name: str = "driver",
     max_staleness: int = 1,
     capacity_rows: int = 100_000,
@@ -62,6 +63,10 @@ def serve(
 
     ``checkpoints``: rows of trained steps live until ``run.checkpoint`` covers them, so that a trainer can go on after another
     died (``run.resume``) and no row is trained twice, or never, in what survives. Until the first one all of them are kept.
+
+    ``on_event``: hears of every event. ``on_step``: is given the number of each acknowledged step and a function that reads
+    its rows, once, in any thread, however late. ``on_final``: called with a number before a checkpoint makes the steps below it final; of a
+    durable run that comes back, ``on_step`` hears of the others again. All are called in the server's thread.
 
     ``history``: the journal of the whole run is kept, also when it is over, for ``replay``.
 
@@ -98,7 +103,7 @@ def serve(
     tracking = Tracking(made) if made else None
     policy, own = find_policy(staleness_policy)
     server = QueueServer(
-        [address] if address else [], on_event=_both(on_event, tracking), on_step=on_step, journal=journal, durability=durability,
+        [address] if address else [], on_event=_both(on_event, tracking), on_step=on_step, on_final=on_final, journal=journal, durability=durability,
         keys=keys, max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history,
     )  # fmt: skip
     try:

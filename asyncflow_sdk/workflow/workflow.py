@@ -211,7 +211,7 @@ class Workflow(Described):
             recorder.event(event)
 
         run = serve(
-            directory, on_event=hear, on_step=recorder.step, steps=self.steps,
+            directory, on_event=hear, on_step=recorder.step, on_final=recorder.settle, steps=self.steps,
             max_staleness=self.staleness.max_staleness, staleness_policy=self.staleness.policy,
             capacity_rows=self.capacity_rows, keep_versions=self.weights.keep,
             max_swapping=self.weights.max_swapping, quorum=self.weights.quorum,

@@ -336,7 +336,7 @@ TRANSIENT = {
     },
     "server": {
         "_clock", "_files", "_gauges", "_keeping", "_kept", "_mapper", "_measuring", "_next_status", "_on_event",
-        "_on_step", "_places", "_reader", "_remote", "_replaying", "_schemas", "_wire", "addresses",
+        "_on_final", "_on_step", "_places", "_reader", "_remote", "_replaying", "_schemas", "_wire", "addresses",
         "directory", "durability", "here", "ledger", "recovered", "rows",
     },
 }  # fmt: skip

@@ -114,3 +114,25 @@ def test_of_a_step_that_is_trained_again_the_last_rows_are_recorded(
     held.gate.set()
     record.close()
     assert recorded(tmp_path / "run") == {0: [0], 1: [3], 2: [4], 3: [5]}
+
+
+def test_a_checkpoint_makes_no_step_final_that_is_not_recorded(tmp_path: Path) -> None:
+    # given a recorder that stands still, and acknowledged steps of a durable run
+    record, held = held_recorder(tmp_path / "record")
+    with af.serve(
+        tmp_path / "run", durability="process", checkpoints=True, on_step=record.step, on_final=record.settle
+    ) as run:
+        run.queue.declare("train", needs=["x"], batch_rows=2)
+        run.queue.put({"x": np.arange(8.0)})
+        for number in range(4):
+            run.queue.get("train").ack()
+            if number in (0, 2):
+                run.checkpoint(lambda path: None, keep=2)
+        # then a step is written before a checkpoint covers it, so that its driver may be killed
+        assert recorded(tmp_path / "record") == {0: [0, 1]}
+        run.queue.end(cancel=True)
+        run.checkpoint(lambda path: None, keep=1)
+        assert recorded(tmp_path / "record") == {step: [2 * step, 2 * step + 1] for step in range(4)}
+    held.gate.set()
+    record.close()
+    assert record.errors == []
