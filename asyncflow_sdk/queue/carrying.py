@@ -288,7 +288,7 @@ class Carrying:
 
         kept = Kept(read)
         try:
-            if len(self._kept) >= MOST_UNREAD:
+            if sum(each.unread for each in self._kept) >= MOST_UNREAD:
                 kept.now()
             else:
                 held += [hold for part in located for hold in self._reader.hold(part)]
