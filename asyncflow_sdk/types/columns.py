@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -100,7 +100,60 @@ def _pack(value: Any) -> Column:
         return Column(ColumnSpec("fixed", dtype_name(value.dtype), value.shape[1:]), _plain(value), None)
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
         raise SchemaError(f"a {type(value).__name__} is no column; give a sequence with one entry a row")
-    return _pack_sequence(list(value))
+    rows = list(value)
+    try:
+        return _pack_sequence(rows)
+    except SchemaError:
+        odd = odd_entry(rows)
+        if odd is None:
+            raise
+        entry, what = odd
+    raise SchemaError(f"entry {entry} is {what}")
+
+
+def odd_entry(rows: Iterable[Any]) -> tuple[int, str] | None:
+    """The first entry that no column can hold, and what it is, in words; None if each could be held by some column."""
+    for number, row in enumerate(rows):
+        if isinstance(row, (str, bytes, bytearray, memoryview)) or is_torch(row):
+            continue
+        try:
+            kind = np.asarray(row).dtype.kind
+        except ValueError:  # lists of several lengths
+            kind = "O"
+        if kind in "OU":
+            return number, _words(row)
+    return None
+
+
+CHAT = (
+    'a chat, a list of {"role", "content"}; give it as text, such as tokenizer.apply_chat_template(chat, tokenize=False,'
+    " add_generation_prompt=True), or as token ids"
+)
+
+
+def is_chat(entry: Any) -> bool:
+    """True for messages with a role each."""
+    return (
+        isinstance(entry, (list, tuple))
+        and bool(entry)
+        and all(isinstance(each, Mapping) and "role" in each for each in entry)
+    )
+
+
+def _words(entry: Any) -> str:
+    if is_chat(entry):
+        return CHAT
+    if isinstance(entry, int):
+        return f"{entry}, which 64 bits cannot hold"
+    if entry is None:
+        what = "None"
+    elif isinstance(entry, (list, tuple)):
+        what = f"a {type(entry).__name__} of {' and '.join(sorted({type(each).__name__ for each in entry}))}"
+    elif isinstance(entry, np.ndarray):
+        what = f"an array of dtype {entry.dtype}"
+    else:
+        what = f"of type {type(entry).__name__}"
+    return f"{what}; a column has one number, array of numbers, text or bytes a row"
 
 
 _NUMBERS = {bool, int, float, complex}

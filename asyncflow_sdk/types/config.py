@@ -45,6 +45,8 @@ class Sampling(Configuration):
     """How tokens are drawn. ``temperature``: 0 takes the likeliest token each time. ``max_tokens``: of a response. ``top_p``: only from
     the likeliest tokens that together have this much probability, 1 from all; ``top_k``: only from so many, 0 from all. ``seed``:
     None draws differently each run. ``stop_ids``: token ids that end a response beside the model's own; they are its last token.
+    ``stop``: the same as text, each of one token, which a rollout's tokenizer encodes before an engine is asked. Engines end a response
+    at no text of several tokens.
 
     top_p and top_k cut what is drawn from, and no log-prob: that of a token is always under the whole vocabulary at
     ``temperature``, and at temperature 1 where that is 0. It is what a trainer computes for the same tokens.
@@ -56,6 +58,7 @@ class Sampling(Configuration):
     top_k: int = 0
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -65,6 +68,9 @@ class Sampling(Configuration):
             raise ConfigError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if not all(self.stop):
+            raise ConfigError("stop is text of one token each; an empty text is none")
         if any(token < 0 for token in self.stop_ids):
             raise ConfigError(f"stop_ids are token ids from 0, not {list(self.stop_ids)}")
         if self.top_k < 0:

@@ -73,6 +73,14 @@ def check_floating(dtype: Any) -> None:
     raise ConfigError(f"dtype is one of {', '.join(FLOATS)}, by its name, not {dtype!r}{meant}")
 
 
+def floating_name(name: Any) -> str:
+    """The name of a dtype of floating-point numbers, of which torch and others have several: "half" is "float16". "" for what is
+    none."""
+    plain = str(name).removeprefix("torch.")
+    plain = _ALSO.get(plain, plain)
+    return plain if plain in FLOATS else ""
+
+
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """The name of a numpy dtype. Raises SchemaError for object arrays and what torch does not know."""
     name = _NAME.get(dtype)  # dtypes hash by their byte order too

@@ -11,8 +11,9 @@ import functools
 import inspect
 import itertools
 import numbers
+import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal
@@ -30,8 +31,16 @@ LOOKED_AT = 1000
 def meant(name: str, known: Iterable[str]) -> str:
     """What to say behind a name that there is not: the nearest there is, or all of them."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"it takes: {', '.join(known) or 'none'}"
+    near = nearest(name, known)
+    return f"did you mean {near!r}?" if near else f"it takes: {', '.join(known) or 'none'}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that may be meant: one that begins with ``name``, as stop_ids with stop, before one that is only spelt like
+    it. "" if there is none."""
+    known = list(known)
+    longer = [each for each in known if each.startswith(f"{name}_")]
+    return next(iter(longer or difflib.get_close_matches(name, known, 1)), "")
 
 
 def check_names(made: type, given: Iterable[str]) -> None:
@@ -61,9 +70,46 @@ def check_types(made: type, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         found = fits.get(name)
         if found is not None and not found[0](value):
-            raise ConfigError(
-                f"{made.__name__}: {name} must be {found[1]}, not {type(value).__name__}: {value!r:.80}"
-            )
+            raise ConfigError(f"{made.__name__}: {name} {_unfit(found[1], value)}")
+
+
+def misfits(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names of ``given`` whose values, plain ones as JSON has them, are not of the type that ``function`` or the constructor of a
+    class says, each with what is wrong. Only numbers, text, true or false, None, and lists and mappings of these are judged: of
+    another annotation ``function`` may make what it needs. Raises nothing."""
+    of: Any = function.__init__ if inspect.isclass(function) else function
+    of = inspect.unwrap(of)
+    for name, value in given.items():
+        hint = _hint(of, name)
+        if hint is not None and _is_plain(hint) and not _fit(hint)(value):
+            yield name, _unfit(_words(hint), value)
+
+
+def _unfit(words: str, value: Any) -> str:
+    return f"must be {words}, not {type(value).__name__}: {value!r:.80}"
+
+
+def _hint(function: Any, name: str) -> Any:
+    """The annotation of one parameter, resolved; None if it has none, or names what is not there at run time."""
+    written = getattr(function, "__annotations__", {}).get(name)
+    if written is None:
+        return None
+    try:
+        holder = types.SimpleNamespace(__annotations__={name: written})
+        return typing.get_type_hints(holder, globalns=getattr(function, "__globals__", {}))[name]
+    except Exception:  # an outsider's annotation: whatever evaluating it raises
+        return None
+
+
+def _is_plain(hint: Any) -> bool:
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return True
+    if origin in (typing.Union, UnionType) or (
+        isinstance(origin, type) and issubclass(origin, Collection) and not isinstance(origin, str)
+    ):
+        return bool(of) and all(each is ... or _is_plain(each) for each in of)
+    return hint in (*_PLAIN, str, list, dict)
 
 
 def check_fields(made: Any) -> None:

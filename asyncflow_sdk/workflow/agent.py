@@ -182,10 +182,7 @@ class Turns:
     def _stop_id(self, stop: str | int) -> int:
         if not isinstance(stop, str):
             return int(stop)
-        ids = self._tokenizer("a stop").encode([stop], special=False)[0]
-        if len(ids) != 1:
-            raise ConfigError(f"a turn stops at one token, and {stop!r} is {len(ids)}: {ids.tolist()}")
-        return int(ids[0])
+        return self._tokenizer("a stop").stop_id(stop)
 
     def _tokenizer(self, what: str) -> Text:
         if self._text is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -17,15 +16,17 @@ import numpy as np
 from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError
 from ..interfaces import Launcher, Place
 from ..plugins import registry
+from ..types.dtypes import floating_name
 from ..weights import AUTO
 from ..weights.publisher import check_publishing
-from .dataflow import Dataflow, Node
+from .dataflow import PROMPTS, Dataflow, Edge, Node, same_name
+from .engines import odd_options
 from .planning import planned
 from .policy import rows_needed
 from .ranks import check_ranks
-from .specs import Rollout, Stage, Train
+from .specs import TRAINED, Rollout, Stage, Train, takes_trained
 from .supervise import launcher_named
-from .text import Text, token_ids
+from .text import Text, token_ids, with_stop_ids
 from .tracking import check_tracker
 from .work import Generate, Logprobs
 
@@ -136,6 +137,9 @@ def _find(flow: Workflow, problems: Problems) -> None:
             _check_place(f"stage {stage.task!r}", stage.place, problems, *key)
         if isinstance(stage.work, (Logprobs, Generate)) and _is_here(stage.task):
             _check_engine("stage", stage.work, stage.place, problems, *key, "work")
+        with problems.kept(*key, "work", "sampling"):
+            if isinstance(stage.work, Generate):
+                _check_stops(stage.work)
         _check_here(stage, problems, *key)
     _check_place("train", flow.train.place, problems, "train", world_size=flow.train.world_size)
     if _is_here(flow.train.task):
@@ -151,9 +155,12 @@ def _find(flow: Workflow, problems: Problems) -> None:
             _check_lengths(flow, rollout)
         with problems.kept("rollout", number, "sampling"):
             _check_temperature(rollout, flow.train)
+        with problems.kept("rollout", number, "sampling"):
+            _check_stops(rollout)
     flow.plan = planned(flow, problems)
     with problems.kept("weights"):
         _check_weights(flow)
+    _check_dtypes(flow, problems)
     for number, tracker in enumerate(flow.trackers):
         with problems.kept("trackers", number):
             check_tracker(tracker)
@@ -177,7 +184,7 @@ def _check_numbers(flow: Workflow, problems: Problems) -> None:
         problems.add(f"epochs must be 1 or more, or None for as many as the steps take, not {flow.epochs}", "epochs")
     if not flow.stall_timeout_s > 0:
         problems.add(f"stall_timeout_s must be above 0, not {flow.stall_timeout_s}", "stall_timeout_s")
-    sizes = {rollout.group_size for rollout in flow.rollouts}
+    sizes = {rollout.group_size for rollout in flow.rollouts if takes_trained(rollout.partitions)}
     if len(sizes) > 1:
         listed = " and ".join(map(str, sorted(sizes)))
         text = f"rollouts have group_size {listed}: a prompt has one number of responses; give all the same"
@@ -229,13 +236,7 @@ def _check_engine(
         return
     with problems.kept(*key, "engine"):
         factory = registry().get(spec.kind, spec.engine).load()
-        known = _options_of(factory)
-        if known is None:
-            return
-        for option in [name for name in spec.options if name not in known]:
-            near = difflib.get_close_matches(option, [*known, *inspect.signature(type(spec)).parameters], 1)
-            meant = f"; did you mean {near[0]!r}?" if near else "."
-            text = f"engine {spec.engine!r} has no option {option!r}{meant} It takes: {', '.join(known)}"
+        for option, text in odd_options(spec.engine, factory, spec.options, inspect.signature(type(spec)).parameters):
             problems.add(text, *key, option)
 
 
@@ -250,17 +251,6 @@ def _of_the_hub(model: str) -> str:
     return f"; one of the hub is downloaded first: hf download {model} --local-dir FOLDER"
 
 
-def _options_of(factory: Callable[..., Any]) -> list[str] | None:
-    """What can be said when an engine is made; None where that cannot be known."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL and p.name not in ("model", "algorithm")]
-
-
 def _check_here(stage: Stage, problems: Problems, *key: str | int) -> None:
     """A function that only the driver has cannot be placed elsewhere."""
     place = stage.place
@@ -273,31 +263,62 @@ def _check_here(stage: Stage, problems: Problems, *key: str | int) -> None:
 
 
 def dataflow(flow: Workflow) -> Dataflow:
-    """The tasks and their columns. Rollouts that share a task are one. Raises ConfigError where they do not agree."""
+    """The tasks that work on the rows that are trained, and their columns. Raises ConfigError where rollouts that share a task
+    do not agree."""
+    nodes = [node for node in _nodes(flow) if node.takes(TRAINED[0])]
+    return Dataflow(list(flow.data), nodes)
+
+
+def dataflows_beside(flow: Workflow) -> dict[str, Dataflow]:
+    """By partition, the tasks that work on rows that somebody else puts there, with the columns that none of them gives."""
+    nodes, found = _nodes(flow), {}
+    for partition in dict.fromkeys(each for node in nodes for each in node.partitions if each not in ("*", *TRAINED)):
+        taking = [node for node in nodes if node.takes(partition)]
+        given = {column for node in taking for column in node.gives}
+        put = dict.fromkeys(column for node in taking for column in node.needs if column not in given)
+        found[partition] = Dataflow(list(put), taking)
+    return found
+
+
+def edges(flow: Workflow) -> list[Edge]:
+    """All columns from task to task: first of the rows that are trained, then of those of other partitions."""
+    found = dataflow(flow).edges
+    for partition, of in dataflows_beside(flow).items():
+        put = [edge._replace(giver=f"partition {partition}") if edge.giver == PROMPTS else edge for edge in of.edges]
+        found += [edge for edge in put if edge not in found]
+    return found
+
+
+def _nodes(flow: Workflow) -> list[Node]:
+    """All tasks. Rollouts that share one are one."""
     nodes: dict[str, Node] = {}
     listed: list[Node] = []
     for rollout in flow.rollouts:
         spec = rollout.declare()
-        node = Node(spec.name, spec.needs, spec.gives)
+        node = Node(spec.name, spec.needs, spec.gives, spec.partitions)
         known = nodes.setdefault(spec.name, node)
         if known is node:
             listed.append(node)
         elif known != node:
             raise ConfigError(
-                f"rollouts of engines that share task {spec.name!r} must need and give the same columns: one needs"
+                f"rollouts of engines that share task {spec.name!r} must need and give the same columns of the same partitions: one needs"
                 f" {', '.join(known.needs)} and gives {', '.join(known.gives)}, the other needs {', '.join(node.needs)} and"
                 f" gives {', '.join(node.gives)}; name a tokenizer for both, or give one another task="
             )
-    listed += [Node(stage.task, stage.needs, stage.gives) for stage in flow.stages]
-    return Dataflow(list(flow.data), [*listed, Node(flow.train.task, flow.train.needs)])
+    listed += [Node(stage.task, stage.needs, stage.gives, stage.partitions) for stage in flow.stages]
+    return [*listed, Node(flow.train.task, flow.train.needs)]
 
 
 def _check_columns(flow: Workflow, problems: Problems) -> None:
     keys = {stage.task: key for stage, key in zip(flow.stages, _stage_keys(flow), strict=True)}
     with problems.kept("rollout"):
-        for problem in dataflow(flow).problems():
+        tasks = [node.task for node in _nodes(flow)]
+        found = [same_name(task) for task in dict.fromkeys(tasks) if tasks.count(task) > 1]
+        for of in (dataflow(flow), *dataflows_beside(flow).values()):
+            found += of.problems()
+        for problem in found:
             problems.add(problem.text, *keys.get(problem.task, (problem.task,)))
-    admitting = [rollout for rollout in flow.rollouts if not rollout.prefix]
+    admitting = [rollout for rollout in flow.rollouts if rollout.admits]
     if len({rollout.task for rollout in admitting}) != 1:
         names = ", ".join(repr(rollout.task) for rollout in admitting) or "none"
         problems.add(
@@ -338,10 +359,38 @@ def _check_weights(flow: Workflow) -> None:
         )
 
 
+def _check_dtypes(flow: Workflow, problems: Problems) -> None:
+    """Versions have a dtype that each rollout takes, as far as adapters and model folders say."""
+    asked = flow.weights.dtype
+    trained = registry().find("train", flow.train.engine)
+    if asked is None and trained is not None and trained.spec.said("dtype") == ("option",):
+        asked = flow.train.options.get("dtype") or "auto"
+    published = "" if asked is None else _dtype_of(asked, flow.train.model)
+    for number, rollout in enumerate(flow.rollouts):
+        adapter = registry().find("rollout", rollout.engine)
+        taken = (adapter.spec.said("dtype") if adapter is not None else None) or ()
+        options = {"option": rollout.options.get("dtype") or "auto", "folder": "auto"}
+        names = list(dict.fromkeys(_dtype_of(options[each], rollout.model) for each in taken))
+        if published and names and all(names) and published not in names:
+            problems.add(
+                f"train publishes weights in {published}, and rollout {rollout.task!r} with engine {rollout.engine!r} takes"
+                f" {' or '.join(names)}: say weights=af.Weights(dtype={names[0]!r}), or dtype={published!r} for the rollout",
+                *(("rollout", number, "dtype") if "dtype" in rollout.options else ("rollout", number)),
+            )
+
+
+def _dtype_of(option: str, model: str) -> str:
+    """The dtype that an engine's option names, or its model folder; "" if it is not known here."""
+    if option != "auto":
+        return floating_name(option)
+    config = _config(model)
+    return floating_name(config.get("dtype") or config.get("torch_dtype"))
+
+
 def _check_temperature(rollout: Rollout, train: Train) -> None:
     """Ratios of log-probs mean something only under the same distribution."""
     drawn, trained = rollout.sampling.temperature, train.options.get("temperature", 1.0)
-    if rollout.prefix:  # its log-probs are not trained
+    if not rollout.admits:  # its log-probs are not trained
         return
     if drawn == 0:
         raise ConfigError("sampling at temperature 0 draws the same response for a whole group; use one above 0")
@@ -352,9 +401,15 @@ def _check_temperature(rollout: Rollout, train: Train) -> None:
         )
 
 
+def _check_stops(spec: Rollout | Generate) -> None:
+    """Texts that end a response are one token each, where the tokenizer is known here."""
+    with contextlib.suppress(PluginError):  # no tokenizers in this environment: the worker has them, and checks
+        with_stop_ids(spec.sampling, Text(spec.tokenizer) if spec.tokenizer and spec.sampling.stop else None)
+
+
 def _check_ids(flow: Workflow, rollout: Rollout) -> None:
     """Prompts given as token ids are that."""
-    if rollout.prompt != "prompt_ids" or rollout.prompt not in flow.data:
+    if not takes_trained(rollout.partitions) or rollout.prompt != "prompt_ids" or rollout.prompt not in flow.data:
         return
     try:
         lengths = token_ids(flow.data, rollout.prompt).lengths
@@ -367,7 +422,7 @@ def _check_ids(flow: Workflow, rollout: Rollout) -> None:
 def _check_lengths(flow: Workflow, rollout: Rollout) -> None:
     """Prompts that leave no room for a response, where tokenizer and context are known here."""
     context = _context(rollout.model)
-    if context is None or rollout.prompt not in flow.data:
+    if context is None or rollout.prompt not in flow.data or not takes_trained(rollout.partitions):
         return
     if rollout.prompt == "prompt_ids":
         lengths = flow.data.ragged("prompt_ids").lengths
@@ -394,12 +449,17 @@ def _check_lengths(flow: Workflow, rollout: Rollout) -> None:
 
 def _context(model: str) -> int | None:
     """The most tokens a model folder's configuration allows; None when it does not say."""
+    context = _config(model).get("max_position_embeddings")
+    return context if isinstance(context, int) else None
+
+
+def _config(model: str) -> dict[str, Any]:
+    """The configuration of a model folder; empty where there is none that can be read."""
     try:
         config = msgspec.json.decode(Path(model, "config.json").read_bytes())
     except (OSError, msgspec.MsgspecError):
-        return None
-    context = config.get("max_position_embeddings") if isinstance(config, dict) else None
-    return context if isinstance(context, int) else None
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def name_of(function: Callable[..., Any] | str) -> str:

@@ -15,8 +15,16 @@ from ..ledger import commands as cmd
 from ..queue import TransferQueue
 from ..queue._once import drive
 from ..types import Batch
+from ..types.columns import CHAT, is_chat
 
 _PROMPTS = "prompts are texts, records, columns by name, or the path of a .jsonl file"
+_OTHER_FILES = {
+    ".csv": ("CSV", "list(csv.DictReader(open(FILE)))"),
+    ".tsv": ("CSV with tabs", 'list(csv.DictReader(open(FILE), delimiter="\\t"))'),
+    ".json": ("one JSON document", "json.load(open(FILE))"),
+    ".parquet": ("Parquet", 'pandas.read_parquet(FILE).to_dict("records")'),
+}
+"""By the end of a file's name, what it holds instead of JSON lines, and how its records are read."""
 Prompts = str | Path | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
@@ -57,12 +65,20 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(msgspec.json.decode(line, type=dict[str, Any]))
         except ValueError as error:  # not JSON, or no UTF-8
+            other = _OTHER_FILES.get(path.suffix.lower())
+            if other is not None:
+                raise ConfigError(
+                    f"prompts from {path}: a file of prompts has a JSON object a line (.jsonl), and this one is"
+                    f" {other[0]}; read it, and give its records: prompts={other[1]}"
+                ) from None
             raise ConfigError(f"{path}, line {number}: not a JSON object: {error}") from None
     return records
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     for number, row in enumerate(rows):
+        if is_chat(row):
+            raise ConfigError(f"prompts: entry {number} is {CHAT}")
         if not isinstance(row, Mapping):
             raise ConfigError(f"{_PROMPTS}; entry {number} is {type(row).__name__}: {row!r:.80}")
     names = list(rows[0]) if rows else []

@@ -19,11 +19,15 @@ PROMPTS = "prompts"
 
 
 class Node(NamedTuple):
-    """A task: the columns it needs and those it gives."""
+    """A task: the columns it needs and those it gives, of the rows of these ``partitions``."""
 
     task: str
     needs: tuple[str, ...]
     gives: tuple[str, ...] = ()
+    partitions: tuple[str, ...] = ("",)
+
+    def takes(self, partition: str) -> bool:
+        return partition in self.partitions or "*" in self.partitions
 
 
 class Edge(NamedTuple):
@@ -39,6 +43,10 @@ class Problem(NamedTuple):
 
     task: str
     text: str
+
+
+def same_name(task: str) -> Problem:
+    return Problem(task, f"two tasks have the same name {task!r}: give one another task=")
 
 
 class Dataflow:
@@ -88,7 +96,7 @@ class Dataflow:
         names = [node.task for node in self.nodes]
         same = [name for name in dict.fromkeys(names) if names.count(name) > 1]
         return [
-            *(Problem(n, f"two tasks have the same name {n!r}: give one another task=") for n in same),
+            *map(same_name, same),
             *(
                 Problem(
                     second,

@@ -26,7 +26,7 @@ from .completing import Completing
 from .drawing import Drawing
 from .specs import rollout_task
 from .swapping import Swapping
-from .text import Text
+from .text import Text, with_stop_ids
 from .work import tokenizer_file
 
 WAIT_S = 3600.0
@@ -88,7 +88,7 @@ class Producer:
         self._drawing = Drawing(engine, None if needs_first else 0, wake)
         self._completing = Completing(prefix, text, prompt_ids=prompt != "prompt_ids", late=self._warn)
         self._answering = Answering(
-            engine, self._drawing, self._completing, self._connection, sampling=sampling or Sampling(), prompt=prompt,
+            engine, self._drawing, self._completing, self._connection, sampling=with_stop_ids(sampling or Sampling(), text), prompt=prompt,
             text=text, agent=agent, wake=wake, room=self._room,
         )  # fmt: skip
         self._updates = WeightUpdates(queue, self._drawing.loaded, wake, rename=engine.weight_name)

@@ -10,10 +10,10 @@ import msgspec
 
 from ..interfaces import Place
 from ..types import Sampling
-from .checking import AHEAD_STEPS, dataflow, name_of
+from .checking import AHEAD_STEPS, dataflow, edges, name_of
 from .dataflow import PROMPTS
 from .policy import rule_of
-from .specs import Rollout, Stage, Train
+from .specs import TRAINED, Rollout, Stage, Train, takes_trained
 from .tracking import label_of
 from .work import Generate, Logprobs
 
@@ -29,14 +29,14 @@ def described(flow: Workflow) -> dict[str, Any]:
             {
                 "task": each.task, "engine": each.engine, "model": each.model, "options": each.options,
                 "group_size": each.group_size, "replicas": each.replicas, "sampling": msgspec.to_builtins(each.sampling),
-                "needs": each.declare().needs, "gives": each.declare().gives, "place": _placed(each.place),
+                "needs": each.declare().needs, "gives": each.declare().gives, "partitions": each.partitions, "place": _placed(each.place),
             }
             for each in flow.rollouts
         ],
         "stages": [
             {
                 "task": each.task, "work": _worked(each), "needs": each.needs, "gives": each.gives,
-                "place": _placed(each.place),
+                "partitions": each.partitions, "place": _placed(each.place),
             }
             for each in flow.stages
         ],
@@ -45,7 +45,7 @@ def described(flow: Workflow) -> dict[str, Any]:
             "algorithm": _algorithm(flow.train), **({"world_size": flow.train.world_size} if flow.train.world_size > 1 else {}),
             "needs": flow.train.needs, "place": _placed(flow.train.place, 0),
         },
-        "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in dataflow(flow).edges],
+        "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in edges(flow)],
         "batch_size": flow.batch_size, "steps": flow.steps, "epochs": flow.epochs, "seed": flow.seed,
         "capacity_rows": flow.capacity_rows, "on_failure": flow.on_failure, "stall_timeout_s": flow.stall_timeout_s,
         "trackers": [label_of(each) for each in flow.trackers],
@@ -77,9 +77,9 @@ def shown(flow: Workflow) -> str:
     tasks += [(each.task, _rollout(each)) for each in flow.rollouts]
     tasks += [(each.task, _stage(each)) for each in flow.stages]
     tasks.append((flow.train.task, _train(flow.train)))
-    edges = [(e.giver, ", ".join(e.columns), e.taker) for e in dataflow(flow).edges]
-    wide = max(len(name) for name, _ in tasks)
-    most = max(len(columns) for _, columns, _ in edges)
+    arrows = [(e.giver, ", ".join(e.columns), e.taker) for e in edges(flow)]
+    wide = max(len(name) for name, *_ in (*tasks, *arrows))
+    most = max(len(columns) for _, columns, _ in arrows)
     last = "" if flow.epochs is None else f", or {flow.epochs} epochs"
     return "\n".join(
         [
@@ -89,7 +89,7 @@ def shown(flow: Workflow) -> str:
             *(f"  {name:{wide}}  {text}" for name, text in tasks),
             "",
             "columns",
-            *(f"  {giver:>{wide}} ──{f' {columns} ':─^{most + 2}}──▶ {taker}" for giver, columns, taker in edges),
+            *(f"  {giver:>{wide}} ──{f' {columns} ':─^{most + 2}}──▶ {taker}" for giver, columns, taker in arrows),
             "",
             "chosen",
             *(f"  {name}: {text}" for name, text in choices(flow).items()),
@@ -168,13 +168,19 @@ def choices(flow: Workflow) -> dict[str, str]:
             found[f"{rollout.task} {rollout.engine}".strip()] = (
                 f"column {rollout.prompt!r} is text, encoded by {rollout.tokenizer}"
             )
-        if rollout.prefix:
+        if not takes_trained(rollout.partitions):
+            found[f"task {rollout.task}"] = (
+                f"answers the rows of {_named(rollout.partitions)}; the staleness rule does not hold it"
+            )
+        elif rollout.prefix:
             found[f"task {rollout.task}"] = "answers every prompt once more; the staleness rule does not hold it"
     for stage in flow.stages:
         if stage.here:
             found[f"stage {stage.task}"] = "a thread of the driver: no other process can import its function"
         elif stage.whole_groups:
             found[f"stage {stage.task}"] = "works on whole groups: its function asks for groups"
+        if stage.partitions != TRAINED:
+            found[f"partitions of {stage.task}"] = f"it takes the rows of {_named(stage.partitions)}"
     for column, task in dataflow(flow).unused.items():
         if task not in {rollout.task for rollout in flow.rollouts}:
             found[f"column {column}"] = f"given by {task} and needed by nobody: training does not wait for it"
@@ -184,6 +190,12 @@ def choices(flow: Workflow) -> dict[str, str]:
             f"the prompts last for {min(steps, flow.steps)} of {flow.steps} steps, fewer if rows are filtered"
         )
     return found
+
+
+def _named(partitions: tuple[str, ...]) -> str:
+    if "*" in partitions:
+        return "every partition"
+    return " and ".join("training" if each in TRAINED else f"partition {each!r}" for each in partitions)
 
 
 def _capacity(flow: Workflow) -> str:
@@ -197,9 +209,9 @@ def _capacity(flow: Workflow) -> str:
 
 def drawn(flow: Workflow) -> str:
     """A Mermaid flowchart."""
-    edges = dataflow(flow).edges
-    tasks = list(dict.fromkeys(task for edge in edges for task in (edge.giver, edge.taker)))
+    drawn_edges = edges(flow)
+    tasks = list(dict.fromkeys(task for edge in drawn_edges for task in (edge.giver, edge.taker)))
     ids = {task: re.sub(r"\W", "_", task) + f"_{number}" for number, task in enumerate(tasks)}
     lines = [f'  {ids[task]}["{task}"]' for task in tasks]
-    lines += [f'  {ids[e.giver]} -->|"{", ".join(e.columns)}"| {ids[e.taker]}' for e in edges]
+    lines += [f'  {ids[e.giver]} -->|"{", ".join(e.columns)}"| {ids[e.taker]}' for e in drawn_edges]
     return "\n".join(["flowchart LR", *lines])

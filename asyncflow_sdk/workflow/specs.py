@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..algorithms import algorithm_spec, make_algorithm
-from ..errors import ConfigError, PluginError
+from ..errors import ConfigError, PluginError, SchemaError
 from ..interfaces import TRAIN_COLUMNS, Algorithm, OnFailure, Place
 from ..ledger import TaskSpec
 from ..ledger.commands import SamplerSpec
 from ..plugins import import_name, import_path
 from ..queue import TransferQueue
+from ..queue.arguments import check_names
 from ..types import LOSS_MASK, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 from .agent import Agent
@@ -36,6 +37,8 @@ RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS)
 WHOLE_GROUPS = SamplerSpec("whole_groups")
 SHARES = SamplerSpec("token_balanced", {"column": "response_ids", "whole_groups": True})
 """How the rows of a step are dealt out to the ranks of a trainer."""
+TRAINED = ("",)
+"""The partition whose rows are trained."""
 _BATCH = 256
 _SMALL_BATCH = 32
 """Rows of a call where several run at a time, and of a lease of an engine."""
@@ -52,6 +55,9 @@ class Rollout(Described):
     Rollouts of different engines may share the task "rollout": who is free takes the next prompts. Another ``task``
     answers every prompt once more, and gives the columns under its own name ("second_response_ids" of task "second";
     ``prefix`` says another beginning); the staleness rule is for the columns without one.
+
+    ``partitions``: the rows it answers, by the partition they were put in; "" is training's, "*" any. A rollout of other
+    partitions than training's, such as an evaluation's, gives its columns without a prefix, and the staleness rule does not hold it.
 
     ``agent``: a coroutine function that its worker can import; each row is a conversation of it with the model, see ``Turns``.
     ``needs``: columns it is called with, by default its parameters after the first; ``gives``: those it returns beside the
@@ -71,6 +77,7 @@ class Rollout(Described):
         prompt: str = "prompt",
         task: str = "rollout",
         prefix: str | None = None,
+        partitions: Sequence[str] = TRAINED,
         agent: Callable[..., Any] | None = None,
         needs: Sequence[str] | None = None,
         gives: Sequence[str] = (),
@@ -96,7 +103,9 @@ class Rollout(Described):
         _check_task("rollout", task, lease_s)
         self.engine, self.model = engine_name(engine), str(model)
         self.task, self.group_size, self.replicas = task, group_size, replicas
-        self.prefix = ("" if task == "rollout" else f"{task}_") if prefix is None else prefix
+        self.partitions = _partitions("rollout", task, partitions)
+        beside = task == "rollout" or not takes_trained(self.partitions)
+        self.prefix = ("" if beside else f"{task}_") if prefix is None else prefix
         self.sampling = sampling or Sampling()
         self.lease_s = lease_s
         self.prompt, self.options = prompt, plain_options(self.engine, options)
@@ -115,6 +124,11 @@ class Rollout(Described):
                 "needs= and gives= are an agent's: a rollout without one needs prompts and gives responses"
             )
 
+    @property
+    def admits(self) -> bool:
+        """True if its columns are trained, so that the staleness rule decides when it gets prompts."""
+        return is_trained(self.prefix, self.partitions)
+
     def declare(self) -> TaskSpec:
         """The task: text prompts are encoded, and responses decoded, where there is a tokenizer."""
         if self.prompt != "prompt_ids" and not self.tokenizer:
@@ -122,12 +136,15 @@ class Rollout(Described):
                 f"prompts are text (column {self.prompt!r}), but {self.model or 'the model'!r} has no"
                 " tokenizer.json; name a tokenizer, or give token ids in a column prompt_ids"
             )
-        return rollout_task(self.task, self.prompt, self.prefix, bool(self.tokenizer), self.agent, self.lease_s)
+        return rollout_task(
+            self.task, self.prompt, self.prefix, bool(self.tokenizer), self.agent, self.lease_s, self.partitions
+        )
 
 
 def rollout_task(
-    task: str, prompt: str, prefix: str, text: bool, agent: Agent | None = None, lease_s: float = 3600.0
-) -> TaskSpec:
+    task: str, prompt: str, prefix: str, text: bool, agent: Agent | None = None, lease_s: float = 3600.0,
+    partitions: tuple[str, ...] = TRAINED,
+) -> TaskSpec:  # fmt: skip
     """The task of a rollout: the columns it needs and gives. ``text``: responses are decoded."""
     needs = (prompt, *(agent.needs or ())) if agent is not None else (prompt,)
     gives = (
@@ -136,10 +153,31 @@ def rollout_task(
         *(("response",) if text else ()),
         *((LOSS_MASK, *agent.gives) if agent is not None else ()),
     )
+    admits = is_trained(prefix, partitions)
     return TaskSpec(
-        name=task, needs=tuple(dict.fromkeys(needs)), gives=tuple(prefix + name for name in gives), admits=not prefix, lease_s=lease_s,
-        sampler=WHOLE_GROUPS if prefix else None,
+        name=task, needs=tuple(dict.fromkeys(needs)), gives=tuple(prefix + name for name in gives), admits=admits, lease_s=lease_s,
+        partitions=partitions, sampler=None if admits else WHOLE_GROUPS,
     )  # fmt: skip
+
+
+def is_trained(prefix: str, partitions: Sequence[str]) -> bool:
+    """True if the columns of such a rollout are those that are trained."""
+    return not prefix and takes_trained(partitions)
+
+
+def takes_trained(partitions: Sequence[str]) -> bool:
+    """True if rows of the partition that is trained are among these."""
+    return TRAINED[0] in partitions or "*" in partitions
+
+
+def _partitions(what: str, task: str, names: Sequence[str]) -> tuple[str, ...]:
+    try:
+        found = check_names("partitions", names, empty=True)
+    except SchemaError as error:
+        raise ConfigError(f"{what} {task!r}: {error}") from None
+    if not found:
+        raise ConfigError(f"{what} {task!r}: partitions name the rows that it takes; it has none")
+    return found
 
 
 def _check_task(what: str, task: str, lease_s: float) -> None:
@@ -161,6 +199,7 @@ class Stage(Described):
     A function that another process can import runs in a process of its own; any other (a lambda, one from
     ``__main__`` or a notebook) runs in a thread of the driver. Of one that only the interpreter ``python`` has, the path
     ("module:function") is given, and ``needs``. ``batch``: most rows of a call; for engines, of a lease.
+    ``partitions``: as of ``Rollout``; a function may score the rows of training and those of an evaluation.
     """
 
     def __init__(
@@ -170,6 +209,7 @@ class Stage(Described):
         task: str | None = None,
         needs: Sequence[str] | None = None,
         gives: Sequence[str] | None = None,
+        partitions: Sequence[str] = TRAINED,
         batch: int | None = None,
         concurrency: int = 8,
         python: str | None = None,
@@ -197,6 +237,7 @@ class Stage(Described):
         self.whole_groups = "groups" in asked and "groups" not in (needs or ())
         self.needs = tuple(needs) if needs is not None else tuple(c for c in asked if c != "groups")
         self.gives = tuple(gives) if gives is not None else (self.task,)
+        self.partitions = _partitions("stage", self.task, partitions)
         self.batch = batch or (_BATCH if callable(work) and not is_coroutine(work) else _SMALL_BATCH)
         self.concurrency, self.lease_s = concurrency, lease_s
         self.place = Place(
@@ -260,7 +301,7 @@ class Stage(Described):
 
     def declare(self) -> TaskSpec:
         return TaskSpec(
-            name=self.task, needs=self.needs, gives=self.gives, lease_s=self.lease_s,
+            name=self.task, needs=self.needs, gives=self.gives, lease_s=self.lease_s, partitions=self.partitions,
             sampler=WHOLE_GROUPS if self.whole_groups else None,
         )  # fmt: skip
 

@@ -18,9 +18,10 @@ from ..queue import AsyncLeasedBatch, Connection, LeasedBatch, TransferQueue
 from ..queue.leased import Lease
 from ..types import Batch, Ragged, Sampling
 from ..types import events as ev
-from ..types.columns import pack
+from ..types.columns import odd_entry, pack
 from .consumer import Consumer
-from .text import Text, token_ids
+from .engines import loading_model, make_engine
+from .text import Text, token_ids, with_stop_ids
 from .work import FunctionWork, GenerateWork, LogprobsWork, Work, is_coroutine
 
 WAIT_S = 3600.0
@@ -123,8 +124,6 @@ def _calling(
 
 
 def _scoring(state: _State, work: LogprobsWork, needs: tuple[str, ...]) -> Callable[[LeasedBatch], dict[str, Any]]:
-    from .worker import loading_model, make_engine
-
     engine: TrainEngine
     with loading_model(state.queue, state.task):
         engine = make_engine("train", work.engine, model=work.model, algorithm=GRPO(), **work.options)
@@ -165,13 +164,12 @@ async def _overlapping(
 
 
 async def _generated(state: _State, job: GenerateWork, prompt: str) -> None:
-    from .worker import loading_model, make_engine
-
     engine: RolloutEngine
     with loading_model(state.queue, state.task):
         engine = make_engine("rollout", job.engine, model=job.model, **job.options)
     try:
-        generating = _Generating(state, engine, job.sampling, Text(job.tokenizer) if job.tokenizer else None, prompt)
+        text = Text(job.tokenizer) if job.tokenizer else None
+        generating = _Generating(state, engine, with_stop_ids(job.sampling, text), text, prompt)
         most = engine.capabilities.max_rows
         await _overlap(state, generating.work, most, most, most)
     finally:
@@ -334,7 +332,13 @@ def _checked(name: str, column: str, values: Any, rows: Lease) -> Any:
     try:
         packed = pack(column, values)
     except SchemaError as error:
-        raise StageFailed(f"{name}() returned no column: {error}") from None
+        entry = odd_entry(values) if isinstance(values, (list, tuple, np.ndarray)) else None
+        if entry is None or entry[0] >= rows.rows:
+            raise StageFailed(f"{name}() returned no column: {error}") from None
+        at, what = entry
+        raise StageFailed(
+            f"{name}() returned for row {rows.ids[at]}, as column {column!r}, {what}. It was given {_seen(rows, at)}"
+        ) from None
     if len(packed) != rows.rows:
         raise StageFailed(f"{name}() returned {len(packed)} values for {rows.rows} rows")
     array = packed.values
@@ -346,7 +350,12 @@ def _checked(name: str, column: str, values: Any, rows: Lease) -> Any:
         odd = np.flatnonzero(~np.isfinite(array))
         if len(odd):
             first = int(odd[0])
-            seen = {key: rows[key][first] for key in rows}
-            raise StageFailed(f"{name}() returned {array[first]} for row {rows.ids[first]}, given {seen!r}")
+            raise StageFailed(
+                f"{name}() returned {array[first]} for row {rows.ids[first]}, given {_seen(rows, first)}"
+            )
         return array
     return values
+
+
+def _seen(rows: Lease, at: int) -> str:
+    return repr({key: rows[key][at] for key in rows})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import PluginError, SchemaError
-from ..types import Batch, Ragged
+from ..errors import ConfigError, PluginError, SchemaError
+from ..types import Batch, Ragged, Sampling
 
 LARGEST_ID = 2**31 - 1
 
@@ -26,6 +27,17 @@ def token_ids(batch: Batch, column: str) -> Ragged:
         row = int(np.searchsorted(ids.offsets, first, side="right")) - 1
         raise SchemaError(f"column {column!r}: row {row} has {ids.values[first]}, which is no token id")
     return Ragged(ids.values.astype(np.int32, copy=False), ids.offsets)
+
+
+def with_stop_ids(sampling: Sampling, text: Text | None) -> Sampling:
+    """``sampling`` with the tokens of its ``stop``. Raises ConfigError for a stop of several tokens, or without a tokenizer."""
+    if not sampling.stop:
+        return sampling
+    if text is None:
+        raise ConfigError(
+            f"stop={sampling.stop!r} is text, and there is no tokenizer to encode it: name a tokenizer, or give stop_ids"
+        )
+    return replace(sampling, stop=(), stop_ids=(*sampling.stop_ids, *map(text.stop_id, sampling.stop)))
 
 
 class Text:
@@ -48,6 +60,16 @@ class Text:
         except Exception as error:  # it raises nothing narrower, and does not say for which
             raise SchemaError(f"{self._first_odd(texts)} cannot be encoded by {self._file}: {error}") from error
         return [np.array(e.ids, np.int32) for e in encoded]
+
+    def stop_id(self, stop: str) -> int:
+        """The token of a text that ends responses. Raises ConfigError for one of several tokens, which no engine stops at."""
+        ids = self.encode([stop], special=False)[0]
+        if len(ids) != 1:
+            raise ConfigError(
+                f"a response ends at one token, and stop {stop!r} is {len(ids)}: {ids.tolist()}; name a text that the tokenizer"
+                f" has a token for, such as a special token, or look for {stop!r} in what was generated"
+            )
+        return int(ids[0])
 
     def _first_odd(self, texts: Sequence[str]) -> str:
         for number, text in enumerate(texts):

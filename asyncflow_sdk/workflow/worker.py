@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -26,16 +26,16 @@ from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError, Serv
 from ..interfaces import FATAL_STATUS, WorkerEnding
 from ..ledger import commands as cmd
 from ..memory import directory_at, remove_if_ownerless
-from ..plugins import plugin_choice, registry
+from ..plugins import plugin_choice
 from ..queue import Connection, Renewing, TransferQueue, open_queue
 from ..queue._once import drive
 from ..queue.arguments import plain_text
 from ..types import Sampling, Weights
 from ..types import events as ev
-from ..types.typed import meant
 from ..weights import check_fetching
 from ..weights.host import host_of
 from ..wire import RunKey
+from .engines import loading_model, make_engine
 from .work import AgentWork, Work
 
 FATAL = (ConfigError, PluginError, SchemaError, WeightMismatch, ModuleNotFoundError)
@@ -262,33 +262,6 @@ async def _rollout(queue: TransferQueue, job: RolloutJob) -> None:
         check_fetching(f"engine {job.engine!r}", engine.capabilities, job.transport, host)
     _state(connection, "ready")
     await producer.run()
-
-
-@contextlib.contextmanager
-def loading_model(queue: TransferQueue, task: str) -> Iterator[None]:
-    """Within, this worker is known to load the model that it needs for ``task``."""
-    drive(queue._port.send(cmd.Prepare(task=task, what="loading its model")))
-    yield
-    drive(queue._port.send(cmd.Prepare(task=task)))  # after an error its session ends
-
-
-def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) -> Any:
-    """Make an engine. An option it does not have is the user's mistake, and named."""
-    import inspect
-
-    factory = registry().get(kind, name).load()
-    takes = inspect.signature(factory)
-    try:
-        takes.bind(**options)
-    except TypeError as error:
-        odd = next((each for each in options if each not in takes.parameters), "")
-        near = (
-            f"; {meant(odd, takes.parameters)}"
-            if odd
-            else f"; it takes: {', '.join(map(str, takes.parameters.values()))}"
-        )
-        raise ConfigError(f"engine {name!r}: {error}{near}") from None
-    return factory(**options)
 
 
 def _state(connection: Connection, state: str, detail: str = "") -> None:

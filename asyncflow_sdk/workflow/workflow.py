@@ -105,8 +105,8 @@ class Workflow(Described):
         self.rollouts = (rollout,) if isinstance(rollout, Rollout) else tuple(rollout)
         if not self.rollouts:
             raise ConfigError("a workflow needs a rollout; this one has none")
-        self.rollout = self.rollouts[0]
-        masked = any(rollout.agent is not None and not rollout.prefix for rollout in self.rollouts)
+        self.rollout = next((each for each in self.rollouts if each.admits), self.rollouts[0])
+        masked = any(rollout.agent is not None and rollout.admits for rollout in self.rollouts)
         self.train = train.needing(LOSS_MASK) if masked else train
         self.batch_size, self.steps, self.epochs, self.seed = batch_size, steps, epochs, seed
         self.staleness = staleness or Staleness()

@@ -6,14 +6,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.types.typed import check_fields, check_types
+from asyncflow_sdk.types.typed import check_fields, check_types, misfits, nearest
+
+if TYPE_CHECKING:
+    from decimal import Decimal as Missing
 
 
 @dataclass
@@ -101,6 +104,7 @@ def test_configurations_are_looked_at_when_they_are_made(make: Callable[[], Any]
     ("make", "message"),
     [
         (lambda: af.Sampling(max_token=8), "Sampling has no argument 'max_token'; did you mean 'max_tokens'?"),
+        (lambda: af.Sampling(stops="a"), "Sampling has no argument 'stops'; did you mean 'stop'?"),
         (lambda: af.Weights(transports="shm"), "Weights has no argument 'transports'; did you mean 'transport'?"),
         (lambda: af.Checkpoint(steps=2), "Checkpoint has no argument 'steps'; it takes: every, keep, history"),
         (lambda: af.GRPO(clip_hi=0.3), "GRPO has no argument 'clip_hi'; did you mean 'clip_high'?"),
@@ -113,3 +117,30 @@ def test_a_name_that_there_is_not_is_told_with_the_nearest_one(make: Callable[[]
         make()
 
     assert str(raised.value) == message
+
+
+def test_a_name_that_another_begins_with_is_the_nearest() -> None:
+    assert nearest("stop", ["top_p", "top_k", "stop_ids"]) == "stop_ids"
+    assert nearest("max_token", ["max_tokens", "top_k"]) == "max_tokens"
+    assert nearest("colour", ["top_k"]) == ""
+
+
+def takes(
+    rate: float,
+    names: list[str],
+    device: int | None = None,
+    of: Missing = 0,
+    folder: Path = Path(),
+    **more: int,
+) -> None:
+    """Of a package whose annotations cannot all be resolved."""
+
+
+def test_values_are_judged_by_a_functions_annotations_where_these_are_plain() -> None:
+    fine = {"rate": 1, "names": ["a"], "device": None, "of": "anything", "folder": "text", "other": 3}
+    assert not list(misfits(takes, fine))
+    assert list(misfits(takes, {"rate": "1e-5", "names": "ab", "device": 0.5})) == [
+        ("rate", "must be float, not str: '1e-5'"),
+        ("names", "must be a list of str, not str: 'ab'"),
+        ("device", "must be int or None, not float: 0.5"),
+    ]

@@ -112,3 +112,7 @@ def held_up(response_ids):
     while os.path.exists(os.environ.get("HELD_UP", "")):
         time.sleep(0.02)
     return length(response_ids)
+
+
+def gives_none_for_the_last(response_ids):
+    return [*length(response_ids)[:-1], None]

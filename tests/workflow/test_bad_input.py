@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 from echo_runs import echo_workflow
-from functions import exits, filters_oddly, length, nan, raises, says_no_text, too_few, vanishes
+from functions import (
+    exits,
+    filters_oddly,
+    gives_none_for_the_last,
+    length,
+    nan,
+    raises,
+    says_no_text,
+    too_few,
+    vanishes,
+)
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, PluginError, SchemaError, WorkerFailed
@@ -186,6 +196,11 @@ def test_a_prompt_that_does_not_fit_the_context_is_named(tmp_path: Path) -> None
         (raises, r"raises\(\) raised KeyError: 'no such answer' \(called with response_ids of row"),
         (nan, r"nan\(\) returned nan for row \d+, given"),
         (too_few, r"too_few\(\) returned 1 values for"),
+        (
+            gives_none_for_the_last,
+            r"gives_none_for_the_last\(\) returned for row \d+, as column 'reward', None; a column has one number.*given"
+            r" {'response_ids'",
+        ),
     ],
 )
 @pytest.mark.parametrize("local", [False, True])
@@ -206,7 +221,7 @@ def test_an_option_the_engine_does_not_have_is_named(tmp_path: Path) -> None:
     ):
         echo_workflow(train={"delay": 1})
     elsewhere = {"delay": 1, "python": sys.executable}  # whose engines nobody knows here
-    with pytest.raises(WorkerFailed, match=r"engine 'echo': .*'delay'; did you mean 'delay_s'\?"):
+    with pytest.raises(WorkerFailed, match=r"engine 'echo' has no option 'delay'; did you mean 'delay_s'\?"):
         echo_workflow(train=elsewhere).run(tmp_path / "run")
 
 
@@ -264,3 +279,42 @@ def test_a_listener_that_raises_is_left_out_and_named(tmp_path: Path) -> None:
 
     assert result.summary["status"] == "completed"
     assert "no screen" in result.summary["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data.csv", b"prompt,answer\n2+3=,5\n", r"one is CSV; .*prompts=list\(csv.DictReader\(open\(FILE\)\)\)"),
+        ("data.json", b'[{"prompt": "2+3="}]', r"one is one JSON document; .*json.load"),
+        ("data.parquet", b"PAR1\x15\x04\xff", r"one is Parquet; .*pandas"),
+    ],
+)
+def test_a_file_of_another_format_is_named_with_how_its_records_are_read(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        af.load_prompts(tmp_path / name)
+    assert "malformed" not in str(error.value)
+
+
+CHAT = [{"role": "user", "content": "2+3="}]
+
+
+@pytest.mark.parametrize("prompts", [[CHAT], {"prompt": [CHAT]}, [{"prompt": CHAT}]])
+def test_a_chat_is_refused_with_how_prompts_look(prompts: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"prompts: .*entry 0 is a chat.* text, such as .*apply_chat_template\(chat"
+    ):
+        af.load_prompts(prompts)
+
+
+def test_an_option_of_another_type_is_named_before_anything_starts_or_by_its_worker(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine 'echo', option 'delay_s' must be float, not str: '0.1'"):
+        echo_workflow(rollout={"delay_s": "0.1"})
+    work = af.Stage(af.Generate("echo", delay_s="0.1"), needs=["prompt_ids"], gives=["verdict"])
+    with pytest.raises(ConfigError, match=r"engine 'echo', option 'delay_s' must be float, not str: '0.1'"):
+        echo_workflow(stages=[work])
+    elsewhere = {"delay_s": "0.1", "python": sys.executable}
+    with pytest.raises(WorkerFailed, match=r"engine 'echo', option 'delay_s' must be float, not str: '0.1'"):
+        echo_workflow(rollout=elsewhere).run(tmp_path / "run")

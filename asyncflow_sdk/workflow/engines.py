@@ -1,0 +1,74 @@
+"""Engines of workers: their options checked, and made.
+
+odd_options("torch", factory, {"lr": "1e-5"})     # [("lr", "engine 'torch', option 'lr' must be float, not str: '1e-5'")]
+with loading_model(queue, "train"):
+    engine = make_engine("train", "torch", model=folder, lr=1e-5)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from ..errors import ConfigError
+from ..ledger import commands as cmd
+from ..plugins import registry
+from ..queue import TransferQueue
+from ..queue._once import drive
+from ..types.typed import misfits, nearest
+
+GIVEN = ("model", "algorithm")
+"""What an engine is made with that is no option."""
+
+
+def odd_options(
+    engine: str, factory: Callable[..., Any], options: Mapping[str, Any], also: Iterable[str] = ()
+) -> list[tuple[str, str]]:
+    """Options that ``factory`` does not have, or whose values are not of the type that its signature says, each with what is
+    wrong. ``also``: names that are not the engine's and may be meant."""
+    known = _options_of(factory)
+    odd = []
+    for option in [name for name in options if known is not None and name not in (*known, *GIVEN)]:
+        near = nearest(option, [*(known or ()), *also])
+        meant = f"; did you mean {near!r}?" if near else "."
+        odd.append((option, f"engine {engine!r} has no option {option!r}{meant} It takes: {', '.join(known or ())}"))
+    plain = {name: value for name, value in options.items() if name not in GIVEN}
+    odd += [(name, f"engine {engine!r}, option {name!r} {what}") for name, what in misfits(factory, plain)]
+    return odd
+
+
+def _options_of(factory: Callable[..., Any]) -> list[str] | None:
+    """The names of an engine's options; None if it takes any, or does not tell."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL and p.name not in GIVEN]
+
+
+def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) -> Any:
+    """Make an engine. Raises ConfigError that names an option which it does not have, or whose value is of another type."""
+    factory = registry().get(kind, name).load()
+    odd = odd_options(name, factory, options)
+    if odd:
+        raise ConfigError("; ".join(text for _, text in odd))
+    takes = inspect.signature(factory)
+    try:
+        takes.bind(**options)
+    except TypeError as error:
+        raise ConfigError(
+            f"engine {name!r}: {error}; it takes: {', '.join(map(str, takes.parameters.values()))}"
+        ) from None
+    return factory(**options)
+
+
+@contextlib.contextmanager
+def loading_model(queue: TransferQueue, task: str) -> Iterator[None]:
+    """Within, this worker is known to load the model that it needs for ``task``."""
+    drive(queue._port.send(cmd.Prepare(task=task, what="loading its model")))
+    yield
+    drive(queue._port.send(cmd.Prepare(task=task)))  # after an error its session ends
