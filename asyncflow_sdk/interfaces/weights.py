@@ -74,7 +74,8 @@ class Host:
     of this end, nobody else's in the run, fit for a file name. ``run``: of the run, no other's; one that comes back has the same;
     "" where nobody says. ``address``: an IP address by which other members of the
     run reach this host; a loopback one when they all are on it. Of a publishing end, ``rank`` of ``world_size``: which part of
-    each version is its; a publisher that takes its place has the same.
+    each version is its; a publisher that takes its place has the same. ``model``: the Hugging Face folder that it trains; "" where
+    nobody says.
     """
 
     directory: Path | None
@@ -83,6 +84,7 @@ class Host:
     rank: int = 0
     world_size: int = 1
     run: str = ""
+    model: str = ""
 
     @property
     def elsewhere(self) -> str:

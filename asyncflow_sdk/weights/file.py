@@ -3,7 +3,8 @@
     run.weight_publisher("file", path="/mnt/shared/run-1/weights")
 
 The trainer is held for one copy into memory; files are written, and synced, behind it. A version outlives its publisher, and
-any Hugging Face tool can read it. Replicas find the directory by the path the publisher used, or, where it is
+is a Hugging Face model folder, however many ranks write it: whole tensors under their names, and the configuration and tokenizer
+of the publisher's ``model``. Replicas find the directory by the path the publisher used, or, where it is
 mounted elsewhere, by ``ASYNCFLOW_WEIGHTS_PATH``.
 """
 
@@ -36,13 +37,12 @@ from ..interfaces.weights import Room
 from ..memory import sync_directory
 from ..types import Manifest
 from ..types.manifest import Bucket
-from .directories import MANIFEST, VersionDirectories, version_of
+from .directories import VersionDirectories, copy_model_files, file_prefix, manifest_name, version_of
 from .landing import Landing
-from .safetensor_files import INDEX, ChunkFile, chunk_files, index
+from .safetensor_files import INDEX, ChunkFiles, TensorFile, chunk_files, index
 from .staging import Staging
 
 PATH = "ASYNCFLOW_WEIGHTS_PATH"
-EXTENT = 8 << 20  # written at once
 MOST_VIEWS = 1024  # IOV_MAX
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _GONE = (errno.ENOENT, errno.ESTALE)
@@ -55,6 +55,8 @@ Bytes = npt.NDArray[np.uint8]
 class _Where(msgspec.Struct, frozen=True, array_like=True):
     path: str
     directory: str
+    rank: int = 0
+    world_size: int = 1
 
 
 class FileTransport(WeightTransport):
@@ -91,6 +93,8 @@ class FileSender(WeightSender):
     outlives = True
 
     def __init__(self, path: Path, host: Host, *, overwrite: bool = False) -> None:
+        self._model = Path(host.model) if host.model and not host.rank else None
+        self._rank, self._world_size = host.rank, host.world_size
         self._directories = VersionDirectories(path, host.rank, host.world_size)
         try:
             self._directories.take(host.run, overwrite=overwrite)
@@ -117,7 +121,7 @@ class FileSender(WeightSender):
         place = self._directories.place(version)
         try:
             self._directories.remove(version)
-            _write(place, manifest, self._staging.chunks(version))
+            self._write(place, manifest, self._staging.chunks(version))
         except OSError as error:
             self._directories.remove(version)
             if error.errno in _FULL:
@@ -133,7 +137,7 @@ class FileSender(WeightSender):
             self._staging.keep([])
         self._there.add(version)
         self._unannounced = version
-        return msgspec.msgpack.encode(_Where(str(place.parent), place.name))
+        return msgspec.msgpack.encode(_Where(str(place.parent), place.name, self._rank, self._world_size))
 
     def abandon(self) -> None:
         self._staging.abandon()
@@ -145,6 +149,7 @@ class FileSender(WeightSender):
         for version in self._there.difference(versions):
             self._directories.remove(version)
         self._there.intersection_update(versions)
+        self._directories.remove_below(versions)
 
     @property
     def nbytes(self) -> int:
@@ -154,29 +159,73 @@ class FileSender(WeightSender):
         self._staging.close()
         self._directories.close()
 
+    def _write(self, place: Path, manifest: Manifest, chunks: Sequence[Bytes]) -> None:
+        """This rank's part; with the last of them the index. Whatever ranks write into one file is as each would write it alone."""
+        place.mkdir(exist_ok=self._world_size > 1)
+        if self._model is not None:
+            copy_model_files(self._model, place)
+        for layout, chunk in zip(self._layouts(manifest), chunks, strict=True):
+            for n, gap in enumerate(layout.gaps(chunk)):
+                if gap.any():
+                    raise WeightError(
+                        f"version {manifest.version}: bytes between tensors of {layout.files[0].name} are not zero ({n})"
+                    )
+            for file in layout.files:
+                with _opened_to_write(place / file.name, file) as fd:
+                    _write_all(fd, [file.header], 0)
+                    for at, views in layout.bytes_of(file, chunk):
+                        _write_all(fd, views, at)
+        name = manifest_name(self._rank, self._world_size)
+        _write_whole(place, name, msgspec.msgpack.encode(manifest))
+        self._write_index(place, manifest)
+        sync_directory(place.parent)
 
-def _write(place: Path, manifest: Manifest, chunks: Sequence[Bytes]) -> None:
-    place.mkdir()
-    files = chunk_files(manifest)
-    for file, chunk in zip(files, chunks, strict=True):
-        for n, gap in enumerate(file.gaps(chunk)):
-            if gap.any():
-                raise WeightError(
-                    f"version {manifest.version}: bytes between tensors of {file.name} are not zero ({n})"
-                )
-        with _created(place / file.name) as fd:
-            _write_all(fd, [file.header], 0)
-            for start in range(0, len(chunk), EXTENT):
-                at, views = file.pieces(chunk, start, start + EXTENT)
-                _write_all(fd, views, at)
-    with _created(place / INDEX) as fd:
-        _write_all(fd, [index(manifest, files)], 0)
-    with _created(place / f"{MANIFEST}.tmp") as fd:
-        _write_all(fd, [msgspec.msgpack.encode(manifest)], 0)
+    def _layouts(self, manifest: Manifest, rank: int | None = None) -> list[ChunkFiles]:
+        return chunk_files(manifest, file_prefix(self._rank if rank is None else rank, self._world_size))
+
+    def _write_index(self, place: Path, manifest: Manifest) -> None:
+        """When all ranks have written their parts. Who sees that last writes it; if several do, they write the same."""
+        manifests = [manifest]
+        for rank in range(self._world_size):
+            if rank == self._rank:
+                continue
+            try:
+                found = (place / manifest_name(rank, self._world_size)).read_bytes()
+                manifests.insert(rank, msgspec.msgpack.decode(found, type=Manifest))
+            except (FileNotFoundError, *_BAD):
+                return
+        files = [
+            file for r, each in enumerate(manifests) for layout in self._layouts(each, r) for file in layout.files
+        ]
+        root = " ".join(each.root for each in manifests)
+        _write_whole(place, INDEX, index(manifest.version, root, files), f".{self._rank}")
+
+
+def _write_whole(place: Path, name: str, content: bytes, mark: str = "") -> None:
+    """A file that is there as a whole or not at all, also when the host dies."""
+    part = place / f"{name}{mark}.tmp"
+    part.unlink(missing_ok=True)
+    with _created(part) as fd:
+        _write_all(fd, [content], 0)
     sync_directory(place)
-    os.rename(place / f"{MANIFEST}.tmp", place / MANIFEST)
+    os.rename(part, place / name)
     sync_directory(place)
-    sync_directory(place.parent)
+
+
+@contextmanager
+def _opened_to_write(path: Path, file: TensorFile) -> Iterator[int]:
+    """A file of this rank's own is new. One that ranks share may be there; it is of its size afterwards, and nothing of it is lost."""
+    if not file.shared:
+        with _created(path) as fd:
+            yield fd
+        return
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        os.ftruncate(fd, file.nbytes)
+        yield fd
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @contextmanager
@@ -216,7 +265,7 @@ class FileReceiver(WeightReceiver):
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         self._interrupted = False
-        reading = _Reading(self, manifest, _find(manifest, where), time.monotonic() + timeout_s, timeout_s)
+        reading = _Reading(self, manifest, *_find(manifest, where), time.monotonic() + timeout_s, timeout_s)
         return Fetched(manifest, reading.chunks(self._landing), moved=manifest.nbytes)
 
     def interrupt(self) -> None:
@@ -231,12 +280,14 @@ class FileReceiver(WeightReceiver):
         self._landing.close()
 
 
-def _find(manifest: Manifest, where: bytes) -> Path:
-    """The directory of a version. ``where`` comes from another process: it can name nothing but one, and only this one."""
+def _find(manifest: Manifest, where: bytes) -> tuple[Path, str, str]:
+    """The directory of a version, and of the rank that wrote this part the manifest's name and its files' prefix. ``where`` comes from another process: it can name nothing but one, and only this one."""
     try:
         place = msgspec.msgpack.decode(where, type=_Where)
         if version_of(place.directory) != manifest.version or not os.path.isabs(place.path) or "\0" in place.path:
             raise ValueError(f"it names {place.directory!r} in {place.path!r}")
+        if not 0 <= place.rank < place.world_size:
+            raise ValueError(f"it is of rank {place.rank} of {place.world_size}")
     except _BAD as error:
         raise ProtocolError(
             f"version {manifest.version}: what its publisher says of its place cannot be read: {error}"
@@ -247,32 +298,35 @@ def _find(manifest: Manifest, where: bytes) -> Path:
             f"version {manifest.version}: {path}, where its publisher wrote it, is not on this host; mount it, or set {PATH}"
             " to where it is mounted here"
         )
-    return path / place.directory
+    of = place.rank, place.world_size
+    return path / place.directory, manifest_name(*of), file_prefix(*of)
 
 
 class _Reading:
     """One version being read."""
 
     def __init__(
-        self, receiver: FileReceiver, manifest: Manifest, place: Path, deadline: float, timeout_s: float
-    ) -> None:
-        self._receiver, self._manifest, self._place = receiver, manifest, place
+        self, receiver: FileReceiver, manifest: Manifest, place: Path, name: str, prefix: str, deadline: float,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._receiver, self._manifest, self._place, self._name = receiver, manifest, place, name
+        self._layouts = chunk_files(manifest, prefix)
         self._deadline, self._timeout_s = deadline, timeout_s
         self._version = f"version {manifest.version}"
 
     def chunks(self, landing: Landing) -> list[Bytes]:
         with self._opened(self._place, None, os.O_DIRECTORY) as directory:
             self._check_manifest(directory)
-            files = chunk_files(self._manifest)
-            for file in files:  # before memory is taken for any
-                self._check_size(directory, file.name, file.nbytes)
-            buckets: list[list[Bucket]] = [[] for _ in files]
+            for layout in self._layouts:  # before memory is taken for any
+                for file in layout.files:
+                    self._check_size(directory, file.name, file.nbytes)
+            buckets: list[list[Bucket]] = [[] for _ in self._layouts]
             for bucket in self._manifest.buckets():
                 buckets[bucket.chunk].append(bucket)
             chunks = landing.take([chunk.nbytes for chunk in self._manifest.chunks])
             try:
-                for chunk, file, inside in zip(chunks, files, buckets, strict=True):
-                    self._read_chunk(directory, chunk, file, inside)
+                for chunk, layout, inside in zip(chunks, self._layouts, buckets, strict=True):
+                    self._read_chunk(directory, chunk, layout, inside)
             except BaseException:
                 landing.give_back(chunks)  # though frames of the error's traceback refer to them
                 raise
@@ -280,11 +334,13 @@ class _Reading:
 
     def _check_manifest(self, directory: int) -> None:
         wanted = msgspec.msgpack.encode(self._manifest)
-        self._check_size(directory, MANIFEST, len(wanted))
-        with self._opened(MANIFEST, directory) as fd:
+        self._check_size(directory, self._name, len(wanted))
+        with self._opened(self._name, directory) as fd:
             found = os.pread(fd, len(wanted) + 1, 0)
         if found != wanted:
-            raise DigestMismatch(f"{self._version}: {self._place / MANIFEST} is not the manifest that was published")
+            raise DigestMismatch(
+                f"{self._version}: {self._place / self._name} is not the manifest that was published"
+            )
 
     def _check_size(self, directory: int, name: str, wanted: int) -> None:
         try:
@@ -299,25 +355,29 @@ class _Reading:
                 f"{self._tensors(name)}"
             )
 
-    def _read_chunk(self, directory: int, chunk: Bytes, file: ChunkFile, buckets: Sequence[Bucket]) -> None:
-        with self._opened(file.name, directory) as fd:
-            header = bytearray(len(file.header))
-            self._read(fd, file.name, [header], 0)
-            if header != file.header:
-                raise DigestMismatch(
-                    f"{self._version}: the header of {self._place / file.name} is not that which was published"
-                    f"{self._tensors(file.name)}"
-                )
-            for gap in file.gaps(chunk):
-                gap[:] = 0
-            for bucket in buckets:
-                self._check_time()
-                at, views = file.pieces(chunk, bucket.start, bucket.stop)
-                self._read(fd, file.name, views, at)
-                try:
-                    self._manifest.check(bucket, memoryview(chunk[bucket.start : bucket.stop]))  # type: ignore[arg-type]
-                except DigestMismatch as error:
-                    raise DigestMismatch(f"{error}, in {self._place / file.name}") from None
+    def _read_chunk(self, directory: int, chunk: Bytes, layout: ChunkFiles, buckets: Sequence[Bucket]) -> None:
+        for file in layout.files:
+            with self._opened(file.name, directory) as fd:
+                header = bytearray(len(file.header))
+                self._read(fd, file.name, [header], 0)
+                if header != file.header:
+                    raise DigestMismatch(
+                        f"{self._version}: the header of {self._place / file.name} is not that which was published"
+                        f"{self._tensors(file.name)}"
+                    )
+        for gap in layout.gaps(chunk):
+            gap[:] = 0
+        for bucket in buckets:
+            self._check_time()
+            name = ""
+            for file, at, views in layout.pieces(chunk, bucket.start, bucket.stop):
+                name = file.name
+                with self._opened(name, directory) as fd:
+                    self._read(fd, name, views, at)
+            try:
+                self._manifest.check(bucket, memoryview(chunk[bucket.start : bucket.stop]))  # type: ignore[arg-type]
+            except DigestMismatch as error:
+                raise DigestMismatch(f"{error}, in {self._place / name}") from None
 
     def _read(self, fd: int, name: str, pieces: Sequence[bytearray | Bytes], at: int) -> None:
         views = [memoryview(piece) for piece in pieces]  # type: ignore[arg-type]
@@ -351,7 +411,7 @@ class _Reading:
             os.close(fd)
 
     def _failed(self, path: Path, error: OSError) -> Exception:
-        if error.errno in _GONE and not os.path.exists(self._place / MANIFEST):
+        if error.errno in _GONE and not os.path.exists(self._place / self._name):
             return VersionGone(f"{self._version} is no longer kept in {self._place}; take the newest")
         if error.errno in _GONE:
             return DigestMismatch(f"{self._version}: {path} is missing{self._tensors(path.name)}")
@@ -363,5 +423,6 @@ class _Reading:
 
     def _tensors(self, name: str) -> str:
         """What a file should hold, for people."""
-        held = next((file.holds for file in chunk_files(self._manifest) if file.name == name), ())
+        files = (file for layout in self._layouts for file in layout.files)
+        held = next((file.holds for file in files if file.name == name), ())
         return f"; it holds {', '.join(held[:5])}{' and more' if len(held) > 5 else ''}" if held else ""

@@ -13,7 +13,7 @@ LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way there is the way out of this host
 
 
-def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int = 1) -> Host:
+def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int = 1, model: str = "") -> Host:
     """That of a process that is connected to a run as ``connection``. ``name``: nobody else's in the run."""
     return Host(
         directory=None if connection.inline else connection.directory,
@@ -22,6 +22,7 @@ def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int
         rank=rank,
         world_size=world_size,
         run=connection.directory.name,
+        model=model,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,7 +92,8 @@ class WeightPublisher:
     ``transport``: "auto" is shm where all of the run are on this host, else tcp. ``dtype``: in which floating-point tensors are published, or a function from name and dtype to dtype. ``rename``: from the
     engine's names to those of the checkpoint. ``digests`` False: nothing can be verified. ``timeout_s``: how long the delivery
     of a version may hold up the next. ``no_rollback``: why the trainer cannot load the bytes of an earlier version: rollbacks are
-    refused with this reason. ``options``: of the transport. One live publisher a run: raises ConfigError for
+    refused with this reason. ``model``: the Hugging Face folder that is trained, whose configuration and
+    tokenizer transport ``file`` puts beside the weights. ``options``: of the transport. One live publisher a run: raises ConfigError for
     another, for a dtype that is not one of floating-point numbers, and for what the transport cannot do.
     """
 
@@ -107,6 +109,7 @@ class WeightPublisher:
         digests: bool = True,
         timeout_s: float = 600.0,
         no_rollback: str = "",
+        model: str | os.PathLike[str] = "",
         **options: Any,
     ) -> None:
         if dtype is not None and not callable(dtype):
@@ -116,7 +119,7 @@ class WeightPublisher:
         self.transport, self.rank, self.world_size, self.timeout_s = transport, rank, world_size, timeout_s
         self._dtype, self._rename, self._digests = dtype, rename, digests
         name = f"{self._connection.session}-{next(_publishers)}"
-        host = host_of(self._connection, name, rank=rank, world_size=world_size)
+        host = host_of(self._connection, name, rank=rank, world_size=world_size, model=os.fspath(model))
         if transport == AUTO:
             transport = self.transport = choose_transport(host.elsewhere, {}).chosen
         made = transport_named(transport, **options)

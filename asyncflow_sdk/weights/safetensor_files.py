@@ -1,20 +1,25 @@
-"""How the chunks of a manifest lie in safetensors files, one file a chunk: which bytes, in which order, behind which header.
+"""How the chunks of a manifest lie in safetensors files: which bytes, in which order, behind which header.
 
-safetensors allows no holes: a file holds its chunk's tensors one after another, without what pads them in memory, which is
-zero. The layout follows from the manifest alone, so that whoever reads knows every byte of the header beforehand.
+The whole tensors of a chunk lie in one file, one after another, without what pads them in memory, which is zero: safetensors
+allows no holes. A tensor of which a rank has a piece lies in a file of its own, whole, under its own name: each rank writes
+its piece there. The layout of all of them follows from one rank's manifest, so that whoever reads knows every byte of a header
+beforehand, and ranks write one file without a word to each other.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
+import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ..errors import WeightMismatch
 from ..types import Manifest, TensorInfo, carrier
@@ -33,135 +38,220 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class ChunkFile:
-    """``starts``, ``stops``: the ranges of the chunk that the file holds, in order; ``places``: where in the file each begins.
-    ``holds``: names of the tensors in it, as safetensors knows them; ``tied``: other names of some of them."""
+class TensorFile:
+    """A safetensors file. ``nbytes``: of the whole file. ``holds``: names of its tensors, as safetensors knows them; ``tied``: other
+    names of some of them. ``shared``: it holds one whole tensor, of which each rank writes its pieces."""
 
     name: str
     header: bytes
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-    places: tuple[int, ...]
+    nbytes: int
     holds: tuple[str, ...]
     tied: dict[str, str]
+    shared: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """Of the whole file."""
-        if not self.starts:
-            return len(self.header)
-        return self.places[-1] + self.stops[-1] - self.starts[-1]
 
-    def pieces(self, chunk: Bytes, start: int, stop: int) -> tuple[int, list[Bytes]]:
-        """Of bytes ``start`` to ``stop`` of a chunk, those that are in the file: where there, and views of them, in order."""
+class Run(NamedTuple):
+    """Bytes ``start`` to ``stop`` of a chunk lie in ``file``, from byte ``place`` on."""
+
+    start: int
+    stop: int
+    file: TensorFile
+    place: int
+
+
+@dataclass(frozen=True)
+class ChunkFiles:
+    """Where a chunk lies. ``files``: those that hold a part of it. ``runs``: in the order of the chunk's bytes; what is in none is
+    padding."""
+
+    files: tuple[TensorFile, ...]
+    runs: tuple[Run, ...]
+
+    def pieces(self, chunk: Bytes, start: int, stop: int) -> Iterator[tuple[TensorFile, int, list[Bytes]]]:
+        """Of bytes ``start`` to ``stop`` of a chunk, those that lie in files: the file, where in it, and views of bytes that
+        follow one another there."""
         views: list[Bytes] = []
-        place = 0
-        for n in range(bisect.bisect_right(self.stops, start), len(self.starts)):
-            low, high = max(start, self.starts[n]), min(stop, self.stops[n])
+        begins = ends = 0
+        before: TensorFile | None = None
+        for n in range(bisect.bisect_right(self.runs, start, key=lambda run: run.stop), len(self.runs)):
+            run = self.runs[n]
+            low, high = max(start, run.start), min(stop, run.stop)
             if low >= high:
                 break
-            if not views:
-                place = self.places[n] + low - self.starts[n]
+            place = run.place + low - run.start
+            if before is not None and (run.file is not before or place != ends):
+                yield before, begins, views
+                views, before = [], None
+            if before is None:
+                before, begins = run.file, place
             views.append(chunk[low:high])
-        return place, views
+            ends = place + high - low
+        if before is not None:
+            yield before, begins, views
+
+    def bytes_of(self, file: TensorFile, chunk: Bytes) -> Iterator[tuple[int, list[Bytes]]]:
+        """What a file has of a chunk: where in the file, and views of bytes that follow one another there."""
+        views: list[Bytes] = []
+        begins = ends = 0
+        for run in self.runs:
+            if run.file is not file:
+                continue
+            if views and run.place != ends:
+                yield begins, views
+                views = []
+            if not views:
+                begins = run.place
+            views.append(chunk[run.start : run.stop])
+            ends = run.place + run.stop - run.start
+        if views:
+            yield begins, views
 
     def gaps(self, chunk: Bytes) -> Iterable[Bytes]:
-        """The bytes of a chunk that are not in the file."""
-        for low, high in zip((0, *self.stops), (*self.starts, len(chunk)), strict=True):
-            if low < high:
-                yield chunk[low:high]
+        """The bytes of a chunk that lie in no file."""
+        end = 0
+        for run in self.runs:
+            if end < run.start:
+                yield chunk[end : run.start]
+            end = run.stop
+        if end < len(chunk):
+            yield chunk[end:]
 
 
-def chunk_files(manifest: Manifest) -> list[ChunkFile]:
-    """One for each chunk. Raises WeightMismatch for tensors that do not fit into their chunks."""
+def chunk_files(manifest: Manifest, prefix: str = "") -> list[ChunkFiles]:
+    """Of each chunk. ``prefix``: of the names of this rank's own files. Raises WeightMismatch for tensors that do not fit into
+    their chunks."""
     inside: list[list[TensorInfo]] = [[] for _ in manifest.chunks]
     for tensor in manifest.tensors:
         if not inside and not tensor.nbytes:
             continue  # of nothing but empty tensors
         fits = 0 <= tensor.chunk < len(inside) and tensor.offset >= 0 and all(n >= 0 for n in tensor.shape)
-        if not fits or tensor.offset + tensor.nbytes > manifest.chunks[tensor.chunk].nbytes:
+        if (
+            not fits
+            or tensor.offset + tensor.nbytes > manifest.chunks[tensor.chunk].nbytes
+            or not _lies_in_whole(tensor)
+        ):
             raise WeightMismatch(
                 f"version {manifest.version}: tensor {tensor.name!r} does not lie in chunk {tensor.chunk}"
             )
         inside[tensor.chunk].append(tensor)
     count = len(inside)
     return [
-        _chunk_file(manifest.version, f"model-{n + 1:05}-of-{count:05}.safetensors", tensors)
+        _chunk_files(manifest.version, f"model-{prefix}{n + 1:05}-of-{count:05}.safetensors", tensors)
         for n, tensors in enumerate(inside)
     ]
 
 
-def index(manifest: Manifest, files: list[ChunkFile]) -> bytes:
+def index(version: int, root: str, files: Iterable[TensorFile]) -> bytes:
     """What Hugging Face tools read first: in which file each tensor is. Tied names are left out, as ``save_pretrained`` does,
     and listed beside."""
+    each = {file.name: file for file in files}
     metadata = {
-        "total_size": sum(f.nbytes - len(f.header) for f in files),
-        "version": manifest.version,
-        "root": manifest.root,
-        "tied": {alias: name for f in files for alias, name in f.tied.items()},
+        "total_size": sum(file.nbytes - len(file.header) for file in each.values()),
+        "version": version,
+        "root": root,
+        "tied": {alias: name for file in each.values() for alias, name in file.tied.items()},
     }
-    return json.dumps(
-        {"metadata": metadata, "weight_map": {n: f.name for f in files for n in f.holds}}, indent=1
-    ).encode()
+    where = {name: file.name for file in each.values() for name in file.holds}
+    return json.dumps({"metadata": metadata, "weight_map": where}, indent=1).encode()
 
 
-def _chunk_file(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFile:
+def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFiles:
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
-    starts: list[int] = []
-    stops: list[int] = []
-    places: list[int] = []
+    own: list[tuple[int, int, int]] = []  # bytes of the chunk, and where in the file's data
+    shared: dict[str, TensorFile] = {}
+    pieces: list[Run] = []
     tied: dict[str, str] = {}
     last: TensorInfo | None = None
     end = size = 0
     for tensor in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
-        name = _key(tensor)
         if last is not None and tensor.nbytes and _place(tensor) == _place(last):
-            tied[name] = _key(last)
+            tied[tensor.name] = last.name
             continue
         if tensor.offset < end and tensor.nbytes:
             raise WeightMismatch(f"version {version}: tensors {tensor.name!r} and {last and last.name!r} overlap")
-        if name == METADATA:
+        if tensor.name == METADATA:
             raise WeightMismatch(
                 f"version {version}: tensor {tensor.name!r} cannot go into a file: safetensors has that name for what is no"
                 " tensor; publish it by another name (rename=)"
             )
-        if name in header:
-            raise WeightMismatch(f"version {version}: tensor {name!r} is there twice")
-        header[name] = _entry(tensor, size)
-        if tensor.dtype not in _NAMES:
-            header[METADATA][f"dtype of {name}"] = tensor.dtype
+        if tensor.name in header or (not tensor.whole and tensor.name in shared):
+            raise WeightMismatch(f"version {version}: tensor {tensor.name!r} is there twice")
+        if tensor.nbytes:
+            last, end = tensor, tensor.offset + tensor.nbytes
         if tensor.whole:
-            header[METADATA][f"whole of {name}"] = json.dumps(tensor.whole)
-        if not tensor.nbytes:
+            if tensor.name not in shared:
+                shared[tensor.name] = _shared_file(tensor)
+            pieces += _runs(tensor, shared[tensor.name])
             continue
-        if stops and tensor.offset == end:
-            stops[-1] = tensor.offset + tensor.nbytes
-        else:
-            starts.append(tensor.offset)
-            stops.append(tensor.offset + tensor.nbytes)
-            places.append(size)
-        last, end = tensor, tensor.offset + tensor.nbytes
-        size += tensor.nbytes
+        header[tensor.name] = _entry(tensor, tensor.shape, size)
+        if tensor.dtype not in _NAMES:
+            header[METADATA][f"dtype of {tensor.name}"] = tensor.dtype
+        if tensor.nbytes:
+            own.append((tensor.offset, end, size))
+            size += tensor.nbytes
     if tied:
         header[METADATA]["tied"] = json.dumps(tied)
+    held = tuple(name for name in header if name != METADATA)
+    files = list(shared.values())
+    if held or not files:
+        front = _front(header)
+        mine = TensorFile(file, front, len(front) + size, held, {a: n for a, n in tied.items() if n in held})
+        files.insert(0, mine)
+        pieces += [Run(low, high, mine, len(front) + at) for low, high, at in own]
+    return ChunkFiles(tuple(files), tuple(sorted(pieces, key=lambda run: run.start)))
+
+
+def _shared_file(tensor: TensorInfo) -> TensorFile:
+    """The file of a whole tensor, of which this is a piece: the same for every rank."""
+    metadata = {"format": "pt"} | ({} if tensor.dtype in _NAMES else {f"dtype of {tensor.name}": tensor.dtype})
+    size = math.prod(tensor.whole) * carrier(tensor.dtype).itemsize
+    front = _front({METADATA: metadata, tensor.name: _entry(tensor, tensor.whole, 0)})
+    name = f"model-tensor-{xxhash.xxh3_64_hexdigest(tensor.name.encode())}.safetensors"
+    return TensorFile(name, front, len(front) + size, (tensor.name,), {}, shared=True)
+
+
+def _runs(tensor: TensorInfo, file: TensorFile) -> Iterator[Run]:
+    """A piece, as runs of bytes that follow one another in the whole, too."""
+    if not tensor.nbytes:
+        return
+    shape, whole, start = tensor.shape, tensor.whole, tensor.start
+    cut = len(shape)  # of dimensions from here on the piece has all
+    while cut and shape[cut - 1] == whole[cut - 1]:
+        cut -= 1
+    outer = max(cut - 1, 0)
+    nbytes = math.prod(shape[outer:]) * carrier(tensor.dtype).itemsize
+    strides = [math.prod(whole[n + 1 :]) * carrier(tensor.dtype).itemsize for n in range(len(whole))]
+    first = len(file.header) + sum(at * stride for at, stride in zip(start, strides, strict=True))
+    for number, at in enumerate(itertools.product(*map(range, shape[:outer]))):
+        place = first + sum(n * stride for n, stride in zip(at, strides, strict=False))
+        begins = tensor.offset + number * nbytes
+        yield Run(begins, begins + nbytes, file, place)
+
+
+def _lies_in_whole(tensor: TensorInfo) -> bool:
+    if not tensor.whole:
+        return True
+    if not len(tensor.start) == len(tensor.shape) == len(tensor.whole):
+        return False
+    return all(0 <= a <= a + n <= w for a, n, w in zip(tensor.start, tensor.shape, tensor.whole, strict=True))
+
+
+def _front(header: dict[str, Any]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGN)
-    front = struct.pack("<Q", len(text)) + text
-    held = tuple(name for name in header if name != METADATA)
-    return ChunkFile(file, front, tuple(starts), tuple(stops), tuple(len(front) + p for p in places), held, tied)
-
-
-def _key(tensor: TensorInfo) -> str:
-    """A piece of a tensor says where it begins: another one of the same may lie in the same file."""
-    return f"{tensor.name}@{','.join(map(str, tensor.start))}" if tensor.whole else tensor.name
+    return struct.pack("<Q", len(text)) + text
 
 
 def _place(tensor: TensorInfo) -> tuple[int, int]:
     return tensor.offset, tensor.nbytes
 
 
-def _entry(tensor: TensorInfo, size: int) -> dict[str, Any]:
+def _entry(tensor: TensorInfo, shape: tuple[int, ...], at: int) -> dict[str, Any]:
     """A dtype that safetensors has no name for goes as bytes, in one more dimension."""
-    known = _NAMES.get(tensor.dtype)
-    shape = tensor.shape if known else (*tensor.shape, carrier(tensor.dtype).itemsize)
-    return {"dtype": known or "U8", "shape": shape, "data_offsets": (size, size + tensor.nbytes)}
+    known, itemsize = _NAMES.get(tensor.dtype), carrier(tensor.dtype).itemsize
+    nbytes = math.prod(shape) * itemsize
+    return {
+        "dtype": known or "U8",
+        "shape": shape if known else (*shape, itemsize),
+        "data_offsets": (at, at + nbytes),
+    }

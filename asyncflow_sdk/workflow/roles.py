@@ -32,6 +32,7 @@ def train(
     checkpoints: Checkpoints | None = None,
     every: int = 50,
     ranks: Meeting | None = None,
+    model: str = "",
 ) -> None:
     """Train step after step until the stream ends, publishing each version; then export the policy, if the engine can.
 
@@ -43,14 +44,14 @@ def train(
     the checkpoint of that version, else by ``load_weights``. A step that was trained meanwhile is not published, but trained again
     from these weights: so each acknowledged step is one of the versions that follow.
 
-    ``ranks``: this is one of several that train each step together, each its shard of one lease, and publish each version
+    ``model``: the folder that the engine was made of. ``ranks``: this is one of several that train each step together, each its shard of one lease, and publish each version
     together. What is said once is said by the first.
     """
     connection, ranks = queue._port.connection, ranks or Meeting()
     shard = {"team": task, "rank": ranks.rank, "world_size": ranks.world_size}
     with contextlib.ExitStack() as ending:  # of a run that is gone, too, whatever of this fails then
         ending.callback(engine.close)
-        versions = _Versions(queue, engine, weights or Weights(), ranks, checkpoints)
+        versions = _Versions(queue, engine, weights or Weights(), ranks, checkpoints, model)
         ending.callback(versions.close)
         ending.callback(queue.flush)
         versions.begin(_gone_on(engine, checkpoints) if checkpoints is not None else None)
@@ -61,7 +62,9 @@ def train(
                 began, cpu = time.monotonic(), time.process_time()
                 result = engine.train_step(step)
                 took, cpu_s = time.monotonic() - began, time.process_time() - cpu
-                published = versions.publish(trained + 1)
+                # Hazard: if the acknowledgement of a step from before a rollback comes before its version, the ledger takes
+                # the update for one that was given up, and the version for that of a later step.
+                published = versions.publish(trained + 1, at_once=trained != step.version)
                 ages = step.ages(step.index)
                 connection.report(
                     ev.Span(
@@ -92,6 +95,7 @@ def train(
         versions.restore()
         if checkpoints is not None:
             _keep(queue, engine, checkpoints, ranks, last=True)
+        versions.finish()
         if export is not None:
             _export(queue, engine, export, ranks)
 
@@ -142,7 +146,8 @@ class _Versions:
     """What a trainer publishes: one version for each step; and what it loads after a rollback."""
 
     def __init__(
-        self, queue: TransferQueue, engine: TrainEngine, how: Weights, ranks: Meeting, checkpoints: Checkpoints | None
+        self, queue: TransferQueue, engine: TrainEngine, how: Weights, ranks: Meeting, checkpoints: Checkpoints | None,
+        model: str,
     ) -> None:  # fmt: skip
         self._queue, self._engine, self._probe, self._ranks = queue, engine, how.probe, ranks
         self._checkpoints, self._name = checkpoints, type(engine).__name__
@@ -151,7 +156,7 @@ class _Versions:
         )
         self._publisher = WeightPublisher(
             queue, how.transport, rank=ranks.rank, world_size=ranks.world_size, dtype=how.dtype,
-            no_rollback="" if engine.restores else refused, **how.options,
+            no_rollback="" if engine.restores else refused, **{"model": model, **how.options},
         )  # fmt: skip
         self._last = -1
 
@@ -174,12 +179,14 @@ class _Versions:
         """The version that a step trains: a later one than the step was leased with, if there was a rollback since."""
         return max(step.version, self._last)
 
-    def publish(self, version: int) -> bool:
-        """Publish the engine's weights. False if a rollback has given them up."""
+    def publish(self, version: int, *, at_once: bool = False) -> bool:
+        """Publish the engine's weights. False if a rollback has given them up. ``at_once``: wait until this rank's part is there."""
         probe = _scored(self._probe, self._engine) if self._probe is not None else None
         try:
             self._publisher.flush()
             self._last = self._publisher.publish(version, self._engine.named_weights(), probe=probe).version
+            if at_once:
+                self._publisher.flush()
         except (ConfigError, VersionGone):
             if restoration(self._queue) is None:
                 raise
@@ -196,14 +203,17 @@ class _Versions:
             if self._ranks.by_first(what, partial(self._say_restored, asked, optimizer)):
                 self._last = asked.version
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """Wait until every rank's part of the last version is there: a rank that closes before that withdraws it."""
         try:
             self._publisher.flush()
         except (ConfigError, VersionGone):
             if restoration(self._queue) is None:
                 raise
-        finally:
-            self._publisher.close()
+        self._ranks.words("the last version")
+
+    def close(self) -> None:
+        self._publisher.close()
 
     def warn(self, text: str) -> None:
         """Report a warning, once for all ranks."""

@@ -237,7 +237,7 @@ def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob, rank: Ran
         checkpoints = Checkpoints(queue, Path(job.checkpoints), job.keep, ranks) if job.checkpoints else None
         roles.train(
             queue, engine, weights=job.weights, export=Path(job.export) if job.export else None,
-            checkpoints=checkpoints, every=job.every, ranks=ranks,
+            checkpoints=checkpoints, every=job.every, ranks=ranks, model=job.model,
         )  # fmt: skip
     else:
         asyncio.run(_rollout(queue, job))

@@ -98,12 +98,12 @@ def test_damage_is_found_and_the_next_version_comes(what: str, files: Ends, path
 
 def test_files_of_others_in_a_directory_do_no_harm_and_stay(files: Ends, path: Path) -> None:
     sent = files.publish(1, tensors())
-    (path / "version-00000001" / "config.json").write_text("{}")
+    (path / "version-00000001" / "mine.txt").write_text("{}")
     (path / "notes").write_text("mine")
     sent.check(files.fetch(files.receiver(), sent))
     files.keep()
     assert names(path) == ["notes", "removed-version-00000001"]
-    assert names(path / "removed-version-00000001") == ["config.json"]
+    assert names(path / "removed-version-00000001") == ["mine.txt"]
 
 
 def test_a_version_that_goes_while_it_is_read_is_gone(

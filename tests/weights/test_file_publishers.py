@@ -87,21 +87,22 @@ def test_a_run_that_comes_back_goes_on_in_its_path(path: Path, tmp_path: Path) -
 def test_what_other_ranks_or_people_have_in_a_path_is_no_other_run(path: Path) -> None:
     with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
         ends.publish(1, tensors())
-    (path / "version-00000001").rename(path / "version-00000001-rank-1-of-2")
+    manifest = path / "version-00000001" / "manifest.msgpack"
+    manifest = manifest.rename(manifest.with_name("manifest-1-of-2.msgpack"))
     (path / "version-00000003").mkdir()  # not whole: it does not count
     (path / "version-3").mkdir()
     with Ends(lambda: FileTransport(path), FileTransport, run="two") as ends:
         ends.sender.adopt([])
-        assert names(path) == ["version-00000001-rank-1-of-2", "version-3"]
-    (path / "version-00000001-rank-1-of-2").rename(path / "version-00000001-rank-0-of-2")
+        assert names(path) == ["version-00000001", "version-3"]
+    manifest.rename(manifest.with_name("manifest-0-of-2.msgpack"))
     with Ends(lambda: FileTransport(path), FileTransport, run="two"):
         pass
     with (
-        pytest.raises(ConfigError, match="of another run: version-00000001-rank-0-of-2. Give"),
+        pytest.raises(ConfigError, match="of another run: version-00000001. Give"),
         Ends(lambda: FileTransport(path), FileTransport, run="three"),
     ):
         pass
-    assert names(path) == ["version-00000001-rank-0-of-2", "version-3"]
+    assert names(path) == ["version-00000001", "version-3"]
 
 
 def test_one_publisher_at_a_time_writes_into_a_path(path: Path) -> None:

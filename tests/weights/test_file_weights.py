@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 from asyncflow_sdk.errors import WeightMismatch
 from asyncflow_sdk.interfaces import Host
-from asyncflow_sdk.testing.ends import Ends, Sent
-from asyncflow_sdk.types import Chunk, Manifest, TensorInfo
-from asyncflow_sdk.weights.file import FileTransport
+from asyncflow_sdk.testing.ends import Ends, layout
+from asyncflow_sdk.types import Chunk, Manifest, Shard, TensorInfo
+from asyncflow_sdk.weights import Update
+from asyncflow_sdk.weights.file import FileSender, FileTransport
 from asyncflow_sdk.weights.safetensor_files import chunk_files
 from asyncflow_sdk.weights.writing import Writer
 
@@ -74,32 +75,96 @@ def test_any_tensors_are_valid_files(
         assert found[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() == array.tobytes(), name
 
 
-def test_pieces_of_a_tensor_are_told_apart_by_where_they_begin(path: Path) -> None:
-    with Ends(lambda: FileTransport(path), FileTransport) as ends:
-        manifest, memories = ends.write(1, {"a": np.ones((2, 16), np.float32), "b": np.zeros((2, 16), np.float32)})
-        pieces = tuple(
-            TensorInfo("w", "float32", (2, 16), 0, each.offset, (2 * n, 0), (8, 16))
-            for n, each in enumerate(manifest.tensors)
-        )
-        manifest = msgspec.structs.replace(manifest, tensors=pieces)
-        sent = Sent(manifest, [memories[0].copy()], ends.send(manifest))
-        sent.check(ends.fetch(ends.receiver(), sent))
-    found = load_numpy(path / "version-00000001" / "model-00001-of-00001.safetensors")
-    assert {name: float(array.sum()) for name, array in found.items()} == {"w@0,0": 32.0, "w@2,0": 0.0}
-
-
-def test_ranks_have_directories_of_their_own(path: Path, tmp_path: Path) -> None:
-    senders = [
-        FileTransport(path).sender(Host(directory=tmp_path, name=f"{rank}-0", rank=rank, world_size=2))
-        for rank in (0, 1)
-    ]
-    manifest = Manifest(3, (), ())
+def ranks_of(path: Path, tmp_path: Path, count: int) -> list[FileSender]:
+    hosts = [Host(directory=tmp_path, name=f"{rank}-0", rank=rank, world_size=count) for rank in range(count)]
+    senders = [FileTransport(path).sender(host) for host in hosts]
     for sender in senders:
         sender.adopt([])
-        sender.send(manifest)
-    assert names(path) == ["version-00000003-rank-0-of-2", "version-00000003-rank-1-of-2"]
-    senders[1].keep([])
-    assert names(path) == ["version-00000003-rank-0-of-2"]
+    return senders
+
+
+def send(sender: FileSender, version: int, given: dict[str, Any]) -> tuple[Manifest, bytes]:
+    """Publish arrays, and pieces of them."""
+    plain = {name: array.tensor if isinstance(array, Shard) else array for name, array in given.items()}
+    infos, sizes = layout(plain, 512)
+    memories = [sender.room(size).memory for size in sizes]
+    for each in memories:
+        each[:] = 0
+    for info in infos:
+        raw = np.ascontiguousarray(plain[info.name]).reshape(-1).view(np.uint8)
+        memories[info.chunk][info.offset : info.offset + info.nbytes] = raw
+    shards = {name: each for name, each in given.items() if isinstance(each, Shard)}
+    tensors = tuple(
+        msgspec.structs.replace(info, start=shards[info.name].start, whole=shards[info.name].whole)
+        if info.name in shards
+        else info
+        for info in infos
+    )
+    manifest = Manifest(version, tensors, tuple(Chunk(size) for size in sizes))
+    return manifest, sender.send(manifest)
+
+
+def whole_of(place: Path) -> dict[str, Any]:
+    """As Hugging Face tools find them: by the index."""
+    where = json.loads((place / "model.safetensors.index.json").read_text())["weight_map"]
+    return {name: load_numpy(place / file)[name] for name, file in where.items()}
+
+
+WHOLE = {
+    "rows": np.arange(60, dtype=np.float32).reshape(10, 6),
+    "columns": np.arange(100, 160, dtype=np.float32).reshape(6, 10),
+    "boxes": np.arange(120, dtype=np.int16).reshape(4, 5, 6),
+    "alone": np.arange(7.0),
+}
+
+
+def part_of(rank: int) -> dict[str, Any]:
+    """Of two ranks: rows, columns, and boxes of a tensor each; rank 1 has one that is not cut."""
+    low, high = (0, 6) if not rank else (6, 10)
+    cut = {
+        "rows": Shard(WHOLE["rows"][low:high], (low, 0), (10, 6)),
+        "columns": Shard(np.ascontiguousarray(WHOLE["columns"][:, low:high]), (0, low), (6, 10)),
+        "boxes": Shard(np.ascontiguousarray(WHOLE["boxes"][:, 2 * rank : 2 + 3 * rank]), (0, 2 * rank, 0), (4, 5, 6)),
+    }
+    return cut | ({"alone": WHOLE["alone"]} if rank else {})
+
+
+def test_tensors_that_ranks_have_pieces_of_lie_whole_under_their_names_in_one_folder(
+    path: Path, tmp_path: Path
+) -> None:
+    senders = ranks_of(path, tmp_path, 2)
+    sent = [send(sender, 3, part_of(rank)) for rank, sender in enumerate(senders)]
+
+    assert names(path) == ["version-00000003"]
+    found = whole_of(path / "version-00000003")
+    assert found.keys() == WHOLE.keys()
+    assert all(np.array_equal(found[name], WHOLE[name]) for name in WHOLE)
+    receiver = FileTransport().receiver(Host(directory=tmp_path, name="r-0"))
+    update = Update(3, [receiver.fetch(manifest, where, timeout_s=30.0) for manifest, where in sent])
+    assert all(np.array_equal(array, WHOLE[name]) for name, array in update.arrays())
+    for sender in senders:
+        sender.close()
+
+
+def test_a_rank_that_gives_its_part_up_takes_nothing_from_the_others(path: Path, tmp_path: Path) -> None:
+    senders = ranks_of(path, tmp_path, 2)
+    first, _ = (send(sender, 3, part_of(rank)) for rank, sender in enumerate(senders))
+    place = path / "version-00000003"
+
+    senders[1].abandon()
+
+    assert not (place / "model.safetensors.index.json").exists()  # the version is not whole
+    receiver = FileTransport().receiver(Host(directory=tmp_path, name="r-0"))
+    receiver.fetch(*first, timeout_s=30.0).release()
+    send(senders[1], 3, part_of(1))  # its number is announced again
+    assert np.array_equal(whole_of(place)["columns"], WHOLE["columns"])
+    # a number below those that are kept is written by nobody any more: whoever hears that first removes all of it
+    for rank, sender in enumerate(senders):
+        send(sender, 4, part_of(rank))
+    senders[0].keep([4])
+    assert names(path) == ["version-00000004"]
+    senders[1].keep([4])
+    assert whole_of(path / "version-00000004").keys() == WHOLE.keys()
     for sender in senders:
         sender.close()
 

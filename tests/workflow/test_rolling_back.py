@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from echo_runs import echo_workflow, trained_rows
+from gates import Gates
 from waiting import until
 
 import asyncflow_sdk as af
@@ -242,9 +245,13 @@ def test_another_trainer_restores_what_its_predecessor_did_not(served: Served) -
     assert (served.run.queue.status().version, engine.published[-1]) == (6, 4)
 
 
-def test_a_loop_of_ones_own_publishes_when_it_says_that_it_has_restored(served: Served) -> None:
+@pytest.mark.parametrize("transport", ["shm", "tcp", "file"])
+def test_a_loop_of_ones_own_publishes_when_it_says_that_it_has_restored(
+    transport: str, served: Served, tmp_path: Path
+) -> None:
     run, engine = served.run, EchoTrain()
-    with run.weight_publisher() as publisher:
+    options = {"path": tmp_path / "versions"} if transport == "file" else {}
+    with run.weight_publisher(transport, **options) as publisher:
         publisher.publish(0, engine.named_weights())
         first = run.queue.get("train")
         engine.steps += 1
@@ -274,3 +281,41 @@ def test_a_loop_of_ones_own_publishes_when_it_says_that_it_has_restored(served: 
         with run.queue.get("train") as following:
             assert following.version == 3
             following.ack()
+
+
+def test_all_ranks_of_a_trainer_load_the_same_version_and_train_the_step_again(tmp_path: Path) -> None:
+    """In a workflow: while the ranks are at a step, an operator goes back two versions."""
+    gates, events, answers = Gates(tmp_path / "gates", 5), list[ev.Event](), list[RolledBack]()
+
+    def roll_back() -> None:
+        with af.connect(tmp_path / "run", name="operator") as operator:
+            until(lambda: operator.queue.status().version == 5, "version 5 is current")
+            answers.append(operator.rollback(3, "the reward fell"))
+        gates.open(5)
+
+    def listen(event: ev.Event) -> None:
+        events.append(event)
+        if isinstance(event, ev.StepTrained) and event.step == 4:
+            threads.append(threading.Thread(target=roll_back))
+            threads[0].start()
+
+    threads: list[threading.Thread] = []
+    workflow = echo_workflow(
+        train=gates.trainer("gates:GatedRanks", world_size=2), weights=af.Weights(keep=4), steps=10
+    )
+    result = workflow.run(tmp_path / "run", on_event=listen)
+    threads[0].join()
+
+    assert [(answer.version, answer.optimizer) for answer in answers] == [(6, "fresh")]
+    restored = [(e.version, e.source, e.optimizer) for e in events if isinstance(e, ev.Restored)]
+    assert restored == [(6, 3, "fresh")]
+    trained = [(e.step, e.version) for e in events if isinstance(e, ev.StepTrained)]
+    assert trained == [(step, step) for step in range(5)] + [(step, step + 1) for step in range(5, 10)]
+    spans = [(e.worker, e.version) for e in events if isinstance(e, ev.Span) and e.kind == "train"]
+    for rank in range(2):  # the step in progress trained version 5; its result was discarded
+        assert [version for worker, version in spans if worker == f"train-0 rank {rank}"] == list(range(11))
+    assert (result.summary["status"], result.summary["balanced"]) == ("completed", True)
+    rows = trained_rows(tmp_path / "run")
+    assert len(set(rows)) == len(rows) == 10 * 16
+    # version 3 has had 3 steps, and steps 5 to 9 followed
+    assert json.loads((tmp_path / "run/model/echo.json").read_text())["steps"] == 3 + 5
