@@ -20,8 +20,8 @@ from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import check_sampler
 
 
-def task(sampler: str, *, name: str = "plain", **options: Any) -> TaskSpec:
-    return TaskSpec(name=name, needs=("prompt",), gives=("answer",), sampler=SamplerSpec(sampler, options))
+def task(sampler: str, *, name: str = "plain", gives: str = "answer", **options: Any) -> TaskSpec:
+    return TaskSpec(name=name, needs=("prompt",), gives=(gives,), sampler=SamplerSpec(sampler, options))
 
 
 def put(queue: Queue, *measures: float, size: int = 1, priority: int = 0) -> None:
@@ -291,7 +291,7 @@ def test_a_column_without_one_number_a_row_cannot_be_measured() -> None:
     queue = Queue(PLAIN)
     queue.put(1, prompt=image)
     with pytest.raises(ConfigError, match="no number a row"):
-        queue.do(queue.admin, cmd.Declare(task=task("by_column", name="late", column="prompt")))
+        queue.do(queue.admin, cmd.Declare(task=task("by_column", name="late", gives="rank", column="prompt")))
 
 
 # ---- replay
