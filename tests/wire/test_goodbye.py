@@ -90,9 +90,11 @@ def test_a_first_request_that_comes_too_late_is_not_carried_out_and_its_sender_t
             assert parrot.server._listening.routers[0].poll(30_000)
             return True
 
+        raw.send(frame(1, b"early", session="another over this connection"))
+        assert raw.hear() == (1, b"early 0")
         parrot.server.stop(after_the_last_round)
         assert raw.hear() == (0, b"")
-        assert not parrot.carried_out
+        assert parrot.carried_out == [b"early"]
 
 
 def test_a_server_that_may_come_back_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
