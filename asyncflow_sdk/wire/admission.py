@@ -53,14 +53,16 @@ class Admission:
         self._for_tcp = min(256, limit // 4)
         self._for_ipc = min(3 * IPC_BACKLOG, limit * 3 // 16)
         """Free descriptors below which peers are let in no more."""
-        self._reserve = Reserve(min(128, limit // 8))
+        reserved = min(128, limit // 8)
+        self._reserve = Reserve(reserved)
         """Held while tcp doors are open: libzmq may accept peers faster than this thread can shut the door."""
-        self._to_open = min(128, limit // 8) + self._for_tcp * 5 // 4
+        self._to_open = reserved + self._for_tcp * 5 // 4
         self._tcp: dict[str, TcpDoor] = {}
         self._ipc: list[IpcDoor] = []
         self._monitors: list[tuple[zmq.Socket[Any], zmq.Socket[Any]]] = []  # of a router, its monitor
         self._ready = select.epoll()
         self._registered: dict[IpcDoor, int] = {}
+        self._admitting: IpcDoor | None = None
         self._shut = self._refusing = self._holding = False
         self._pause_s = 0.0
 
@@ -82,10 +84,8 @@ class Admission:
         address = f"inproc://asyncflow-monitor-{os.getpid()}-{next(_monitors)}"
         router.monitor(address, _PROVEN | _ACCEPTED | _DISCONNECTED | _LISTENING)
         monitor: zmq.Socket[Any] = router.context.socket(zmq.PAIR)
-        monitor.linger, monitor.rcvhwm = (
-            0,
-            0,
-        )  # libzmq's threads, and a bind in this one, wait where events are bounded
+        monitor.linger = 0
+        monitor.rcvhwm = 0  # libzmq's threads, and a bind in this one, wait where events are bounded
         monitor.connect(address)
         self._monitors.append((router, monitor))
         self._ready.register(int(monitor.getsockopt(zmq.FD)), select.EPOLLIN)
@@ -117,9 +117,7 @@ class Admission:
 
     def close(self) -> None:
         """Call before the monitored sockets are closed. Idempotent."""
-        if self._holding:
-            self._holding = False
-            TcpDoor.release_all()
+        self._release()
         for tcp in self._tcp.values():
             tcp.close()
         for ipc in self._ipc:
@@ -189,32 +187,37 @@ class Admission:
 
     def _tend_ipc(self, now: float) -> None:
         """Admit waiting peers of this host, while no descriptor goes to anybody else."""
-        if self._holding and not any(door.admitting for door in self._ipc):
-            self._holding = False
-            TcpDoor.release_all()
+        if self._admitting is not None and self._admitting.admitting:
+            return
+        if self._admitting is not None:
+            self._admitting = None
+            self._release()
         for door in self._ipc:
             door.tidy()
-        waiting = [door for door in self._ipc if door.waiting]
-        if not waiting or any(door.admitting for door in self._ipc):
+        waiting = next((door for door in self._ipc if door.waiting), None)
+        if waiting is None:
+            self._release()
             return
         if not self._holding:
             self._holding = True
             TcpDoor.hold_all()
-        free = free_descriptors()
-        if free >= self._for_ipc and not TcpDoor.quiet():
-            return  # in a moment
+        if free_descriptors() >= self._for_ipc and not TcpDoor.quiet():
+            return  # libzmq is still accepting; in a moment
         try:
-            if free_descriptors() >= self._for_ipc:
-                waiting[0].admit()
-                self._refusing = False
-            else:
-                waiting[0].refuse()
-                if not self._refusing:
-                    self._refusing = True
-                    self.note(f"clients of this host are refused for now: {_short_of(free)}", "warning")
+            if (free := free_descriptors()) >= self._for_ipc:  # and it stays so while the doors are held
+                waiting.admit()
+                self._admitting, self._refusing = waiting, False
+                return
+            waiting.refuse()
+            if not self._refusing:
+                self._refusing = True
+                self.note(f"clients of this host are refused for now: {_short_of(free)}", "warning")
         except (OSError, zmq.ZMQError):
             self._pause_s = now + LOOK_S
-        if not waiting[0].admitting:
+        self._release()
+
+    def _release(self) -> None:
+        if self._holding:
             self._holding = False
             TcpDoor.release_all()
 

@@ -155,15 +155,16 @@ class IpcDoor:
                 queue.close()
                 raise
             self._socket = None  # the folder is gone, and nobody else can come
-        self._queue = queue
         self._router.setsockopt(zmq.USE_FD, descriptor := admitted.detach())
         try:
             self._router.bind(f"ipc://{self._path}")
-        except zmq.ZMQError:
+        except zmq.ZMQError:  # those who wait there are disconnected, and try again
             os.close(descriptor)
+            queue.close()
             raise
         finally:
             self._router.setsockopt(zmq.USE_FD, -1)
+        self._queue = queue
         self._given[self._router.get_string(zmq.LAST_ENDPOINT)] = [0, 0]
 
     def refuse(self) -> None:

@@ -1,0 +1,93 @@
+"""Doors of a server: shut, held and opened while peers stand before them."""
+
+import errno
+import socket
+from pathlib import Path
+
+import pytest
+from waiting import until
+from wire_handlers import serving
+
+from asyncflow_sdk.wire import Client, admission, listening, sockets
+from asyncflow_sdk.wire.doors import TcpDoor
+
+
+def knock(address: str) -> socket.socket:
+    """Begin to connect over tcp."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    peer = socket.socket()
+    peer.setblocking(False)
+    assert peer.connect_ex((host, int(port))) in (0, errno.EINPROGRESS)
+    return peer
+
+
+def connected(peer: socket.socket) -> bool:
+    try:
+        peer.getpeername()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_held_tcp_door_lets_nobody_in_and_everybody_afterwards(tmp_path: Path) -> None:
+    with serving(f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0") as parrot:
+        local, tcp = parrot.server.addresses
+        there, here = Client(tcp), Client(local)
+        assert there.ask(b"x", 60) == b"x 0"
+        # when the doors of this process are held
+        TcpDoor.hold_all()
+        try:
+            peer = knock(tcp)
+            # then a new peer waits, and those that are in go on, as do clients of this host
+            assert here.ask(b"y", 60) == b"y 1"
+            assert there.ask(b"z", 60) == b"z 2"
+            assert not connected(peer)
+        finally:
+            TcpDoor.release_all()
+        until(lambda: connected(peer), "the peer to be let in")
+        for each in (peer, there, here):
+            each.close()
+
+
+def test_silent_peers_shut_the_tcp_door_until_they_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a server that takes three peers that have not authenticated
+    monkeypatch.setattr(admission, "MOST_UNPROVEN", 3)
+    notes: list[str] = []
+    with serving("tcp://127.0.0.1:0") as parrot:
+        parrot.server.on_note(lambda text, level: notes.append(text))
+        address = parrot.server.addresses[0]
+        early = Client(address)
+        early.ask(b"x", 60)
+        # when more come
+        peers = [knock(address) for _ in range(3)]
+        until(lambda: len(notes) == 1, "word that the door is shut")
+        # then it is shut to others, and who is in stays in
+        assert "takes no connections for now: 3 peers have connected and not authenticated" in notes[0]
+        late = knock(address)
+        assert early.ask(b"y", 60) == b"y 1"
+        assert not connected(late)
+        # when they leave
+        for peer in peers:
+            peer.close()
+        until(lambda: connected(late), "the next to be let in")
+        assert "takes connections again" in notes[1]
+        for each in (late, early):
+            each.close()
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_silent_peer_is_disconnected(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (listening, sockets):
+        monkeypatch.setattr(module, "GIVE_UP_MS", 200)
+    with serving(f"ipc://{tmp_path}/s" if kind == "ipc" else "tcp://127.0.0.1:0") as parrot:
+        address = parrot.server.addresses[0]
+        with socket.socket(socket.AF_UNIX if kind == "ipc" else socket.AF_INET) as peer:
+            peer.settimeout(60)
+            if kind == "ipc":
+                peer.connect(address.removeprefix("ipc://"))
+            else:
+                host, _, port = address.removeprefix("tcp://").rpartition(":")
+                peer.connect((host, int(port)))
+            peer.sendall(b"\xff" + bytes(8) + b"\x7f")  # how a greeting begins
+            while peer.recv(1024):
+                pass
