@@ -34,8 +34,15 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
         [queue.TransferQueue, queue.Rows, queue.LeasedBatch, Audit],
     ),
     "Versions of the weights": (
-        "what `run.weight_publisher` and `run.weight_updates` return",
-        [weights.WeightPublisher, weights.Publication, weights.OwnUpdates, weights.OwnUpdate],
+        "what `run.weight_publisher`, `run.weight_updates`, `run.rollback` and `run.restoration` return",
+        [
+            weights.WeightPublisher,
+            weights.Publication,
+            weights.OwnUpdates,
+            weights.OwnUpdate,
+            weights.RolledBack,
+            weights.Restoration,
+        ],
     ),
     "Workflows": (
         "",
