@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,8 @@ from rich.text import Text
 
 from ..errors import ConfigError
 from ..plugins.probing import Seen
-from .findings import FAILS, Finding, show, verdict
+from ..workflow.toml import problems_of_file
+from .findings import FAILS, FINE, Finding, show, verdict
 from .interpreters import Interpreter, look, wanted_by
 from .machine import address, gpus, keys, machine
 
@@ -37,8 +38,10 @@ def examine(what: Sequence[Path], pythons: Sequence[str], addresses: Sequence[st
     """``what``: workflows as TOML, directories of runs, key files. Raises ConfigError for what is none of them."""
     interpreters: dict[str | None, Interpreter] = {None: Interpreter(None)}
     runs: list[Path] = []
+    files: list[Path] = []
     for path in what:
         if path.suffix == ".toml":
+            files.append(path)
             for program, each in wanted_by(path).items():
                 interpreters.setdefault(program, Interpreter(program)).wants += each.wants
         elif path.is_dir() or path.suffix == ".key":
@@ -53,9 +56,22 @@ def examine(what: Sequence[Path], pythons: Sequence[str], addresses: Sequence[st
         found, told = look(interpreter, names)
         seen[interpreter.program or sys.executable] = found
         findings += told
+    for path in files:
+        findings += list(_refused(path, findings))
     findings += [*machine(), said]
     findings += [address(each) for each in addresses]
     for path in runs:
         findings += keys(path)
     fine = all(each.level != FAILS for each in findings)
     return Examination(fine=fine, verdict=verdict(findings), findings=findings, interpreters=seen)
+
+
+def _refused(file: Path, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """What ``asyncflow run`` refuses of a workflow, by its own checks, beyond what an interpreter's findings say already."""
+    problems = problems_of_file(file)
+    if not problems:
+        yield Finding(str(file), "workflow", FINE, "everything that is known before it starts fits together")
+    told = [each.said for each in findings if each.level == FAILS]
+    for problem in problems:
+        if not any(said in problem for said in told):
+            yield Finding(str(file), "workflow", FAILS, problem)

@@ -51,6 +51,17 @@ def load_workflow(path: str | os.PathLike[str], changes: Mapping[str, str] | Non
     return _File(Path(path), changes or {}).workflow()
 
 
+def problems_of_file(path: str | os.PathLike[str]) -> list[str]:
+    """Everything for which ``load_workflow`` refuses a file, each with line and column; empty if it takes it. Raises ConfigError for a
+    file that cannot be read or is no TOML."""
+    file = _File(Path(path), {})
+    try:
+        file.workflow()
+    except ConfigError:
+        return file.wrong
+    return []
+
+
 class _Misfit(Exception):
     """A value that is wrong, and which was told of."""
 
@@ -88,6 +99,11 @@ class _File:
             self._raise()
 
     # ---- what is wrong
+
+    @property
+    def wrong(self) -> list[str]:
+        """All that was told of, with its place in the file."""
+        return list(self._wrong)
 
     def _say(self, key: Key, text: str) -> None:
         self._wrong[f"{self._place(key)}: {text}"] = None

@@ -200,7 +200,49 @@ def test_what_a_workflow_wants_of_each_interpreter(tmp_path: Path) -> None:
         "no tracker adapter is named 'nowhere'" in found(examination, "this interpreter", "run.toml, trackers").said
     )
     assert found(examination, "this interpreter", "run.toml, weights").level == "fine"
-    assert examination.verdict.startswith("5 things will not work")
+    assert examination.verdict.startswith("5 things will not work"), "what a run is refused for is not told twice"
+
+
+FINE = """
+steps = 1
+batch_size = 4
+prompts = { prompt_ids = [[1]] }
+stages = [{ work = "statistics:fmean", needs = ["response_ids"], gives = ["reward"] }]
+rollout = { engine = "echo", group_size = 4, prompt = "prompt_ids" }
+train = { engine = "echo" }
+"""
+
+
+def test_what_a_run_is_refused_for_is_found_by_the_same_checks(tmp_path: Path) -> None:
+    # given a file that runs, and one that does not
+    file, wrong = tmp_path / "run.toml", tmp_path / "wrong.toml"
+    file.write_text(FINE)
+    changed = {
+        "batch_size = 4": "batch_size = 6",
+        'train = { engine = "echo"': 'train = { engine = "echo", delay_s = "1"',
+    }
+    text = FINE
+    for of, instead in changed.items():
+        text = text.replace(of, instead)
+    wrong.write_text(text)
+    (tmp_path / "odd.toml").write_text(FINE.replace("steps", "step"))
+
+    # when
+    examination = examine([file, wrong, tmp_path / "odd.toml"], [], [])
+    command = [sys.executable, "-m", "asyncflow_sdk.cli", "run", "--print"]
+    printed = subprocess.run([*command, str(wrong)], capture_output=True, text=True, timeout=100, check=False)
+
+    # then
+    assert not examination.fine
+    assert found(examination, str(file), "everything that is known before it starts fits").level == "fine"
+    assert found(examination, "odd.toml", "there is no key step; did you mean 'steps'?").level == "fails"
+    for problem in (
+        "wrong.toml:3:1: no number of groups of 4 fills a batch of 6 rows",
+        "wrong.toml:7:28: engine 'echo', option 'delay_s' must be float, not str: '1'",
+    ):
+        finding = found(examination, str(wrong), problem)
+        assert finding.level == "fails"
+        assert finding.said in printed.stderr and printed.returncode == 2
 
 
 def test_addresses_and_keys(tmp_path: Path) -> None:
