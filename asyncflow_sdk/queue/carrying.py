@@ -35,6 +35,7 @@ from .places import LOST, Places, There
 from .protocol import Answer, encode, failure
 from .reader import Reader
 from .remote import Remote
+from .user_frames import said, user_trace
 
 MOST_UNREAD = 16
 """Steps that may keep descriptors of their segments open until they are read. Rows of further ones are read at once."""
@@ -317,5 +318,6 @@ class Carrying:
         if listener is not None:
             try:
                 listener(*what)
-            except Exception:
-                _log.exception("a listener of the queue server failed")
+            except Exception as error:
+                name = getattr(listener, "__qualname__", type(listener).__name__)
+                _log.error("listener %s of the queue server failed: %s\n%s", name, said(error), user_trace(error))

@@ -28,6 +28,7 @@ from ._once import drive, sync
 from .arguments import plain_text
 from .blocks import pack_columns
 from .connection import Letter, Port
+from .user_frames import said
 
 if TYPE_CHECKING:
     from .protocol import Answer
@@ -213,15 +214,6 @@ class Lease(Batch):
         except LeaseLost:
             if error is None:
                 raise
-
-
-def said(error: BaseException) -> str:
-    """What an exception says, whatever it does when it is asked."""
-    try:
-        text = str(error)
-    except Exception as wrong:
-        text = f"its text cannot be made: {type(wrong).__name__}"
-    return f"{type(error).__name__}: {text}"
 
 
 class AsyncLeasedBatch(Lease):

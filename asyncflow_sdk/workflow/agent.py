@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,17 +22,17 @@ from ..errors import AsyncFlowError, ConfigError, EngineError, SchemaError
 from ..interfaces import Completion, Request
 from ..plugins import import_name, import_path
 from ..queue.arguments import plain_text
-from ..queue.leased import said
+from ..queue.user_frames import said
 from ..types import Ragged, Sampling, VersionSpan, pack
 from ..types.typed import check_fields
 from .completing import Answer, Ids
 from .drawing import Deliver, joined_spans, spans_of
 from .text import Text
+from .user_code import told
 from .work import AgentWork, is_coroutine, parameters_of
 
 END_S = 1.0
 """How long an agent may take to end when it is told to (seconds)."""
-FRAMES = 8
 
 Observed = str | Sequence[int] | npt.NDArray[np.int32]
 Draw = Callable[[Request, Deliver], Awaitable[None]]
@@ -246,8 +245,7 @@ class Agent:
         if turns.failure is not None:
             raise turns.failure
         if error is not None:
-            trace = plain_text("".join(traceback.format_exception(error, limit=-FRAMES)).rstrip())
-            raise AgentFailed(f"agent {self.name}() raised {plain_text(said(error), 1000)}\n{trace}")
+            raise AgentFailed(told(f"agent {self.name}() raised {plain_text(said(error), 1000)}", error))
         try:
             return turns.answer(self._checked(task.result()))
         except AgentFailed as failed:

@@ -21,6 +21,7 @@ from .agent import Agent, AgentFailed, Turns
 from .completing import Answer, Completing, Ids, Work
 from .drawing import WAIT_S, Drawing
 from .text import Text, token_ids
+from .user_code import FunctionFailed
 
 GIVE_UP_AFTER = 8
 """Prompts refused in a row, with none accepted, after which a producer says so and ends."""
@@ -135,6 +136,8 @@ class Answering:
         self._refused.add(group)
         if len(self._refused) >= GIVE_UP_AFTER:
             text = f"{len(self._refused)} prompts in a row were refused, the last because: {error}"
+            if isinstance(error, AgentFailed):
+                raise FunctionFailed(text) from None  # which says already where in the agent
             raise ConfigError(text) from error
         self._note(plain_text(f"a prompt was refused: {error}"), "warning")
 

@@ -16,22 +16,20 @@ from ..interfaces import Request, RolloutEngine, TrainEngine
 from ..plugins import import_name
 from ..queue import AsyncLeasedBatch, Connection, LeasedBatch, TransferQueue
 from ..queue.leased import Lease
+from ..queue.user_frames import said
 from ..types import Batch, Ragged, Sampling
 from ..types import events as ev
 from ..types.columns import odd_entry, pack
 from .consumer import Consumer
 from .engines import loading_model, make_engine
 from .text import Text, token_ids, with_stop_ids
+from .user_code import FunctionFailed, told
 from .work import FunctionWork, GenerateWork, LogprobsWork, Work, is_coroutine
 
 WAIT_S = 3600.0
 GIVE_UP_AFTER = 8
 """Prompts refused in a row, with none accepted, after which an engine's stage says so and ends."""
 FILTERED = "filtered"
-
-
-class StageFailed(ConfigError):
-    """Raised when a user's function raised, or returned what is no column. Carries the rows it was given."""
 
 
 def stage(
@@ -47,7 +45,7 @@ def stage(
 ) -> None:
     """Work on the rows of a task until the stream ends; the task is declared. ``groups``: a function gets them, too.
 
-    Raises StageFailed for what a function does wrong, EngineError for what an engine does.
+    Raises FunctionFailed for what a function does wrong, EngineError for what an engine does.
     """
     state = _State(queue, task, gives)
     if isinstance(work, LogprobsWork):
@@ -117,7 +115,7 @@ def _calling(
         try:
             returned = function(**_arguments(rows, groups))
         except Exception as error:
-            raise _raised(function, rows, error) from error
+            raise _raised(function, rows, error) from None
         return _columns(function, returned, rows, gives)
 
     return call
@@ -151,7 +149,7 @@ async def _overlapping(
         try:
             returned = await function(**_arguments(rows, groups))
         except Exception as error:
-            raise _raised(function, rows, error) from error
+            raise _raised(function, rows, error) from None
         columns = _columns(function, returned, rows, state.gives)
         filtered = columns.pop(FILTERED, None) if FILTERED not in state.gives else None
         try:
@@ -301,26 +299,27 @@ def _arguments(rows: Lease, groups: bool) -> dict[str, Any]:
     return {**rows, "groups": rows.groups} if groups else dict(rows)
 
 
-def _raised(function: Callable[..., Any], rows: Lease, error: Exception) -> StageFailed:
+def _raised(function: Callable[..., Any], rows: Lease, error: Exception) -> FunctionFailed:
     ids = f"rows {rows.ids[0]} to {rows.ids[-1]}" if rows.rows > 1 else f"row {rows.ids[0]}"
-    return StageFailed(
-        f"{_name(function)}() raised {type(error).__name__}: {error} (called with {', '.join(rows)} of {ids})"
-    )
+    what = f"{_name(function)}() raised {said(error)} (called with {', '.join(rows)} of {ids})"
+    return FunctionFailed(told(what, error))
 
 
 def _columns(function: Callable[..., Any], out: Any, rows: Lease, gives: tuple[str, ...]) -> dict[str, Any]:
-    """What a user's function returned, checked. Raises StageFailed that names function and row."""
+    """What a user's function returned, checked. Raises FunctionFailed that names function and row."""
     name = _name(function)
     columns = dict(out) if isinstance(out, Mapping) else {gives[0]: out} if gives else {}
     if set(columns) - {FILTERED} != set(gives) - {FILTERED}:
-        raise StageFailed(f"{name}() returned columns {sorted(columns)}; the stage gives {sorted(gives)}")
+        raise FunctionFailed(f"{name}() returned columns {sorted(columns)}; the stage gives {sorted(gives)}")
     for column, values in columns.items():
         columns[column] = _checked(name, column, values, rows)
     if FILTERED in columns and FILTERED not in gives:
         columns[FILTERED] = np.asarray(columns[FILTERED])
         array = columns[FILTERED]
         if array.dtype != bool or array.ndim != 1:
-            raise StageFailed(f"{name}() returned 'filtered' as {array.dtype} of {array.shape}; it is one bool a row")
+            raise FunctionFailed(
+                f"{name}() returned 'filtered' as {array.dtype} of {array.shape}; it is one bool a row"
+            )
     return columns
 
 
@@ -334,23 +333,23 @@ def _checked(name: str, column: str, values: Any, rows: Lease) -> Any:
     except SchemaError as error:
         entry = odd_entry(values) if isinstance(values, (list, tuple, np.ndarray)) else None
         if entry is None or entry[0] >= rows.rows:
-            raise StageFailed(f"{name}() returned no column: {error}") from None
+            raise FunctionFailed(f"{name}() returned no column: {error}") from None
         at, what = entry
-        raise StageFailed(
+        raise FunctionFailed(
             f"{name}() returned for row {rows.ids[at]}, as column {column!r}, {what}. It was given {_seen(rows, at)}"
         ) from None
     if len(packed) != rows.rows:
-        raise StageFailed(f"{name}() returned {len(packed)} values for {rows.rows} rows")
+        raise FunctionFailed(f"{name}() returned {len(packed)} values for {rows.rows} rows")
     array = packed.values
     if column == "reward":
         # One dtype for ever: a function that returns ints for one batch and floats for the next is fine.
         if packed.spec.kind != "fixed" or packed.spec.shape:
-            raise StageFailed(f"{name}() returned a reward that is {packed.spec}; it must be one number a row")
+            raise FunctionFailed(f"{name}() returned a reward that is {packed.spec}; it must be one number a row")
         array = array.astype(np.float32)
         odd = np.flatnonzero(~np.isfinite(array))
         if len(odd):
             first = int(odd[0])
-            raise StageFailed(
+            raise FunctionFailed(
                 f"{name}() returned {array[first]} for row {rows.ids[first]}, given {_seen(rows, first)}"
             )
         return array

@@ -36,6 +36,7 @@ from ..weights import check_fetching
 from ..weights.host import host_of
 from ..wire import RunKey
 from .engines import loading_model, make_engine
+from .user_code import FunctionFailed
 from .work import AgentWork, Work
 
 FATAL = (ConfigError, PluginError, SchemaError, WeightMismatch, ModuleNotFoundError)
@@ -198,9 +199,14 @@ def main() -> int:
 
 
 def _ending(error: BaseException) -> WorkerEnding:
+    if isinstance(error, FunctionFailed):  # whose message has the user's frames, and the SDK's would hide them
+        whole = text = str(error)
+    else:
+        whole = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(error, limit=-12))
+    text = plain_text(text, LAST_WORDS // 4)
     with contextlib.suppress(OSError):  # a disk that is full may be why
-        traceback.print_exception(error)
-    text = plain_text("".join(traceback.format_exception(error, limit=-12)), LAST_WORDS // 4)
+        print(plain_text(whole, len(whole)).rstrip(), file=sys.stderr)
     return WorkerEnding(FATAL_STATUS if isinstance(error, FATAL) else 1, text)
 
 

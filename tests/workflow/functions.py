@@ -116,3 +116,20 @@ def held_up(response_ids):
 
 def gives_none_for_the_last(response_ids):
     return [*length(response_ids)[:-1], None]
+
+
+def looks_up(answers, row):
+    return answers[row]
+
+
+def raises_below(response_ids):
+    return [looks_up({}, "no such answer") for _ in response_ids]
+
+
+async def raises_awaited(response_ids):
+    return raises_below(response_ids)
+
+
+async def agent_that_raises(turns):
+    await turns.generate()
+    looks_up({}, "no such answer")

@@ -1,0 +1,68 @@
+"""Errors of functions that users wrote: their frames first, once, and none of the SDK's."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import functions
+import pytest
+from echo_runs import echo_workflow
+from waiting import until
+
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import WorkerFailed
+
+SDK = Path(af.__file__).parent
+
+
+def check_frames(text: str, first: str, last: str = "looks_up") -> None:
+    """A traceback that is there once, from the user's function to where it raised."""
+    frames = re.findall(r'File "(.*)", line \d+, in (\S+)', text)
+    assert [name for _, name in (frames[0], frames[-1])] == [first, last], text
+    assert not [file for file, _ in frames if Path(file).is_relative_to(SDK)], text
+    assert text.count("Traceback (most recent call last)") == 1, text
+    assert text.index("KeyError: 'no such answer'") < text.index("Traceback"), "what was wrong comes first"
+
+
+def local(response_ids: Any) -> list[float]:
+    return functions.raises_below(response_ids)  # type: ignore[no-any-return]
+
+
+local.__module__ = "__main__"  # so that it runs in a thread of the driver
+
+
+@pytest.mark.parametrize(
+    ("function", "first"),
+    [(functions.raises_below, "raises_below"), (functions.raises_awaited, "raises_awaited"), (local, "local")],
+)
+def test_a_stages_error_shows_its_frames_first_and_once(tmp_path: Path, function: Any, first: str) -> None:
+    stage = af.Stage(function, task="reward", gives=["reward"])
+    with pytest.raises(WorkerFailed) as failed:
+        echo_workflow(reward=stage).run(tmp_path / "run")
+
+    check_frames(str(failed.value), first)
+    log = tmp_path / "run" / "logs" / "reward-0.log"
+    if function is not local:
+        check_frames(log.read_text(), first)
+
+
+def test_an_agents_error_shows_its_frames_first_and_once(tmp_path: Path) -> None:
+    rollout = {"agent": functions.agent_that_raises, "max_restarts": 0}
+    with pytest.raises(WorkerFailed) as failed:
+        echo_workflow(rollout=rollout).run(tmp_path / "run")
+
+    check_frames(str(failed.value), "agent_that_raises")
+
+
+def test_an_on_steps_error_shows_its_frames_first_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    def on_step(step: int, read: Any) -> None:
+        functions.looks_up({}, "no such answer")
+
+    with caplog.at_level(logging.ERROR), af.serve(on_step=on_step) as run:
+        run.queue.declare("train", needs=["x"], batch_rows=1)
+        run.queue.put({"x": [1]})
+        run.queue.get("train", timeout_s=60).ack()
+        until(lambda: "on_step" in caplog.text, "the listener's failure")
+
+    check_frames(caplog.text, "on_step")
