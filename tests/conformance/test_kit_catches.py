@@ -16,6 +16,7 @@ import wrong_updates as updates
 from own_engine import NumpyPolicy, NumpyRollout
 
 from asyncflow_sdk.testing import Conformance
+from asyncflow_sdk.testing.kit import resources
 
 CAUGHT = [
     (wrong.PromisesScores, "capabilities", r"promise logprobs\(\), which it does not define"),
@@ -94,11 +95,9 @@ CAUGHT = [
 OF_MODELS = {"ends", "retokenised"}
 """Those that need a model folder with a tokenizer; see test_kit_catches_models."""
 
-HANGS = {
-    wrong.LosesRoom, wrong.ForgetsNeighbours, leaks.LeavesAThread, leaks.LeavesAProcess, leaks.LeavesAServer,
-    leaks.LeavesASegment,
-}  # fmt: skip
-HANG_S = 3.0
+HANGS = {wrong.LosesRoom, wrong.ForgetsNeighbours}
+HANG_S = 10.0
+"""How long the kit waits for these two (seconds). They make it wait for as long as it may, so a right engine never needs this."""
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +123,11 @@ def policy() -> NumpyPolicy:
 
 
 @pytest.mark.parametrize(("engine", "check", "reason"), CAUGHT, ids=lambda each: getattr(each, "__name__", "-"))
-def test_a_wrong_engine_is_caught(engine: type[NumpyRollout], check: str, reason: str, policy: NumpyPolicy) -> None:
+def test_a_wrong_engine_is_caught(
+    engine: type[NumpyRollout], check: str, reason: str, policy: NumpyPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine.__module__ == leaks.__name__ and engine.__name__.startswith("Leaves"):
+        monkeypatch.setattr(resources, "GONE_S", 0.2)  # what it leaves does not go, however long it is waited for
     limit_s = (
         HANG_S if engine in HANGS else 600.0 if check == "memory" else 60.0
     )  # what leaks shows after many updates

@@ -4,7 +4,6 @@ odd bits, second writes; and that threads, event loops and child processes all g
 import asyncio
 import contextlib
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -161,25 +160,27 @@ def _read(queue: TransferQueue, kept: list[tuple[int, Any]], timeout_s: float) -
 # ---- leases
 
 
-@pytest.mark.parametrize("run", ["ipc"], indirect=True)  # it takes its time
-def test_long_work_keeps_its_rows_by_renewing(run: Run) -> None:
-    # given a lease much shorter than the work
+def test_long_work_keeps_its_rows_by_renewing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a lease much shorter than the work, on a clock that the test puts on
+    ahead_s, clock = 0.0, run.server._clock
+    monkeypatch.setattr(run.server, "_clock", lambda: clock() + ahead_s)
     queue, other = run.queue(), run.queue("other")
-    queue.declare("work", needs=["x"], gives=["y"], lease_s=1.0)
+    queue.declare("work", needs=["x"], gives=["y"], lease_s=1000.0)
     queue.put({"x": [1.0]})
     batch = queue.get("work")
-    # when it is renewed again and again, and others ask all the time
-    began = time.monotonic()
-    while time.monotonic() < began + 2.2:
+    # when it is renewed again and again, and others ask in between
+    for _ in range(5):
+        ahead_s += 600.0
         with pytest.raises(DeadlineExceeded):
-            other.get("work", timeout_s=0.1)
+            other.get("work", timeout_s=0)
         batch.renew()
     # then it is still held
     batch.complete({"y": [2.0]})
     # and one that is not renewed is lost, for every verb
     queue.put({"x": [2.0]})
     batch = queue.get("work")
-    taken = other.get("work", timeout_s=30)
+    ahead_s += 1001.0
+    taken = other.get("work", timeout_s=100)
     for verb in (batch.renew, batch.give_back, lambda: batch.complete({"y": [9.0]})):
         with pytest.raises(LeaseLost, match="completed, expired, returned, or its rows ended"):
             verb()

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -405,15 +404,14 @@ def test_who_waits_for_a_server_learns_of_its_death(tmp_path: Path) -> None:
         # when
         child.kill()
         for thread in threads:
-            thread.join(20)
-        # then both say who ended, and so does every later call, at once
+            thread.join(100)
+        # then both say who ended, and so does every later call: not that the server gave no answer in time
         assert len(outcomes) == 2
-        began = time.monotonic()
         for _ in range(20):
             with pytest.raises(ServerLost) as later:
                 queue.audit()
-        assert time.monotonic() - began < connections.CALL_S
-        for error in (*outcomes, later.value):
+            outcomes.append(later.value)
+        for error in outcomes:
             assert isinstance(error, ServerLost)
             assert f"the server at {address} is gone: its process {child.pid} has ended" in str(error)
         queue._port.connection.close()

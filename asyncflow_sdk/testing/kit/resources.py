@@ -54,6 +54,8 @@ class Held:
 
 
 _BYTES = {"memory": "", "segments": " of shared memory", "gpu": " of GPU memory"}
+GONE_S = 10.0
+"""How long threads, processes and segments may take to be gone after ``close`` (seconds)."""
 _COUNTED = {"descriptors": "descriptors open", "threads": "threads running", "processes": "processes running"}
 
 
@@ -98,7 +100,7 @@ def check_given_back(start: Callable[[], None], close: Callable[[], None], *, li
         start()
         segments = {key for key in _segments(_all()) if key[0].startswith(SHM)}
         close()
-        _check_left(segments - before, threads, processes, min(10.0, limit_s))
+        _check_left(segments - before, threads, processes, min(GONE_S, limit_s))
         left, open_before = _settled(first), set[tuple[str, str]]()
         for _ in range(CYCLES - 1):
             if not left or time.monotonic() > until:
