@@ -184,7 +184,8 @@ def _missing(ledger: State, task: Task, now: float) -> str:
     while pending:
         needs = set(pending.pop().spec.needs)
         for name, other in ledger.tasks.items():
-            if name not in names and name != task.spec.name and needs & set(other.spec.gives):
+            gives = needs & set(other.spec.gives) and _share_rows(task, other)
+            if gives and name not in names and name != task.spec.name:
                 names.append(name)
                 pending.append(other)
     admitting = [name for name in names if ledger.tasks[name].spec.admits]
@@ -204,12 +205,20 @@ def _lacking(ledger: State, task: Task) -> list[str]:
     for column in task.spec.needs:
         bit = int(ledger._bit(column))
         count = sum(rows for (where, kind), rows in kinds if not kind & bit and ledger._takes(task, where))
-        givers = " or ".join(repr(name) for name, other in ledger.tasks.items() if column in other.spec.gives)
+        giving = [
+            name for name, other in ledger.tasks.items() if column in other.spec.gives and _share_rows(task, other)
+        ]
+        givers = " or ".join(map(repr, giving))
         if count and givers:
             parts.append(f"{count} rows lack column {column!r}, which task {givers} gives")
         elif count:
             parts.append(f"nobody gives column {column!r}: no task declares it, and {count} rows were put without it")
     return parts
+
+
+def _share_rows(one: Task, other: Task) -> bool:
+    """True if there is a partition whose rows both take."""
+    return "*" in other.spec.partitions or any(other.spec.takes(each) or each == "*" for each in one.spec.partitions)
 
 
 def _holding(ledger: State, names: list[str], now: float) -> str:

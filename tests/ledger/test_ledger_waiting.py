@@ -181,3 +181,13 @@ def test_a_trainers_deadline_says_that_no_task_has_the_rows_of_a_step() -> None:
     assert "task 'rollout' starts no row before a task with batch_rows is declared, and none is" in text
     assert 'run.consumer("train", batch_size=256)' in text
     assert "are ready" not in text
+
+
+def test_a_deadline_names_no_task_of_other_partitions() -> None:
+    # given an evaluation's rollout that gives the column which a judge of training's rows lacks
+    beside = TaskSpec(name="eval", needs=("prompt",), gives=("response",), partitions=("eval",))
+    queue = Queue(ROLLOUT, REWARD, TRAIN, beside)
+    queue.put(2)
+    text = deadline_of(queue, queue.join("judge"), cmd.Lease(task="reward", count=1, timeout_s=3))
+    assert "2 rows lack column 'response', which task 'rollout' gives;" in text
+    assert "eval" not in text
