@@ -32,7 +32,7 @@ MAX_LINKS = 64
 
 
 class DistReceiver(WeightReceiver):
-    """``fits(backend, plain, address)`` raises ConfigError for a publisher at that address this end cannot work with."""
+    """``fits(backend, insecure, address)`` raises ConfigError for a publisher at that address this end cannot work with."""
 
     def __init__(self, host: Host, fits: Callable[[str, bool, str], None]) -> None:
         self._host, self._fits = host, fits
@@ -93,7 +93,7 @@ class DistReceiver(WeightReceiver):
         if link is None:
             link = _Link(where_of(raw))
             try:
-                self._fits(link.where.backend, link.where.plain, link.publisher)
+                self._fits(link.where.backend, link.where.insecure, link.publisher)
             except BaseException:
                 link.close()
                 raise

@@ -12,12 +12,12 @@ from asyncflow_sdk.types.manifest import Bucket
 
 
 class Where(msgspec.Struct, frozen=True, array_like=True):
-    """How receivers reach a publisher's rounds. ``plain``: beyond loopback too, on a trusted network. ``stall_s``: how long one
-    member may hold up the others. ``rank``: of the publisher."""
+    """How receivers reach a publisher's rounds. ``insecure``: beyond loopback too. ``stall_s``: how long one member may hold up
+    the others. ``rank``: of the publisher."""
 
     service: bytes
     backend: str
-    plain: bool
+    insecure: bool
     stall_s: float
     name: str
     rank: int = 0

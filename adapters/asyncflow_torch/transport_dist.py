@@ -1,7 +1,7 @@
 """Weights by broadcast of torch.distributed: one publisher to many receivers at once, in a group that is nobody else's.
 
-    publisher = run.weight_publisher("dist")                             # gloo, on one host
-    publisher = run.weight_publisher("dist", backend="nccl", plain=True)  # several hosts, on a network that is trusted
+    publisher = run.weight_publisher("dist")                                 # gloo, on one host
+    publisher = run.weight_publisher("dist", backend="nccl", insecure=True)  # several hosts, on a network of one's own
 
 Versions are staged in host memory; a round broadcasts one, bucket by bucket, into the receivers' host memory, where each bucket
 is verified as it comes. Neither end copies or holds more than the version itself. ``nccl`` moves buckets through device memory;
@@ -32,27 +32,28 @@ from .dist_words import Where, encode
 class DistTransport(WeightTransport):
     """Both ends, by the name ``dist``.
 
-    ``backend``: gloo, or nccl. ``plain``: also beyond loopback, where broadcasts are readable for whoever listens on the network.
+    ``backend``: gloo, or nccl. The sockets of a broadcast are torch's and have no keys, on loopback either; the calls that
+    arrange it have. ``insecure``: also beyond loopback, where everyone on the network may read broadcasts.
     ``stall_s``: a member that holds up the others for longer is left behind. ``gather_s``: how long a round waits for
     receivers that are likely to ask for the same version.
     """
 
     def __init__(
-        self, backend: str = "gloo", *, plain: bool = False, stall_s: float = 20.0, gather_s: float = 0.2
+        self, backend: str = "gloo", *, insecure: bool = False, stall_s: float = 20.0, gather_s: float = 0.2
     ) -> None:
         if backend not in BACKENDS:
             raise ConfigError(f"dist has no backend {backend!r}; it has {' and '.join(BACKENDS)}")
         if not (0 < stall_s <= 3600 and 0 <= gather_s < math.inf):
             raise ConfigError(f"stall_s={stall_s}, gather_s={gather_s}: seconds are expected, up to an hour")
-        self._options = backend, plain, float(stall_s), float(gather_s)
+        self._options = backend, insecure, float(stall_s), float(gather_s)
 
     def check(self) -> None:
         works(self._options[0])
 
     def sender(self, host: Host) -> DistSender:
-        backend, plain, stall_s, gather_s = self._options
-        fits(backend, plain, host.address)
-        return DistSender(host, backend, plain, stall_s=stall_s, gather_s=gather_s)
+        backend, insecure, stall_s, gather_s = self._options
+        fits(backend, insecure, host.address)
+        return DistSender(host, backend, insecure, stall_s=stall_s, gather_s=gather_s)
 
     def receiver(self, host: Host) -> DistReceiver:
         if why := missing("gloo"):
@@ -63,7 +64,7 @@ class DistTransport(WeightTransport):
 class DistSender(WeightSender):
     """Stages versions, and serves rounds in a thread of its own."""
 
-    def __init__(self, host: Host, backend: str, plain: bool, *, stall_s: float, gather_s: float) -> None:
+    def __init__(self, host: Host, backend: str, insecure: bool, *, stall_s: float, gather_s: float) -> None:
         self._staging = Staging.private(host.name)
         self._manifests: dict[int, Manifest] = {}
         self._rounds = Rounds(
@@ -75,7 +76,7 @@ class DistSender(WeightSender):
             self._staging.close()
             raise
         self._rounds.start(self._service)
-        self._where = encode(Where(self._service.where, backend, plain, stall_s, host.name, host.rank))
+        self._where = encode(Where(self._service.where, backend, insecure, stall_s, host.name, host.rank))
 
     @property
     def nbytes(self) -> int:
@@ -120,13 +121,13 @@ def works(backend: str) -> None:
         raise ConfigError(f"dist with {backend}: {why}; use backend='gloo', or the transport tcp")
 
 
-def fits(backend: str, plain: bool, address: str) -> None:
+def fits(backend: str, insecure: bool, address: str) -> None:
     """Raises ConfigError where this process cannot take part in rounds of a publisher at ``address``."""
     works(backend)
-    if not plain and not _on_loopback(address):
+    if not insecure and not _on_loopback(address):
         raise ConfigError(
-            f"dist at {address}: what torch.distributed sends is not encrypted and anybody may connect; say plain=True if"
-            " that network is trusted, or use the transport tcp, which has keys"
+            f"dist at {address}: what torch.distributed sends is not encrypted and anybody may connect; say insecure=True if"
+            " everyone on that network may read the weights, or use the transport tcp, which has keys"
         )
 
 

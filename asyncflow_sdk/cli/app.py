@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, WorkerFailed
 from .new_plugin import new_plugin
 from .options import Debug as _Debug
+from .options import Insecure as _Insecure
 from .options import NoPlugin as _NoPlugin
 from .starting import let_go
 from .working import worker
@@ -206,8 +207,11 @@ def run(
 def serve(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Of the run; made if it is not there.")],
     address: Annotated[
-        str, typer.Option(help="Where others come in; tcp://0.0.0.0:7000 for other hosts, with keys.")
+        str, typer.Option(help="Where others come in; tcp://0.0.0.0:7000 for other hosts.")
     ] = "tcp://127.0.0.1:0",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Without keys: all who reach the address may read and change the run.")
+    ] = False,
     prompts: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Feed these records.", metavar="FILE.jsonl")
     ] = None,
@@ -238,7 +242,7 @@ def serve(
     if prompts is not None:
         feed = {"prompts": prompts, "group_size": group_size, "column": column, "epochs": epochs, "seed": seed}
     serve_run(
-        directory, address, Console(), feed, steps=steps, max_staleness=max_staleness, staleness_policy=staleness_policy,
+        directory, address, Console(), feed, insecure=insecure, steps=steps, max_staleness=max_staleness, staleness_policy=staleness_policy,
         capacity_rows=capacity_rows, durability=durability, trackers=tracker or [],
     )  # fmt: skip
 
@@ -255,6 +259,7 @@ def top(
     key: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A copy of the run's run.key.", metavar="FILE")
     ] = None,
+    insecure: _Insecure = False,
     every: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")] = 1.0,
     debug: _Debug = False,
 ) -> None:
@@ -263,7 +268,7 @@ def top(
     from .top import Top
 
     console = Console()
-    with Top(where, every, key) as watch:
+    with Top(where, every, key, insecure) as watch:
         if as_json:
             typer.echo(watch.json(watch.once()))
         elif once or not console.is_terminal or console.is_dumb_terminal:
@@ -280,13 +285,14 @@ def evict(
     key: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A copy of the run's run.key.", metavar="FILE")
     ] = None,
+    insecure: _Insecure = False,
     debug: _Debug = False,
 ) -> None:
     """Say that a client's host is gone: what it held goes back, and another may take its place. Others are seen to end."""
     del debug
     from ..workflow import connect
 
-    with connect(where, key=key, name="evict") as run:
+    with connect(where, key=key, insecure=insecure, name="evict") as run:
         run.evict(session, reason)
     typer.echo(f"session {session} is evicted")
 

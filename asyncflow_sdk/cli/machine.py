@@ -122,12 +122,9 @@ def address(text: str) -> Finding:
             "give another port, or end who has it (ss -ltnp)" if error.errno == 98 else "give an address of this host"
         )
         return Finding(HERE, text, FAILS, f"it cannot be served: {error.strerror or error}", cure)
-    known = (
-        "this host alone reaches it"
-        if host.startswith("127.") or host in ("::1", "localhost")
-        else "other hosts reach it; it is served with keys"
-    )
-    return Finding(HERE, text, FINE, f"free; {known}")
+    alone = host.startswith("127.") or host in ("::1", "localhost")
+    known = "this host alone reaches it" if alone else "other hosts reach it"
+    return Finding(HERE, text, FINE, f"free; {known}; it is served with keys")
 
 
 def keys(path: Path) -> Iterator[Finding]:
@@ -137,7 +134,7 @@ def keys(path: Path) -> Iterator[Finding]:
     files = [path / "server.key", path / "run.key"] if path.is_dir() else [path]
     there = [file for file in files if os.path.lexists(file)]
     if not there:
-        yield Finding(str(path), "keys", NOTE, "there are none: a run has some when it is served to other hosts")
+        yield Finding(str(path), "keys", NOTE, "there are none: a run has some when it is served over tcp")
     for file in there:
         kind: type[RunKey] | type[ServerKeys] = ServerKeys if file.name == "server.key" else RunKey
         try:

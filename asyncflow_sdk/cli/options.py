@@ -20,6 +20,7 @@ def _block(names: list[str] | None) -> None:
 
 
 Debug = Annotated[bool, typer.Option("--debug", callback=_debug, is_eager=True, help="Show tracebacks.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="The run is served without keys.")]
 NoPlugin = Annotated[
     list[str] | None,
     typer.Option(

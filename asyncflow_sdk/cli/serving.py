@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ..ledger import StatusReport
 from ..types.events import Chosen, Event, Note, Status, StepTrained, WorkerState
+from ..wire import on_loopback
 from ..workflow import Run, serve
 from .lines import printable
 from .live import LiveView
@@ -62,38 +63,47 @@ class Watch:
             self._looked.clear()
 
 
-def serve_run(directory: Path, address: str, console: Console, feed: dict[str, Any] | None, **limits: Any) -> None:
+def serve_run(
+    directory: Path,
+    address: str,
+    console: Console,
+    feed: dict[str, Any] | None,
+    *,
+    insecure: bool = False,
+    **limits: Any,
+) -> None:
     """Serve until the stream has ended and every row with it, or Ctrl-C. ``feed``: what ``Run.feed`` takes; None for
     others to do. Raises what ``serve`` and ``load_prompts`` raise."""
     steps = limits.get("steps")
     show = LiveView(steps, f"asyncflow serve {directory}", console) if steps else Lines(console)
     watch = Watch(show)
-    with stopped_by_signals(), serve(directory, address=address, on_event=watch, **limits) as run:
+    with stopped_by_signals(), serve(directory, address=address, insecure=insecure, on_event=watch, **limits) as run:
         if feed is not None:
             run.feed(**feed)
         served = next((each for each in run.addresses if each.startswith("tcp:")), run.address)
-        console.print(invitation(directory, served), markup=False, soft_wrap=True, highlight=False)
+        console.print(invitation(directory, served, insecure), markup=False, soft_wrap=True, highlight=False)
         with show, contextlib.closing(watch):
             watch.wait_for(run, lambda status: status.over and not status.live)
             watch.wait_for(run, lambda status: status.session_count <= 1, LEAVE_S)
         console.print(f"the stream has ended: {run.audit()}", markup=False, soft_wrap=True, highlight=False)
 
 
-def invitation(directory: Path, address: str) -> str:
+def invitation(directory: Path, address: str, insecure: bool) -> str:
     """How others come in: commands to be run on their hosts."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    keyed = (directory / "run.key").is_file() and host not in ("127.0.0.1", "[::1]", "localhost")
+    keyed = address.startswith("tcp:") and not insecure and not on_loopback(address)
+    option = " --key run.key" if keyed else " --insecure" if insecure else ""
     if host in ("0.0.0.0", "[::]", "*"):
         host = socket.gethostname()
     where = f"tcp://{host}:{port}" if address.startswith("tcp:") else address
-    come = f"asyncflow worker {where}{' --key run.key' if keyed else ''}"
+    come = f"asyncflow worker {where}{option}"
     key = f"copy {directory / 'run.key'} to every host, readable by its user alone; then, there:\n" if keyed else ""
     return (
         f"{directory} is served at {address}\n{key}"
         f"  {come} rollout --engine transformers --model PATH\n"
         f"  {come} stage MODULE:FUNCTION --task reward --needs response --gives reward\n"
         f"  {come} train --engine torch --model PATH --batch-size 256\n"
-        f"  asyncflow top {where}{' --key run.key' if keyed else ''}"
+        f"  asyncflow top {where}{option}"
     )
 
 

@@ -22,8 +22,8 @@ from rich.live import Live
 
 from ..errors import ServerLost
 from ..ledger import StatusReport
+from ..wire import probe
 from ..workflow import Run, connect
-from ..workflow.address import find_address, probe
 from .flow import Flow
 from .queue_frame import queue_frame
 
@@ -32,15 +32,16 @@ NAME = "top"
 
 class Top:
     """Watches the queue at ``where``, an address or the directory of a run, every ``every_s`` seconds.
-    ``key``: the run key that a server which other hosts can reach asks for."""
+    ``key``, ``insecure``: as of ``connect``."""
 
-    def __init__(self, where: str, every_s: float = 1.0, key: Path | None = None) -> None:
-        self.address = find_address(where)
-        probe(self.address)
+    def __init__(self, where: str, every_s: float = 1.0, key: Path | None = None, insecure: bool = False) -> None:
+        if "://" in where:
+            probe(where)  # connecting would wait for a server
+        self._run: Run = connect(where, key=key, insecure=insecure, name=NAME)
+        self.address = self._run.address
         self.title = where if where == self.address else f"{Path(where)} · {self.address}"
         self.every_s = every_s
         self.flow = Flow(max(5.0, 2 * every_s))
-        self._run: Run = connect(self.address, key=key, name=NAME)
 
     def __enter__(self) -> Top:
         return self

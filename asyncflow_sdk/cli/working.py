@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ..errors import ConfigError
-from .options import NoPlugin
+from .options import Insecure, NoPlugin
 
 ROLES = ("rollout", "stage", "train")
 
@@ -42,6 +42,7 @@ class _Call:
 
     address: str
     key: Path | None
+    insecure: bool
     file: Path | None
     replicas: int
     place: dict[str, Any]
@@ -64,6 +65,7 @@ def _call(
     key: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A copy of the run's run.key.", metavar="FILE")
     ] = None,
+    insecure: Insecure = False,
     file: Annotated[
         Path | None,
         typer.Option(
@@ -85,7 +87,7 @@ def _call(
     del no_plugin
     given = {"python": python, "cpus": cpus, "gpus": gpus, "max_restarts": max_restarts}
     place = {name: value for name, value in given.items() if value is not None}
-    ctx.obj = _Call(address, key, file, replicas, place)
+    ctx.obj = _Call(address, key, insecure, file, replicas, place)
 
 
 @worker.command()
@@ -225,7 +227,10 @@ def _work(call: _Call, spec: Any, batch_size: int = 0, **job: Any) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    with stopped_by_signals(), connect(call.address, key=call.key, name="worker", logs="logs") as run:
+    with (
+        stopped_by_signals(),
+        connect(call.address, key=call.key, insecure=call.insecure, name="worker", logs="logs") as run,
+    ):
         if batch_size:
             run.declare(spec, batch_size)
         workers = run.start(spec, **job)

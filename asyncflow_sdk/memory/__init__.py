@@ -1,7 +1,15 @@
 """Shared memory: one allocator for samples and for weights, and read-only views that never change."""
 
 from .arena import Allocation, Arena, NoHole
-from .directory import SharedDirectory, directory_at, remove_if_ownerless, sweep
+from .directory import (
+    SharedDirectory,
+    directory_at,
+    is_served,
+    journal_owns,
+    own_directories,
+    remove_if_ownerless,
+    sweep,
+)
 from .mapper import Hold, Mapped, Mapper
 from .private import PrivateMaps
 from .room import free_memory
@@ -20,6 +28,9 @@ __all__ = [
     "blocks_there",
     "directory_at",
     "free_memory",
+    "is_served",
+    "journal_owns",
+    "own_directories",
     "remove_if_ownerless",
     "sweep",
     "sync_directory",

@@ -95,8 +95,8 @@ def _remove_abandoned(base: Path, journal: Path, but: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _journal_owns(path: Path) -> bool:
-    """Whether a journal that exists may want what is there."""
+def journal_owns(path: Path) -> bool:
+    """True if a journal exists whose next server may take the directory up again."""
     try:
         return Path((path / MARK).read_text()).exists()
     except OSError:
@@ -119,11 +119,32 @@ def _ours(base: Path) -> list[Path]:
     return found
 
 
+def own_directories() -> list[Path]:
+    """Directories of this user's runs on this host, also of servers that have ended."""
+    bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
+    return [path for base in bases for path in _ours(base)]
+
+
+def is_served(path: Path) -> bool:
+    """True if the server of a run's directory lives: it holds the lock."""
+    try:
+        lock = os.open(path / "owner", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
     """Remove a run's directory if the server that owned it is gone. ``wait_s``: for a server that is known to be
     dying, since the kernel closes its files one by one: its pipes may end before its lock does. One that a journal
     owns stays."""
-    if _journal_owns(path):
+    if journal_owns(path):
         return False
     try:
         lock = os.open(path / "owner", os.O_RDWR)
@@ -143,7 +164,7 @@ def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
                     return False
                 time.sleep(0.01)
             else:
-                if _journal_owns(path):  # marked since
+                if journal_owns(path):  # marked since
                     return False
                 shutil.rmtree(path, ignore_errors=True)
                 return True

@@ -4,7 +4,7 @@ from .client import AsyncTransferQueue, Rows, TransferQueue, open_queue
 from .connection import Connection, LoopPort, Port
 from .leased import AsyncLeasedBatch, LeasedBatch
 from .loader import StreamDataLoader
-from .recovery import Recovered
+from .recovery import Recovered, is_unfinished
 from .renewing import Renewing
 from .server import QueueServer
 
@@ -21,5 +21,6 @@ __all__ = [
     "Rows",
     "StreamDataLoader",
     "TransferQueue",
+    "is_unfinished",
     "open_queue",
 ]

@@ -29,7 +29,7 @@ from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena, Mapper, NoHole
 from ..types import Column, Event, digest_of
-from ..wire import Client, Reply, RunKey, process_key, same_host
+from ..wire import Client, Reply, RunKey, await_key, process_key, same_host
 from . import blocks
 from .arguments import check_arguments
 from .payload import Payload, from_frames, to_frames
@@ -64,7 +64,8 @@ class Letter:
 class Connection:
     """A session with a queue server, and the memory it writes and reads. Thread-safe.
 
-    ``key``: a copy of the run's run.key, or its path; tcp addresses beyond loopback need it. ``shared_memory`` False:
+    ``key``: a copy of the run's run.key, or its path. Without one, a tcp address of this host gives the key of this user's
+    server there; ``insecure``: the run is served without keys. ``shared_memory`` False:
     send columns as frames even where the server's memory is in sight. ``inline`` says whether they are. ``timeout_s``:
     the longest it waits for the server's first word. ``served``: the tcp addresses of the server.
     Raises ConfigError, AccessDenied, ServerLost, ProtocolError.
@@ -76,17 +77,22 @@ class Connection:
         name: str,
         *,
         key: RunKey | str | os.PathLike[str] | None = None,
+        insecure: bool = False,
         shared_memory: bool = True,
         timeout_s: float = CALL_S,
     ) -> None:
         self.name = name
-        self.wire = Client(address, key if key is None or isinstance(key, RunKey) else RunKey.load(key))
+        until = time.monotonic() + timeout_s
+        if key is None and not insecure and address.startswith("tcp://"):
+            key = await_key(address, timeout_s)
+        known = key if key is None or isinstance(key, RunKey) else RunKey.load(key)
+        self.wire = Client(address, known, insecure=insecure)
         self.on_lease: Callable[[Any], None] = lambda lease: None
         """Called with each lease, in the thread that asked for it."""
         self._events: list[Event] = []
         self._lock = threading.Lock()
         try:
-            welcome = self._hello(timeout_s)
+            welcome = self._hello(max(until - time.monotonic(), 0.0))
         except BaseException:
             self.wire.close()
             raise

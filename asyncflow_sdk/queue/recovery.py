@@ -255,6 +255,11 @@ class Home:
                 server.gone(session, "its host was started again")
 
 
+def is_unfinished(path: Path) -> bool:
+    """True if a journal directory holds a run that is not over: another server may continue it."""
+    return next(path.glob("snapshot-??????"), None) is not None
+
+
 def replay(
     server: QueueServer, recorded: Recorded, now: float, after: Callable[[Record], None] | None = None
 ) -> tuple[int, float]:

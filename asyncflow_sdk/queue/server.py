@@ -22,7 +22,7 @@ from ..ledger.commands import Ids
 from ..ledger.making import make_policy, make_sampler
 from ..types import Batch, Event
 from ..types import events as ev
-from ..wire import MAX_BYTES, Server, ServerKeys, has_ended, process_key
+from ..wire import MAX_BYTES, KeyPair, Server, has_ended, offer_key, process_key
 from . import remote
 from .blocks import Block
 from .carrying import Carrying, Pending
@@ -48,7 +48,9 @@ class QueueServer(Carrying):
     ``on_event``, and ``on_step`` with the number of an acknowledged step and a function that reads its rows
     (every column they have; in any thread, once), are called in the server's thread and must return at
     once. Of a server that comes back, steps that no checkpoint covers are told again. ``on_final``: called there before a checkpoint
-    makes the steps below a number final: they are not told again, so it returns when they need not be. What these raise is logged and changes nothing. ``keys``: for the addresses that are tcp.
+    makes the steps below a number final: they are not told again, so it returns when they need not be. What these raise is logged and
+    changes nothing. ``keys``: for the addresses that are tcp, which need them, unless ``insecure``; this user's clients on this
+    host find them.
     ``max_call_bytes``: of the largest call taken, with its payload where that comes over the socket.
 
     ``journal``: a directory where every input is kept before its answer leaves, so that a server that is made with it
@@ -69,7 +71,8 @@ class QueueServer(Carrying):
         on_final: Callable[[int], None] | None = None,
         journal: Path | None = None,
         durability: str | None = None,
-        keys: ServerKeys | None = None,
+        keys: KeyPair | None = None,
+        insecure: bool = False,
         max_call_bytes: int = MAX_BYTES,
         samplers: Mapping[str, Callable[..., Sampler]] | None = None,
         policies: Mapping[str, Callable[..., StalenessPolicy]] | None = None,
@@ -87,7 +90,7 @@ class QueueServer(Carrying):
         self.recovered: Recovered | None = None
         try:
             self._wire = self._keeping.listen(
-                addresses, lambda at, hold: Server(at, self, keys, max_call_bytes, hold=hold)
+                addresses, functools.partial(self._listen, keys, insecure, max_call_bytes)
             )
         except BaseException:
             self._keeping.close(over=False)
@@ -114,6 +117,18 @@ class QueueServer(Carrying):
         if start:
             self._tell_again()
             self._wire.start()
+
+    def _listen(
+        self, keys: KeyPair | None, insecure: bool, max_call_bytes: int, addresses: list[str], hold: bool
+    ) -> Server:
+        """Bind to ``addresses``. The key is offered before, so that whoever can connect finds it."""
+        run = None if keys is None else keys.run
+        offer_key(self.directory.path, addresses, run, bound=False)
+        server = Server(
+            addresses, self, None if keys is None else keys.server, max_call_bytes, hold=hold, insecure=insecure
+        )
+        offer_key(self.directory.path, server.addresses, run, bound=True)
+        return server
 
     def _note(self, text: str, level: str) -> None:
         self._emit(ev.Note(time_s=time.monotonic(), text=text, level=level))

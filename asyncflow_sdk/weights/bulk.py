@@ -1,12 +1,12 @@
 """Bulk: whole buckets over sockets of their own, from where they lie to where they belong, with no message between.
 
-    bulk = BulkServer("127.0.0.1", find, follow)               # find(version, root, first, count) -> the buckets' bytes
+    bulk = BulkServer("/dev/shm/.../bulk", find, follow)       # find(version, root, first, count) -> the buckets' bytes
     channel = Channel(bulk.where); channel.read(version, root, first, views, until, landed)    # a thread's own
     attempt, nbytes = channel.next(attempt, number, start, stop); channel.fill(view, until, landed)
 
-Half the work of messages, where a service has no keys: on loopback, or on a network that was said to be trusted. Who
-knows the token that travels with a version may read. What is wrong with a request is told by the service, which is asked
-for the same then; here its connection just ends.
+Half the work of messages, and no keys: over a socket file in a directory of the publisher's user, for replicas that see
+it; over tcp for a service that is insecure. Who knows the token that travels with a version may read. What is wrong with
+a request is told by the service, which is asked for the same then; here its connection just ends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class BulkWhere(msgspec.Struct, frozen=True, array_like=True):
-    """How it is reached. ``host``: an IP address."""
+    """How it is reached. ``host``: an IP address; or the path of a socket file, and ``port`` 0."""
 
     host: str
     port: int
@@ -69,9 +69,15 @@ class BulkServer:
     ) -> None:
         self._find, self._follow = find, follow
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        self.where = BulkWhere(host, self._listener.getsockname()[1], self._token)
+        if _is_file(host):
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(host)
+            self._listener.listen()
+            self.where = BulkWhere(host, 0, self._token)
+        else:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, 0), family=family)
+            self.where = BulkWhere(host, self._listener.getsockname()[1], self._token)
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -111,8 +117,7 @@ class BulkServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection, contextlib.suppress(OSError, EOFError):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                _set(connection)
                 connection.settimeout(SILENCE_S)
                 if not hmac.compare_digest(_exactly(connection, TOKEN_BYTES), self._token):
                     return
@@ -260,15 +265,13 @@ class Channel:
     def _connect(self, until: float) -> bool:
         place = self._where
         try:
-            ipaddress.ip_address(place.host)  # names are not looked up: that has no deadline
             left = max(min(CONNECT_S, until - time.monotonic()), 0.001)
-            connection = socket.create_connection((place.host, place.port), left)
+            connection = _open(place, left)
         except (OSError, ValueError, OverflowError):  # nothing is there, or no such place can be
             return False
         self._socket = connection
         with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _set(connection)
             connection.sendall(place.token)
         return True
 
@@ -276,6 +279,31 @@ class Channel:
         """The next read may take so long."""
         assert self._socket is not None
         self._socket.settimeout(max(min(SILENCE_S, until - time.monotonic()), 0.001))
+
+
+def _is_file(host: str) -> bool:
+    return host.startswith("/")
+
+
+def _open(place: BulkWhere, timeout_s: float) -> socket.socket:
+    """Raises OSError, ValueError, OverflowError."""
+    if not _is_file(place.host):
+        ipaddress.ip_address(place.host)  # names are not looked up: that has no deadline
+        return socket.create_connection((place.host, place.port), timeout_s)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(place.host)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _set(connection: socket.socket) -> None:
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def _exactly(connection: socket.socket, nbytes: int) -> bytes:

@@ -5,8 +5,8 @@
     client = ServiceClient(service.where)                  # the fetching end, on any host
     body, frames = client.call(b"...", 30.0, "bucket 7")
 
-On loopback anybody of the host may call; beyond it the service has keys, made for it alone: they are part of
-``where``, which travels over the run's own connections and is nobody else's to read.
+The service has keys, made for it alone: they are part of ``where``, which travels over the run's own connections and
+is nobody else's to read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 
 from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, by_name
 from ..interfaces.weights import Host
-from ..wire import Client, RunKey, Server, fresh_keys, on_loopback, process_key
+from ..wire import Client, RunKey, Server, fresh_keys, process_key
 
 MAX_CALL_BYTES = 1 << 20
 FORGET_S = 3600.0
@@ -43,11 +43,10 @@ class ServiceHandler(Protocol):
 
 
 class Where(msgspec.Struct, frozen=True, array_like=True):
-    """How a service is reached. ``key`` None: it has no keys, on loopback or, ``trusted``, anywhere."""
+    """How a service is reached. ``key`` None: it is insecure, and has no keys."""
 
     address: str
     key: RunKey | None
-    trusted: bool
     pid: int
     pid_key: str
 
@@ -90,30 +89,29 @@ _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Service:
-    """Answers calls in a thread of its own, from now until ``close``. ``where``: for those who call. ``keyed``: only to those with
-    keys.
+    """Answers calls in a thread of its own, from now until ``close``. ``where``: for those who call.
 
-    ``listen``: an address instead of any port of ``host.address``. ``plain``: no keys beyond loopback either, for a
-    network on which nobody listens or calls who should not. Raises ConfigError.
+    ``listen``: an address instead of any port of ``host.address``. ``insecure``: no keys; every process that reaches the
+    address may call. Raises ConfigError.
     """
 
     def __init__(
-        self, host: Host, handler: ServiceHandler, *, listen: str | None = None, plain: bool = False
+        self, host: Host, handler: ServiceHandler, *, listen: str | None = None, insecure: bool = False
     ) -> None:
         own = f"[{host.address}]" if ":" in host.address else host.address
         address = listen or f"tcp://{own}:0"
-        keys, key = (None, None) if plain or on_loopback(address) else fresh_keys()
+        keys, key = (None, None) if insecure else fresh_keys()
         self._handler = handler
         self._seen: dict[str, float] = {}
         self._parked: dict[int, str] = {}
         self._look_s = 0.0
-        self._server = Server([address], self, keys, MAX_CALL_BYTES, trusted=plain, bulk=True)
+        self._server = Server([address], self, keys, MAX_CALL_BYTES, insecure=insecure, bulk=True)
         bound = self._server.addresses[0]
         if _everywhere(bound):
             bound = f"tcp://{own}:{bound.rpartition(':')[2]}"
         pid = os.getpid()
-        self.address, self.keyed = bound, keys is not None
-        self.where = _encode(Where(bound, key, plain, pid, process_key(pid)))
+        self.address = bound
+        self.where = _encode(Where(bound, key, pid, process_key(pid)))
         self._server.start()
 
     def answer(self, ticket: int, body: bytes, frames: Sequence[Any] | Callable[[], Sequence[Any]] = ()) -> None:
@@ -207,7 +205,8 @@ class ServiceClient:
             found = _where.decode(where)
             if not found.address.startswith("tcp://"):
                 raise ProtocolError(f"a service at {found.address[:200]!r}; a tcp address is expected")
-            self._client = Client(found.address, found.key, trusted=found.trusted, bulk=True, frame_bytes=frame_bytes)
+            insecure = found.key is None
+            self._client = Client(found.address, found.key, insecure=insecure, bulk=True, frame_bytes=frame_bytes)
         except (*_BAD, ConfigError) as error:
             raise ProtocolError(f"this does not say where a service is: {error}") from None
         self.address = found.address

@@ -19,7 +19,7 @@ MOST_BUCKETS = 256
 
 class TcpWhere(msgspec.Struct, frozen=True, array_like=True):
     """Where a version is: at a service, by the number it was published under. ``rank``: of the publisher. ``bulk``: where whole
-    buckets are sent without messages, too; None where there are keys. ``attempt``: which of those to write a version came to
+    buckets are sent without messages, too. ``attempt``: which of those to write a version came to
     this one. ``deltas``: whether any are made."""
 
     service: bytes

@@ -6,6 +6,7 @@ no longer is used again later. Deltas are made by threads of their own, and answ
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import threading
@@ -56,27 +57,26 @@ class _Version:
 
 
 class TcpSender(WeightSender):
-    """``listen`` and ``plain``: see Service. ``delta_bytes``: how much memory deltas may take that were made already; 0: none are
+    """``listen`` and ``insecure``: see Service. ``delta_bytes``: how much memory deltas may take that were made already; 0: none are
     made."""
 
-    def __init__(self, host: Host, *, listen: str | None, plain: bool, delta_bytes: int) -> None:
+    def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
         self._rank, self._delta = host.rank, delta_bytes > 0
         self._codes = Codes(delta_bytes)
         self._versions: dict[int, _Version] = {}
         self._fresh: int | None = None  # sent, and not kept yet
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(DELTA_THREADS, "asyncflow-delta")
-        self._service = Service(host, self, listen=listen, plain=plain)
         self._unfinished = Unfinished()
-        self._bulk: BulkServer | None = None
-        try:
-            if not self._service.keyed:
-                here = self._service.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-                self._bulk = BulkServer(here, self._whole, self._next)
+        with contextlib.ExitStack() as undo:
             self._staging = Staging.private(host.name)
-        except BaseException:
-            self._stop()
-            raise
+            undo.callback(self._staging.close)
+            self._service = Service(host, self, listen=listen, insecure=insecure)
+            undo.callback(self._service.close)
+            here = self._service.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+            place = here if insecure else str(self._staging.directory / "bulk")
+            self._bulk = BulkServer(place, self._whole, self._next)
+            undo.pop_all()
 
     def room(self, nbytes: int) -> StagingRoom:
         self._fresh = None
@@ -94,9 +94,10 @@ class TcpSender(WeightSender):
             self._versions[manifest.version] = version
         self._fresh = manifest.version
         self._unfinished.whole()
-        bulk = self._bulk.where if self._bulk is not None else None
         attempt = self._unfinished.attempt
-        return encode(TcpWhere(self._service.where, manifest.version, self._rank, bulk, attempt, self._delta))
+        return encode(
+            TcpWhere(self._service.where, manifest.version, self._rank, self._bulk.where, attempt, self._delta)
+        )
 
     def abandon(self) -> None:
         self._unfinished.dropped()
@@ -127,8 +128,7 @@ class TcpSender(WeightSender):
 
     def _stop(self) -> None:
         self._service.close()
-        if self._bulk is not None:
-            self._bulk.close()
+        self._bulk.close()
 
     def _whole(self, number: int, root: str, first: int, count: int) -> Sequence[Bytes]:
         """Buckets as they are. Raises VersionGone, ProtocolError."""

@@ -25,7 +25,7 @@ from .channels import LAST_WORDS_MS, READABLE, LoopSocket, Reply, ServerProcess,
 from .envelope import MAX_BYTES, MAX_FRAMES
 from .keys import RunKey
 from .numbering import Numbering
-from .sockets import context_of, on_loopback, transport_of
+from .sockets import context_of, transport_of
 
 RESEND_S = 5.0
 GRACE_S = 15.0
@@ -37,9 +37,9 @@ _ENVELOPE_BYTES = 64 << 10
 class Client:
     """One session with the server at ``address``. Thread-safe; refuses to work after a bare fork.
 
-    ``key``: proves to a server on another host who asks, and knows it by its own. Raises ConfigError where a key
+    ``key``: proves to a server over tcp who asks, and knows it by its own. Raises ConfigError where a key
     is missing or has no use; the first request raises AccessDenied when server and key do not fit each other.
-    ``trusted``: beyond loopback, too, the server has no keys. ``bulk``: most of what comes is payload, in frames of at most
+    ``insecure``: tcp to a server that has no keys. ``bulk``: most of what comes is payload, in frames of at most
     ``frame_bytes`` (-1: of any size).
     """
 
@@ -48,16 +48,21 @@ class Client:
         address: str,
         key: RunKey | None = None,
         *,
-        trusted: bool = False,
+        insecure: bool = False,
         bulk: bool = False,
         frame_bytes: int = -1,
     ) -> None:
         tcp = transport_of(address) == "tcp"
         if key is not None and not tcp:
             raise ConfigError(f"{address} is on this host and takes no key; only tcp addresses do")
-        if key is None and tcp and not (trusted or on_loopback(address)):
-            raise ConfigError(f"{address} is not on loopback: it needs a key; pass key=, a copy of the run's run.key")
-        self.address, self.key, self._frame_bytes = address, key, frame_bytes
+        if key is not None and insecure:
+            raise ConfigError(f"{address}: give key= or insecure=True, which uses no key")
+        if key is None and tcp and not insecure:
+            raise ConfigError(
+                f"{address} needs a key, and this user has none for it on this host; pass key=, a copy of the run's"
+                " run.key, or insecure=True if it is served without keys"
+            )
+        self.address, self.key, self.insecure, self._frame_bytes = address, key, insecure, frame_bytes
         self.session = secrets.token_hex(12)
         self._pid = os.getpid()
         self._context = context_of(bulk)

@@ -53,6 +53,9 @@ class Handshake:
         if self._keyed:
             return (
                 f"what listens at {self._address} has no keys, or others than this key is for: is it the run.key of"
-                " that run? A run that is served on loopback has none unless it was asked to"
+                " that run? Connect with insecure=True to a run that is served so, and without a key"
             )
-        return f"what listens at {self._address} needs a key; pass key=, the path of a copy of the run's run.key"
+        return (
+            f"what listens at {self._address} needs a key; pass key=, the path of a copy of the run's run.key, and not"
+            " insecure=True"
+        )

@@ -1,7 +1,8 @@
-"""Key files: who may reach a server from another host, and by which keys the two know each other.
+"""Key files: who may reach a server over tcp, and by which keys the two know each other.
 
 keys = server_keys(Path("runs/x/server.key"), Path("runs/x/run.key"))    # made when they are not there
-RunKey.load("runs/x/run.key")                                            # what a client is given
+keys.server, keys.run                                                    # what the server holds, what a client is given
+RunKey.load("runs/x/run.key")                                            # the same, read by a client
 
 Both are JSON with Z85 texts of CurveZMQ keys, readable by their owner alone; others' eyes make them void, as with
 ssh. ``server.key`` stays where the server is. ``run.key`` is copied to the hosts of clients: it holds the server's
@@ -16,7 +17,7 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import zmq
@@ -62,27 +63,35 @@ class RunKey(msgspec.Struct, frozen=True, tag="asyncflow run key", tag_field="ki
         return _load(Path(path), cls, "run key")
 
 
-def server_keys(server: Path, run: Path) -> ServerKeys:
-    """The keys in file ``server``; file ``run`` holds a key that it lets in. What is missing is made; a run key of
+class KeyPair(NamedTuple):
+    """The keys of one server, and a client's key that it lets in."""
+
+    server: ServerKeys
+    run: RunKey
+
+
+def server_keys(server: Path, run: Path) -> KeyPair:
+    """The keys in file ``server``, and in file ``run`` a key that it lets in. Missing files are made; a run key of
     another server is replaced. Raises ConfigError."""
     keys = ServerKeys.load(server) if os.path.lexists(server) else ServerKeys(*_pair(), ())
     known = None
     if os.path.lexists(run):
         known = RunKey.load(run)
         if (known.server, known.public in keys.clients) == (keys.public, True):
-            return keys
+            return KeyPair(keys, known)
     public, secret = _pair()
     keys = msgspec.structs.replace(keys, clients=(*keys.clients, public))
-    _save(server, keys)
-    _save(run, RunKey(keys.public, public, secret))
-    return keys
+    made = RunKey(keys.public, public, secret)
+    save(server, keys)
+    save(run, made)
+    return KeyPair(keys, made)
 
 
-def fresh_keys() -> tuple[ServerKeys, RunKey]:
+def fresh_keys() -> KeyPair:
     """Keys of a server that is known to nobody yet, and the one that it lets in. No file of keys is made for them; but a run
     keeps in its journal, which is its owner's alone, what a weight service says of itself, and so the key to it."""
     (server, secret), (client, own) = _pair(), _pair()
-    return ServerKeys(server, secret, (client,)), RunKey(server, client, own)
+    return KeyPair(ServerKeys(server, secret, (client,)), RunKey(server, client, own))
 
 
 def _pair() -> tuple[str, str]:
@@ -117,8 +126,8 @@ def _load(path: Path, kind: type[_K], what: str) -> _K:
         raise ConfigError(f"{path} is no {what}: it is not text") from None
 
 
-def _save(path: Path, keys: Any) -> None:
-    """All of it or nothing, for its owner's eyes only."""
+def save(path: Path, keys: Any) -> None:
+    """Write a file atomically, readable by its owner alone. Raises ConfigError."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

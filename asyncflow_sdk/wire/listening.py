@@ -1,4 +1,4 @@
-"""Listening: the ROUTER sockets of a server. One serves this host without keys; the other, in a context of its own,
+"""Listening: the ROUTER sockets of a server. One serves socket files without keys; the other, in a context of its own,
 tcp connections that prove with CurveZMQ that they hold a key that is let in.
 
 A context of its own, because what a context does about keys (ZAP) it does for every socket in it, the sockets of
@@ -15,7 +15,7 @@ from zmq.utils import z85
 from ..errors import ConfigError
 from .admission import Admission
 from .keys import ServerKeys
-from .sockets import BULK_THREADS, GIVE_UP_MS, context_of, on_loopback, set_tcp, transport_of
+from .sockets import BULK_THREADS, GIVE_UP_MS, context_of, set_tcp, transport_of
 
 Route: TypeAlias = "tuple[zmq.Socket[Any], bytes]"
 """A connection: the socket that has it, and the name it has there."""
@@ -23,7 +23,7 @@ Route: TypeAlias = "tuple[zmq.Socket[Any], bytes]"
 
 class Listening:
     """Binds to ``addresses``; ``keys`` are for all of them that are tcp. The server's thread owns it from then on.
-    ``trusted``: tcp beyond loopback needs no keys, since everybody who reaches it may have what it serves."""
+    ``insecure``: tcp without keys; every process that reaches the address may read and change what is served."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class Listening:
         keys: ServerKeys | None,
         max_bytes: int,
         *,
-        trusted: bool = False,
+        insecure: bool = False,
         bulk: bool = False,
     ) -> None:
-        self._keys, self._trusted, self._bulk = keys, trusted, bulk
+        self._keys, self._insecure, self._bulk = keys, insecure, bulk
         self._max_bytes = max_bytes
         self._own: zmq.Context[Any] | None = None
         self.zap: zmq.Socket[Any] | None = None
@@ -78,10 +78,11 @@ class Listening:
     def _bind(self, address: str) -> str:
         transport = transport_of(address)
         tcp = transport == "tcp"
-        if tcp and self._keys is None and not (self._trusted or on_loopback(address)):
+        if tcp and self._keys is None and not self._insecure:
             raise ConfigError(
-                f"{address} is not on loopback: other hosts may reach it, so it is served with keys alone. Serve a run"
-                ' directory, af.serve("runs/x", address=...), which makes them, or give key=, the path of a server.key'
+                f"{address} is served with keys only: other users, and perhaps other hosts, reach it. Serve a run"
+                ' directory, af.serve("runs/x", address=...), which makes them; or give key=, the path of a server.key; or,'
+                " where everyone who reaches it may read and change the run, insecure=True"
             )
         if tcp and self._keys is not None:
             router = self._keyed = self._keyed or self._with_keys(self._keys)

@@ -75,8 +75,8 @@ class Handler(Protocol):
 class Server:
     """Binds to ``addresses`` (inproc, ipc, tcp) and runs ``handler`` in a thread.
 
-    With ``keys`` those that are tcp are for clients that hold a key; without, tcp is for loopback alone, or for everybody
-    on a ``trusted`` network. ``bulk``: most of what it sends is payload.
+    A tcp address needs ``keys``, and serves clients that hold one; or ``insecure``: it serves everyone. ``bulk``: most of
+    what it sends is payload.
     ``max_bytes``: the largest request taken, with its payload. ``garbage``: messages dropped because they were
     none; ``refused``: connections shut out by their key. ``hold``: answers leave together at the end of a round, so
     that the handler can settle what they rest on once for all of them. Raises ConfigError.
@@ -92,7 +92,7 @@ class Server:
         max_bytes: int = MAX_BYTES,
         hold: bool = False,
         *,
-        trusted: bool = False,
+        insecure: bool = False,
         bulk: bool = False,
     ) -> None:
         self._handler = handler
@@ -107,7 +107,7 @@ class Server:
         self._for_good: Callable[[], bool] = lambda: False
         self.garbage = 0
         self.max_bytes = max_bytes
-        self._listening = Listening(addresses, keys, max_bytes, trusted=trusted, bulk=bulk)
+        self._listening = Listening(addresses, keys, max_bytes, insecure=insecure, bulk=bulk)
         self.addresses = self._listening.addresses
         self._waking = threading.Lock()
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

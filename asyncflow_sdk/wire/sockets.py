@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket as sockets
 import threading
 from typing import Any
 
 import zmq
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ServerLost
 from .keys import RunKey
 
 GIVE_UP_MS = 10_000
 """A tcp connection on which nothing sent was acknowledged for so long is given up, and made anew by its client."""
 BULK_THREADS = 2
 MOST_PORT = 65535
+RETRY_S = 0.1
+"""How often a server that is awaited is looked for, the interval at which ZeroMQ connects again."""
+CONNECT_S = 5.0
+"""The longest that ``probe`` waits."""
 IDLE_S, PROBE_S, PROBES = 5, 2, 3
 """A tcp connection on which nothing moved for IDLE_S is probed every PROBE_S; after PROBES without word it is over."""
 
@@ -91,3 +96,24 @@ def connect(socket: Any, address: str, key: RunKey | None) -> None:
         socket.connect(address)
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot connect to {address}: {error}") from None
+
+
+def probe(address: str) -> None:
+    """Raises ServerLost when nobody listens at an address, ConfigError when it is none."""
+    transport, _, rest = address.partition("://")
+    try:
+        if transport == "ipc":
+            with sockets.socket(sockets.AF_UNIX) as trial:
+                trial.settimeout(CONNECT_S)
+                trial.connect(rest)
+        elif transport == "tcp":
+            host, _, port = rest.rpartition(":")
+            sockets.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        else:
+            raise ConfigError(f"{address} is no address of another process: tcp://HOST:PORT or ipc://PATH is")
+    except OSError as error:
+        raise ServerLost(f"nobody listens at {address} ({error.strerror or error}); its server has ended") from None
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{address} is no address: {error}") from None

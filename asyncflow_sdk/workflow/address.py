@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
+import time
 from pathlib import Path
 
 from ..errors import ConfigError, ServerLost
+from ..queue import is_unfinished
+from ..wire import RETRY_S, probe
 
 FILE = "address"
-PROBE_S = 5.0
+JOURNAL = "journal"
 
 
 def write_addresses(directory: Path, addresses: list[str]) -> None:
@@ -31,19 +33,35 @@ def _text(addresses: list[str]) -> str:
     return "".join(f"{address}\n" for address in addresses if not address.startswith("inproc:"))
 
 
-def find_address(where: str | os.PathLike[str]) -> str:
-    """The address of a run, given that or its directory. Raises ConfigError for a directory that is not served,
-    ServerLost when nobody listens any more."""
-    text = os.fspath(where)
-    if "://" in text:
-        return text
-    path = Path(text)
-    if not text or not path.is_dir():
-        raise ConfigError(f"{text} is neither an address (tcp://..., ipc://...) nor the directory of a run")
+def find_address(directory: Path, timeout_s: float) -> str:
+    """The address at which the run of a directory is served.
+
+    Waits up to ``timeout_s`` for a server of a durable run that is not over, since another may continue it. Raises
+    ConfigError for a directory that is not served, ServerLost when nobody listens any more.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _served_at(directory)
+        except (ConfigError, ServerLost) as error:
+            if not is_unfinished(directory / JOURNAL):
+                raise
+            if time.monotonic() >= until:
+                raise ServerLost(
+                    f"{error}. Its journal holds a durable run that is not over; nobody served {directory} again in"
+                    f" {timeout_s:.1f} s of waiting"
+                ) from None
+        time.sleep(RETRY_S)
+
+
+def _served_at(directory: Path) -> str:
+    """Raises ConfigError, ServerLost."""
     try:
-        addresses = (path / FILE).read_text().split()
-    except OSError:
-        raise ConfigError(f"{text} is not being served: it has no file {FILE!r}; has its run ended?") from None
+        addresses = (directory / FILE).read_text().split()
+    except FileNotFoundError:
+        raise ConfigError(f"{directory} is not being served: it has no file {FILE!r}; has its run ended?") from None
+    except OSError as error:
+        raise ConfigError(f"{directory / FILE} cannot be read: {error.strerror}; is it another user's run?") from None
     lost: ServerLost | None = None
     for address in addresses:  # one's own host's socket comes first
         try:
@@ -52,25 +70,4 @@ def find_address(where: str | os.PathLike[str]) -> str:
             lost = lost or error
         else:
             return address
-    raise lost or ConfigError(f"{path / FILE} names no address")
-
-
-def probe(address: str) -> None:
-    """Raises ServerLost when nobody listens at an address, ConfigError when it is none."""
-    transport, _, rest = address.partition("://")
-    try:
-        if transport == "ipc":
-            with socket.socket(socket.AF_UNIX) as trial:
-                trial.settimeout(PROBE_S)
-                trial.connect(rest)
-        elif transport == "tcp":
-            host, _, port = rest.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
-        else:
-            raise ConfigError(f"{address} is no address of another process: tcp://HOST:PORT or ipc://PATH is")
-    except OSError as error:
-        raise ServerLost(f"nobody listens at {address} ({error.strerror or error}); its server has ended") from None
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{address} is no address: {error}") from None
+    raise lost or ConfigError(f"{directory / FILE} names no address")

@@ -186,8 +186,9 @@ class Crews:
         log = self._logs.of(name)
         if crew.rank is not None:
             name = rank_name(name, crew.rank.rank)
+        wire = self._connection.wire
         config = WorkerConfig(
-            name, self._near, crew.job, own_path(), self._connection.wire.key, rank=crew.rank or Rank()
+            name, self._near, crew.job, own_path(), wire.key, wire.insecure, rank=crew.rank or Rank()
         )
         order = WorkerOrder(name=name, config=msgspec.json.encode(config), place=crew.spec.place, log=log)
         crew.workers.append(Worker(crew.launcher, order, role, self))

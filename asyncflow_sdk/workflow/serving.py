@@ -1,12 +1,14 @@
 """Serving a run, and connecting to one.
 
 with af.serve("runs/mine", address="tcp://0.0.0.0:7000") as run: ...             # the driver
+with af.connect("tcp://127.0.0.1:7000") as run: ...                              # the same user, on the same host
 with af.connect("tcp://10.0.0.1:7000", key="run.key") as run: ...                # anybody else
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +17,13 @@ from ..errors import ConfigError
 from ..interfaces import OnFailure, Sampler, TrackedRun, check_on_failure
 from ..queue import Connection, QueueServer
 from ..types import Batch, Event
-from ..wire import MAX_BYTES, ServerKeys, on_loopback, server_keys
-from .address import find_address, write_addresses
+from ..wire import MAX_BYTES, KeyPair, fresh_keys, on_loopback, server_keys
+from .address import JOURNAL, find_address, write_addresses
 from .policy import Policy, find_policy
 from .run import Run
 from .tracking import Tracked, Tracking, trackers_of
+
+RUN_KEY = "run.key"
 
 
 def serve(
@@ -27,6 +31,7 @@ def serve(
     *,
     address: str | None = None,
     key: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
     on_event: Callable[[Event], None] | None = None,
     on_step: Callable[[int, Callable[[], Batch]], None] | None = None,
     on_final: Callable[[int], None] | None = None,
@@ -53,10 +58,13 @@ def serve(
     (``tcp://127.0.0.1:0`` picks a port); a socket of the run is always there. ``capacity_bytes``: of payload alive
     at once; by default half of what is free where the segments lie.
 
-    An address that other hosts may reach (``tcp://0.0.0.0:7000``) is served with keys: ``server.key`` and ``run.key``
-    in ``directory``, made there unless they are; clients get a copy of ``run.key``. ``key``: another path for
-    ``server.key``; given, an address on loopback has keys too. ``max_call_bytes``: most that a client there may put or
-    complete in one call.
+    A tcp address is served with keys: ``server.key`` and ``run.key`` in ``directory``, made there unless they are. Clients
+    of the same user on the same host find the key by themselves; others get a copy of ``run.key``. ``key``: another path
+    for ``server.key``. ``insecure``: without keys; every process that reaches the address may read and change the run.
+    ``max_call_bytes``: most that a client there may put or complete in one call.
+
+    A ``directory`` that is not there is made with mode 0700, whatever the umask. One that is there keeps its mode, and
+    what the run writes into it is readable by its owner alone.
 
     ``keep_versions``: so many versions of the weights, the newest, can be fetched and rolled back to. ``max_swapping``: so many
     replicas load one at once (0: all). ``quorum``: so many must have it staged before any loads it (0: none).
@@ -93,8 +101,8 @@ def serve(
         raise ConfigError(f'durability is "process" or "host", not {durability!r}')
     if durability is not None and path is None:
         raise ConfigError(f'a run of durability "{durability}" needs a directory for its journal')
-    journal = path / "journal" if path is not None and (durability or (path / "journal").is_dir()) else None
-    keys = _keys(path, address, key)
+    journal = path / JOURNAL if path is not None and (durability or (path / JOURNAL).is_dir()) else None
+    keys = _keys(path, address, key, insecure)
     made = trackers_of(trackers)
     if made and path is None:
         raise ConfigError(
@@ -104,7 +112,7 @@ def serve(
     policy, own = find_policy(staleness_policy)
     server = QueueServer(
         [address] if address else [], on_event=_both(on_event, tracking), on_step=on_step, on_final=on_final, journal=journal, durability=durability,
-        keys=keys, max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history,
+        keys=keys, insecure=insecure, max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history,
     )  # fmt: skip
     try:
         run = Run(Connection(server.here, name), server, path, on_failure)
@@ -136,6 +144,7 @@ def connect(
     address: str | os.PathLike[str],
     *,
     key: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
     shared_memory: bool = True,
     name: str = "client",
     timeout_s: float = 30.0,
@@ -143,14 +152,38 @@ def connect(
 ) -> Run:
     """Connect to a run: by its address or, on its own host, by its directory while it is served.
 
-    ``key``: the path of a copy of the run's ``run.key``, which a run that other hosts can reach asks for.
+    ``key``: the path of a copy of the run's ``run.key``, which a tcp address asks for. The user who serves the run needs
+    none on the same host. ``insecure``: the run is served without keys.
     ``shared_memory`` False: send values over the socket even where the server's memory is in sight, as it is done
-    anyway from another host. ``timeout_s``: the longest it waits for a server, which may start meanwhile. ``logs``: a folder
-    for the logs of workers started from here; None: a temporary folder, removed on close unless a worker failed. Raises
-    ConfigError, AccessDenied, ServerLost, ProtocolError.
+    anyway from another host. ``timeout_s``: the longest it waits for a server, which may start meanwhile: at an
+    address, and for a directory whose durable run is not over. ``logs``: a folder for the logs of workers started from here;
+    None: a temporary folder, removed on close unless a worker failed. Raises ConfigError, AccessDenied, ServerLost,
+    ProtocolError; at once for the directory of a run that is over, or whose server ended and kept nothing.
     """
-    connection = Connection(find_address(address), name, key=key, shared_memory=shared_memory, timeout_s=timeout_s)
+    until = time.monotonic() + timeout_s
+    where, known = _find(address, key, insecure, timeout_s)
+    connection = Connection(
+        where, name, key=known, insecure=insecure, shared_memory=shared_memory,
+        timeout_s=max(until - time.monotonic(), 0.0),
+    )  # fmt: skip
     return Run(connection, logs=Path(logs) if logs is not None else None)
+
+
+def _find(
+    where: str | os.PathLike[str], key: str | os.PathLike[str] | None, insecure: bool, timeout_s: float
+) -> tuple[str, str | os.PathLike[str] | None]:
+    """The address of a run, given that or its directory, and the key file for it."""
+    text = os.fspath(where)
+    if "://" in text:
+        return text, key
+    path = Path(text)
+    if not text or not path.is_dir():
+        raise ConfigError(f"{text} is neither an address (tcp://..., ipc://...) nor the directory of a run")
+    address = find_address(path, timeout_s)
+    own = path / RUN_KEY
+    if key is None and not insecure and address.startswith("tcp:") and own.is_file():
+        key = own
+    return address, key
 
 
 def _both(one: Callable[[Event], None] | None, other: Tracking | None) -> Callable[[Event], None] | None:
@@ -164,15 +197,25 @@ def _both(one: Callable[[Event], None] | None, other: Tracking | None) -> Callab
     return hear
 
 
-def _keys(directory: Path | None, address: str | None, key: str | os.PathLike[str] | None) -> ServerKeys | None:
+def _keys(
+    directory: Path | None, address: str | None, key: str | os.PathLike[str] | None, insecure: bool
+) -> KeyPair | None:
     """The keys to serve an address with; None for one that needs none."""
     tcp = address is not None and address.startswith("tcp:")
     if key is not None and not tcp:
         raise ConfigError(
             f"key= is for a tcp address; {address or 'the socket of a run'} is on this host and needs none"
         )
-    if key is not None:
-        return server_keys(Path(key), (directory or Path(key).parent) / "run.key")
-    if directory is None or address is None or not tcp or on_loopback(address):
+    if insecure and not tcp:
+        raise ConfigError(
+            f"insecure=True is for a tcp address; {address or 'the socket of a run'} has no keys to leave out"
+        )
+    if insecure and key is not None:
+        raise ConfigError("give key= or insecure=True, which serves without keys")
+    if address is None or not tcp or insecure:
         return None
-    return server_keys(directory / "server.key", directory / "run.key")
+    if key is not None:
+        return server_keys(Path(key), (directory or Path(key).parent) / RUN_KEY)
+    if directory is not None:
+        return server_keys(directory / "server.key", directory / RUN_KEY)
+    return fresh_keys() if on_loopback(address) else None  # whoever is on another host needs a file with the key

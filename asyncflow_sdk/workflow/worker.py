@@ -106,7 +106,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     path: list[str]
     """The driver's import path, so that a function importable there is importable here."""
     key: RunKey | None = None
-    """What the driver itself came in with, from another host."""
+    """What the driver itself came in with, over tcp."""
+    insecure: bool = False
+    """The driver came in over tcp without a key."""
     plugins: dict[str, str] = msgspec.field(default_factory=plugin_choice)
     """The variables by which the driver's plugins were chosen."""
     rank: Rank = Rank()
@@ -127,7 +129,8 @@ class WorkerMain:
     def run(self) -> WorkerEnding:
         """Work until the stream ends. Raises nothing: what goes wrong is in the ending, and in the log."""
         try:
-            connection = Connection(self.config.address, self.config.name, key=self.config.key)
+            config = self.config
+            connection = Connection(config.address, config.name, key=config.key, insecure=config.insecure)
         except Exception as error:
             return _ending(error)
         if not connection.inline:

@@ -1,6 +1,7 @@
 """AsyncFlow's TransferQueue, with everything on: leases, types, completion, the audit checked at the end.
 
-``ours-journal``: with a journal that survives the kill of any process. ``ours-tcp``: as from another host.
+``ours-journal``: with a journal that survives the kill of any process. ``ours-tcp``: as from another host, without
+keys, as the floor and the peer have none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Ours(Service):
         self._folder = tempfile.TemporaryDirectory()
         options: dict[str, Any] = {
             "ours-journal": {"directory": self._folder.name, "durability": "process"},
-            "ours-tcp": {"address": "tcp://127.0.0.1:0"},
+            "ours-tcp": {"address": "tcp://127.0.0.1:0", "insecure": True},
         }.get(self._kind, {})
         self._run = af.serve(**options)
         for name, task in tasks.items():
@@ -45,7 +46,7 @@ class Ours(Service):
 
 class OurClient(Client):
     def __init__(self, kind: str, address: str) -> None:
-        self._run = af.connect(address, shared_memory=kind != "ours-tcp")
+        self._run = af.connect(address, insecure=kind == "ours-tcp", shared_memory=kind != "ours-tcp")
         self._last: af.LeasedBatch | None = None
 
     def prepare(self, columns: Columns) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def publish(
     stop_at(dist_group.Group, "_start", starts, number)
     stop_at(dist_board.Board, "look", looks, number)
     host = Host(directory=None, name="trainer", address=address)
-    sender = DistTransport(stall_s=stall_s, plain=address != "127.0.0.1").sender(host)
+    sender = DistTransport(stall_s=stall_s, insecure=address != "127.0.0.1").sender(host)
     manifest, memory = write(sender, version, nbytes)
     say([msgspec.json.encode(manifest).decode(), sender.send(manifest).hex(), content(memory)])
     hear()

@@ -26,7 +26,7 @@ from asyncflow_torch.transport_dist import DistTransport
 
 def test_what_cannot_work_is_refused_with_what_to_use_instead() -> None:
     far = Host(directory=None, name="far", address="10.1.2.3")
-    with pytest.raises(ConfigError, match=r"10\.1\.2\.3: .*not encrypted.*plain=True.*tcp"):
+    with pytest.raises(ConfigError, match=r"10\.1\.2\.3: .*not encrypted.*insecure=True.*tcp"):
         DistTransport().sender(far)
     with pytest.raises(ConfigError, match="no backend 'mpi'; it has gloo and nccl"):
         DistTransport("mpi")
@@ -51,7 +51,7 @@ def test_the_fetching_end_believes_no_publisher() -> None:
 
         service = msgspec.msgpack.decode(where.service, type=Reached)
         for address in ("tcp://10.1.2.3:5", "tcp://[2001:db8::1]:5", "tcp://somewhere:5"):
-            far = msgspec.structs.replace(service, address=address, trusted=True)
+            far = msgspec.structs.replace(service, address=address)
             with pytest.raises(ConfigError, match="dist at .* not encrypted"):
                 fetch(service=msgspec.msgpack.encode(far))
         with pytest.raises(ConfigError, match="nccl: there is no CUDA device"):

@@ -58,13 +58,24 @@ def module(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_is_served_and_worked_on_by_commands_alone(module: Path) -> None:
+@pytest.mark.parametrize(
+    ("served", "shown", "come"),
+    [
+        (["--address", "tcp://0.0.0.0:0"], " --key run.key", ["--key", "run/run.key"]),
+        ([], "", []),
+        (["--insecure"], " --insecure", ["--insecure"]),
+    ],
+    ids=["a copy of the key", "the same user's host", "without keys"],
+)
+def test_a_run_is_served_and_worked_on_by_commands_alone(
+    module: Path, served: list[str], shown: str, come: list[str]
+) -> None:
     options = ["--prompts", "data.jsonl", "--column", "prompt_ids", "--group-size", "4", "--steps", "3"]
-    with Command("serve", "run", "--address", "tcp://0.0.0.0:0", *options, cwd=module) as server:
+    with Command("serve", "run", *served, *options, cwd=module) as server:
         # given the commands that it prints
-        port = server.until(r"worker tcp://\S+:(\d+) --key run.key train.*")[1]
-        server.until(r"asyncflow top")
-        come = ["worker", f"tcp://127.0.0.1:{port}", "--key", "run/run.key"]
+        port = server.until(rf"worker tcp://\S+:(\d+){shown} train.*")[1]
+        server.until(rf"asyncflow top tcp://\S+{shown}\n")
+        come = ["worker", f"tcp://127.0.0.1:{port}", *come]
         # when
         with (
             Command(*come, "train", "--engine", "echo", "--batch-size", "16", cwd=module) as train,

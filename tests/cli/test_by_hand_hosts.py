@@ -66,7 +66,7 @@ def test_without_the_key_nobody_of_another_host_is_let_in(hosts: Hosts, tmp_path
     with Command("serve", "run", "--address", ADDRESS, cwd=tmp_path, within=hosts.here) as server:
         server.until(r"asyncflow top")
         join = ["stage", "mine:length", "--task", "reward"]
-        for key, said in (([], "it needs a key"), (["--key", "other.key"], "or others than this key is for")):
+        for key, said in (([], "needs a key"), (["--key", "other.key"], "or others than this key is for")):
             with Command("worker", ADDRESS, *key, *join, cwd=there, within=hosts.there) as stranger:
                 assert stranger.end() == 2
                 assert said in " ".join(stranger.said.split())

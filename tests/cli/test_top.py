@@ -370,7 +370,9 @@ def test_a_server_with_keys_asks_for_one(tmp_path: Path) -> None:
         with_key = top(tmp_path, address, "--once", "--every", "0.1", "--key", "run/run.key")
         assert with_key.returncode == 0, with_key.stderr
         assert "work" in with_key.stdout
-        without = top(tmp_path, address, "--once", "--every", "0.1")
+        found = top(tmp_path, address, "--once", "--every", "0.1")
+        assert found.returncode == 0, found.stderr
+        without = top(tmp_path, address, "--once", "--every", "0.1", "--insecure")
         assert without.returncode == 2
         assert "key" in without.stderr
         assert "Traceback" not in without.stderr

@@ -10,7 +10,7 @@ from asyncflow_sdk.queue import Connection, open_queue
 
 def put_with_key(address: str, key: str) -> None:
     """Put ten rows under a key; the answer may never come."""
-    queue = open_queue(Connection(address, "producer-child"))
+    queue = open_queue(Connection(address, "producer-child", insecure=True))
     say("connected")
     hear()
     rows = queue.put({"x": np.arange(10.0)}, key=key)

@@ -8,6 +8,7 @@ from children import hear, say
 from asyncflow_sdk.errors import AsyncFlowError
 from asyncflow_sdk.queue import Connection, QueueServer, blocks, open_queue
 from asyncflow_sdk.weights import WeightPublisher
+from asyncflow_sdk.wire import fresh_keys, server_keys
 
 
 def values_of(first: int, count: int) -> np.ndarray:  # type: ignore[type-arg]
@@ -48,7 +49,7 @@ def write_only(address: str) -> None:
 
 def serve() -> None:
     """Serve a run until killed."""
-    server = QueueServer(["tcp://127.0.0.1:0"])
+    server = QueueServer(["tcp://127.0.0.1:0"], keys=fresh_keys())
     queue = open_queue(Connection(server.addresses[0], "driver"))
     queue.put({"x": values_of(0, 10_000)})
     say([str(server.directory.path), server.addresses[1]])
@@ -57,7 +58,10 @@ def serve() -> None:
 
 def serve_durably(directory: str, address: str, durability: str) -> None:
     """Serve a run that outlives its server, until killed."""
-    server = QueueServer([address], journal=Path(directory), durability=durability)
+    home = Path(directory)
+    server = QueueServer(
+        [address], keys=server_keys(home / "server.key", home / "run.key"), journal=home, durability=durability
+    )
     say(server.addresses[-1])
     hear()
 

@@ -11,6 +11,7 @@ import pytest
 
 from asyncflow_sdk.memory import Arena
 from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, open_queue
+from asyncflow_sdk.wire import fresh_keys
 
 KINDS = ("in-process", "ipc", "tcp", "remote")
 """``remote``: over tcp, and as if the server's memory were out of sight."""
@@ -24,12 +25,17 @@ class Run:
     def __init__(self, kind: str, **options: Any) -> None:
         extra = {"in-process": f"inproc://run{next(_numbers)}", "ipc": None}.get(kind, "tcp://127.0.0.1:0")
         self.shared_memory = kind != "remote"
-        self.server = QueueServer([extra] if extra else [], **options)
+        self.insecure = options.get("insecure", False)
+        keys = fresh_keys() if extra is not None and extra.startswith("tcp:") and not self.insecure else None
+        self.key = None if keys is None else keys.run
+        self.server = QueueServer([extra] if extra else [], keys=keys, **options)
         self.address = self.server.addresses[-1]
         self._connections: list[Connection] = []
 
     def queue(self, name: str = "test") -> TransferQueue:
-        connection = Connection(self.address, name, shared_memory=self.shared_memory)
+        connection = Connection(
+            self.address, name, key=self.key, insecure=self.insecure, shared_memory=self.shared_memory
+        )
         self._connections.append(connection)
         _arenas[connection] = self.server._remote.arena if connection.inline else connection.arena
         return open_queue(connection)

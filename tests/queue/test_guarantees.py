@@ -44,7 +44,7 @@ def test_over_connections_that_break_all_the_time_each_verb_has_its_effect_once(
         done: Counter[int] = Counter()
 
         def work(number: int) -> None:
-            connection = Connection(proxy.address, f"flaky-{number}")
+            connection = Connection(proxy.address, f"flaky-{number}", key=run.key)
             mine = open_queue(connection)
             for part in range(12):
                 mine.put({"x": np.full(3, number * 100.0 + part)})
@@ -73,7 +73,7 @@ def test_over_connections_that_break_all_the_time_each_verb_has_its_effect_once(
 @pytest.mark.parametrize("arrived", [True, False], ids=["carried out", "never arrived"])
 def test_a_put_whose_client_died_before_its_answer_is_repeated_by_its_key(arrived: bool) -> None:
     # given a producer whose put is on its way, and whose answer will never come
-    with running("tcp") as run:
+    with running("tcp", insecure=True) as run:  # a child behind a proxy has only an address
         queue = run.queue()
         proxy = FlakyProxy(int(run.address.rsplit(":", 1)[1]), pieces=(10**6, 10**6))
         with Child(put_with_key, proxy.address, "epoch-0") as child:

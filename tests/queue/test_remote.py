@@ -90,7 +90,7 @@ def test_a_run_that_other_hosts_reach_is_served_with_keys(tmp_path: Path) -> Non
             assert local.audit().put == 10
         # and without it, or with another's
         with pytest.raises(AccessDenied, match="needs a key"):
-            af.connect(address)
+            af.connect(address, insecure=True)
         af.serve(tmp_path / "other", address="tcp://0.0.0.0:0").close()
         with pytest.raises(AccessDenied, match="is it the run.key of that run"):
             af.connect(address, key=tmp_path / "other" / "run.key")
@@ -102,17 +102,22 @@ def test_a_run_that_other_hosts_reach_is_served_with_keys(tmp_path: Path) -> Non
 
 
 def test_where_keys_may_lie_and_where_none_are_needed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not on loopback.*Serve a run directory"):
+    with pytest.raises(ConfigError, match="is served with keys only.*Serve a run directory"):
         af.serve(address="tcp://0.0.0.0:0")
     with pytest.raises(ConfigError, match="key= is for a tcp address"):
         af.serve(tmp_path, key=tmp_path / "k")
-    with af.serve(address="tcp://127.0.0.1:0", key=tmp_path / "keys" / "mine.key") as run:  # on loopback by choice
+    with af.serve(address="tcp://127.0.0.1:0", key=tmp_path / "keys" / "mine.key") as run:
         with af.connect(run.address, key=tmp_path / "keys" / "run.key") as other:
             assert other.audit().put == 0
-        with pytest.raises(AccessDenied):
-            af.connect(run.address)
-    with af.serve(address="tcp://127.0.0.1:0") as run, af.connect(run.address) as other:
-        assert other.audit().put == 0
+    with pytest.raises(ConfigError, match="insecure=True is for a tcp address"):
+        af.serve(tmp_path, insecure=True)
+    with pytest.raises(ConfigError, match="give key= or insecure=True"):
+        af.serve(address="tcp://127.0.0.1:0", key=tmp_path / "keys" / "mine.key", insecure=True)
+    with af.serve(address="tcp://127.0.0.1:0", insecure=True) as run:
+        with af.connect(run.address, insecure=True) as other:
+            assert other.audit().put == 0
+        with pytest.raises(AccessDenied, match="has no keys"):
+            af.connect(run.address, key=tmp_path / "keys" / "run.key")
 
 
 # ---- payload
@@ -280,7 +285,7 @@ def test_over_a_connection_that_breaks_all_the_time_every_row_comes_once_and_who
     # given
     monkeypatch.setattr(rules, "RESEND_S", 0.1)
     proxy = FlakyProxy(int(run.address.rsplit(":", 1)[1]), pieces=(10, 30))
-    queue = open_queue(Connection(proxy.address, "remote", shared_memory=False))
+    queue = open_queue(Connection(proxy.address, "remote", key=run.key, shared_memory=False))
     queue.declare("work", needs=["x"], gives=["sum"])
     queue.declare("end", needs=["sum"])
     # when
@@ -310,7 +315,7 @@ def test_an_answer_on_its_way_to_a_reader_that_does_not_read_is_not_sent_again(r
     queue.declare("read", needs=["x"])
     queue.put(large(400))
     proxy = FlakyProxy(int(run.address.rsplit(":", 1)[1]), pieces=(10**9, 10**9))
-    slow = Connection(proxy.address, "slow", shared_memory=False).wire
+    slow = Connection(proxy.address, "slow", key=run.key, shared_memory=False).wire
     socket = slow._thread_socket().socket
     proxy.halt(there=False)
     seq = slow._numbering.begin()
@@ -360,7 +365,7 @@ def test_what_a_put_that_failed_was_given_is_not_sent_after_it(run: Run, monkeyp
     monkeypatch.setattr(rules, "GRACE_S", 0.0)
     monkeypatch.setattr(connections, "SLOWEST_BYTES_PER_S", 1e12)
     proxy = FlakyProxy(int(run.address.rsplit(":", 1)[1]), pieces=(10**9, 10**9))
-    queue = open_queue(Connection(proxy.address, "remote", shared_memory=False))
+    queue = open_queue(Connection(proxy.address, "remote", key=run.key, shared_memory=False))
     values = large(400)["x"]
     true = values.copy()
     proxy.halt()
@@ -466,7 +471,7 @@ def test_a_server_that_is_killed_and_comes_back_has_what_came_over_the_wire(
 
 
 def test_a_client_of_another_sdk_is_told_both_versions(run: Run) -> None:
-    wire = rules.Client(run.address)
+    wire = rules.Client(run.address, run.key)
     hello = connections.Hello("old", 1, "", "0.0.0-old")
     with pytest.raises(ProtocolError, match=r"is served by asyncflow-sdk .*; old has 0\.0\.0-old"):
         decode_answer(wire.ask(encode(Call(hello)), 5)).raise_error()

@@ -169,7 +169,7 @@ def test_a_server_under_attack_goes_on_and_so_do_others(
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 32) if SECONDS > 10 else 7
     # given somebody who works
-    with running("tcp") as run:
+    with running("tcp", insecure=True) as run:
         worker = Worker(run.queue("worker"))
         until(lambda: worker.parts > 3, "the first parts")
         began, memory = worker.parts, _resident()

@@ -45,9 +45,9 @@ class Shelf:
             assert self.came.wait_for(condition, 30)
 
 
-def serve(address: str, plain: bool) -> None:
+def serve(address: str, insecure: bool) -> None:
     shelf = Shelf()
-    shelf.service = Service(Host(directory=None, name="here", address=address), shelf, plain=plain)
+    shelf.service = Service(Host(directory=None, name="here", address=address), shelf, insecure=insecure)
     say(shelf.service.where.hex())
     hear()
 

@@ -218,7 +218,7 @@ def test_two_receivers_and_one_that_reads_nothing_hold_up_nobody(ends: Ends) -> 
     first.check(ends.fetch(one, first, base=base))
     place = msgspec.msgpack.decode(first.where, type=TcpWhere)
     assert place.bulk is not None
-    with socket.create_connection((place.bulk.host, place.bulk.port), 10) as silent:
+    with bulk._open(place.bulk, 10) as silent:
         silent.sendall(place.bulk.token + bulk._REQUEST.pack(-1, bytes(16), place.attempt, 0))
         for version in range(3, 9):
             sent = ends.publish(version, weights(version))
@@ -360,7 +360,7 @@ def listening(said: bytes) -> Iterator[BulkWhere]:
 def test_garbage_from_who_follows_harms_nobody(ends: Ends, attempt: int, number: int) -> None:
     receiver, _ = given_a_follower(ends)
     place = ends.sender._bulk.where  # type: ignore[attr-defined]
-    with socket.create_connection((place.host, place.port), 10) as stranger:
+    with bulk._open(place, 10) as stranger:
         request = bulk._REQUEST.pack(-1, b"\xff" * 16, attempt, number)
         stranger.sendall(place.token + request + b"\xff" * 7)
         sent = ends.publish(2, weights(2))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,16 +20,16 @@ from tcp_ends import in_thread, numbers, tcp
 from asyncflow_sdk.errors import DeadlineExceeded, DigestMismatch, ServerLost, VersionGone, WireError
 from asyncflow_sdk.interfaces.weights import Host
 from asyncflow_sdk.testing.ends import Ends
-from asyncflow_sdk.weights.bulk import BulkServer, BulkWhere, Channel
+from asyncflow_sdk.weights.bulk import BulkServer, BulkWhere, Channel, _open
 from asyncflow_sdk.weights.tcp import TcpTransport
 from asyncflow_sdk.weights.tcp_messages import TcpWhere
 
 MODEL = 9 << 20
 
 
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with tcp() as ends:
+@pytest.fixture(params=[False, True], ids=["socket file", "insecure tcp"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    with tcp(insecure=request.param) as ends:
         yield ends
 
 
@@ -77,7 +79,18 @@ def test_what_differs_comes_in_messages(ends: Ends) -> None:
     assert messages[0] > 0
 
 
-@pytest.mark.parametrize("changes", [{"port": 1}, {"port": 1 << 40}, {"host": "no.such.host"}, {"host": "\0"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host": "127.0.0.1", "port": 1},
+        {"host": "127.0.0.1", "port": 1 << 40},
+        {"host": "no.such.host"},
+        {"host": "\0"},
+        {"host": "/\0"},
+        {"host": "/no/such/file"},
+        {"host": "/" + 200 * "x"},
+    ],
+)
 def test_where_it_cannot_be_reached_the_service_is_asked(ends: Ends, changes: dict[str, Any]) -> None:
     messages = counted(ends)
     sent = ends.publish(1, {"w": numbers(0, MODEL)})
@@ -113,12 +126,16 @@ def test_a_byte_that_changed_on_its_way_is_found(ends: Ends) -> None:
         ends.fetch(ends.receiver(), sent)
 
 
-def test_with_keys_there_is_none() -> None:
-    sender = TcpTransport(listen="tcp://0.0.0.0:0").sender(Host(directory=None, name="far", address="127.0.0.1"))
+@pytest.mark.parametrize("options", [{}, {"listen": "tcp://0.0.0.0:0"}])
+def test_with_keys_it_is_a_file_that_the_user_alone_reaches(options: dict[str, Any]) -> None:
+    sender = TcpTransport(**options).sender(Host(directory=None, name="far", address="127.0.0.1"))
     try:
-        assert sender._bulk is None
+        path = Path(sender._bulk.where.host)
+        assert path.is_socket()
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     finally:
         sender.close()
+    assert not path.parent.exists()
 
 
 def test_a_stranger_gets_nothing(ends: Ends) -> None:
@@ -126,7 +143,7 @@ def test_a_stranger_gets_nothing(ends: Ends) -> None:
     bulk = place_of(sent.where).bulk
     assert bulk is not None
     for said in (b"", b"x" * 32, b"\0" * 100_000):
-        with socket.create_connection((bulk.host, bulk.port), 10) as connection:
+        with _open(bulk, 10) as connection:
             with contextlib.suppress(OSError):  # it is cut off in the middle of its words, or after them
                 connection.sendall(said)
                 connection.shutdown(socket.SHUT_WR)

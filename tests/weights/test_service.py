@@ -138,9 +138,10 @@ def test_a_service_that_is_killed_is_lost_at_once(when: str) -> None:
                 client.call(b"wait", 3600.0, "bucket 7")
 
 
-def test_beyond_loopback_a_key_is_needed_unless_plain_is_asked_for() -> None:
+@pytest.mark.parametrize("options", [{}, {"listen": "tcp://0.0.0.0:0"}])
+def test_a_key_is_needed_unless_the_service_is_insecure(options: dict[str, Any]) -> None:
     host = Host(directory=None, name="here", address="127.0.0.1")
-    with a_shelf(host, listen="tcp://0.0.0.0:0") as shelf:
+    with a_shelf(host, **options) as shelf:
         found = msgspec.msgpack.decode(shelf.service.where, type=Where)
         assert found.key is not None
         assert found.key.secret not in repr(found)
@@ -151,14 +152,14 @@ def test_beyond_loopback_a_key_is_needed_unless_plain_is_asked_for() -> None:
             other = msgspec.msgpack.encode(msgspec.structs.replace(found, key=key))
             with a_client(other) as client, pytest.raises((AccessDenied, ServerLost)):
                 client.call(b"ping", 2.0)
-    with a_shelf(host, listen="tcp://0.0.0.0:0", plain=True) as shelf, a_client(shelf.service.where) as client:
+    with a_shelf(host, insecure=True, **options) as shelf, a_client(shelf.service.where) as client:
         assert msgspec.msgpack.decode(shelf.service.where, type=Where).key is None
         assert client.call(b"ping", 30.0).body == b"ping"
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_two_hosts(plain: bool) -> None:
-    with two_hosts() as hosts, Child(serve, HERE, plain, within=hosts.here) as server:
+@pytest.mark.parametrize("insecure", [False, True])
+def test_two_hosts(insecure: bool) -> None:
+    with two_hosts() as hosts, Child(serve, HERE, insecure, within=hosts.here) as server:
         where = server.hear()
         assert HERE.encode() in bytes.fromhex(where)
         with Child(ask, where, "get", 30.0, within=hosts.there) as client:
@@ -186,7 +187,7 @@ def test_a_place_that_is_none(where: bytes) -> None:
     "address", ["ipc:///tmp/x", "inproc://x", "tcp://", "tcp://nowhere", "tcp://10.0.0.1:99999999", "tcp://1.2.3.4:5"]
 )
 def test_an_address_that_is_none(address: str) -> None:
-    where = msgspec.msgpack.encode(Where(address, None, False, 0, ""))
+    where = msgspec.msgpack.encode(Where(address, None, 0, ""))
     with pytest.raises(AsyncFlowError):
         ServiceClient(where).call(b"", 0.2)
 

@@ -12,13 +12,13 @@ from two_hosts import HERE, two_hosts
 ADDRESS = f"tcp://{HERE}:7000"
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["keys", "plain"])
-def test_a_replica_on_another_host_follows_its_trainer(tmp_path: Path, plain: bool) -> None:
+@pytest.mark.parametrize("insecure", [False, True], ids=["keys", "insecure"])
+def test_a_replica_on_another_host_follows_its_trainer(tmp_path: Path, insecure: bool) -> None:
     def befall(**what: Any) -> None:
         hosts.link.say(what)
         assert hosts.link.hear() == "done"
 
-    options = {"plain": True} if plain else {}
+    options = {"insecure": True} if insecure else {}
     with two_hosts() as hosts, Child(train, str(tmp_path / "run"), ADDRESS, options, within=hosts.here) as trainer:
         assert trainer.hear() == ADDRESS
         key = tmp_path / "copy.key"

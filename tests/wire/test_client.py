@@ -22,7 +22,7 @@ from asyncflow_sdk.wire.processes import watch
 
 @pytest.fixture
 def parrot(tmp_path: Path) -> Iterator[Parrot]:
-    with serving(f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0") as parrot:
+    with serving(f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0", insecure=True) as parrot:
         yield parrot
 
 
@@ -39,7 +39,7 @@ def test_over_a_connection_that_breaks_all_the_time_each_request_is_carried_out_
     # given
     monkeypatch.setattr(rules, "RESEND_S", 0.05)
     proxy = FlakyProxy(int(parrot.server.addresses[1].rsplit(":", 1)[1]))
-    client = Client(proxy.address)
+    client = Client(proxy.address, insecure=True)
     bodies = [b"request-%d" % number for number in range(60)]
     # when threads and an event loop ask through it
     joins = [in_thread(lambda part=part: [client.ask(b, 60) for b in bodies[part::3]]) for part in range(2)]

@@ -18,10 +18,13 @@ CLOSED = "the run at {} was closed by the process that served it"
 
 @pytest.fixture(params=["inproc", "ipc", "tcp", "keys"])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Parrot, Client]]:
-    keys = server_keys(tmp_path / "server.key", tmp_path / "run.key") if request.param == "keys" else None
+    keys = server_keys(tmp_path / "server.key", tmp_path / "run.key").server if request.param == "keys" else None
+    insecure = keys is None
     address = {"inproc": f"inproc://{tmp_path.name}", "ipc": f"ipc://{tmp_path}/s"}.get(request.param)
-    with serving(address or "tcp://127.0.0.1:0", keys=keys) as parrot:
-        client = Client(parrot.server.addresses[0], RunKey.load(tmp_path / "run.key") if keys else None)
+    with serving(address or "tcp://127.0.0.1:0", keys=keys, insecure=insecure) as parrot:
+        client = Client(
+            parrot.server.addresses[0], RunKey.load(tmp_path / "run.key") if keys else None, insecure=insecure
+        )
         yield parrot, client
         client.close()
 

@@ -1,18 +1,32 @@
 """A run is found by its directory for as long as it is served, and never after."""
 
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from children import Child, hear, say
+from waiting import in_thread
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ServerLost
+from asyncflow_sdk.workflow import address
 
 
 def serve(directory: str) -> None:
     """Serve a run until killed."""
     with af.serve(directory):
         say("ready")
+        hear()
+
+
+def serve_durably(directory: str) -> None:
+    """Serve a durable run, which has a row, until killed."""
+    with af.serve(directory, address="tcp://127.0.0.1:0", durability="process") as run:
+        if run.recovered is None:
+            run.queue.put({"x": [1]})
+        say(run.address)
         hear()
 
 
@@ -60,6 +74,56 @@ def test_where_another_serves_it_by_now_is_not_forgotten(tmp_path: Path) -> None
 
 def test_where_nobody_listens_the_callers_own_deadline_counts() -> None:
     with pytest.raises(
-        ServerLost, match=r"tcp://127.0.0.1:9 gave no answer in 1\.\d s; .* does the network reach it"
+        ServerLost, match=r"nobody listens at tcp://127.0.0.1:9, after 1\.0 s of waiting for a server"
     ):
         af.connect("tcp://127.0.0.1:9", timeout_s=1.0)
+
+
+@pytest.mark.parametrize("by", ["directory", "address"])
+def test_a_durable_run_whose_server_was_killed_is_waited_for(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given
+    with Child(serve_durably, str(tmp_path)) as child:
+        where = {"directory": tmp_path, "address": child.hear()}[by]
+        child.kill()
+    # when somebody connects, and has looked in vain
+    looked = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        looked.set()
+        time.sleep(seconds)
+
+    monkeypatch.setattr(address, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    joined = in_thread(af.connect, where, timeout_s=60.0)
+    if by == "directory":
+        assert looked.wait(60)
+    # then it is let in by the next server
+    with Child(serve_durably, str(tmp_path)) as child:
+        child.hear()
+        other = joined()
+        assert isinstance(other, af.Run), other
+        assert other.queue.audit().put == 1
+        other.close()
+
+
+def test_a_durable_run_that_nobody_serves_again_is_waited_for_no_longer_than_the_deadline(tmp_path: Path) -> None:
+    # given one whose server was killed
+    with Child(serve_durably, str(tmp_path)) as child:
+        child.hear()
+        child.kill()
+    waited = r"Its journal holds a durable run that is not over; nobody served .* again in 0\.2 s of waiting"
+    with pytest.raises(ServerLost, match=rf"nobody listens at ipc://.*{waited}"):
+        af.connect(tmp_path, timeout_s=0.2)
+    # and one that was closed with a row that nobody has read
+    with af.serve(tmp_path) as run:
+        assert run.recovered is not None
+    with pytest.raises(ServerLost, match=f"is not being served.*{waited}"):
+        af.connect(tmp_path, timeout_s=0.2)
+    # when it is over, that is told at once
+    with af.serve(tmp_path) as run:
+        run.queue.declare("work", needs=["x"])
+        run.queue.get("work", timeout_s=30).ack()
+        run.queue.end()
+    with pytest.raises(af.ConfigError, match=r"is not being served.*has its run ended\?"):
+        af.connect(tmp_path, timeout_s=3600.0)

@@ -93,7 +93,7 @@ def test_a_prompt_that_the_tokenizer_has_no_tokens_for_is_named(tmp_path: Path) 
     ("weights", "message"),
     [
         ({"transport": "sharedmem"}, "no transport adapter is named 'sharedmem'; installed: .*shm"),
-        ({"transport": "tcp", "options": {"lisen": 1}}, "'tcp' has no option 'lisen'; its options: listen, plain, delta_bytes"),
+        ({"transport": "tcp", "options": {"lisen": 1}}, "'tcp' has no option 'lisen'; its options: listen, insecure, delta_bytes"),
         ({"options": {"path": 1, "keep": 2}}, "'shm' has no option 'keep', 'path'; it has none"),
         ({"options": {"dtype": "bfloat16"}}, "'dtype' is no option of a transport; give it beside the options"),
         ({"transport": "tcp", "options": {"delta_bytes": "1GB"}}, "'tcp' cannot be made with options .*1GB"),
@@ -113,7 +113,7 @@ def test_weights_that_could_not_be_published_are_refused_before_anything_starts(
 def test_options_of_the_publisher_itself_pass() -> None:
     assert (
         echo_workflow(
-            weights=af.Weights(transport="tcp", options={"digests": False, "plain": True})
+            weights=af.Weights(transport="tcp", options={"digests": False, "insecure": True})
         ).weights.transport
         == "tcp"
     )
