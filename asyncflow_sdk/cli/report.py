@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import ConfigError, PluginError
+from ..memory import private_opener
 from ..types.events import LeaseReturned, Note, RowsEnded, Span, WorkerState
 from . import page
 from .board import by_name
@@ -35,7 +36,8 @@ def write_report(run_dir: Path) -> Path:
     draft = target.with_suffix(".html.part")
     html = _page(record)
     try:
-        draft.write_text(html, encoding="utf-8")
+        with open(draft, "w", encoding="utf-8", opener=private_opener) as file:
+            file.write(html)
         os.replace(draft, target)
     except OSError as error:
         raise ConfigError(f"the report cannot be written to {target}: {error.strerror}") from error

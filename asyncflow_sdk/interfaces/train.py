@@ -81,7 +81,7 @@ class TrainEngine(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot load a version's weights")
 
     def export(self, path: Path) -> None:
-        """Write the policy as a Hugging Face model folder. Optional; the default refuses."""
+        """Write the policy as a Hugging Face model folder. ``path`` is there, maybe empty. Optional; the default refuses."""
         raise NotImplementedError(f"{type(self).__name__} cannot export a model folder")
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from .directory import (
 )
 from .mapper import Hold, Mapped, Mapper
 from .private import PrivateMaps
+from .private_files import private_directory, private_opener
 from .room import free_memory
 from .segment import HEADER_BYTES, blocks_there, sync_directory
 
@@ -31,6 +32,8 @@ __all__ = [
     "is_served",
     "journal_owns",
     "own_directories",
+    "private_directory",
+    "private_opener",
     "remove_if_ownerless",
     "sweep",
     "sync_directory",

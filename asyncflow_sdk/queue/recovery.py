@@ -31,7 +31,7 @@ import numpy.typing as npt
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull, ProtocolError
 from ..ledger.commands import Ids
-from ..memory import SharedDirectory, blocks_there, sync_directory
+from ..memory import SharedDirectory, blocks_there, private_directory, sync_directory
 from ..wire import process_key
 from . import snapshot
 from .journal import FORMAT, Asked, Dropped, Gone, Head, Journal, Record, Recorded
@@ -89,7 +89,7 @@ class Home:
     def __init__(self, path: Path, durability: str | None, history: bool = False) -> None:
         self.path, self._history = path, history
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            private_directory(path)
         except OSError as error:
             raise ConfigError(f"no journal can be kept in {path}: {error}") from None
         for made in (path.parent, path.parent.parent):

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from ..errors import ConfigError
+from ..memory import private_directory
 
 Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40, pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]*$")]
 
@@ -130,7 +131,7 @@ def save(path: Path, keys: Any) -> None:
     """Write a file atomically, readable by its owner alone. Raises ConfigError."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_directory(path.parent)
         fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         with open(fd, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(keys)) + b"\n")

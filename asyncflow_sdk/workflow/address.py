@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from ..errors import ConfigError, ServerLost
+from ..memory import private_opener
 from ..queue import is_unfinished
 from ..wire import RETRY_S, probe
 
@@ -18,7 +19,8 @@ JOURNAL = "journal"
 def write_addresses(directory: Path, addresses: list[str]) -> None:
     """Say where the run is served. Addresses within this process are left out."""
     new = directory / f".{FILE}-{os.getpid()}"
-    new.write_text(_text(addresses))
+    with open(new, "w", opener=private_opener) as file:
+        file.write(_text(addresses))
     new.replace(directory / FILE)
 
 

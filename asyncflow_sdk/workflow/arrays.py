@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
+from ..memory import private_opener
+
 _NAMES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
     "uint64": "U64", "int64": "I64", "float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64",
@@ -50,7 +52,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None
     text = _encode(header)
     text += b" " * (-len(text) % 8)
     whole = path.with_name(f"{path.name}.part")
-    with whole.open("wb") as file:
+    with open(whole, "wb", opener=private_opener) as file:
         file.write(_LENGTH.pack(len(text)) + text)
         for name in widest_first:
             if plain[name].size:  # memory of no bytes has no view of bytes

@@ -34,7 +34,7 @@ import xxhash
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull
 from ..ledger import commands as cmd
-from ..memory import sync_directory
+from ..memory import private_directory, sync_directory
 from ..queue import TransferQueue
 from ..queue._once import drive
 from ..types import events as ev
@@ -201,7 +201,8 @@ def write(
     def begin() -> bytes:
         made = path.with_name(f".{path.name}-{os.getpid()}")
         shutil.rmtree(made, ignore_errors=True)
-        (made / "engine").mkdir(parents=True)
+        for each in (made.parent, made, made / "engine"):
+            private_directory(each)
         return made.name.encode()
 
     part = path.with_name(ranks.by_first(f"the folder for the checkpoint of step {step}", begin).decode())

@@ -21,6 +21,7 @@ from pathlib import Path
 from .._version import __version__
 from ..errors import ConfigError
 from ..interfaces import FATAL_STATUS, Launcher, Place, WorkerEnding, WorkerHandle, WorkerOrder
+from ..memory import private_directory, private_opener
 from .worker import LAST_WORDS, THROUGH
 
 TAIL_BYTES = 64 << 10
@@ -55,9 +56,9 @@ class ProcessLauncher(Launcher):
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **place.env}
         if place.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
-        order.log.parent.mkdir(parents=True, exist_ok=True)
+        private_directory(order.log.parent)
         ours, theirs = socket.socketpair()
-        with theirs, order.log.open("ab") as log, _kept_on(place.cpus):
+        with theirs, open(order.log, "ab", opener=private_opener) as log, _kept_on(place.cpus):
             try:
                 process = subprocess.Popen(
                     [python, "-m", "asyncflow_sdk.workflow"],

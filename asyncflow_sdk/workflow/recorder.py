@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from ..errors import ConfigError
+from ..memory import private_directory, private_opener
 from ..types import (
     LOSS_MASK,
     VERSION_SPANS,
@@ -74,11 +75,12 @@ class Recorder:
     def __init__(self, directory: Path, sinks: list[Sink], *, again: bool = False) -> None:
         if (directory / "events.jsonl").exists() and not again:
             raise ConfigError(f"{directory} already holds a run; choose another directory, or move it away")
-        (directory / "steps").mkdir(parents=True, exist_ok=True)
+        private_directory(directory)
+        private_directory(directory / "steps")
         self._directory = directory
         self._sinks = list(sinks)
         self._torn = False  # events.jsonl cannot be written any more
-        self._log = (directory / "events.jsonl").open("ab")
+        self._log = open(directory / "events.jsonl", "ab", opener=private_opener)  # noqa: SIM115 - closed by close
         self._inbox: queue.SimpleQueue[Event | int | None] = queue.SimpleQueue()  # a number: of a step in ``_steps``
         self._steps: deque[tuple[int, Callable[[], Batch]]] = deque()  # to be written, the oldest first
         self._writing = threading.Lock()  # of steps: they are written one by one, in order

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import ConfigError
+from ..memory import private_directory, private_opener
 from .describing import from_json, to_json
 from .recorder import read_batch, write_batch
 
@@ -41,7 +42,8 @@ def write_whole(path: Path, data: Any) -> None:
     """JSON as people read it, whole or not there, whatever dies meanwhile. Raises OSError."""
     part = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2))
+        with open(part, "wb", opener=private_opener) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(data), indent=2))
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)
@@ -103,7 +105,7 @@ def writable(directory: Path) -> Iterator[None]:
 def alone(directory: Path) -> Iterator[None]:
     """This process runs what is in a directory. Raises ConfigError while another does."""
     with writable(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+        private_directory(directory)
         lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         try:

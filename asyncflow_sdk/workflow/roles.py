@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import ConfigError, VersionGone
 from ..interfaces import TrainEngine
+from ..memory import private_directory
 from ..queue import LeasedBatch, TransferQueue
 from ..types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_version
 from ..types import events as ev
@@ -132,11 +133,19 @@ def _keep(
 
 def _export(queue: TransferQueue, engine: TrainEngine, path: Path, ranks: Meeting) -> None:
     """Optional for engines: the run is through, and one that cannot has trained no worse."""
+
+    def begin() -> bytes:
+        private_directory(path)
+        return b""
+
+    ranks.by_first("the folder for the model", begin)
     try:
         engine.export(path)
     except NotImplementedError as error:
         if not ranks.first:
             return
+        with contextlib.suppress(OSError):  # it was there, and is not empty
+            path.rmdir()
         connection = queue._port.connection
         text = f"no model folder was written: {error}"
         connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..interfaces import OnFailure, Sampler, TrackedRun, check_on_failure
+from ..memory import private_directory
 from ..queue import Connection, QueueServer
 from ..types import Batch, Event
 from ..wire import MAX_BYTES, KeyPair, fresh_keys, on_loopback, server_keys
@@ -96,7 +97,7 @@ def serve(
     check_on_failure(on_failure)
     path = Path(directory) if directory is not None else None
     if path is not None:
-        path.mkdir(parents=True, exist_ok=True)
+        private_directory(path)
     if durability not in (None, "process", "host"):
         raise ConfigError(f'durability is "process" or "host", not {durability!r}')
     if durability is not None and path is None:
