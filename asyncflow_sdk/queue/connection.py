@@ -7,6 +7,7 @@ them where they would have been.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -24,7 +25,7 @@ import msgspec
 import numpy as np
 
 from .._version import __version__
-from ..errors import ConfigError, LeaseLost, PayloadLost, SchemaError, ServerLost
+from ..errors import ConfigError, DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, SchemaError, ServerLost
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena, Mapper, NoHole
@@ -32,6 +33,7 @@ from ..types import Column, Event, digest_of
 from ..wire import Client, Reply, RunKey, await_key, process_key, same_host
 from . import blocks
 from .arguments import check_arguments
+from .deferred import TRY_AGAIN_S
 from .payload import Payload, from_frames, to_frames
 from .protocol import Answer, Call, Delivered, Hello, Welcome, decode_answer, encode
 from .reader import Reader
@@ -212,6 +214,10 @@ class Port(ABC):
     async def ask(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
         """Send a request and wait for its answer. Raises ServerLost, AccessDenied."""
 
+    @abstractmethod
+    async def pause(self, seconds: float) -> None:
+        """Block the thread, or suspend the task, for so long."""
+
     _copies = False
     """Whether what is sent must be a copy, because it may be sent still when the caller has its hands free again."""
 
@@ -299,24 +305,44 @@ class Port(ABC):
                     f"{size} bytes in one put are more than the whole queue holds (capacity_bytes={room}); put fewer"
                     " at a time"
                 )
-        try:
-            letter = self.write(command, columns, keep=False, grow=False)
-        except (
-            NoHole,
-            ServerLost,
-        ):  # rows that ended may have left room; a server that comes back makes its directory
-            check_arguments(command)
-            timeout_s: float = getattr(command, "timeout_s", CALL_S)
-            self.connection.answered(await self.ask(self.connection.call(None), timeout_s))
-            letter = self.write(command, columns, keep=False)
-        answer = await self.post(letter)
+        answer = await self.post(await self._written(command, columns))
         answer.raise_error()
         return answer.reply
+
+    async def _written(self, command: WritingCommand, columns: Mapping[str, Column]) -> Letter:
+        """Write columns. Where rows lie on the disk and it is full, a put waits up to its deadline. Raises MemoryFull,
+        DeadlineExceeded."""
+        waits = self.connection.synced and isinstance(command, cmd.Put)
+        timeout_s: float = getattr(command, "timeout_s", CALL_S)
+        began, asked = time.monotonic(), command
+        while True:
+            try:
+                try:
+                    return self.write(asked, columns, keep=False, grow=False)
+                except (
+                    NoHole,
+                    ServerLost,
+                ):  # rows that ended may have left room; a server that comes back makes its directory
+                    check_arguments(command)
+                self.connection.answered(await self.ask(self.connection.call(None), timeout_s))
+                return self.write(asked, columns, keep=False)
+            except MemoryFull as full:
+                if not waits:
+                    raise
+                waited = time.monotonic() - began
+                if waited >= timeout_s:
+                    raise DeadlineExceeded(f"after {waited:.1f} s: {full}") from None
+            await self.pause(min(TRY_AGAIN_S, timeout_s - waited))
+            left = max(0.0, timeout_s - (time.monotonic() - began))
+            asked = msgspec.structs.replace(command, timeout_s=left)
 
 
 class BlockingPort(Port):
     async def ask(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
         return self.connection.wire.exchange(body, timeout_s, frames)
+
+    async def pause(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 - a blocking call is what this port is for
 
 
 class LoopPort(Port):
@@ -324,3 +350,6 @@ class LoopPort(Port):
 
     async def ask(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
         return await self.connection.wire.aexchange(body, timeout_s, frames)
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)

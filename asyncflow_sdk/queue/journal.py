@@ -30,7 +30,11 @@ from ..errors import MemoryFull
 FORMAT = 1
 MAGIC = b"asyncfl-journal\n"
 ROOM_BYTES = 4 << 20
-"""Allocated ahead. A quarter is kept for what is recorded beside requests: deaths, deadlines, notes."""
+"""Allocated ahead. Where no more can be allocated, the last of it is kept for what goes first."""
+FOR_ENDS = ROOM_BYTES // 4
+"""Kept for what is recorded beside requests: deaths, deadlines, notes."""
+FOR_PROGRESS = ROOM_BYTES // 2
+"""Kept, when new rows are put, for that and for work on the rows that are there."""
 _FRAME = struct.Struct("<IQQ")
 
 
@@ -82,7 +86,19 @@ class Ticked(msgspec.Struct, frozen=True, array_like=True, tag="ticked"):
     now: float
 
 
-Record: TypeAlias = Asked | Dropped | Gone | Ticked
+class Served(msgspec.Struct, frozen=True, array_like=True, tag="served"):
+    """Another server goes on with this file, for lack of room for a new one. ``lost``: rows (int64) whose payload it found
+    gone; ``waiting``: tickets of the puts that waited and lost theirs; ``boot``: of the host; ``before``: of the host of the
+    server before it."""
+
+    now: float
+    lost: bytes
+    waiting: tuple[int, ...]
+    boot: str
+    before: str
+
+
+Record: TypeAlias = Asked | Dropped | Gone | Ticked | Served
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -120,16 +136,34 @@ class Journal:
             path.unlink(missing_ok=True)
             raise
 
+    @classmethod
+    def reopened(cls, recorded: Recorded, cut: int, sync: bool) -> Journal:
+        """Go on with a file that was read to its end; the ``cut`` bytes that were torn there are overwritten.
+        Raises OSError."""
+        assert recorded.head is not None
+        journal = cls.__new__(cls)
+        journal.path, journal.head, journal.failure, journal._sync = recorded.path, recorded.head, None, sync
+        journal._number, journal._written, journal._buffer = recorded.records + 1, recorded.end, bytearray()
+        journal._fd = os.open(recorded.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            journal._allocated = os.fstat(journal._fd).st_size
+            os.pwrite(journal._fd, bytes(cut), recorded.end)
+            os.fsync(journal._fd)
+        except BaseException:
+            os.close(journal._fd)
+            raise
+        return journal
+
     @property
     def nbytes(self) -> int:
         """Bytes recorded."""
         return self._written + len(self._buffer)
 
-    def reserve(self, nbytes: int) -> None:
-        """See to it that a request of ``nbytes`` can be recorded. Raises MemoryFull."""
+    def reserve(self, nbytes: int, keep: int = FOR_ENDS) -> None:
+        """See to it that a request of ``nbytes`` can be recorded, and ``keep`` bytes besides. Raises MemoryFull."""
         if self.failure is not None:
             raise self._full(self.failure)
-        lacks = self.nbytes + nbytes + ROOM_BYTES // 4 - self._allocated
+        lacks = self.nbytes + nbytes + keep - self._allocated
         if lacks > 0:
             try:
                 os.posix_fallocate(self._fd, self._allocated, lacks + ROOM_BYTES)
@@ -153,11 +187,12 @@ class Journal:
         self.failure = None
         return True
 
-    def close(self) -> None:
-        """Idempotent."""
+    def close(self, *, keep_room: bool = False) -> None:
+        """``keep_room``: what was allocated ahead stays so, for a server that may go on with this file. Idempotent."""
         if self._fd >= 0:
             with suppress(OSError):
-                os.ftruncate(self._fd, self._written)
+                if not keep_room:
+                    os.ftruncate(self._fd, self._written)
             os.close(self._fd)
             self._fd = -1
 
@@ -190,6 +225,8 @@ class Recorded:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records = 0
+        self.boot = ""
+        """Of the host of the server that wrote the last entry read."""
         self.end = 0
         """Bytes that were read: behind them lies nothing, or something that is no record."""
         with path.open("rb") as file:
@@ -201,6 +238,7 @@ class Recorded:
             with suppress(msgspec.MsgspecError):
                 content = self._next(0)
                 self.head = None if content is None else _decode_head(content)
+                self.boot = "" if self.head is None else self.head.boot
                 self.end += 0 if content is None else _FRAME.size + len(content)
 
     def entries(self) -> Iterator[Entry]:
@@ -210,6 +248,7 @@ class Recorded:
                 entry = _decode(content)
             except msgspec.MsgspecError:
                 return
+            self.boot = entry.record.boot if isinstance(entry.record, Served) else self.boot
             self.records += 1
             self.end += _FRAME.size + len(content)
             yield entry

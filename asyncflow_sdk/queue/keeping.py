@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from ..errors import ConfigError
+from ..errors import ConfigError, MemoryFull
 from ..memory import SharedDirectory
 from ..types import events as ev
 from ..wire import Server
-from .journal import Journal, Record
+from .journal import FOR_ENDS, FOR_PROGRESS, Journal, Record
 from .recovery import Home, Recovered
 
 if TYPE_CHECKING:
@@ -61,14 +62,22 @@ class Keeping:
         if self.home is None:
             return None
         recovered = self.home.recover(server)
-        self.journal = self.home.begin(server)
+        try:
+            self.journal = self.home.begin(server)
+        except MemoryFull as full:
+            if recovered is None or recovered.damaged:
+                raise
+            self.journal = self.home.go_on(server.ledger.outside.take(), self.told)
+            recovered = replace(recovered, full=str(full))
+        server.ledger.outside.take()
         server.ledger.outside.keep = True
+        self.told = 0
         return recovered
 
     def close(self, *, over: bool) -> None:
         """``over``: nobody will want the rows again."""
         if self.journal is not None:
-            self.journal.close()
+            self.journal.close(keep_room=not over)
         keep = self.home is not None and self.home.head is not None and not over
         self.directory.close(keep=keep)
         if self.home is not None:
@@ -80,10 +89,10 @@ class Keeping:
 
     # ---- what is recorded
 
-    def reserve(self, nbytes: int) -> None:
-        """See to it that a request of so many bytes can be recorded. Raises MemoryFull."""
+    def reserve(self, nbytes: int, *, new_rows: bool = False) -> None:
+        """See to it that a request of so many bytes can be recorded. ``new_rows``: it puts some. Raises MemoryFull."""
         if self.journal is not None:
-            self.journal.reserve(nbytes)
+            self.journal.reserve(nbytes, FOR_PROGRESS if new_rows else FOR_ENDS)
 
     def record(self, server: QueueServer, record: Record) -> None:
         """An input was carried out."""

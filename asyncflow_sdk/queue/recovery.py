@@ -30,11 +30,12 @@ import numpy.typing as npt
 
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull, ProtocolError
+from ..ledger import unpack_ids
 from ..ledger.commands import Ids
 from ..memory import SharedDirectory, blocks_there, private_directory, sync_directory
 from ..wire import process_key
 from . import snapshot
-from .journal import FORMAT, Asked, Dropped, Gone, Head, Journal, Record, Recorded
+from .journal import FORMAT, Asked, Dropped, Gone, Head, Journal, Record, Recorded, Served
 from .places import LOST
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ _log = logging.getLogger(__name__)
 class Recovered:
     """What a server that came back found. ``rows``: live; ``lost``: whose payload was gone, and ended with their groups
     as failed; ``cut``: bytes of the journal that were not applied, of them ``behind`` whole records behind a damage,
-    kept in ``damaged``; ``differing``: records that gave other answers than the first time, which is a bug."""
+    kept in ``damaged``; ``differing``: records that gave other answers than the first time, which is a bug; ``full``: why
+    no new journal could begin, so that the old one is written on."""
 
     records: int
     rows: int
@@ -61,11 +63,14 @@ class Recovered:
     behind: int
     damaged: str
     differing: int
+    full: str = ""
 
     @property
     def level(self) -> str:
         """Of the note that tells it."""
-        return "error" if self.damaged or self.differing else "warning" if self.lost or self.cut else "info"
+        if self.damaged or self.differing:
+            return "error"
+        return "warning" if self.lost or self.cut or self.full else "info"
 
     def __str__(self) -> str:
         text = f"recovered {self.rows} live rows and {self.sessions} sessions; {self.records} records were replayed"
@@ -80,6 +85,8 @@ class Recovered:
             text += f"; {self.cut} bytes at the end of the journal were torn and never acknowledged"
         if self.differing:
             text += f"; {self.differing} records gave other answers than before: a bug of the SDK, please report it"
+        if self.full:
+            text += f"; {self.full}. The rows that are there are served, and new ones wait until there is room"
         return text
 
 
@@ -109,6 +116,9 @@ class Home:
         if self.rows is not None:
             self.rows.mkdir(mode=0o700, exist_ok=True)
         self._least = 0
+        self._recorded: Recorded | None = None  # the journal that was read
+        self._cut = 0  # bytes behind its end that were torn
+        self._served: Served | None = None  # what was found then
 
     def _check(self, durability: str | None) -> None:
         assert self.head is not None
@@ -150,8 +160,9 @@ class Home:
     def listens(self, addresses: dict[str, str]) -> None:
         """Note where the server listens: asked for → bound. The next one listens there too."""
         content = msgspec.json.encode({"pid": os.getpid(), "addresses": addresses})
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, content, 0)
+        with contextlib.suppress(OSError):  # a full disk: what is there is written over, and cut to its length then
+            os.pwrite(self._lock, content, 0)
+            os.ftruncate(self._lock, len(content))
 
     def recover(self, server: QueueServer) -> Recovered | None:
         """Bring a server that has not started to where the last one was; None for a run that is new."""
@@ -164,20 +175,31 @@ class Home:
             differing, now = replay(server, recorded, self.head.now)
             cut = recorded.cut
             behind = recorded.readable_behind() if cut else 0
+            self._recorded, self._cut = recorded, cut
         finally:
             recorded.close()
         server._clock.resume(now)
+        server.ledger.outside.keep = True  # should there be no room for a snapshot
         damaged = ""
         if behind:
             aside = self.path / f"damaged-{self._number:06d}-at-{recorded.end}"
             _keep(recorded.path, aside)
             damaged = str(aside)
         lost = self._lose(server)
-        self._restarted(server)
         needed = server._places.segments() | {block.segment for _, block in server._waiting_blocks()}
         server._files.reconcile(server._sessions.values(), needed)
         audit = server.ledger.audit()
         return Recovered(recorded.records, audit.live, len(server._sessions), lost, cut, behind, damaged, differing)
+
+    def go_on(self, notes: tuple[bytes, ...], told: int) -> Journal:
+        """The journal that was read, to be written on where a new one has no room. ``notes``, ``told``: of what the server
+        found when it came back. Raises OSError."""
+        assert self._recorded is not None
+        assert self._served is not None
+        journal = Journal.reopened(self._recorded, self._cut, sync=self.durability == "host")
+        journal.append(self._served, notes, told)
+        self._least = max(LEAST_BYTES, 2 * journal.nbytes)
+        return journal
 
     def begin(self, server: QueueServer) -> Journal:
         """A snapshot of the server, and the journal that follows it. Raises MemoryFull, OSError: the old ones count."""
@@ -232,27 +254,29 @@ class Home:
     def _lose(self, server: QueueServer) -> int:
         """End rows whose payload is gone, and refuse puts that wait and have lost theirs. Return the number of rows. Memory
         that outlived a restart of the host was never synced at level process."""
-        assert self.head is not None
+        assert self._recorded is not None
         rows = self.rows if self.rows is not None else server.directory.path
-        gone = self.head.boot != _boot() and self.durability == "process"
+        gone = self._recorded.boot != _boot() and self.durability == "process"
 
         def there(segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
             return blocks_there(rows / segment, starts, serials, sizes) & (not gone)
 
         lost, waiting = server._lost(there)
-        if len(lost) or waiting:
-            server.ledger.lose(lost, server._clock(), LOST, waiting)
-            server._flush()
+        self._served = Served(server._clock(), lost.tobytes(), tuple(waiting), _boot(), self._recorded.boot)
+        _serve_again(server, self._served)
         return len(lost)
 
-    def _restarted(self, server: QueueServer) -> None:
-        """Processes do not outlive their host."""
-        assert self.head is not None
-        if self.head.boot == _boot():
-            return
-        for session, (_, key) in list(server._processes.items()):
-            if key and key.split(" ")[0] == self.head.boot:
-                server.gone(session, "its host was started again")
+
+def _serve_again(server: QueueServer, found: Served) -> None:
+    """End rows whose payload is gone, refuse waiting puts whose payload is gone, and end sessions that did not outlive their host."""
+    if found.lost or found.waiting:
+        server.ledger.lose(unpack_ids(found.lost), found.now, LOST, found.waiting)
+        server._flush()
+    if found.before == found.boot:
+        return
+    for session, (_, key) in list(server._processes.items()):
+        if key and key.split(" ")[0] == found.before:
+            server.gone(session, "its host was started again")
 
 
 def is_unfinished(path: Path) -> bool:
@@ -279,6 +303,8 @@ def replay(
                 server._wire.replay_drop(record.session, record.seq)
             elif isinstance(record, Gone):
                 server.gone(record.session, record.reason, record.blame)
+            elif isinstance(record, Served):
+                _serve_again(server, record)
             else:
                 server.tick(record.now)
             used = outside.replay(None)

@@ -27,6 +27,7 @@ from . import remote
 from .blocks import Block
 from .carrying import Carrying, Pending
 from .checks import check_call, completed, owns
+from .deferred import DeferredRequests, Request
 from .journal import Asked, Dropped, Gone, Record, Ticked
 from .keeping import Keeping
 from .measuring import Measuring
@@ -87,6 +88,7 @@ class QueueServer(Carrying):
         addresses = [self.here, f"ipc://{self.directory.path}/queue", *addresses]
         self._measuring = Measuring(self.ledger, self._places, self._reader)
         self._next_status = 0.0
+        self._deferred = DeferredRequests()
         self.recovered: Recovered | None = None
         try:
             self._wire = self._keeping.listen(
@@ -177,24 +179,65 @@ class QueueServer(Carrying):
         if self._is_look(session, call):
             self._look(session, ticket, call.command)
             return
-        seq, done = self._wire.numbers(ticket)
+        now = self._clock()
+        request = Request(session, ticket, *self._wire.numbers(ticket), call, body, frames, now)
         try:
             if isinstance(call.command, Hello) and not self._replaying:
                 self._check_room(session)
-            self._keeping.reserve(len(body))
-        except (MemoryFull, WireError) as full:
-            self._say(ticket, full, call.block)
-            return
-        if not self._replaying and (frames or call.payload is not None):
+            self._deferred.check_turn(request)
+            self._take(request)
+        except MemoryFull as full:
+            self._defer(request, full, now)
+        except WireError as no_room:
+            self._say(ticket, no_room)
+
+    def _take(self, request: Request) -> None:
+        """Carry out a request, and record it. Raises MemoryFull if the disk has no room: nothing was done."""
+        call, body = request.call, request.body
+        self._keeping.reserve(len(body), new_rows=request.puts_rows)
+        if not self._replaying and (request.frames or call.payload is not None):
             try:
-                call = self._remote.store(call, frames)
+                call = self._remote.store(call, request.frames)
                 body = encode(call)
             except AsyncFlowError as error:
-                self._say(ticket, error)
+                if isinstance(error, MemoryFull) and self.durability == "host":  # where rows lie on the disk
+                    raise
+                self._say(request.ticket, error)
                 return
-        now = self._clock()
-        self._change(session, ticket, call, now)
-        self._record(Asked(now, session, seq, done, ticket, body))
+        self._change(request.session, request.ticket, call, request.since)
+        self._record(Asked(request.since, request.session, request.seq, request.done, request.ticket, body))
+
+    # ---- requests that wait for room on the disk
+
+    def _defer(self, request: Request, full: MemoryFull, now: float) -> None:
+        """Let a request wait up to its deadline, where the disk has no room for it."""
+        if not request.may_wait:
+            self._say(request.ticket, full, request.call.block)
+            return
+        if not self._deferred:
+            self._note(f"{full}; new rows wait until there is room", "warning")
+        self._deferred.add(request, full, now)
+        self._end_late(now)
+
+    def _try_deferred(self, now: float) -> None:
+        """Carry out what the disk has room for by now. Puts stay in their order."""
+        puts_wait = False
+        for request in self._deferred.requests:
+            if puts_wait and request.puts_rows:
+                continue
+            try:
+                if request.session in self._sessions:
+                    self._take(request.at(now))
+            except MemoryFull:
+                puts_wait |= request.puts_rows
+            else:
+                self._deferred.drop(request.ticket)
+        if not self._deferred:
+            self._note("the disk has room again, and what waited for it was carried out", "info")
+
+    def _end_late(self, now: float) -> None:
+        for request in self._deferred.take_late(now):
+            self._say(request.ticket, request.refused(now), request.call.block)
 
     def _check_room(self, session: str) -> None:
         """Raises WireError if no further session can be served."""
@@ -213,6 +256,10 @@ class QueueServer(Carrying):
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
         if session not in self._sessions:
             return
+        if (request := self._deferred.drop(ticket)) is not None:  # not recorded; but what it wrote is free
+            if request.call.block is None:
+                return
+            answer = encode(Answer(freed=request.call.block.packed_serial))
         now = self._clock()
         had = self.ledger.outside(lambda: answer or b"")
         if had:
@@ -239,6 +286,7 @@ class QueueServer(Carrying):
         if number is None:
             return
         now = self._clock()
+        self._deferred.drop_session(session)
         self.ledger.session_died(number, now, reason, blame=blame)
         self._flush()
         self._close_session(session, number)
@@ -249,10 +297,14 @@ class QueueServer(Carrying):
         due = self.ledger.next_deadline()
         if due is not None and due <= now:
             self.tick(now)
+        if self._deferred.due(now):
+            self._try_deferred(now)
+        self._end_late(now)
         if self._on_event is not None and now >= self._next_status:
             self._next_status = now + STATUS_EVERY_S
             self._status()
-        deadlines = [self.ledger.next_deadline(), self._next_status if self._on_event is not None else None]
+        deadlines = [self.ledger.next_deadline(), self._deferred.next_s()]
+        deadlines.append(self._next_status if self._on_event is not None else None)
         if self._keeping.try_again_s is not None:
             deadlines.append(now + self._keeping.try_again_s)
         return min((d - now for d in deadlines if d is not None), default=None)
@@ -268,7 +320,8 @@ class QueueServer(Carrying):
             return False
         self._files.carry_out()
         self._remote.carry_out()
-        self._keeping.compact(self)
+        if not self._deferred:  # the wire knows them, and what a snapshot knows is not asked again
+            self._keeping.compact(self)
         return True
 
     # ---- requests
@@ -291,6 +344,7 @@ class QueueServer(Carrying):
             self.ledger.apply(self._sessions[session], command, self._clock(), ticket)  # type: ignore[arg-type]
             for _, reply in self.ledger.drain().answers:
                 if isinstance(reply, cmd.StatusReport):
+                    reply = self._deferred.status(reply, self._sessions, self._clock())
                     reply = self._gauges.fill(reply, self._wire.garbage)
                 self._say(ticket, reply)
 
@@ -416,7 +470,7 @@ class QueueServer(Carrying):
         self._keeping.record(self, record)
 
     def _status(self) -> None:
-        status = self.ledger.status()
+        status = self._deferred.status(self.ledger.status(), self._sessions, self._clock())
         held = self._gauges.held()
         self._emit(
             ev.Status(

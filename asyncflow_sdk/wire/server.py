@@ -198,8 +198,9 @@ class Server:
         session = self._sessions.setdefault(session_id, Remembered())
         session.raise_done(done)
         session.over(min(done, seq) - 1)
-        self._next_ticket = ticket
+        following, self._next_ticket = self._next_ticket, ticket
         self._begin(None, session_id, session, seq, body, ())
+        self._next_ticket = max(following, self._next_ticket)  # one that had to wait came before others that did not
 
     def replay_drop(self, session_id: str, seq: int) -> None:
         """Word that came to an earlier server that a request is dropped. Before ``start``."""

@@ -17,11 +17,18 @@ JOURNAL = "journal"
 
 
 def write_addresses(directory: Path, addresses: list[str]) -> None:
-    """Say where the run is served. Addresses within this process are left out."""
+    """Say where the run is served. Addresses within this process are left out. Raises OSError where the disk is full."""
+    with contextlib.suppress(OSError):
+        if (directory / FILE).read_text() == _text(addresses):  # left by a server of the same run that was killed
+            return
     new = directory / f".{FILE}-{os.getpid()}"
-    with open(new, "w", opener=private_opener) as file:
-        file.write(_text(addresses))
-    new.replace(directory / FILE)
+    try:
+        with open(new, "w", opener=private_opener) as file:
+            file.write(_text(addresses))
+        new.replace(directory / FILE)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def remove_addresses(directory: Path, addresses: list[str]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError
+from ..errors import ConfigError, MemoryFull
 from ..interfaces import OnFailure, Sampler, TrackedRun, check_on_failure
 from ..memory import private_directory
 from ..queue import Connection, QueueServer
@@ -127,7 +127,10 @@ def serve(
                 staleness_policy=policy, checkpoints=checkpoints or None,
             )  # fmt: skip
         if path is not None:
-            write_addresses(path, server.addresses)
+            try:
+                write_addresses(path, server.addresses)
+            except OSError as error:
+                raise MemoryFull(f"no address file can be written in {path}: {error}. Free space there") from None
         if tracking is not None and path is not None:
             limits = {"steps": steps, "max_staleness": max_staleness}
             about = TrackedRun(

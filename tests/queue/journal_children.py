@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from children import hear, say
 
-from asyncflow_sdk.errors import Ended, LeaseLost, MemoryFull
+from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost
 from asyncflow_sdk.queue import Connection, QueueServer, open_queue, recovery, snapshot
 from asyncflow_sdk.queue.journal import Journal, Recorded
 from asyncflow_sdk.queue.protocol import decode_call
@@ -23,10 +23,10 @@ def fill_a_small_disk(path: str) -> None:
     key = "k" * 200_000
     while not refused:
         try:
-            queue.put({"x": [acknowledged]}, key=f"{acknowledged}{key}")
+            queue.put({"x": [acknowledged]}, key=f"{acknowledged}{key}", timeout_s=0.0)
             acknowledged += 1
-        except MemoryFull as full:
-            refused = f"MemoryFull: {full}"
+        except DeadlineExceeded as full:
+            refused = str(full)
     put = queue.audit().put
     blocks = queue._port.connection.arena.blocks
     copy = Path(path).with_name("copy")

@@ -1,0 +1,50 @@
+"""A disk of a few megabytes, to be filled: a tmpfs where one may be mounted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+class SmallDisk:
+    """``path``: where it is mounted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._ballast = path / "ballast"
+
+    def fill(self) -> None:
+        """Take all the room there is."""
+        block = bytes(1 << 16)
+        with self._ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(block)
+        with self._ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0")
+        assert os.statvfs(self.path).f_bavail == 0
+
+    def free(self) -> None:
+        self._ballast.unlink()
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, mebibytes: int) -> Iterator[SmallDisk]:
+    """Skips the test where nothing may be mounted."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "asyncflow-test", str(path)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        pytest.skip("no small disk can be mounted here: there is no mount")
+    if done.returncode:
+        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+    try:
+        yield SmallDisk(path)
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True, timeout=60)
