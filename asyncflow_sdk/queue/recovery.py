@@ -280,8 +280,12 @@ def _serve_again(server: QueueServer, found: Served) -> None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """True if a journal directory holds a run that is not over: another server may continue it."""
-    return next(path.glob("snapshot-??????"), None) is not None
+    """True if a journal directory holds a run that is not over: another server may continue it. False if it cannot be
+    read."""
+    try:
+        return next(path.glob("snapshot-??????"), None) is not None
+    except OSError:
+        return False
 
 
 def replay(
