@@ -93,9 +93,9 @@ class Served(msgspec.Struct, frozen=True, array_like=True, tag="served"):
 
     now: float
     lost: bytes
-    waiting: tuple[int, ...]
     boot: str
     before: str
+    waiting: tuple[int, ...] = ()
 
 
 Record: TypeAlias = Asked | Dropped | Gone | Ticked | Served

@@ -262,7 +262,7 @@ class Home:
             return blocks_there(rows / segment, starts, serials, sizes) & (not gone)
 
         lost, waiting = server._lost(there)
-        self._served = Served(server._clock(), lost.tobytes(), tuple(waiting), _boot(), self._recorded.boot)
+        self._served = Served(server._clock(), lost.tobytes(), _boot(), self._recorded.boot, tuple(waiting))
         _serve_again(server, self._served)
         return len(lost)
 
