@@ -224,6 +224,7 @@ class EchoTrain(TrainEngine):
         self.steps = 0
         self._delay_s, self._fail_at = delay_s, fail_at
         self._version = 0  # whose weights these are; -1 where nothing says so
+        self._told = True  # by the version that a step is leased with
         self._steps_of: dict[int, float] = {}  # by version
 
     def train_step(self, batch: Batch) -> StepResult:
@@ -241,8 +242,8 @@ class EchoTrain(TrainEngine):
             made_by, named = made_by[mask.values], named[mask.values]
         if np.isnan(made_by).any():
             raise WeightMismatch("rows were made by weights of several versions at once")
+        self._version = max(self._version, getattr(batch, "version", -1) if self._told else -1)
         if self._version >= 0:
-            self._version = max(self._version, getattr(batch, "version", 0))
             self._steps_of.setdefault(self._version, self.steps)
         for version, steps in set(zip(named.tolist(), made_by.tolist(), strict=True)):
             if self._steps_of.setdefault(version, steps) != steps:
@@ -270,7 +271,7 @@ class EchoTrain(TrainEngine):
 
     def _go_on_with(self, steps: int) -> None:
         """Take a checkpoint's weights. At the start the first leased step says which version they are; after a rollback none does."""
-        self.steps, self._version = steps, -1 if self._steps_of else 0
+        self.steps, self._version, self._told = steps, -1, not self._steps_of
 
     def load_weights(self, update: WeightUpdate) -> None:
         found = dict(update.arrays())
@@ -280,7 +281,7 @@ class EchoTrain(TrainEngine):
         } | found.keys()
         if wrong:
             raise WeightMismatch(f"version {update.version} is no echo policy's: {', '.join(sorted(wrong))}")
-        self.steps, self._version = steps, update.version
+        self.steps, self._version, self._told = steps, update.version, True
 
     def export(self, path: Path) -> None:
         self.save(path)
