@@ -206,8 +206,7 @@ def _answer(request: Request) -> npt.NDArray[np.int32]:
 class EchoTrain(TrainEngine):
     """A step adds one to every weight. Reports the mean reward; refuses rows that the wrong weights made.
 
-    A version stands for the weights that this engine had when it trained or loaded it. Versions of an earlier process stand for
-    the weights that their first rows came from. ``delay_s``: of a step. ``fail_at``: raise at this step, for tests of failure.
+    A version that this engine has trained or loaded stands for these weights; any other for those that its first rows came from. ``delay_s``: of a step. ``fail_at``: raise at this step, for tests of failure.
     """
 
     conformance_policy = "asyncflow_sdk.testing:EchoPolicy"
@@ -223,8 +222,8 @@ class EchoTrain(TrainEngine):
     ) -> None:
         self.steps = 0
         self._delay_s, self._fail_at = delay_s, fail_at
-        self._version = 0  # whose weights these are; -1 where nothing says so
-        self._told = True  # by the version that a step is leased with
+        self._version = -1  # of these weights, where a leased step or a load has said so
+        self._told = True  # leased steps say so
         self._steps_of: dict[int, float] = {}  # by version
 
     def train_step(self, batch: Batch) -> StepResult:
@@ -242,9 +241,6 @@ class EchoTrain(TrainEngine):
             made_by, named = made_by[mask.values], named[mask.values]
         if np.isnan(made_by).any():
             raise WeightMismatch("rows were made by weights of several versions at once")
-        self._version = max(self._version, getattr(batch, "version", -1) if self._told else -1)
-        if self._version >= 0:
-            self._steps_of.setdefault(self._version, self.steps)
         for version, steps in set(zip(named.tolist(), made_by.tolist(), strict=True)):
             if self._steps_of.setdefault(version, steps) != steps:
                 raise WeightMismatch(
@@ -253,6 +249,10 @@ class EchoTrain(TrainEngine):
                 )
         time.sleep(self._delay_s)
         self.steps += 1
+        trained = max(self._version, getattr(batch, "version", -1)) if self._told else -1
+        if trained >= 0:
+            self._version = trained + 1
+            self._steps_of[self._version] = self.steps
         return StepResult({"reward": float(batch.array("reward").mean())})
 
     def logprobs(self, batch: Batch) -> Ragged:
@@ -270,8 +270,9 @@ class EchoTrain(TrainEngine):
         self._go_on_with(json.loads((path / "echo.json").read_text())["steps"])
 
     def _go_on_with(self, steps: int) -> None:
-        """Take a checkpoint's weights. At the start the first leased step says which version they are; after a rollback none does."""
+        """Take a checkpoint's weights. In the middle of a run that is after a rollback: steps leased before it say other versions."""
         self.steps, self._version, self._told = steps, -1, not self._steps_of
+        self._steps_of.clear()
 
     def load_weights(self, update: WeightUpdate) -> None:
         found = dict(update.arrays())
@@ -282,6 +283,7 @@ class EchoTrain(TrainEngine):
         if wrong:
             raise WeightMismatch(f"version {update.version} is no echo policy's: {', '.join(sorted(wrong))}")
         self.steps, self._version, self._told = steps, update.version, True
+        self._steps_of[update.version] = steps
 
     def export(self, path: Path) -> None:
         self.save(path)

@@ -8,8 +8,10 @@ import pytest
 
 from asyncflow_sdk.errors import WeightMismatch
 from asyncflow_sdk.testing import Conformance, EchoPolicy, EchoTrain
+from asyncflow_sdk.testing.echo import weights
 from asyncflow_sdk.testing.kit.conformance import BoundCheck
 from asyncflow_sdk.testing.kit.train_lab import TrainLab, changed
+from asyncflow_sdk.testing.kit.updates import HeldUpdate
 from asyncflow_sdk.types import VERSION_SPANS, one_version
 
 plain = Conformance("rollout", "echo")
@@ -68,17 +70,19 @@ def test_it_passes_in_a_real_run_whose_replicas_are_killed() -> None:
     assert report.ok, report.to_dict()
 
 
-def test_after_a_load_versions_need_not_be_as_many_steps_as_their_number_says(tmp_path: Path) -> None:
-    """As in a run that goes on, whose rows are of a new version of what was saved; else no trainer that was killed could go on."""
-    lab = TrainLab(EchoTrain, EchoPolicy(), {})
-    batch = lab.batch()
+def test_a_version_stands_for_the_weights_that_the_engine_loaded_under_its_number(tmp_path: Path) -> None:
+    """Numbers need not be numbers of steps: a run that goes on, or is rolled back, gives the same weights another one."""
+    batch = TrainLab(EchoTrain, EchoPolicy(), {}).batch()  # made by weights that have had no step
     renumbered = changed(batch, **{VERSION_SPANS: one_version(3, batch.ragged("response_ids").lengths)})
     engine = EchoTrain()
     engine.save(tmp_path)
 
-    with pytest.raises(WeightMismatch, match="by other versions"):
+    engine.load_weights(HeldUpdate(3, weights(2)))
+    with pytest.raises(WeightMismatch, match="by version 3, which has had 2 steps; .* that have had 0"):
         engine.train_step(renumbered)
     engine.load(tmp_path)
+    engine.train_step(renumbered)
+    engine.load_weights(HeldUpdate(4, weights(0)))
     engine.train_step(renumbered)
 
 
