@@ -8,7 +8,8 @@ import threading
 
 class FlakyProxy:
     """Forwards to ``port``; each connection is cut after a random number of ``pieces``, in either direction. ``halt``
-    stops it, or only what it brings back, without a word until ``resume``."""
+    stops it, or only what it brings back, without a word until ``resume``. ``there`` and ``back`` count the bytes that
+    it passed on; ``halt_after`` (of those) makes it halt by itself."""
 
     def __init__(self, port: int, seed: int = 0, pieces: tuple[int, int] = (4, 16)) -> None:
         self._target, self._numbers, self._pieces = port, random.Random(seed), pieces
@@ -16,7 +17,8 @@ class FlakyProxy:
         self.resume()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.cuts = 0
+        self.cuts = self.there = self.back = 0
+        self.halt_after: dict[str, int] = {}  # "there" stops all, "back" what it brings back
         self.steady = False
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -36,7 +38,11 @@ class FlakyProxy:
         with contextlib.suppress(OSError):
             while True:
                 here, _ = self._listener.accept()
-                there = socket.create_connection(("127.0.0.1", self._target))
+                try:
+                    there = socket.create_connection(("127.0.0.1", self._target))
+                except ConnectionError:  # nobody serves there now
+                    here.close()
+                    continue
                 left = [self._numbers.randint(*self._pieces)]
                 for source, sink, moving in ((here, there, self._there), (there, here, self._back)):
                     threading.Thread(target=self._forward, args=(source, sink, moving, left), daemon=True).start()
@@ -50,6 +56,16 @@ class FlakyProxy:
                     self.cuts += 1
                     break  # this piece is lost
                 sink.sendall(data)
+                if moving is self._there:
+                    self.there += len(data)
+                else:
+                    self.back += len(data)
+                if self.there + self.back >= self.halt_after.get("there", 1 << 60):
+                    self.halt_after.clear()
+                    self.halt()
+                if self.there + self.back >= self.halt_after.get("back", 1 << 60):
+                    self.halt_after.clear()
+                    self.halt(there=False)
         for each in (source, sink):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

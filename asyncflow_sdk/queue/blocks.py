@@ -73,9 +73,9 @@ def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
     return packed
 
 
-def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> tuple[Block, Allocation]:
-    """Copy packed columns into shared memory: the one copy between producer and consumer. ``grow``, and what it raises:
-    see ``Arena.allocate``."""
+def arrange(columns: Mapping[str, Column]) -> tuple[int, int, bytes, list[Array]]:
+    """How columns lie in a block: its rows and bytes, its header behind the arena's, and the arrays that follow in order, each
+    at a multiple of ALIGN."""
     rows = len(next(iter(columns.values())))
     end = -(-(HEADER_BYTES + 24 + 24 * len(columns)) // ALIGN) * ALIGN
     head = [rows, len(columns), 0]
@@ -90,7 +90,13 @@ def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> 
             arrays.append(offsets)
             end += -(-offsets.nbytes // ALIGN) * ALIGN
     head[2] = end
-    header = struct.pack(f"<{len(head)}q", *head)
+    return rows, end, struct.pack(f"<{len(head)}q", *head), arrays
+
+
+def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> tuple[Block, Allocation]:
+    """Copy packed columns into shared memory: the one copy between producer and consumer. ``grow``, and what it raises:
+    see ``Arena.allocate``."""
+    rows, end, header, arrays = arrange(columns)
     space = arena.allocate(end, grow=grow)
     if end <= JOIN_BYTES:
         pieces: list[Any] = [header, _PAD[: -(len(header) + HEADER_BYTES) % ALIGN]]

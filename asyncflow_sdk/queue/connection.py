@@ -1,7 +1,7 @@
 """Connection: a session with a queue server, the memory it writes and reads, and the ways to call it.
 
 A client that sees the server's shared memory writes and reads there, and only places travel. One on another host, or
-in a container that has another /dev/shm, sends and gets its columns as frames beside each call; the server puts
+in a container that has another /dev/shm, sends and gets its columns beside each call, as blocks; the server puts
 them where they would have been.
 """
 
@@ -34,7 +34,7 @@ from ..wire import Client, Reply, RunKey, await_key, process_key, same_host
 from . import blocks
 from .arguments import check_arguments
 from .deferred import TRY_AGAIN_S
-from .payload import Payload, from_frames, to_frames
+from .payload import BlockImage, from_image, to_image
 from .protocol import Answer, Call, Delivered, Hello, Welcome, decode_answer, encode
 from .reader import Reader
 
@@ -46,8 +46,6 @@ RESPONSE = "response_ids"
 _log = logging.getLogger(__name__)
 CALL_S = 30.0
 """How long a call that waits for nothing may take before the server counts as lost (seconds)."""
-SLOWEST_BYTES_PER_S = 10e6
-"""How fast payload is counted on to travel: a call may take so much longer than its deadline."""
 
 WritingCommand: TypeAlias = cmd.Put | cmd.Complete
 
@@ -59,8 +57,7 @@ class Letter:
     command: WritingCommand | cmd.GiveBack
     block: blocks.Block | None = None
     space: Allocation | None = None
-    payload: Payload | None = None
-    frames: Sequence[Any] = ()
+    image: BlockImage | None = None
 
 
 class Connection:
@@ -68,7 +65,7 @@ class Connection:
 
     ``key``: a copy of the run's run.key, or its path. Without one, a tcp address of this host gives the key of this user's
     server there; ``insecure``: the run is served without keys. ``shared_memory`` False:
-    send columns as frames even where the server's memory is in sight. ``inline`` says whether they are. ``timeout_s``:
+    send columns even where the server's memory is in sight. ``inline`` says whether they are. ``timeout_s``:
     the longest it waits for the server's first word. ``served``: the tcp addresses of the server.
     Raises ConfigError, AccessDenied, ServerLost, ProtocolError.
     """
@@ -144,7 +141,7 @@ class Connection:
         command: cmd.AnyCommand | None,
         block: blocks.Block | None = None,
         then: cmd.Lease | None = None,
-        payload: Payload | None = None,
+        payload: int | None = None,
     ) -> bytes:
         """The encoded call, with the events that were waiting. Raises TypeError and SchemaError for arguments that no
         server could read."""
@@ -161,13 +158,16 @@ class Connection:
         answer = decode_answer(reply.body)
         if answer.freed:
             self.arena.free(unpack_ids(answer.freed).tolist())
-        return Delivered(**msgspec.structs.asdict(answer), frames=reply.frames) if reply.frames else answer
+        if reply.payload is None:
+            return answer
+        reply.payload.flags.writeable = False
+        return Delivered(**msgspec.structs.asdict(answer), memory=reply.payload)
 
     def columns(self, answer: Answer) -> dict[str, Column]:
         """The columns of rows leased: views where they lie together, else copies; or what came with the answer."""
         if isinstance(answer, Delivered):
             assert answer.payload is not None
-            return from_frames(answer.payload, answer.schema, answer.frames)
+            return from_image(answer.memory, answer.payload, answer.schema)
         if answer.payload is not None:
             raise LeaseLost("the rows ended before their values were sent")
         columns: dict[str, Column] = {}
@@ -211,7 +211,7 @@ class Port(ABC):
         self.connection = connection
 
     @abstractmethod
-    async def ask(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
+    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> Reply:
         """Send a request and wait for its answer. Raises ServerLost, AccessDenied."""
 
     @abstractmethod
@@ -219,7 +219,7 @@ class Port(ABC):
         """Block the thread, or suspend the task, for so long."""
 
     _copies = False
-    """Whether what is sent must be a copy, because it may be sent still when the caller has its hands free again."""
+    """True if columns must be copied before they are sent: other tasks may change them meanwhile."""
 
     async def answer(self, command: cmd.AnyCommand | None) -> Answer:
         timeout_s: float = getattr(command, "timeout_s", CALL_S)
@@ -242,11 +242,9 @@ class Port(ABC):
         if isinstance(command, cmd.Put) and command.key:
             command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
         if self.connection.inline:
-            self.connection.wire.fits(b"", more=sum(column.values.nbytes for column in columns.values()))
-            payload, frames = to_frames(columns, copy=keep or self._copies)
-            letter = Letter(msgspec.structs.replace(command, columns=specs), payload=payload, frames=frames)
-            self.connection.wire.fits(b"", frames)
-            return letter
+            self.connection.wire.fits(sum(column.values.nbytes for column in columns.values()))
+            image = to_image(columns, copy=keep or self._copies)
+            return Letter(msgspec.structs.replace(command, columns=specs), image=image)
         block, space = blocks.write(self.connection.arena, columns, grow=grow)
         if self.connection.synced:
             self.connection.arena.sync(space)
@@ -262,13 +260,13 @@ class Port(ABC):
         began = time.monotonic()
         for left in reversed(range(POST_TRIES)):
             try:
-                body = self.connection.call(letter.command, letter.block, then, letter.payload)
+                image = letter.image
+                body = self.connection.call(letter.command, letter.block, then, None if image is None else image.rows)
             except BaseException:
                 self.tear(letter)
                 raise
             timeout_s: float = getattr(then or letter.command, "timeout_s", CALL_S)
-            timeout_s += sum(frame.nbytes for frame in letter.frames) / SLOWEST_BYTES_PER_S
-            answer = self.connection.opened(await self.ask(body, timeout_s, letter.frames))
+            answer = self.connection.opened(await self.ask(body, timeout_s, () if image is None else image.parts))
             if not left or answer.error is None or answer.error[0] != PayloadLost.__name__:
                 break
             if letter.space is not None and not self.connection.arena.lost(letter.space):
@@ -296,7 +294,8 @@ class Port(ABC):
             self.connection.arena.free([letter.space.serial])
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
-        """Write and post. Returns the reply, or raises what the server reported."""
+        """Write and post. Return the reply, or raise what the server reported. Where rows lie on the disk and it is full, a put
+        waits up to its deadline, and raises DeadlineExceeded."""
         size = sum(column.values.nbytes for column in columns.values())
         if size >= LARGE_BYTES and isinstance(command, cmd.Put):
             room = (await self.send(cmd.GetStatus())).capacity_bytes
@@ -305,29 +304,15 @@ class Port(ABC):
                     f"{size} bytes in one put are more than the whole queue holds (capacity_bytes={room}); put fewer"
                     " at a time"
                 )
-        answer = await self.post(await self._written(command, columns))
-        answer.raise_error()
-        return answer.reply
-
-    async def _written(self, command: WritingCommand, columns: Mapping[str, Column]) -> Letter:
-        """Write columns. Where rows lie on the disk and it is full, a put waits up to its deadline. Raises MemoryFull,
-        DeadlineExceeded."""
-        waits = self.connection.synced and isinstance(command, cmd.Put)
         timeout_s: float = getattr(command, "timeout_s", CALL_S)
         began, asked = time.monotonic(), command
         while True:
             try:
-                try:
-                    return self.write(asked, columns, keep=False, grow=False)
-                except (
-                    NoHole,
-                    ServerLost,
-                ):  # rows that ended may have left room; a server that comes back makes its directory
-                    check_arguments(command)
-                self.connection.answered(await self.ask(self.connection.call(None), timeout_s))
-                return self.write(asked, columns, keep=False)
+                answer = await self.post(await self._written(asked, columns))
+                answer.raise_error()
+                return answer.reply
             except MemoryFull as full:
-                if not waits:
+                if not (self.connection.synced and isinstance(command, cmd.Put)):
                     raise
                 waited = time.monotonic() - began
                 if waited >= timeout_s:
@@ -336,10 +321,23 @@ class Port(ABC):
             left = max(0.0, timeout_s - (time.monotonic() - began))
             asked = msgspec.structs.replace(command, timeout_s=left)
 
+    async def _written(self, command: WritingCommand, columns: Mapping[str, Column]) -> Letter:
+        """Write columns. Raises MemoryFull."""
+        try:
+            return self.write(command, columns, keep=False, grow=False)
+        except (
+            NoHole,
+            ServerLost,
+        ):  # rows that ended may have left room; a server that comes back makes its directory
+            check_arguments(command)
+        timeout_s: float = getattr(command, "timeout_s", CALL_S)
+        self.connection.answered(await self.ask(self.connection.call(None), timeout_s))
+        return self.write(command, columns, keep=False)
+
 
 class BlockingPort(Port):
-    async def ask(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
-        return self.connection.wire.exchange(body, timeout_s, frames)
+    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> Reply:
+        return self.connection.wire.exchange(body, timeout_s, payload)
 
     async def pause(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - a blocking call is what this port is for
@@ -348,8 +346,8 @@ class BlockingPort(Port):
 class LoopPort(Port):
     _copies = True
 
-    async def ask(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
-        return await self.connection.wire.aexchange(body, timeout_s, frames)
+    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> Reply:
+        return await self.connection.wire.aexchange(body, timeout_s, payload)
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -5,7 +5,6 @@ them: their clients ask it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 from ..errors import DeadlineExceeded, MemoryFull
 from ..ledger import commands as cmd
 from .protocol import Call, encode
+from .remote import IncomingBlock, Refused
 
 TRY_AGAIN_S = 0.5
 """How often the disk is asked again whether it has room."""
@@ -32,7 +32,7 @@ class Request:
     done: int
     call: Call
     body: bytes
-    frames: Sequence[Any]
+    payload: IncomingBlock | Refused | None
     since: float
     why: str = ""
 
@@ -57,6 +57,11 @@ class Request:
         command = msgspec.structs.replace(self.call.command, timeout_s=self.until - now)
         call = msgspec.structs.replace(self.call, command=command)
         return replace(self, call=call, body=encode(call), since=now)
+
+    def release(self) -> None:
+        """Free the memory of payload that was sent with it, which nobody will use."""
+        if self.payload is not None:
+            self.payload.release()
 
     def refused(self, now: float) -> DeadlineExceeded:
         return DeadlineExceeded(f"after {now - self.since:.1f} s: {self.why}")
@@ -90,8 +95,12 @@ class DeferredRequests:
         """Nobody waits for a request any more."""
         return self._waiting.pop(ticket, None)
 
-    def drop_session(self, session: str) -> None:
-        self._waiting = {ticket: each for ticket, each in self._waiting.items() if each.session != session}
+    def drop_session(self, session: str) -> list[Request]:
+        """Return the requests of a session, which wait no longer."""
+        dropped = [each for each in self._waiting.values() if each.session == session]
+        for each in dropped:
+            del self._waiting[each.ticket]
+        return dropped
 
     def due(self, now: float) -> bool:
         """True if the disk is to be asked again."""

@@ -11,7 +11,6 @@ from ..errors import AsyncFlowError, by_name
 from ..ledger.commands import AnyCommand, AnyReply, Lease
 from ..types import ColumnSpec, Event
 from .blocks import Block, Located
-from .payload import Payload
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -46,22 +45,22 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 class Call(msgspec.Struct, frozen=True, array_like=True):
     """``command`` None only delivers ``events``. ``block``: the payload of a put or a completion. ``then``: a lease
     asked for by the way, once ``command`` (a completion or a return of rows) has had its effect; if that fails,
-    nothing is leased. ``payload``: of a put or a completion whose columns come as frames beside this; ``inline``: so
+    nothing is leased. ``payload``: rows of a put or a completion whose columns come beside this, as a block; ``inline``: so
     shall those of the answer."""
 
     command: AnyCommand | Hello | None
     block: Block | None = None
     events: tuple[Event, ...] = ()
     then: Lease | None = None
-    payload: Payload | None = None
+    payload: int | None = None
     inline: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Either ``reply`` or ``error`` (class name and message). ``freed``: serials (int64) of this session's blocks
     that nobody needs any more. ``first``: of a call with ``then``, what ``command`` came to; None when
-    that failed, and the error is its. With it, ``reply`` and ``error`` are those of ``then``. ``payload``: the columns of
-    ``schema`` are the frames beside this."""
+    that failed, and the error is its. With it, ``reply`` and ``error`` are those of ``then``. ``payload``: rows of the
+    block beside this, which has the columns of ``schema``; 0: they ended before they could be sent."""
 
     reply: AnyReply | Welcome | None = None
     error: tuple[str, str] | None = None
@@ -69,7 +68,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     schema: dict[str, ColumnSpec] = {}
     freed: bytes = b""
     first: AnyReply | None = None
-    payload: Payload | None = None
+    payload: int | None = None
 
     def raise_error(self) -> None:
         if self.error is not None:
@@ -77,9 +76,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delivered(Answer, frozen=True, array_like=True):
-    """An answer with the frames that came beside it. It does not travel."""
+    """An answer with the block that came beside it. It does not travel."""
 
-    frames: Any = ()
+    memory: Any = None
 
 
 def _plain(value: Any) -> Any:

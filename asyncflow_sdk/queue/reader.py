@@ -98,6 +98,17 @@ class Reader:
         return plan
 
 
+def read_block(raw: Any, rows: int, schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
+    """The columns of ``schema``, which are the first of a block, in that order, with all its ``rows``; over its bytes. Raises
+    SchemaError where it has not got them."""
+    count = len(schema)
+    kinds = [(kind_of(name, spec), field) for field, (name, spec) in enumerate(schema.items())]
+    plan = _Plan(dict(schema), kinds, count - 1, struct.Struct(f"<{3 * count + 3}q"))
+    block = _BLOCK.pack(0, 0, 0, rows, len(raw), 1)
+    whole = Located(tuple(schema), b"", (), block, _RUN.pack(0), _RUN.pack(rows))
+    return {name: column for name, column, _ in _one_run(raw, whole, plan)}
+
+
 def _one_run(raw: Any, located: Located, plan: _Plan, only: str | None = None) -> list[tuple[str, Column, int]]:
     """Columns of one run of entries of one block, over its bytes, and where their values begin.
 

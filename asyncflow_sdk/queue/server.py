@@ -22,7 +22,7 @@ from ..ledger.commands import Ids
 from ..ledger.making import make_policy, make_sampler
 from ..types import Batch, Event
 from ..types import events as ev
-from ..wire import MAX_BYTES, KeyPair, Server, has_ended, offer_key, process_key
+from ..wire import MAX_BYTES, KeyPair, PayloadSink, Server, has_ended, offer_key, process_key
 from . import remote
 from .blocks import Block
 from .carrying import Carrying, Pending
@@ -33,6 +33,7 @@ from .keeping import Keeping
 from .measuring import Measuring
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
 from .recovery import Recovered
+from .remote import UNREADABLE, IncomingBlock, Refused
 
 STATUS_EVERY_S = 1.0
 MOST_SESSIONS = 4096
@@ -52,7 +53,8 @@ class QueueServer(Carrying):
     makes the steps below a number final: they are not told again, so it returns when they need not be. What these raise is logged and
     changes nothing. ``keys``: for the addresses that are tcp, which need them, unless ``insecure``; this user's clients on this
     host find them.
-    ``max_call_bytes``: of the largest call taken, with its payload where that comes over the socket.
+    ``max_call_bytes``: of the largest call taken, with its payload where that comes over the socket; and of the payload of
+    all calls together that have not arrived whole.
 
     ``journal``: a directory where every input is kept before its answer leaves, so that a server that is made with it
     later goes on where this one died (``recovered`` tells what it found). ``durability``: "process" (any process may
@@ -162,15 +164,20 @@ class QueueServer(Carrying):
 
     # ---- called by the wire
 
-    def request(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
-        self._hear(session, ticket, body, frames)
+    def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
+        if session not in self._sessions:
+            return Refused(ProtocolError("say hello first"))
+        return self._remote.sink(body, nbytes)
+
+    def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
+        self._hear(session, ticket, body, payload)
         if session not in self._sessions:  # nobody would ever end it, so nothing is remembered of it
             self._wire.forget(session)
 
-    def _hear(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+    def _hear(self, session: str, ticket: int, body: bytes, payload: IncomingBlock | Refused | None) -> None:
         try:
             call = decode_call(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             self._say(ticket, ProtocolError(f"the server cannot read this call: {error}"))
             return
         if not self._replaying and session in self._sessions:  # a call of any other session is refused below
@@ -180,7 +187,7 @@ class QueueServer(Carrying):
             self._look(session, ticket, call.command)
             return
         now = self._clock()
-        request = Request(session, ticket, *self._wire.numbers(ticket), call, body, frames, now)
+        request = Request(session, ticket, *self._wire.numbers(ticket), call, body, payload, now)
         try:
             if isinstance(call.command, Hello) and not self._replaying:
                 self._check_room(session)
@@ -195,13 +202,11 @@ class QueueServer(Carrying):
         """Carry out a request, and record it. Raises MemoryFull if the disk has no room: nothing was done."""
         call, body = request.call, request.body
         self._keeping.reserve(len(body), new_rows=request.puts_rows)
-        if not self._replaying and (request.frames or call.payload is not None):
+        if not self._replaying and (request.payload is not None or call.payload is not None):
             try:
-                call = self._remote.store(call, request.frames)
+                call = self._remote.store(call, request.payload)
                 body = encode(call)
             except AsyncFlowError as error:
-                if isinstance(error, MemoryFull) and self.durability == "host":  # where rows lie on the disk
-                    raise
                 self._say(request.ticket, error)
                 return
         self._change(request.session, request.ticket, call, request.since)
@@ -212,6 +217,7 @@ class QueueServer(Carrying):
     def _defer(self, request: Request, full: MemoryFull, now: float) -> None:
         """Let a request wait up to its deadline, where the disk has no room for it."""
         if not request.may_wait:
+            request.release()
             self._say(request.ticket, full, request.call.block)
             return
         if not self._deferred:
@@ -237,6 +243,7 @@ class QueueServer(Carrying):
 
     def _end_late(self, now: float) -> None:
         for request in self._deferred.take_late(now):
+            request.release()
             self._say(request.ticket, request.refused(now), request.call.block)
 
     def _check_room(self, session: str) -> None:
@@ -257,6 +264,7 @@ class QueueServer(Carrying):
         if session not in self._sessions:
             return
         if (request := self._deferred.drop(ticket)) is not None:  # not recorded; but what it wrote is free
+            request.release()
             if request.call.block is None:
                 return
             answer = encode(Answer(freed=request.call.block.packed_serial))
@@ -286,7 +294,8 @@ class QueueServer(Carrying):
         if number is None:
             return
         now = self._clock()
-        self._deferred.drop_session(session)
+        for request in self._deferred.drop_session(session):
+            request.release()
         self.ledger.session_died(number, now, reason, blame=blame)
         self._flush()
         self._close_session(session, number)

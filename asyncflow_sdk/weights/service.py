@@ -12,6 +12,7 @@ is nobody else's to read.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -22,8 +23,8 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, by_name
-from ..interfaces.weights import Host
-from ..wire import Client, RunKey, Server, fresh_keys, process_key
+from ..interfaces.weights import Bytes, Host
+from ..wire import Client, MemorySink, RunKey, Server, fresh_keys, process_key
 
 MAX_CALL_BYTES = 1 << 20
 FORGET_S = 3600.0
@@ -59,7 +60,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """``sizes``: of the frames, which follow each other in the payload."""
+
     body: bytes
+    sizes: tuple[int, ...] = ()
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
@@ -67,11 +71,12 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
-    """An answer. ``error``: class name and message of what went wrong; "" if nothing did."""
+    """An answer. ``error``: class name and message of what went wrong; "" if nothing did. ``sizes``: as in Ask."""
 
     body: bytes
     error: str = ""
     message: str = ""
+    sizes: tuple[int, ...] = ()
 
 
 class Answered(NamedTuple):
@@ -118,7 +123,15 @@ class Service:
         """From any thread. ``frames``: contiguous buffers, which must not change; they are held until they arrived. Or what
         gives them, in the service's thread each time the answer is sent: then they are held until they are on their way. A
         ticket nobody waits for any more is ignored."""
-        self._say(ticket, Said(body), frames)
+
+        def said() -> tuple[bytes, Sequence[Any]]:
+            try:
+                payload = frames() if callable(frames) else frames
+            except AsyncFlowError as error:
+                return _encode(_failure(error)), ()
+            return _encode(Said(body, sizes=_sizes(payload))), payload
+
+        self._say(ticket, Said(body), said if frames else None)
 
     def fail(self, ticket: int, error: AsyncFlowError) -> None:
         """Answer with an error, which the caller raises. From any thread."""
@@ -128,30 +141,27 @@ class Service:
         """Stop answering. Idempotent. From any thread but the service's."""
         self._server.stop()
 
-    def _say(self, ticket: int, said: Said, frames: Sequence[Any] | Callable[[], Sequence[Any]] = ()) -> None:
-        body = _encode(said)
-
-        def make() -> tuple[bytes, Sequence[Any]]:
-            try:
-                return body, frames() if callable(frames) else frames
-            except AsyncFlowError as error:
-                return _encode(_failure(error)), ()
-
+    def _say(self, ticket: int, said: Said, make: Callable[[], tuple[bytes, Sequence[Any]]] | None = None) -> None:
         def send() -> None:
             self._parked.pop(ticket, None)
-            self._server.answer(ticket, body, make=make if frames else None)
+            self._server.answer(ticket, _encode(said), make=make)
 
         self._server.call(send)
 
     # ---- called by the wire
 
-    def request(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+    def sink(self, session: str, body: bytes, nbytes: int) -> MemorySink:
+        return MemorySink(nbytes)  # of MAX_CALL_BYTES at most
+
+    def request(self, session: str, ticket: int, body: bytes, payload: MemorySink | None) -> None:
         self._seen[session] = time.monotonic()
         self._parked[ticket] = session
         try:
             asked = _asked.decode(body)
             if isinstance(asked, Ask):
-                self._handler.request(session, ticket, asked.body, frames)
+                self._handler.request(
+                    session, ticket, asked.body, _split(None if payload is None else payload.memory, asked.sizes)
+                )
             elif isinstance(asked, Hello):
                 self._server.watch(session, asked.pid, asked.pid_key)
                 self.answer(ticket, b"")
@@ -196,17 +206,16 @@ class Service:
 class ServiceClient:
     """Calls the service that ``where`` leads to. Thread-safe; each thread that calls has a connection of its own.
 
-    ``where`` comes from another process: raises ProtocolError for one that is none. ``frame_bytes``: of the largest frame
-    taken beside an answer; -1: any.
+    ``where`` comes from another process: raises ProtocolError for one that is none.
     """
 
-    def __init__(self, where: bytes, frame_bytes: int = -1) -> None:
+    def __init__(self, where: bytes) -> None:
         try:
             found = _where.decode(where)
             if not found.address.startswith("tcp://"):
                 raise ProtocolError(f"a service at {found.address[:200]!r}; a tcp address is expected")
             insecure = found.key is None
-            self._client = Client(found.address, found.key, insecure=insecure, bulk=True, frame_bytes=frame_bytes)
+            self._client = Client(found.address, found.key, insecure=insecure, bulk=True)
         except (*_BAD, ConfigError) as error:
             raise ProtocolError(f"this does not say where a service is: {error}") from None
         self.address = found.address
@@ -222,9 +231,10 @@ class ServiceClient:
         what: str = "a call",
         frames: Sequence[Any] = (),
         since: int | None = None,
+        most_bytes: int | None = None,
     ) -> Answered:
         """Ask and wait. ``what`` is asked for, for messages. ``since``: what ``interrupts`` was when that began which the call
-        belongs to: it raises if there was one since.
+        belongs to: it raises if there was one since. ``most_bytes``: raise ProtocolError for a large answer of more.
 
         Raises what the handler answered with; ServerLost, naming address and ``what``, when no answer comes in time or
         the service's process is seen to end, and on ``close``; WireError on ``interrupt``; AccessDenied.
@@ -232,9 +242,9 @@ class ServiceClient:
         until = time.monotonic() + timeout_s
         with self._lock:
             if not self._known:
-                self._ask(Hello(os.getpid(), process_key(os.getpid())), timeout_s, what, (), since)
+                self._ask(Hello(os.getpid(), process_key(os.getpid())), timeout_s, what, (), since, None)
                 self._known = True
-        return self._ask(Ask(body), until - time.monotonic(), what, frames, since)
+        return self._ask(Ask(body, _sizes(frames)), until - time.monotonic(), what, frames, since, most_bytes)
 
     @property
     def interrupts(self) -> int:
@@ -253,23 +263,45 @@ class ServiceClient:
         self._client.close()
 
     def _ask(
-        self, word: Hello | Ask, timeout_s: float, what: str, frames: Sequence[Any], since: int | None
+        self,
+        word: Hello | Ask,
+        timeout_s: float,
+        what: str,
+        frames: Sequence[Any],
+        since: int | None,
+        most_bytes: int | None,
     ) -> Answered:
         try:
-            reply = self._client.exchange(_encode(word), timeout_s, frames, grace_s=0.0, since=since)
+            reply = self._client.exchange(
+                _encode(word), timeout_s, frames, grace_s=0.0, since=since, most_bytes=most_bytes
+            )
         except ServerLost as error:
             raise ServerLost(f"{what}: {error}") from None
         try:
             said = _said.decode(reply.body)
+            parts = _split(reply.payload, said.sizes)
         except _BAD as error:
             raise ProtocolError(f"{what}: {self.address} gave an answer that cannot be read: {error}") from None
         if said.error:
             raise by_name(said.error, said.message)
-        return Answered(said.body, reply.frames)
+        return Answered(said.body, parts)
 
 
 def _failure(error: AsyncFlowError) -> Said:
     return Said(b"", type(error).__name__, str(error)[:4000])
+
+
+def _sizes(frames: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(memoryview(frame).nbytes for frame in frames)
+
+
+def _split(payload: Bytes | None, sizes: tuple[int, ...]) -> list[memoryview]:
+    """The frames of a payload. Raises ProtocolError unless they are all of it."""
+    whole = memoryview(b"" if payload is None else payload)  # type: ignore[arg-type]
+    ends = list(itertools.accumulate(sizes))
+    if min(sizes, default=0) < 0 or (ends[-1] if ends else 0) != len(whole):
+        raise ProtocolError(f"frames of {sum(sizes)} bytes were announced, and {len(whole)} bytes came")
+    return [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def _everywhere(address: str) -> bool:

@@ -48,7 +48,7 @@ class TcpReceiver(WeightReceiver):
     def __init__(self) -> None:
         self._landing = Landing()
         self._crew: _Crew | None = None
-        self._clients: dict[bytes, tuple[ServiceClient, int]] = {}
+        self._clients: dict[bytes, ServiceClient] = {}
         self._services: dict[int, bytes] = {}  # the last that gave a version, by rank
         self._fetch: _Fetch | None = None
         self._ahead: dict[int, Ahead] = {}  # by rank
@@ -63,7 +63,7 @@ class TcpReceiver(WeightReceiver):
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         place = decode(where, TcpWhere)
-        client = self._client(place.service, manifest.bucket_bytes)
+        client = self._client(place.service)
         fetch = _Fetch(client, place, manifest, time.monotonic() + timeout_s)
         with self._lock:
             self._fetch, fetch.ahead = fetch, self._ahead.pop(place.rank, None)
@@ -130,14 +130,11 @@ class TcpReceiver(WeightReceiver):
             if not self._closed:
                 self._ahead[place.rank] = Ahead(self._landing, place, manifest)
 
-    def _client(self, service: bytes, bucket_bytes: int) -> ServiceClient:
+    def _client(self, service: bytes) -> ServiceClient:
         known = self._clients.get(service)
-        if known is not None and known[1] < bucket_bytes:
-            self._drop(service)
-            known = None
         if known is None:
-            known = self._clients[service] = ServiceClient(service, bucket_bytes + _SLACK_BYTES), bucket_bytes
-        return known[0]
+            known = self._clients[service] = ServiceClient(service)
+        return known
 
     def _gave(self, place: TcpWhere) -> None:
         """Connections to publishers whose place another has taken are not kept: a replica may outlive many trainers."""
@@ -149,7 +146,7 @@ class TcpReceiver(WeightReceiver):
         """The next fetch connects anew. A close and the fetch that it ends both do this."""
         known = self._clients.pop(service, None)
         if known is not None:
-            known[0].close()
+            known.close()
 
     def _end_crew(self) -> None:
         with self._lock:
@@ -374,7 +371,8 @@ class _Fetch:
         if not span.whole and self._base is not None:
             get = msgspec.structs.replace(get, base=self._base.manifest.version, base_root=self._base.manifest.root)
         what = f"buckets {span.first} to {span.stop - 1} of version {self.manifest.version}"
-        body, frames = self._client.call(encode(get), min(left, SILENCE_S), what, since=self._since)
+        most = sum(each.stop - each.start for each in self._buckets[span.first : span.stop]) + _SLACK_BYTES
+        body, frames = self._client.call(encode(get), min(left, SILENCE_S), what, since=self._since, most_bytes=most)
         kinds = decode(body, Got).kinds
         if not 0 < len(kinds) <= get.count or len(frames) != len(kinds):
             raise ProtocolError(f"{len(kinds)} buckets in {len(frames)} frames, where {get.count} were asked for")

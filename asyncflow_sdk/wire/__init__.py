@@ -1,13 +1,14 @@
 """Sockets, sessions and framing. The only room that speaks ZeroMQ."""
 
-from .channels import Reply
 from .client import Client
 from .envelope import MAX_BYTES
+from .exchange import Reply
 from .keys import KeyPair, RunKey, ServerKeys, fresh_keys, server_keys
 from .known_keys import await_key, offer_key
 from .processes import has_ended, process_key, same_host
 from .server import Handler, Server
 from .sockets import RETRY_S, on_loopback, probe
+from .transfers import MemorySink, PayloadSink
 
 __all__ = [
     "MAX_BYTES",
@@ -15,6 +16,8 @@ __all__ = [
     "Client",
     "Handler",
     "KeyPair",
+    "MemorySink",
+    "PayloadSink",
     "Reply",
     "RunKey",
     "Server",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import zmq
 
 from ..errors import AsyncFlowError, ProtocolError, ServerLost
-from .envelope import GOODBYE, decode_response
+from .envelope import GOODBYE, Response, decode_response
+from .exchange import Exchange, Message
 from .handshake import Handshake
 from .keys import RunKey
 from .processes import watch
@@ -24,11 +25,11 @@ LAST_WORDS_MS = 100
 """How long after a server's end what it sent before may still be on its way."""
 
 
-class Reply(NamedTuple):
-    """``frames``: buffers that came beside the answer, valid for as long as they are referred to."""
+class Heard(NamedTuple):
+    """A message of the server, and the frame beside it, if any."""
 
-    body: bytes
-    frames: Sequence[Any] = ()
+    response: Response
+    data: Any = None
 
 
 class ServerProcess:
@@ -53,16 +54,13 @@ class ThreadSocket:
     """The socket of one thread. ``busy``: requests under way on it (two, when a signal handler asks). ``told_goodbye``: the
     server said it here."""
 
-    def __init__(
-        self, context: zmq.Context[Any], address: str, key: RunKey | None, unproven: bool, frame_bytes: int
-    ) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str, key: RunKey | None, unproven: bool) -> None:
         self.busy = 0
         self.torn = self.told_goodbye = False
         self.wake, self._roused = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
         self._open = [self.wake]
         self.handshake: Handshake | None = None
         self.socket = context.socket(zmq.DEALER)
-        self.socket.maxmsgsize = frame_bytes
         try:
             if unproven:
                 self.handshake = Handshake(self.socket, address, key is not None, transport_of(address) == "ipc")
@@ -82,30 +80,27 @@ class ThreadSocket:
             self._roused = False
             os.eventfd_read(self.wake)
 
-    def send(self, envelope: bytes, frames: Sequence[Any]) -> Any:
-        """Returns what tells when the payload is through; None without payload. Never waits: a socket whose
-        connection was refused for good takes nothing any more, and what says so has to be heard."""
-        with contextlib.suppress(zmq.Again):
-            if frames:
-                return self.socket.send_multipart((envelope, *frames), _AT_ONCE, copy=False, track=True)
-            self.socket.send(envelope, _AT_ONCE)
-        return None
+    def send(self, messages: Iterable[Message]) -> None:
+        """Never waits: a socket whose connection was refused for good takes nothing any more, and what says so has to be
+        heard."""
+        _send(self.socket, messages)
 
-    def receive(self, seq: int) -> Reply | None:
-        """The next answer; None if it is one to another request than ``seq``."""
-        self.torn = True  # until all frames of the answer are here
-        response, frames = decode_response(self.socket.recv()), []
+    def receive(self) -> Heard:
+        """The next message, which is there. Raises ProtocolError."""
+        self.torn = True  # until all frames of it are here
+        envelope, data = self.socket.recv(), None
         while self.socket.getsockopt(_MORE):
-            frames.append(self.socket.recv(copy=False))
+            data = self.socket.recv(copy=False)
         self.torn = False
+        response = decode_response(envelope)
         self.told_goodbye |= response.seq == GOODBYE
-        return Reply(response.body, frames) if response.seq == seq else None
+        return Heard(response, data)
 
     def overhear(self) -> bool:
         """Read what has come while nobody waits, answers that nobody wants any more; returns ``told_goodbye``."""
         with contextlib.suppress(ProtocolError):
             while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & READABLE:
-                self.receive(GOODBYE)
+                self.receive()
         return self.told_goodbye
 
     def close(self, linger: int = 200) -> None:
@@ -133,7 +128,7 @@ class LoopSocket:
         self.address, self._goodbye = address, goodbye
         self._loop = asyncio.get_running_loop()
         self._server, self._ended, self._gone = server, ended, False
-        self._waiting: dict[int, asyncio.Future[Reply | None]] = {}
+        self._exchanges: dict[int, tuple[Exchange, asyncio.Future[None]]] = {}
         self.socket = context.socket(zmq.DEALER)
         connect(self.socket, address, key)
         self._fd = self.socket.getsockopt(zmq.FD)
@@ -141,34 +136,27 @@ class LoopSocket:
         if server.fd >= 0:
             self._loop.add_reader(server.fd, self._server_ended)
 
-    async def exchange(
-        self, seq: int, envelope: bytes, frames: Sequence[Any], wait_s: float
-    ) -> tuple[Any, Reply | None]:
-        """Send, if there is an envelope, and wait for the answer: what tells when the payload is through, and the answer; None if
-        it has not come in time."""
+    async def exchange(self, exchange: Exchange, messages: Iterable[Message], wait_s: float) -> None:
+        """Send, and go on with the exchange as answers arrive; return when its reply is there, or after ``wait_s``."""
         if self._gone:
             raise self._ended()
-        future = self._waiting[seq] = self._loop.create_future()
-        timer = self._loop.call_later(max(wait_s, 0.0), _settle, future, None)
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._exchanges[exchange.seq] = exchange, future
+        timer = self._loop.call_later(max(wait_s, 0.0), _settle, future)
         try:
-            tracker = self.send(envelope, frames) if envelope else None
-            return tracker, await future
+            self.send(messages)
+            await future
         finally:
             timer.cancel()
-            self._waiting.pop(seq, None)
+            self._exchanges.pop(exchange.seq, None)
 
-    def send(self, envelope: bytes, frames: Sequence[Any] = ()) -> Any:
+    def send(self, messages: Iterable[Message]) -> None:
         """The same as that of ``ThreadSocket``."""
         try:
-            if frames:
-                return self.socket.send_multipart((envelope, *frames), _AT_ONCE, copy=False, track=True)
-            self.socket.send(envelope, _AT_ONCE)
-        except zmq.Again:
-            pass
+            _send(self.socket, messages)
         finally:
             # Hazard: sending may take note of what has come, and then nothing wakes the loop for it.
             self._loop.call_soon(self._receive)
-        return None
 
     def close(self) -> None:
         if self.socket.closed:
@@ -183,19 +171,30 @@ class LoopSocket:
     def _receive(self) -> None:
         """All that has come."""
         while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & READABLE:
-            frames: list[Any] = []
+            data = None
             try:
                 envelope = self.socket.recv(_AT_ONCE)
                 while self.socket.getsockopt(_MORE):
-                    frames.append(self.socket.recv(_AT_ONCE, copy=False))
+                    data = self.socket.recv(_AT_ONCE, copy=False)
                 response = decode_response(envelope)
             except ProtocolError as error:
                 self._fail(error)
-            else:
-                if response.seq == GOODBYE:
-                    self._fail(self._goodbye())
-                elif response.seq in self._waiting:
-                    _settle(self._waiting[response.seq], Reply(response.body, frames))
+                continue
+            if response.seq == GOODBYE:
+                self._fail(self._goodbye())
+            elif response.seq in self._exchanges:
+                self._hear(*self._exchanges[response.seq], response, data)
+
+    def _hear(self, exchange: Exchange, future: asyncio.Future[None], response: Response, data: Any) -> None:
+        try:
+            messages = exchange.hear(response, data)
+        except ProtocolError as error:
+            if not future.done():
+                future.set_exception(error)
+            return
+        _send(self.socket, messages)
+        if exchange.reply is not None:
+            _settle(future)
 
     def _server_ended(self) -> None:
         self._unwatch()
@@ -207,11 +206,20 @@ class LoopSocket:
             self._loop.remove_reader(self._server.fd)
 
     def _fail(self, error: AsyncFlowError) -> None:
-        for future in self._waiting.values():
+        for _, future in self._exchanges.values():
             if not future.done():
                 future.set_exception(error)
 
 
-def _settle(future: asyncio.Future[Reply | None], reply: Reply | None) -> None:
+def _send(socket: zmq.Socket[Any], messages: Iterable[Message]) -> None:
+    with contextlib.suppress(zmq.Again):
+        for envelope, data in messages:
+            if data is None:
+                socket.send(envelope, _AT_ONCE)
+            else:
+                socket.send_multipart((envelope, data), _AT_ONCE, copy=False)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
     if not future.done():
-        future.set_result(reply)
+        future.set_result(None)

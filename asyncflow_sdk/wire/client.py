@@ -1,9 +1,8 @@
 """The asking end: a session whose requests can be repeated without a second effect.
 
 ``ask`` serves threads (each owns a socket), ``aask`` serves an event loop (one socket a loop). A request is
-sent again while no answer comes, so an answer lost with a connection is not lost. Nobody waits for a server that
-has said goodbye. Payload goes beside a request
-without a copy where that pays, and is not sent again before it is through.
+sent again while no answer comes, so an answer lost with a connection is not lost; of a large one only what is missing
+(see ``exchange``). Nobody waits for a server that has said goodbye.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from typing import Any
 import zmq
 
 from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError
-from .channels import LAST_WORDS_MS, READABLE, LoopSocket, Reply, ServerProcess, ThreadSocket
-from .envelope import MAX_BYTES, MAX_FRAMES
+from .channels import LAST_WORDS_MS, READABLE, LoopSocket, ServerProcess, ThreadSocket
+from .envelope import MAX_BYTES
+from .exchange import Exchange, Message, Reply
+from .fragments import nbytes_of
 from .keys import RunKey
 from .numbering import Numbering
 from .sockets import context_of, transport_of
@@ -30,6 +31,8 @@ from .sockets import context_of, transport_of
 RESEND_S = 5.0
 GRACE_S = 15.0
 """How much longer than its own deadline a request waits for the server's word on it."""
+SLOWEST_BYTES_PER_S = 10e6
+"""How fast payload is counted on to travel: a request may take so much longer than its deadline."""
 _ENVELOPE_BYTES = 64 << 10
 """Room for what goes around a call."""
 
@@ -39,8 +42,7 @@ class Client:
 
     ``key``: proves to a server over tcp who asks, and knows it by its own. Raises ConfigError where a key
     is missing or has no use; the first request raises AccessDenied when server and key do not fit each other.
-    ``insecure``: tcp to a server that has no keys. ``bulk``: most of what comes is payload, in frames of at most
-    ``frame_bytes`` (-1: of any size).
+    ``insecure``: tcp to a server that has no keys. ``bulk``: most of what comes is payload.
     """
 
     def __init__(
@@ -50,7 +52,6 @@ class Client:
         *,
         insecure: bool = False,
         bulk: bool = False,
-        frame_bytes: int = -1,
     ) -> None:
         tcp = transport_of(address) == "tcp"
         if key is not None and not tcp:
@@ -62,7 +63,7 @@ class Client:
                 f"{address} needs a key, and this user has none for it on this host; pass key=, a copy of the run's"
                 " run.key, or insecure=True if it is served without keys"
             )
-        self.address, self.key, self.insecure, self._frame_bytes = address, key, insecure, frame_bytes
+        self.address, self.key, self.insecure = address, key, insecure
         self.session = secrets.token_hex(12)
         self._pid = os.getpid()
         self._context = context_of(bulk)
@@ -89,17 +90,14 @@ class Client:
         if self.over:
             raise self._goodbye()
 
-    def fits(self, body: bytes, frames: Sequence[Any] = (), more: int = 0) -> None:
-        """Raises ProtocolError for a request that is larger than ``max_bytes``, the most the server takes. ``more``:
-        bytes that are not there yet."""
-        size = len(body) + more + sum(memoryview(frame).nbytes for frame in frames) + _ENVELOPE_BYTES
+    def fits(self, nbytes: int) -> None:
+        """Raises ProtocolError for a request of more bytes than ``max_bytes``, the most the server takes."""
+        size = nbytes + _ENVELOPE_BYTES
         if size > self.max_bytes:
             raise ProtocolError(
                 f"a call of {size} bytes is too large; this server takes at most {self.max_bytes}: send fewer rows"
                 " at a time"
             )
-        if len(frames) > MAX_FRAMES:
-            raise ProtocolError(f"a call of {len(frames)} frames; a server takes at most {MAX_FRAMES}")
 
     def watch(self, pid: int, key: str) -> None:
         """From now on requests end with ServerLost when this process, the server's, does; if it can be seen."""
@@ -114,14 +112,16 @@ class Client:
         self,
         body: bytes,
         timeout_s: float,
-        frames: Sequence[Any] = (),
+        payload: Sequence[Any] = (),
         *,
         grace_s: float | None = None,
         since: int | None = None,
+        most_bytes: int | None = None,
     ) -> Reply:
         """The same with payload: contiguous buffers, which must not change before this returns or raises. ``since``:
-        what ``interrupts`` was when that began which this request belongs to."""
-        self.fits(body, frames)
+        what ``interrupts`` was when that began which this request belongs to. ``most_bytes``: raise ProtocolError for an
+        answer in fragments that has more; None: any number."""
+        self.fits(size := nbytes_of(body, payload))
         with self._lock:
             self.check()
             if since is not None and since != self.interrupts:
@@ -129,32 +129,39 @@ class Client:
             channel = self._thread_socket()
             channel.rest()
             channel.busy += 1
-        seq, began, tracker = self._numbering.begin(), time.monotonic(), None
+        seq, began = self._numbering.begin(), time.monotonic()
         try:
-            until = (
-                began + max(0.0, timeout_s) + (GRACE_S if grace_s is None else grace_s)
-            )  # not a number waits for nothing, and must not wait for ever
+            exchange = Exchange(self._numbering, seq, body, payload, most_bytes)
+            grace_s = GRACE_S if grace_s is None else grace_s
+            until = began + _time_for(size, timeout_s, grace_s)
+            channel.send(exchange.begin())
             while True:
-                if tracker is None or tracker.done:
-                    tracker = channel.send(self._numbering.frame(seq, body), frames)
                 resend = min(until, time.monotonic() + RESEND_S)
                 while (left := resend - time.monotonic()) > 0:
                     if not self._wait(channel, left):
                         continue
-                    answer = channel.receive(seq)
+                    response, data = channel.receive()
                     if channel.told_goodbye:
                         raise self._goodbye()
-                    if answer is not None:
+                    if response.seq != seq:
+                        continue
+                    known = exchange.answer_bytes
+                    channel.send(exchange.hear(response, data))
+                    if exchange.reply is not None:
                         self._numbering.answered(seq)
-                        return answer
+                        return exchange.reply
+                    if exchange.answer_bytes != known:
+                        until = max(until, time.monotonic() + _time_for(exchange.answer_bytes, 0.0, grace_s))
+                    resend = min(until, time.monotonic() + RESEND_S)
                 self._overhear()
                 if time.monotonic() >= until:
                     raise self._lost(began, 0 if channel.handshake is None else channel.handshake.cut)
+                channel.send(exchange.again())
         except BaseException:
             self._numbering.drop(seq)
             with contextlib.suppress(AsyncFlowError, zmq.ZMQError):
-                if (tracker is not None or channel.torn) and channel.busy == 1:
-                    channel = self._renew_thread_socket(channel, tracker)
+                if channel.torn and channel.busy == 1:
+                    channel = self._renew_thread_socket(channel)
                 channel.socket.send(self._numbering.frame(0, b""), zmq.NOBLOCK)
             raise
         finally:
@@ -169,40 +176,40 @@ class Client:
             self.check()
             channel = self._thread_socket()
             seq = self._numbering.begin()
-            channel.send(self._numbering.frame(seq, body), ())
+            channel.send(Exchange(self._numbering, seq, body).begin())
             self._numbering.drop(seq)
 
     async def aask(self, body: bytes, timeout_s: float) -> bytes:
         """The same on the running event loop. Cancelling it takes the request back."""
         return (await self.aexchange(body, timeout_s)).body
 
-    async def aexchange(self, body: bytes, timeout_s: float, frames: Sequence[Any] = ()) -> Reply:
-        """The same with payload, which nobody may change any more: it may be sent after this was cancelled."""
-        self.fits(body, frames)
+    async def aexchange(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> Reply:
+        """The same with payload, which must not change before this returns or raises."""
+        self.fits(size := nbytes_of(body, payload))
         self.check()
         channel = self._loop_socket()
         seq, began = self._numbering.begin(), time.monotonic()
         try:
-            until = (
-                began + max(0.0, timeout_s) + GRACE_S
-            )  # not a number waits for nothing, and must not wait for ever
-            tracker: Any = None
+            exchange = Exchange(self._numbering, seq, body, payload)
+            until = began + _time_for(size, timeout_s, GRACE_S)
+            messages, heard, known = exchange.begin(), 0, 0
             while True:
-                again = tracker is None or tracker.done
-                envelope = self._numbering.frame(seq, body) if again else b""
-                left = min(RESEND_S, until - time.monotonic())
-                sent, answer = await channel.exchange(seq, envelope, frames, left)
-                if answer is not None:
+                await channel.exchange(exchange, messages, min(RESEND_S, until - time.monotonic()))
+                if exchange.reply is not None:
                     self._numbering.answered(seq)
-                    return answer
-                tracker = sent if again else tracker
+                    return exchange.reply
                 self._overhear()
+                if exchange.answer_bytes != known:
+                    known = exchange.answer_bytes
+                    until = max(until, time.monotonic() + _time_for(known, 0.0, GRACE_S))
                 if time.monotonic() >= until:
                     raise self._lost(began)
+                messages = [] if exchange.heard != heard else exchange.again()
+                heard = exchange.heard
         except BaseException:
             self._numbering.drop(seq)
             with contextlib.suppress(zmq.ZMQError):
-                channel.send(self._numbering.frame(0, b""))
+                channel.send([Message(self._numbering.frame(0, b""))])
             raise
 
     def interrupt(self) -> None:
@@ -304,21 +311,15 @@ class Client:
         channel: ThreadSocket | None = getattr(self._local, "channel", None)
         if channel is None:
             self._overhear_idle()
-            channel = self._local.channel = ThreadSocket(
-                self._context, self.address, self.key, not self._let_in, self._frame_bytes
-            )
+            channel = self._local.channel = ThreadSocket(self._context, self.address, self.key, not self._let_in)
             self._sockets.add(channel)
         return channel
 
-    def _renew_thread_socket(self, channel: ThreadSocket, tracker: Any) -> ThreadSocket:
-        """Another socket for this thread. What was not sent yet of a payload will not be: its owner may change it
-        from now on, and it would arrive as nobody ever meant it."""
+    def _renew_thread_socket(self, channel: ThreadSocket) -> ThreadSocket:
+        """Another socket for this thread: of a message that was torn, the rest would be read as another."""
         with self._lock:
             self._sockets.discard(channel)
         channel.close(linger=0)
-        if tracker is not None:
-            with contextlib.suppress(zmq.NotDone):
-                tracker.wait(5.0)
         with self._lock:
             del self._local.channel
             self.check()
@@ -337,3 +338,8 @@ class Client:
                 self._context, self.address, self.key, self._server, self._ended, self._goodbye
             )
         return self._loops[loop]
+
+
+def _time_for(nbytes: int, timeout_s: float, grace_s: float) -> float:
+    """Seconds; a deadline that is not a number waits for nothing, and must not wait for ever."""
+    return max(0.0, timeout_s) + grace_s + nbytes / SLOWEST_BYTES_PER_S

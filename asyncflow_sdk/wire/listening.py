@@ -14,11 +14,14 @@ from zmq.utils import z85
 
 from ..errors import ConfigError
 from .admission import Admission
+from .envelope import FRAME_BYTES
 from .keys import ServerKeys
 from .sockets import BULK_THREADS, GIVE_UP_MS, context_of, set_tcp, transport_of
 
 Route: TypeAlias = "tuple[zmq.Socket[Any], bytes]"
 """A connection: the socket that has it, and the name it has there."""
+UNREAD_MESSAGES = 64
+"""Of one connection; a client that sends more waits until the server has read some."""
 
 
 class Listening:
@@ -29,13 +32,11 @@ class Listening:
         self,
         addresses: list[str],
         keys: ServerKeys | None,
-        max_bytes: int,
         *,
         insecure: bool = False,
         bulk: bool = False,
     ) -> None:
         self._keys, self._insecure, self._bulk = keys, insecure, bulk
-        self._max_bytes = max_bytes
         self._own: zmq.Context[Any] | None = None
         self.zap: zmq.Socket[Any] | None = None
         self.routers: list[zmq.Socket[Any]] = []
@@ -118,8 +119,9 @@ class Listening:
         router: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         self.routers.append(router)
         router.linger = 200  # milliseconds: last answers leave
-        router.maxmsgsize = self._max_bytes
-        router.sndhwm = router.rcvhwm = 0  # bounded by one request a client thread, not by drops
+        router.maxmsgsize = FRAME_BYTES
+        router.sndhwm = 0  # bounded by one request a client thread, and by windows of fragments; not by drops
+        router.rcvhwm = UNREAD_MESSAGES
         router.setsockopt(zmq.HANDSHAKE_IVL, GIVE_UP_MS)
         self.admission.monitor(router)
         return router

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from .envelope import PROTOCOL, Request, encode
+from .envelope import PROTOCOL, Request, RequestPart, encode
 
 
 class Numbering:
@@ -30,15 +30,15 @@ class Numbering:
             self._open.add(self._last)
             return self._last
 
-    def frame(self, seq: int, body: bytes) -> bytes:
-        """A request, or with seq 0 only news for the server."""
+    def frame(self, seq: int, body: bytes, part: RequestPart | None = None) -> bytes:
+        """A request or a part of its exchange, or with seq 0 only news for the server."""
         with self._lock:
             settled, self._settled = tuple(self._settled), []
             dropped = tuple(self._dropped)
             if seq:
                 self._told.setdefault(seq, dropped)
             done = min(self._open, default=self._last + 1)
-        return encode(Request(PROTOCOL, self._session, seq, done, settled, dropped, body))
+        return encode(Request(PROTOCOL, self._session, seq, done, settled, dropped, body, part))
 
     def answered(self, seq: int) -> None:
         """The answer is here."""

@@ -7,23 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import zmq
-
 from .listening import Route
+from .transfers import Download
 
-MAX_UNSENT_BYTES = 4 << 30
-"""Payload on its way to one session past which a further answer is not sent before it is asked for again."""
 MOST_HEARD = 1024
 """So many connections of one session are remembered."""
-
-
-@dataclass(frozen=True)
-class Unsent:
-    """Payload that ZeroMQ still refers to."""
-
-    route: Route
-    tracker: zmq.MessageTracker
-    nbytes: int
 
 
 @dataclass
@@ -34,14 +22,14 @@ class Remembered:
     it comes and taken back at once, as if it had come in order. What it gives back must not be lost with it.
     """
 
-    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "unsent", "routes", "heard"})
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "downloads", "routes", "heard"})
 
     answers: dict[int, bytes] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)  # those of them that are made anew each time they are sent
     makers: dict[int, Callable[[], tuple[bytes, Sequence[Any]]]] = field(
         default_factory=dict
     )  # by their own function
-    unsent: dict[int, Unsent] = field(default_factory=dict)  # payload of theirs that is not through yet
+    downloads: dict[int, Download] = field(default_factory=dict)  # answers under way that have payload or are large
     tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket, unanswered
     routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection it came over last
     heard: dict[Route, None] = field(default_factory=dict)  # connections that anything came over, the first first
@@ -94,15 +82,13 @@ class Remembered:
         """The answer, which nobody will ask for again."""
         self.made.discard(seq)
         self.makers.pop(seq, None)
+        self.downloads.pop(seq, None)
         return self.answers.pop(seq, None)
 
-    def may_send(self, seq: int) -> bool:
-        """Whether payload may be sent now: not while it is still on its way, nor to who reads too slowly."""
-        self.unsent = {s: unsent for s, unsent in self.unsent.items() if not unsent.tracker.done}
-        held = self.unsent.get(seq)
-        if held is not None and held.route == self.routes[seq]:
-            return False
-        return sum(unsent.nbytes for unsent in self.unsent.values()) <= MAX_UNSENT_BYTES
+    def release_downloads(self, before_s: float) -> None:
+        """Those that have left, or of which nothing was heard since: they are made again for who asks again."""
+        for seq in [seq for seq, each in self.downloads.items() if each.gone or each.heard_s < before_s]:
+            del self.downloads[seq]
 
     def over(self, seq: int) -> None:
         """Every request up to here is over. A server that came back knows nothing of those that changed nothing."""

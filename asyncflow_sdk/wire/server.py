@@ -1,9 +1,10 @@
 """The serving end: one thread owns the ROUTER sockets; requests come in order, answers go out whenever they are known.
 
 A request repeated by (session, seq) is not carried out again: it gets the answer it had, or waits for it. Payload
-beside an answer is not kept: it is made anew for who asks again, and not before what was sent of it is through.
-Garbage is counted and dropped; the server and its other sessions go on. A message past the size limit cuts
-only the connection that it came over. A server that closes for good says goodbye to all it has heard from.
+beside an answer is not kept: it is made anew for who asks again, and not before what was sent of it is through. Large
+requests and answers travel in fragments: see ``transfers``.
+Garbage is counted and dropped; the server and its other sessions go on. A frame of more than FRAME_BYTES cuts
+only the connection that it came over, before there is memory for it. A server that closes for good says goodbye to all it has heard from.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -20,11 +22,15 @@ import zmq
 
 from ..errors import ProtocolError
 from .envelope import (
+    FRAGMENT_BYTES,
     GOODBYE,
     MAX_BYTES,
-    MAX_FRAMES,
     PROTOCOL,
+    Fragment,
     OtherProtocol,
+    Progress,
+    ProgressQuery,
+    Pull,
     Request,
     Response,
     decode_request,
@@ -33,11 +39,16 @@ from .envelope import (
 from .keys import ServerKeys
 from .listening import Listening, Route
 from .processes import ProcessWatch, process_key
-from .remembered import Remembered, Unsent
+from .remembered import Remembered
+from .transfers import SILENCE_S, Download, PayloadSink, Upload, Uploads
 
 _GOODBYE = encode(Response(PROTOCOL, GOODBYE, b""))
 _UNREAD = 10_000
 """So many requests that came too late have their senders told."""
+SWEEP_S = 5.0
+"""How often transfers that were silent for long are looked for, while there are any."""
+ALL_THERE = 1 << 62
+"""More bytes than any request has."""
 MAX_WAIT_S = 3600.0
 """The longest sleep between two rounds, whatever deadline comes next: a deadline may be infinite."""
 # As plain integers: an operation on zmq's enumerations costs as much as receiving a message.
@@ -49,9 +60,12 @@ _log = logging.getLogger(__name__)
 class Handler(Protocol):
     """What a server calls, always from its one thread."""
 
-    def request(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
-        """Carry out a request; ``Server.answer`` may be called now or later. ``frames``: buffers that came beside
-        it, valid for as long as they are referred to."""
+    def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
+        """Carry out a request; ``Server.answer`` may be called now or later. ``payload``: what ``sink`` returned, filled
+        unless it has an error; None if none came."""
+
+    def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
+        """Return where the payload of a request goes, which is still to come. Must not raise."""
 
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
         """Nobody waits for a request any more, nor read its answer. ``answer``: what it was; None if there was
@@ -77,7 +91,8 @@ class Server:
 
     A tcp address needs ``keys``, and serves clients that hold one; or ``insecure``: it serves everyone. ``bulk``: most of
     what it sends is payload.
-    ``max_bytes``: the largest request taken, with its payload. ``garbage``: messages dropped because they were
+    ``max_bytes``: the largest request taken, with its payload; the payload of all unfinished uploads together takes as
+    much. ``garbage``: messages dropped because they were
     none; ``refused``: connections shut out by their key. ``hold``: answers leave together at the end of a round, so
     that the handler can settle what they rest on once for all of them. Raises ConfigError.
     """
@@ -97,7 +112,9 @@ class Server:
     ) -> None:
         self._handler = handler
         self._hold = hold
-        self._outbox: list[tuple[Remembered, int]] = []
+        self._outbox: list[tuple[Remembered, int, tuple[int, ...]]] = []  # with the fragments asked for, or none
+        self._uploads = Uploads(handler.sink, max_bytes)
+        self._next_sweep = 0.0
         self._sessions: dict[str, Remembered] = {}
         self._by_ticket: dict[int, tuple[str, int]] = {}
         self._next_ticket = 1
@@ -107,7 +124,7 @@ class Server:
         self._for_good: Callable[[], bool] = lambda: False
         self.garbage = 0
         self.max_bytes = max_bytes
-        self._listening = Listening(addresses, keys, max_bytes, insecure=insecure, bulk=bulk)
+        self._listening = Listening(addresses, keys, insecure=insecure, bulk=bulk)
         self.addresses = self._listening.addresses
         self._waking = threading.Lock()
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -186,7 +203,7 @@ class Server:
         if at_once:
             self._send(session, seq)
         else:
-            self._outbox.append((session, seq))
+            self._outbox.append((session, seq, ()))
 
     def numbers(self, ticket: int) -> tuple[int, int]:
         """Of a request that is under way: its seq, and below which all of its session are over."""
@@ -199,7 +216,7 @@ class Server:
         session.raise_done(done)
         session.over(min(done, seq) - 1)
         following, self._next_ticket = self._next_ticket, ticket
-        self._begin(None, session_id, session, seq, body, ())
+        self._begin(None, session_id, session, seq, body, None)
         self._next_ticket = max(following, self._next_ticket)  # one that had to wait came before others that did not
 
     def replay_drop(self, session_id: str, seq: int) -> None:
@@ -229,6 +246,7 @@ class Server:
     def forget(self, session: str) -> None:
         """A session ended: what it may ask for again is dropped, and its process no longer watched for it."""
         known = self._sessions.pop(session, None)
+        self._uploads.release(session)
         for ticket in known.tickets.values() if known else ():
             self._by_ticket.pop(ticket, None)
         self._processes.remove(session)
@@ -241,9 +259,8 @@ class Server:
             while not self._stopping:
                 timeout = self._idle()
                 self._flush()
-                wait_s = MAX_WAIT_S if timeout is None else min(max(0.0, timeout), MAX_WAIT_S)
-                if self._admission.wait_s is not None:
-                    wait_s = min(wait_s, self._admission.wait_s)
+                waits = (timeout, self._sweep(), self._admission.wait_s, MAX_WAIT_S)
+                wait_s = min(max(0.0, each) for each in waits if each is not None)
                 ready = dict(self._poller.poll(int(wait_s * 1000) + 1))
                 if self._processes.fileno() in ready:
                     self._bury()
@@ -312,15 +329,14 @@ class Server:
                 name = router.recv(_AT_ONCE)
             except zmq.Again:
                 return
-            frame, frames = router.recv(copy=False), []  # a router has at least one frame beside the name
-            envelope, more = frame.bytes, frame.more
-            while more:
-                frames.append(frame := router.recv(copy=False))
-                more = frame.more
+            frame, data, others = router.recv(copy=False), None, 0  # a router has at least one frame beside the name
+            envelope = frame.bytes
+            while frame.more:
+                frame, others = router.recv(copy=False), others + 1
+                data = frame if others == 1 else None
             try:
-                size = len(envelope) + sum(map(len, frames)) if frames else len(envelope)
-                if len(frames) > MAX_FRAMES or size > self.max_bytes:
-                    raise ProtocolError(f"a request of {len(frames)} frames or too many bytes")
+                if others > 1 or len(envelope) + (0 if data is None else len(data)) > self.max_bytes:
+                    raise ProtocolError(f"a request of {others} frames or too many bytes")
                 request = decode_request(envelope)
             except OtherProtocol as other:
                 self.garbage += 1
@@ -329,7 +345,9 @@ class Server:
                 self.garbage += 1
             else:
                 try:
-                    self._accept((router, name), request, frames)
+                    self._accept((router, name), request, data)
+                except ProtocolError:
+                    self.garbage += 1
                 except Exception:  # one request must not be everybody's end
                     _log.exception("the server failed at a request")
                 if not self._hold:
@@ -337,46 +355,116 @@ class Server:
             if not int(router.getsockopt(_EVENTS)) & _READABLE:
                 return
 
-    def _accept(self, route: Route, request: Request, frames: list[Any]) -> None:
-        session = self._sessions.get(request.session)
+    def _accept(self, route: Route, request: Request, data: Any) -> None:
+        session, seq, part = self._sessions.get(request.session), request.seq, request.part
         if session is None:
+            if isinstance(part, Fragment) and part.start == 0 and data is not None:
+                request = Request(
+                    PROTOCOL, request.session, seq, 1, (), (), bytes(data)
+                )  # the handler says what is wrong
+            if isinstance(part, ProgressQuery):
+                self._tell(route, seq, Progress(False, 0, part.upload, query=part.number))
             if not request.body:  # the last word of one that has ended
                 return
-            session = self._sessions[request.session] = Remembered()
+            session, part = self._sessions.setdefault(request.session, Remembered()), None
         if route not in session.heard:
             session.hear(route)
-        for seq in request.dropped:
-            self._drop(request.session, session, seq)
-        for seq in request.settled:
-            session.settle(seq)
+        for dropped in request.dropped:
+            self._drop(request.session, session, dropped)
+        for settled in request.settled:
+            session.settle(settled)
         if request.done > session.done:
             session.raise_done(request.done)
-        if not request.body:
+        if part is None and not request.body:
             return
-        seq = request.seq
-        session.over(min(request.done, seq) - 1)
-        if session.has(seq):
-            if seq in session.routes:
-                session.routes[seq] = route
+        if not session.has(seq):
+            if seq in session.early and not request.body:
+                return
+            if isinstance(part, Fragment):
+                self._add(route, request, part, data)
+            elif isinstance(part, ProgressQuery):
+                upload = self._uploads.find(request.session, seq)
+                unknown = Progress(False, 0, part.upload, query=part.number)
+                self._tell(route, seq, upload.progress(part.upload, part.number) if upload else unknown)
+            elif part is None:
+                sink = None if data is None else self._handler.sink(request.session, request.body, len(data))
+                if sink is not None and sink.error is None:
+                    sink.write(0, data)
+                self._carry_out(route, request, sink)
+            return
+        if seq in session.routes:
+            session.routes[seq] = route
+        if isinstance(part, Pull):
             if seq in session.answers:
-                self._outbox.append((session, seq))
+                self._outbox.append((session, seq, part.starts))
             return
-        if self._begin(route, request.session, session, seq, request.body, frames):
+        asked, number = (0, 0) if part is None else (part.upload, getattr(part, "number", 0))
+        download = session.downloads.get(seq)
+        answer = download.sizes if download is not None else None
+        if part is not None or answer is not None:
+            self._tell(route, seq, Progress(True, asked, asked, ALL_THERE, query=number, answer=answer))
+        if seq in session.answers and answer is None and not getattr(part, "answering", False):
+            self._outbox.append((session, seq, ()))
+
+    def _add(self, route: Route, request: Request, fragment: Fragment, data: Any) -> None:
+        """A fragment of a request that is not whole yet."""
+        upload = self._uploads.find(request.session, request.seq)
+        if upload is None and not fragment.upload:
+            if fragment.start:
+                return  # the first was lost, and will come again
+            upload = self._uploads.begin(request.session, request.seq, fragment.sizes)
+        if upload is None or fragment.upload not in (0, upload.number):
+            self._tell(route, request.seq, Progress(False, 0, fragment.upload))
+            return
+        upload.route = route
+        self._uploads.add(upload, fragment, b"" if data is None else data)
+        for ready in list(self._uploads.make_room()):
+            if ready is not upload:
+                self._go_on(ready)
+        if self._uploads.find(upload.session, upload.seq) is upload:
+            self._go_on(upload, request)
+
+    def _go_on(self, upload: Upload, request: Request | None = None) -> None:
+        """Carry its request out, if that is possible, or say how far it is. ``request``: the message that it comes from."""
+        assert upload.route is not None
+        if not upload.ready:
+            asked = (
+                request.part.upload if request is not None and isinstance(request.part, Fragment) else upload.number
+            )
+            self._tell(upload.route, upload.seq, upload.progress(asked))
+            return
+        self._uploads.remove(upload)
+        done = 1 if request is None else request.done
+        whole = Request(PROTOCOL, upload.session, upload.seq, done, (), (), upload.reassembly.body)
+        self._carry_out(upload.route, whole, upload.sink)
+
+    def _carry_out(self, route: Route, request: Request, sink: PayloadSink | None) -> None:
+        """A request that has come for the first time, and is whole."""
+        session, seq = self._sessions[request.session], request.seq
+        session.over(min(request.done, seq) - 1)
+        if self._begin(route, request.session, session, seq, request.body, sink):
             self._drop(request.session, session, seq)
 
     def _begin(
-        self, route: Route | None, session_id: str, session: Remembered, seq: int, body: bytes, frames: Sequence[Any]
+        self,
+        route: Route | None,
+        session_id: str,
+        session: Remembered,
+        seq: int,
+        body: bytes,
+        sink: PayloadSink | None,
     ) -> bool:
         """A request comes for the first time. Returns whether it was dropped before it came."""
         dropped = session.come(seq)
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         session.routes[seq], session.tickets[seq] = route, ticket
         self._by_ticket[ticket] = (session_id, seq)
-        self._handler.request(session_id, ticket, body, frames)
+        self._handler.request(session_id, ticket, body, sink)
         return dropped
 
     def _drop(self, session_id: str, session: Remembered, seq: int) -> None:
         if not session.has(seq):
+            self._uploads.release(session_id, seq)
             if seq not in session.early:
                 session.drop_early(seq)
                 self._handler.dropped(session_id, seq, 0, None)
@@ -399,33 +487,59 @@ class Server:
             return
         if settled and self._outbox:
             outbox, self._outbox = self._outbox, []
-            for session, seq in outbox:
+            for session, seq, starts in outbox:
                 if seq in session.answers:
-                    self._send(session, seq)
+                    self._send(session, seq, starts)
 
-    def _send(self, session: Remembered, seq: int) -> None:
-        """Send an answer where its request came from last; one that came to an earlier server is asked for again."""
+    def _send(self, session: Remembered, seq: int, starts: tuple[int, ...] = ()) -> None:
+        """Send an answer, or fragments of it, where its request came from last; one that came to an earlier server is asked
+        for again."""
         route, answer = session.routes[seq], session.answers[seq]
         if route is None:
             return
-        if seq not in session.made and seq not in session.makers:
-            self._post(route, encode(Response(PROTOCOL, seq, answer)))
-        elif session.may_send(seq):
-            try:
-                own = session.makers.get(seq)
-                body, frames = self._handler.make(answer) if own is None else own()
-            except Exception:  # one answer that cannot be made must not be everybody's
-                _log.exception("the server failed to make an answer")
+        download = session.downloads.get(seq)
+        if download is None:
+            body: bytes = answer
+            payload: Sequence[Any] = ()
+            if seq in session.made or seq in session.makers:
+                try:
+                    own = session.makers.get(seq)
+                    body, payload = self._handler.make(answer) if own is None else own()
+                except Exception:  # one answer that cannot be made must not be everybody's
+                    _log.exception("the server failed to make an answer")
+                    return
+            if not payload and len(body) <= FRAGMENT_BYTES:
+                self._post(route, encode(Response(PROTOCOL, seq, body)))
                 return
-            tracker = self._post(route, encode(Response(PROTOCOL, seq, body)), frames)
-            if tracker is not None:
-                session.unsent[seq] = Unsent(route, tracker, sum(memoryview(frame).nbytes for frame in frames))
+            download = session.downloads[seq] = Download(body, payload)
+        with contextlib.suppress(ProtocolError):  # fragments that it has not: it is not what it was
+            for start, body, fragment, data in download.messages(starts):
+                envelope = encode(Response(PROTOCOL, seq, body, fragment))
+                download.sent(start, self._post(route, envelope, data))
 
-    def _post(self, route: Route, envelope: bytes, frames: Sequence[Any] = ()) -> zmq.MessageTracker | None:
+    def _tell(self, route: Route, seq: int, progress: Progress) -> None:
+        self._post(route, encode(Response(PROTOCOL, seq, b"", progress)))
+
+    def _sweep(self) -> float | None:
+        """Release transfers that were silent for long, and let waiting ones go on; returns seconds until the next time."""
+        for upload in list(self._uploads.make_room()):
+            self._go_on(upload)
+        sessions = [session for session in self._sessions.values() if session.downloads]
+        if not sessions and not self._uploads:
+            return None
+        now = time.monotonic()
+        if now >= self._next_sweep:
+            self._next_sweep = now + SWEEP_S
+            self._uploads.sweep(now)
+            for session in sessions:
+                session.release_downloads(now - SILENCE_S)
+        return self._next_sweep - now
+
+    def _post(self, route: Route, envelope: bytes, data: Any = None) -> zmq.MessageTracker | None:
         router, name = route
         with contextlib.suppress(zmq.ZMQError):  # its client is gone; the answer stays for a retry
-            if frames:
-                return router.send_multipart((name, envelope, *frames), _AT_ONCE, copy=False, track=True)
+            if data is not None and len(data):
+                return router.send_multipart((name, envelope, data), _AT_ONCE, copy=False, track=True)
             router.send(name, _AT_ONCE | _MORE_COMES)
             router.send(envelope, _AT_ONCE)
         return None

@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 
 from ..errors import ConfigError, ServerLost
+from .envelope import FRAME_BYTES
 from .keys import RunKey
 
 GIVE_UP_MS = 10_000
@@ -83,6 +84,7 @@ def connect(socket: Any, address: str, key: RunKey | None) -> None:
     """Set a requester's socket, and connect it. Raises ConfigError for an address that is none."""
     socket.linger = 200  # milliseconds: a last acknowledgement leaves, a dead server holds up nothing
     socket.sndhwm = socket.rcvhwm = 0  # a requester has a request or two under way; nothing is dropped
+    socket.maxmsgsize = FRAME_BYTES
     if transport_of(address) == "tcp":
         set_tcp(socket)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, 3000)  # milliseconds; the kernel's own patience is minutes

@@ -62,7 +62,8 @@ def serve(
     A tcp address is served with keys: ``server.key`` and ``run.key`` in ``directory``, made there unless they are. Clients
     of the same user on the same host find the key by themselves; others get a copy of ``run.key``. ``key``: another path
     for ``server.key``. ``insecure``: without keys; every process that reaches the address may read and change the run.
-    ``max_call_bytes``: most that a client there may put or complete in one call.
+    ``max_call_bytes``: most that a client there may put or complete in one call, and most payload of all calls together
+    that have not arrived whole.
 
     A ``directory`` that is not there is made with mode 0700, whatever the umask. One that is there keeps its mode, and
     what the run writes into it is readable by its owner alone.

@@ -145,7 +145,7 @@ class Bench:
 
         def action(server: QueueServer, tape: Tape) -> None:
             server._clock.fixed = now
-            server._wire._accept((tape, client.name.encode()), request, [])  # type: ignore[arg-type]
+            server._wire._accept((tape, client.name.encode()), request, None)  # type: ignore[arg-type]
 
         if again:
             action(self.server, self.tape)

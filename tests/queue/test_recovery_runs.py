@@ -331,8 +331,8 @@ def test_a_step_with_lost_rows_is_filled_again(tmp_path: Path) -> None:
 
 TRANSIENT = {
     "wire": {
-        "_admission", "_calls", "_for_good", "_handler", "_hold", "_listening", "_outbox", "_poller", "_processes", "_stopping",
-        "_thread", "_wake_in", "_wake_out", "_waking", "addresses", "garbage", "max_bytes",
+        "_admission", "_calls", "_for_good", "_handler", "_hold", "_listening", "_next_sweep", "_outbox", "_poller", "_processes",
+        "_stopping", "_thread", "_uploads", "_wake_in", "_wake_out", "_waking", "addresses", "garbage", "max_bytes",
     },
     "server": {
         "_clock", "_deferred", "_files", "_gauges", "_keeping", "_kept", "_mapper", "_measuring", "_next_status", "_on_event",

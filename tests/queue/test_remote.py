@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,11 +20,12 @@ from asyncflow_sdk.errors import AccessDenied, ConfigError, LeaseLost, ProtocolE
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection, open_queue
 from asyncflow_sdk.queue import connection as connections
-from asyncflow_sdk.queue.payload import JOIN_BYTES, Payload, from_frames, to_frames
+from asyncflow_sdk.queue.payload import from_image, to_image
 from asyncflow_sdk.queue.protocol import Call, Welcome, decode_answer, encode
 from asyncflow_sdk.types import ColumnSpec
 from asyncflow_sdk.types.columns import pack
 from asyncflow_sdk.wire import client as rules
+from asyncflow_sdk.wire.envelope import FRAGMENT_BYTES, WINDOW_BYTES
 
 
 @pytest.fixture
@@ -124,12 +126,12 @@ def test_where_keys_may_lie_and_where_none_are_needed(tmp_path: Path) -> None:
 
 
 def test_large_and_small_columns_come_back_bit_for_bit(run: Run) -> None:
-    # given pieces below, at and above the size that is sent by itself, empty ones too
+    # given columns of more than a fragment and of less, empty ones too
     queue, reader = run.queue(), run.queue("reader")
     numbers = np.random.default_rng(0)
     columns = {
-        "large": numbers.integers(0, 255, (3, JOIN_BYTES), np.uint8),
-        "edge": numbers.integers(0, 255, (3, JOIN_BYTES // 3 + 1), np.uint8)[:, : JOIN_BYTES // 3],
+        "large": numbers.integers(0, 255, (3, FRAGMENT_BYTES), np.uint8),
+        "edge": numbers.integers(0, 255, (3, FRAGMENT_BYTES // 3 + 1), np.uint8)[:, : FRAGMENT_BYTES // 3],
         "ragged": [numbers.random(size) for size in (0, 50_000, 3)],
         "text": ["", "\u00e4\0" * 40_000, "x"],
         "none": np.empty((3, 0), np.float32),
@@ -197,82 +199,87 @@ def test_a_call_too_large_is_refused_here_and_there(run: Run) -> None:
     wire.max_bytes = 1 << 20
     with pytest.raises(ProtocolError, match="is too large; this server takes at most 1048576: send fewer rows"):
         queue.put(large(40))
-    # and a client that does not keep to it is cut off, without harm to others
+    # and what a client that does not keep to it sends is dropped, without harm to others
     wire.max_bytes = 1 << 40
-    run.server._wire.max_bytes = 1 << 20
+    uploads = run.server._wire._uploads
+    uploads._most_bytes = 1 << 20
     garbage = run.server._wire.garbage
     thread = threading.Thread(target=lambda: in_threads(1, lambda _: queue.put(large(40))), daemon=True)
     thread.start()
     until(lambda: run.server._wire.garbage > garbage, "the message to be dropped")
     assert run.queue("other").audit().put == 0
-    run.server._wire.max_bytes = 1 << 30
+    uploads._most_bytes = 1 << 30
     thread.join(30)  # it is sent again
     assert run.queue("third").audit().put == 40
 
 
+WORD = 8  # a header's words: magic, serial, rows, columns, bytes, then values, bytes and offsets of each column
 HOSTILE = {
-    "no frames": lambda f: [],
-    "a frame less": lambda f: f[:-1],
-    "a frame more": lambda f: [*f, b"more"],
-    "a short frame": lambda f: [*f[:-1], f[-1][:-1]],
-    "a long frame": lambda f: [bytes(f[0]) + bytes(16), *f[1:]],
-    "swapped": lambda f: f[::-1],
-    "falling offsets": lambda f: [np.concatenate([f[0][:24], np.full(16, 255, np.uint8), f[0][40:]]), *f[1:]],
+    "none": lambda image: b"",
+    "a byte less": lambda image: image[:-1],
+    "more": lambda image: image + bytes(64),
+    "noise": lambda image: bytes(range(256)) * 3,
+    "other rows": lambda image: patched(image, 2, 3),
+    "no columns": lambda image: patched(image, 3, 0),
+    "values elsewhere": lambda image: patched(image, 5, 1 << 40),
+    "values before the block": lambda image: patched(image, 5, -64),
+    "offsets elsewhere": lambda image: patched(image, 10, 1 << 40),
+    "falling offsets": lambda image: patched(image, offsets_of(image) // WORD + 1, 9),
+    "offsets past the values": lambda image: patched(image, offsets_of(image) // WORD + 2, 1 << 40),
 }
 
 
+def patched(image: bytes, word: int, value: int) -> bytes:
+    return image[: WORD * word] + value.to_bytes(WORD, "little", signed=True) + image[WORD * (word + 1) :]
+
+
+def offsets_of(image: bytes) -> int:
+    return int.from_bytes(image[10 * WORD : 11 * WORD], "little")
+
+
 @pytest.mark.parametrize("how", HOSTILE)
-def test_payload_that_is_not_what_was_said_of_it_is_refused(run: Run, how: str) -> None:
-    # given a well-formed call and frames that do not fit it
-    columns = {"x": pack("x", large(2)["x"]), "r": pack("r", [[1, 2], [3]])}
+@pytest.mark.parametrize("rows", [2, 40], ids=["in one message", "in fragments"])
+def test_payload_that_is_not_what_was_said_of_it_is_refused(run: Run, how: str, rows: int) -> None:
+    # given a well-formed call and a block that does not fit it
+    columns = {"x": pack("x", large(rows)["x"]), "r": pack("r", [[1, 2], [3]] * (rows // 2))}
     specs = {name: column.spec for name, column in columns.items()}
-    payload, frames = to_frames(columns)
+    image = HOSTILE[how](b"".join(part.tobytes() for part in to_image(columns).parts))
     connection = run.queue()._port.connection
-    put = cmd.Put(groups=2, group_size=1, columns=specs, timeout_s=1)
+    put = cmd.Put(groups=rows, group_size=1, columns=specs, timeout_s=1)
     # when / then
     with pytest.raises(SchemaError):
-        connection.answered(
-            connection.wire.exchange(encode(Call(put, payload=payload, inline=True)), 5, HOSTILE[how](frames))
-        )
+        connection.answered(connection.wire.exchange(encode(Call(put, payload=rows, inline=True)), 5, [image]))
     assert run.server._remote.arena.blocks == 0
     assert run.queue("other").audit().put == 0
 
 
+@pytest.mark.parametrize("rows", [-1, 0, 1, 3, 2**62])
 @pytest.mark.parametrize(
-    "payload",
-    [
-        Payload(-1, (0,)),
-        Payload(2, ()),
-        Payload(2, (16, 16)),
-        Payload(2, (-16,)),
-        Payload(2**62, (16,)),
-        Payload(0, (16,)),
-    ],
+    "spec", [ColumnSpec("fixed", "float64"), ColumnSpec("ragged", "float64"), ColumnSpec("fixed", "float64", (-1,))]
 )
-def test_sizes_that_make_no_sense_are_refused(payload: Payload) -> None:
-    for spec in (
-        ColumnSpec("fixed", "float64"),
-        ColumnSpec("ragged", "float64"),
-        ColumnSpec("fixed", "float64", (-1,)),
-    ):
-        with pytest.raises(SchemaError):
-            from_frames(payload, {"x": spec}, [bytes(16)])
+def test_sizes_that_make_no_sense_are_refused(rows: int, spec: ColumnSpec) -> None:
+    image = to_image({"x": pack("x", np.arange(2.0))})
+    with pytest.raises(SchemaError):
+        from_image(np.concatenate(image.parts), rows, {"x": spec})
+    with pytest.raises(SchemaError):
+        from_image(np.zeros(16, np.uint8), rows, {"x": spec})
 
 
 def test_payload_on_a_command_that_takes_none(run: Run) -> None:
     connection = run.queue()._port.connection
     columns = {"x": pack("x", np.arange(3.0))}
-    payload, frames = to_frames(columns)
+    image = to_image(columns)
     put = cmd.Put(groups=3, group_size=1, columns={"x": columns["x"].spec}, timeout_s=1)
     for call in (
-        Call(cmd.GetAudit(), payload=payload),
-        Call(cmd.Lease(task="t", count=1, timeout_s=0), payload=payload),
-        Call(put),  # frames that the call does not speak of
-        Call(msgspec.structs.replace(put, columns={}), payload=Payload(3, ())),
+        Call(cmd.GetAudit(), payload=3),
+        Call(cmd.Lease(task="t", count=1, timeout_s=0), payload=3),
+        Call(put),  # payload that the call does not speak of
+        Call(msgspec.structs.replace(put, columns={}), payload=3),
     ):
-        answer = decode_answer(connection.wire.exchange(encode(call), 5, frames).body)
+        answer = decode_answer(connection.wire.exchange(encode(call), 5, image.parts).body)
         if not isinstance(call.command, cmd.GetAudit):
             assert answer.error is not None, call
+    assert run.server._remote.arena.blocks == 0
     assert run.queue("other").audit().put == 0
 
 
@@ -322,21 +329,23 @@ def test_an_answer_on_its_way_to_a_reader_that_does_not_read_is_not_sent_again(r
     request = slow._numbering.frame(seq, encode(Call(cmd.Lease(task="read", count=400, timeout_s=9), inline=True)))
     sent = []
     post = run.server._wire._post
-    run.server._wire._post = lambda *what: sent.append(len(what)) or post(*what)  # type: ignore[method-assign,func-returns-value]
+
+    def noted(route: Any, envelope: bytes, data: Any = None) -> Any:
+        sent.append(0 if data is None else len(data))
+        return post(route, envelope, data)
+
+    run.server._wire._post = noted  # type: ignore[method-assign]
     # when it asks again and again
     for _ in range(20):
         socket.send(request)
     more = slow._numbering.frame(slow._numbering.begin(), encode(Call(cmd.GetAudit())))
     socket.send(more)
-    until(lambda: 2 in sent, "the last of them")
-    # then its rows are sent once, until it reads them
-    assert sent.count(3) == 1
+    until(lambda: 0 in sent, "the last of them")
+    # then a window of its rows is under way, and what fits into buffers beside it
+    first = sum(sent)
+    assert WINDOW_BYTES <= first < 4 * WINDOW_BYTES
     proxy.resume()
     assert socket.poll(30_000)
-    frames = [socket.recv(copy=False)]
-    while frames[-1].more:
-        frames.append(socket.recv(copy=False))
-    assert sum(len(frame) for frame in frames) > large(400)["x"].nbytes
     slow.close()
     proxy.close()
 
@@ -363,7 +372,7 @@ def test_rows_that_ended_before_they_were_sent_are_given_back(run: Run, monkeypa
 def test_what_a_put_that_failed_was_given_is_not_sent_after_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # given a proxy that stands still after the hello, so that a put ends without an answer
     monkeypatch.setattr(rules, "GRACE_S", 0.0)
-    monkeypatch.setattr(connections, "SLOWEST_BYTES_PER_S", 1e12)
+    monkeypatch.setattr(rules, "SLOWEST_BYTES_PER_S", 1e12)
     proxy = FlakyProxy(int(run.address.rsplit(":", 1)[1]), pieces=(10**9, 10**9))
     queue = open_queue(Connection(proxy.address, "remote", key=run.key, shared_memory=False))
     values = large(400)["x"]

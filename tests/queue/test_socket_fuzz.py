@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +22,10 @@ from waiting import until
 
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import TransferQueue
-from asyncflow_sdk.queue.payload import Payload, to_frames
+from asyncflow_sdk.queue.payload import to_image
 from asyncflow_sdk.queue.protocol import Call, Hello, encode
 from asyncflow_sdk.types.columns import pack
-from asyncflow_sdk.wire.envelope import PROTOCOL, Request
+from asyncflow_sdk.wire.envelope import FRAGMENT_BYTES, PROTOCOL, Fragment, ProgressQuery, Pull, Request, RequestPart
 from asyncflow_sdk.wire.envelope import encode as envelope
 
 SECONDS = 60.0 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1.5
@@ -37,14 +36,14 @@ def whole(session: str, seq: int) -> list[list[bytes]]:
     """Messages as a client sends them: what the attacks begin with."""
     columns = {"attack": pack("attack", np.arange(6.0)), "text": pack("text", ["a", "", "\u00e4", "b", "c", "d"])}
     specs = {name: column.spec for name, column in columns.items()}
-    payload, frames = to_frames(columns)
+    image = b"".join(part.tobytes() for part in to_image(columns).parts)
     put = cmd.Put(groups=6, group_size=2, columns=specs, key="", timeout_s=0.01)
     done = cmd.Complete(token=1, columns=specs, index=np.arange(6, dtype="<i4").tobytes())
-    calls: list[tuple[Call, list[Any]]] = [
+    calls: list[tuple[Call, list[bytes]]] = [
         (Call(Hello("attacker", os.getpid(), "", "0")), []),
-        (Call(put, payload=payload, inline=True), frames),
-        (Call(put, payload=Payload(6, (48, 6)), inline=True), frames[::-1]),
-        (Call(done, payload=payload, inline=True), frames),
+        (Call(put, payload=6, inline=True), [image]),
+        (Call(put, payload=5, inline=True), [image[::-1]]),
+        (Call(done, payload=6, inline=True), [image]),
         (Call(cmd.Lease(task="attacked", count=3, timeout_s=0.01), inline=True), []),
         (Call(cmd.GiveBack(token=3)), []),
         (Call(cmd.GetAudit()), []),
@@ -52,10 +51,31 @@ def whole(session: str, seq: int) -> list[list[bytes]]:
         (Call(cmd.Renew(token=2)), []),
         (Call(cmd.Loaded(version=0)), []),
     ]
-    return [
-        [envelope(Request(PROTOCOL, session, seq + n, 1, (), (), encode(call))), *map(bytes, beside)]
+    messages = [
+        [envelope(Request(PROTOCOL, session, seq + n, 1, (), (), encode(call))), *beside]
         for n, (call, beside) in enumerate(calls)
     ]
+    body = encode(Call(put, payload=6, inline=True))
+    sizes = len(body), 3 * FRAGMENT_BYTES
+    parts: list[tuple[RequestPart, list[bytes]]] = [
+        (Fragment(0, 0, sizes), [body]),
+        (Fragment(0, 0, (len(body), len(image))), [body]),
+        (Fragment(0, 0, (2 * FRAGMENT_BYTES, 1)), [bytes(FRAGMENT_BYTES)]),
+        (Fragment(0, len(body), sizes), [bytes(FRAGMENT_BYTES)]),
+        (Fragment(5, len(body), sizes), [bytes(FRAGMENT_BYTES)]),
+        (Fragment(0, len(body), (len(body), len(image))), [image]),
+        (Pull((0, FRAGMENT_BYTES, -1, 1 << 62)), []),
+        (ProgressQuery(0, 1, False), []),
+        (ProgressQuery(7, 1 << 62, True), []),
+    ]
+    number = seq + len(messages)
+    for part, beside in parts:  # each is of the request before, or of one that has an answer
+        number += isinstance(part, Fragment) and part.start == 0
+        messages += (
+            [envelope(Request(PROTOCOL, session, which, 1, (), (), b"", part)), *beside]
+            for which in (number, seq + 5)
+        )
+    return messages
 
 
 def bent(numbers: random.Random, message: list[bytes]) -> list[bytes]:
@@ -78,7 +98,7 @@ def bent(numbers: random.Random, message: list[bytes]) -> list[bytes]:
     elif how == "drop":
         del frames[which]
     elif how == "twice":
-        frames[which:which] = [frame] * numbers.choice([1, 50, 5000])
+        frames[which:which] = [frame] * min(numbers.choice([1, 50, 5000]), (16 << 20) // (len(frame) + 1))
     elif how == "noise":
         frames[which] = numbers.randbytes(numbers.choice([0, 1, 30, 3000]))
     elif how == "splice" and frame:

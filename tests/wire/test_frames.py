@@ -1,6 +1,10 @@
 """Whatever arrives at a server's socket, the server and its other sessions go on."""
 
+import contextlib
+import os
 import random
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +15,8 @@ from waiting import in_thread, until
 from wire_handlers import Parrot, Raw, Request, frame, serving
 
 from asyncflow_sdk.errors import ProtocolError
-from asyncflow_sdk.wire import Client
-from asyncflow_sdk.wire.envelope import MAX_FRAMES, PROTOCOL, Response, decode_response, encode
+from asyncflow_sdk.wire import Client, fresh_keys
+from asyncflow_sdk.wire.envelope import FRAME_BYTES, PROTOCOL, Response, decode_response, encode
 
 GOOD = frame(1, b"hello")
 BAD = {
@@ -28,7 +32,7 @@ BAD = {
     "a number too large": msgspec.msgpack.encode((PROTOCOL, "s", 1, 1, ("x",), (), b"x")),
     "a map": msgspec.msgpack.encode({"protocol": PROTOCOL}),
     "deep": b"\x91" * 5000,
-    "deep behind a good beginning": GOOD[:1].replace(b"\x97", b"\x98") + GOOD[1:] + b"\x91" * 100_000,
+    "deep behind a good beginning": GOOD[:1].replace(b"\x98", b"\x99") + GOOD[1:] + b"\x91" * 100_000,
     "text that is none": GOOD.replace(b"\xa1s", b"\xa1\xff"),
 }
 MAX_BYTES = 1 << 20
@@ -52,11 +56,12 @@ def test_garbage_is_counted_and_nothing_else(parrot: Parrot) -> None:
     with Raw(address) as raw:
         for bad in BAD.values():
             raw.send(bad)
-        raw.send(*[GOOD] * (MAX_FRAMES + 2))
+        raw.send(*[GOOD] * 3)
+        raw.send(*[GOOD] * 5000)
         # then it is counted, the same socket may still speak, and the parked request is answered
         raw.send(GOOD)
         assert raw.hear() == (1, b"hello 1")
-    assert parrot.server.garbage == len(BAD) + 1
+    assert parrot.server.garbage == len(BAD) + 2
     parrot.let_go(b"park")
     assert waiting() == b"park at last"
     assert client.ask(b"more", 1) == b"more 2"
@@ -100,7 +105,7 @@ def test_an_oversized_message_cuts_only_its_own_connection(parrot: Parrot) -> No
     until(lambda: parrot.parked, "the parked request")
     # when
     with Raw(address) as raw:
-        raw.send(frame(1, bytes(MAX_BYTES)))
+        raw.send(frame(1, bytes(FRAME_BYTES)))
         assert raw.silent()
     # then nothing of it was carried out and the other session goes on
     parrot.let_go(b"park")
@@ -109,9 +114,42 @@ def test_an_oversized_message_cuts_only_its_own_connection(parrot: Parrot) -> No
     client.close()
 
 
-def test_a_message_whose_frames_together_are_too_large_is_garbage(parrot: Parrot) -> None:
+@pytest.mark.parametrize("mechanism", [b"NULL", b"CURVE"])
+def test_a_frame_is_bounded_before_its_sender_has_proven_anything(mechanism: bytes) -> None:
+    # given connections that go as far as the greeting
+    keys = fresh_keys()[0] if mechanism == b"CURVE" else None
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+    with serving("tcp://127.0.0.1:0", keys=keys) as parrot, contextlib.ExitStack() as held:
+        host, port = parrot.server.addresses[0].removeprefix("tcp://").split(":")
+
+        def connect(announced: int) -> socket.socket:
+            raw = held.enter_context(socket.create_connection((host, int(port)), 60))
+            raw.sendall(greeting + struct.pack(">BQ", 6, announced))
+            return raw
+
+        # when one announces a frame that is larger than any
+        for announced in (FRAME_BYTES + 1, (1 << 30) - 1, (1 << 63) - 1):
+            raw = connect(announced)
+            # then it is cut off at once
+            with contextlib.suppress(ConnectionError):
+                while raw.recv(1000):
+                    pass
+        # and of the largest that is taken, the bytes that came are held, and no more
+        before = resident()
+        for _ in range(6):
+            with contextlib.suppress(ConnectionError):
+                connect(FRAME_BYTES).sendall(bytes(FRAME_BYTES - 1))
+        assert resident() - before < 6 * (16 << 20)
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_message_that_is_larger_than_a_call_may_be_is_garbage(parrot: Parrot) -> None:
     with Raw(parrot.server.addresses[0]) as raw:
-        raw.send(GOOD, *[bytes(MAX_BYTES // 4)] * 4)
+        raw.send(GOOD, bytes(MAX_BYTES))
         raw.send(GOOD)
         assert raw.hear() == (1, b"hello 0")
     assert parrot.server.garbage == 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import zmq
 
-from asyncflow_sdk.wire import Server
+from asyncflow_sdk.wire import MemorySink, Server
 from asyncflow_sdk.wire.envelope import PROTOCOL, Request, decode_response, encode
 
 
@@ -15,16 +15,19 @@ class Parrot:
 
     def __init__(self) -> None:
         self.carried_out: list[bytes] = []
-        self.frames: list[list[bytes]] = []
+        self.payloads: list[bytes] = []
         self.parked: dict[bytes, int] = {}
         self.dropped_ones: list[tuple[int, bytes | None]] = []
         self.gone_ones: list[str] = []
         self.wants: float | None = None
         self.server: Server
 
-    def request(self, session: str, ticket: int, body: bytes, frames: Sequence[Any]) -> None:
+    def sink(self, session: str, body: bytes, nbytes: int) -> MemorySink:
+        return MemorySink(nbytes)
+
+    def request(self, session: str, ticket: int, body: bytes, payload: MemorySink | None) -> None:
         self.carried_out.append(body)
-        self.frames.append([bytes(frame) for frame in frames])
+        self.payloads.append(b"" if payload is None else payload.memory.tobytes())
         if body.startswith(b"park"):
             self.parked[body] = ticket
         else:
