@@ -29,8 +29,8 @@ from ..errors import ConfigError
 
 IPC_BACKLOG = 64
 """Peers that may wait at an ipc door: at most one more than this is admitted at once."""
-_PATH_BYTES = 100
-"""The longest path of an ipc address. The kernel takes 107, and each listening socket has a number behind the path."""
+_PATH_BYTES = 107
+"""The longest path of a socket that the kernel takes."""
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes of each packet
 
@@ -207,20 +207,24 @@ class IpcDoor:
     def _listen(self) -> socket.socket:
         """A new socket in the place of the last. Peers that connect meanwhile find the one or the other."""
         new = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        path = f"{self._path}.{next(self._numbers) % 1_000_000}"
+        folder, name = os.path.split(self._path)
+        number = f"{name}.{next(self._numbers) % 1_000_000}"
+        at = os.open(folder or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # left by a server that was killed
-            new.bind(path)
+                os.unlink(number, dir_fd=at)  # left by a server that was killed
+            new.bind(f"/proc/self/fd/{at}/{number}")  # short, however long the path of the folder is
             new.listen(IPC_BACKLOG)
             new.setblocking(False)
-            self._inode = os.stat(path).st_ino
-            os.rename(path, self._path)
+            self._inode = os.stat(number, dir_fd=at).st_ino
+            os.rename(number, name, src_dir_fd=at, dst_dir_fd=at)
         except BaseException:
             new.close()
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                os.unlink(number, dir_fd=at)
             raise
+        finally:
+            os.close(at)
         return new
 
 

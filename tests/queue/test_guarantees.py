@@ -329,7 +329,7 @@ def test_nans_with_a_payload_signed_zeros_and_infinities_come_back_to_the_bit(ru
     queue = run.queue()
     columns = {name: np.array(bits, raw).view(kind) for name, (bits, raw, kind) in SPECIAL.items()}
     columns["complex128"] = np.concatenate([columns["float64"], columns["float64"][::-1]]).view(np.complex128)
-    ragged = {f"r {name}": [column[: i % 3 + 1] for i in range(7)] for name, column in columns.items()}
+    ragged = {f"r_{name}": [column[: i % 3 + 1] for i in range(7)] for name, column in columns.items()}
     queue.declare("read", needs=[*columns, *ragged], gives=[f"again {name}" for name in columns], max_attempts=99)
     queue.declare("end", needs=[f"again {name}" for name in columns])
     queue.put({**columns, **ragged})
@@ -341,7 +341,7 @@ def test_nans_with_a_payload_signed_zeros_and_infinities_come_back_to_the_bit(ru
         # then
         for name, column in columns.items():
             assert part.array(name).tobytes() == column[index].tobytes(), name
-            for row, i in zip(part.ragged(f"r {name}"), index, strict=True):
+            for row, i in zip(part.ragged(f"r_{name}"), index, strict=True):
                 assert row.tobytes() == column[: i % 3 + 1].tobytes(), name
         batch.give_back(index=[order[0]])  # so that they come in another order
         batch.give_back()

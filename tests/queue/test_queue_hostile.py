@@ -180,7 +180,7 @@ def test_events_are_taken_only_after_hello(command: Any) -> None:
     # given
     seen: list[Event] = []
     with running("tcp", on_event=seen.append) as run:
-        client = Client(run.address)
+        client = Client(run.address, run.key)
         forged = encode(Call(command, None, (Note(time_s=0.0, text="forged"),)))
         # when a session that has not said hello sends an event
         answer = decode_answer(client.ask(forged, 5))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from waiting import until
-from wire_handlers import serving
+from wire_handlers import client_of, serving
 
-from asyncflow_sdk.wire import Client, admission, listening, sockets
+from asyncflow_sdk.wire import admission, listening, sockets
 from asyncflow_sdk.wire.doors import TcpDoor
 
 
@@ -30,9 +30,9 @@ def connected(peer: socket.socket) -> bool:
 
 
 def test_a_held_tcp_door_lets_nobody_in_and_everybody_afterwards(tmp_path: Path) -> None:
-    with serving(f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0") as parrot:
+    with serving(f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0", insecure=True) as parrot:
         local, tcp = parrot.server.addresses
-        there, here = Client(tcp), Client(local)
+        there, here = client_of(tcp), client_of(local)
         assert there.ask(b"x", 60) == b"x 0"
         # when the doors of this process are held
         TcpDoor.hold_all()
@@ -53,10 +53,10 @@ def test_silent_peers_shut_the_tcp_door_until_they_are_gone(monkeypatch: pytest.
     # given a server that takes three peers that have not authenticated
     monkeypatch.setattr(admission, "MOST_UNPROVEN", 3)
     notes: list[str] = []
-    with serving("tcp://127.0.0.1:0") as parrot:
+    with serving("tcp://127.0.0.1:0", insecure=True) as parrot:
         parrot.server.on_note(lambda text, level: notes.append(text))
         address = parrot.server.addresses[0]
-        early = Client(address)
+        early = client_of(address)
         early.ask(b"x", 60)
         # when more come
         peers = [knock(address) for _ in range(3)]
@@ -79,7 +79,7 @@ def test_silent_peers_shut_the_tcp_door_until_they_are_gone(monkeypatch: pytest.
 def test_a_silent_peer_is_disconnected(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (listening, sockets):
         monkeypatch.setattr(module, "GIVE_UP_MS", 200)
-    with serving(f"ipc://{tmp_path}/s" if kind == "ipc" else "tcp://127.0.0.1:0") as parrot:
+    with serving(f"ipc://{tmp_path}/s" if kind == "ipc" else "tcp://127.0.0.1:0", insecure=kind == "tcp") as parrot:
         address = parrot.server.addresses[0]
         with socket.socket(socket.AF_UNIX if kind == "ipc" else socket.AF_INET) as peer:
             peer.settimeout(60)

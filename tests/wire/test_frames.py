@@ -12,10 +12,10 @@ import msgspec
 import pytest
 import zmq
 from waiting import in_thread, until
-from wire_handlers import Parrot, Raw, Request, frame, serving
+from wire_handlers import Parrot, Raw, Request, client_of, frame, serving
 
 from asyncflow_sdk.errors import ProtocolError
-from asyncflow_sdk.wire import Client, fresh_keys
+from asyncflow_sdk.wire import fresh_keys
 from asyncflow_sdk.wire.envelope import FRAME_BYTES, PROTOCOL, Response, decode_response, encode
 
 GOOD = frame(1, b"hello")
@@ -41,7 +41,9 @@ MAX_BYTES = 1 << 20
 @pytest.fixture(params=["ipc", "tcp"])
 def parrot(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Parrot]:
     with serving(
-        {"ipc": f"ipc://{tmp_path}/s", "tcp": "tcp://127.0.0.1:0"}[request.param], max_bytes=MAX_BYTES
+        {"ipc": f"ipc://{tmp_path}/s", "tcp": "tcp://127.0.0.1:0"}[request.param],
+        max_bytes=MAX_BYTES,
+        insecure=request.param == "tcp",
     ) as parrot:
         yield parrot
 
@@ -49,7 +51,7 @@ def parrot(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Parrot]:
 def test_garbage_is_counted_and_nothing_else(parrot: Parrot) -> None:
     # given a session with a parked request
     address = parrot.server.addresses[0]
-    client = Client(address)
+    client = client_of(address)
     waiting = in_thread(lambda: client.ask(b"park", 30))
     until(lambda: parrot.parked, "the parked request")
     # when others send garbage, and messages of too many frames
@@ -100,7 +102,7 @@ def test_hostile_numbers_harm_only_their_own_session(parrot: Parrot) -> None:
 def test_an_oversized_message_cuts_only_its_own_connection(parrot: Parrot) -> None:
     # given another session with a parked request
     address = parrot.server.addresses[0]
-    client = Client(address)
+    client = client_of(address)
     waiting = in_thread(lambda: client.ask(b"park", 30))
     until(lambda: parrot.parked, "the parked request")
     # when
@@ -156,7 +158,7 @@ def test_a_message_that_is_larger_than_a_call_may_be_is_garbage(parrot: Parrot) 
 
 
 def test_a_call_that_no_server_would_take_is_refused_before_it_is_sent(parrot: Parrot) -> None:
-    client = Client(parrot.server.addresses[0])
+    client = client_of(parrot.server.addresses[0])
     client.max_bytes = MAX_BYTES
     with pytest.raises(ProtocolError, match="too large; this server takes at most"):
         client.ask(bytes(MAX_BYTES), 1)
@@ -187,7 +189,7 @@ def test_a_client_that_meets_a_server_of_another_protocol_raises_what_it_says(tm
     router = zmq.Context.instance().socket(zmq.ROUTER)
     router.linger = 0
     router.bind(f"ipc://{tmp_path}/s")
-    client = Client(f"ipc://{tmp_path}/s")
+    client = client_of(f"ipc://{tmp_path}/s")
     asking = in_thread(lambda: client.ask(b"x", 30))
     # when
     route, _ = router.recv_multipart()
@@ -201,7 +203,7 @@ def test_a_client_that_meets_a_server_of_another_protocol_raises_what_it_says(tm
 
 def test_an_answer_may_be_larger_than_any_request(parrot: Parrot) -> None:
     # given
-    client = Client(parrot.server.addresses[0])
+    client = client_of(parrot.server.addresses[0])
     waiting = in_thread(lambda: client.ask(b"park", 30))
     until(lambda: parrot.parked, "the parked request")
     # when
@@ -224,7 +226,7 @@ def test_a_server_that_answers_nonsense_fails_the_request(tmp_path: Path) -> Non
     router = zmq.Context.instance().socket(zmq.ROUTER)
     router.linger = 0
     router.bind(address)
-    client = Client(address)
+    client = client_of(address)
     asking = in_thread(lambda: client.ask(b"x", 30))
     # when
     route, _ = router.recv_multipart()

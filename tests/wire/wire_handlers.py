@@ -6,7 +6,7 @@ from typing import Any
 
 import zmq
 
-from asyncflow_sdk.wire import MemorySink, Server
+from asyncflow_sdk.wire import Client, MemorySink, Server
 from asyncflow_sdk.wire.envelope import PROTOCOL, Request, decode_response, encode
 
 
@@ -51,6 +51,11 @@ class Parrot:
 
     def let_go(self, body: bytes) -> None:
         self.server.call(lambda: self.server.answer(self.parked[body], body + b" at last"))
+
+
+def client_of(address: str) -> Client:
+    """A client without a key, over tcp too."""
+    return Client(address, insecure=address.startswith("tcp:"))
 
 
 @contextlib.contextmanager
