@@ -330,8 +330,8 @@ def test_nans_with_a_payload_signed_zeros_and_infinities_come_back_to_the_bit(ru
     columns = {name: np.array(bits, raw).view(kind) for name, (bits, raw, kind) in SPECIAL.items()}
     columns["complex128"] = np.concatenate([columns["float64"], columns["float64"][::-1]]).view(np.complex128)
     ragged = {f"r_{name}": [column[: i % 3 + 1] for i in range(7)] for name, column in columns.items()}
-    queue.declare("read", needs=[*columns, *ragged], gives=[f"again {name}" for name in columns], max_attempts=99)
-    queue.declare("end", needs=[f"again {name}" for name in columns])
+    queue.declare("read", needs=[*columns, *ragged], gives=[f"again_{name}" for name in columns], max_attempts=99)
+    queue.declare("end", needs=[f"again_{name}" for name in columns])
     queue.put({**columns, **ragged})
     # when they are read together, one by one, and after they were written again by a stage
     for index in ([0, 1, 2, 3, 4, 5, 6], [4], [6, 0, 3]):
@@ -347,13 +347,13 @@ def test_nans_with_a_payload_signed_zeros_and_infinities_come_back_to_the_bit(ru
         batch.give_back()
     with queue.get("read", 7) as batch:
         ids = batch.ids
-        batch.complete({f"again {name}": batch[name] for name in columns})
+        batch.complete({f"again_{name}": batch[name] for name in columns})
     end = queue.get("end", 7)
     back = [end.ids.tolist().index(i) for i in range(7)]
     assert sorted(ids.tolist()) == list(range(7))
     for name, column in columns.items():
-        assert end.array(f"again {name}")[back].tobytes() == column.tobytes(), name
-        end.torch(f"again {name}")
+        assert end.array(f"again_{name}")[back].tobytes() == column.tobytes(), name
+        end.torch(f"again_{name}")
 
 
 @pytest.mark.parametrize(

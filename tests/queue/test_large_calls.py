@@ -50,15 +50,15 @@ def values(mib: int) -> "np.ndarray[Any, Any]":
     return np.random.default_rng(mib).integers(0, 255, (mib, MIB), np.uint8)
 
 
-def beyond(address: str, **options: Any) -> tuple[FlakyProxy, TransferQueue]:
-    """A queue behind a proxy."""
+def beyond(address: str, key: Any, **options: Any) -> tuple[FlakyProxy, TransferQueue]:
+    """A queue behind a proxy. ``key``: the run's, or the path of a file that has it."""
     proxy = FlakyProxy(int(address.rsplit(":", 1)[1]), **{"pieces": WHOLE, **options})
-    return proxy, open_queue(Connection(proxy.address, "remote", shared_memory=False))
+    return proxy, open_queue(Connection(proxy.address, "remote", key=key, shared_memory=False))
 
 
 def test_a_put_whose_answers_are_late_is_not_sent_again(run: Run, silences: list[int]) -> None:
     # given a link that brings nothing back once 20 MiB of a put are through
-    proxy, queue = beyond(run.address)
+    proxy, queue = beyond(run.address, run.key)
     queue.declare("read", needs=["x"])
     proxy.halt_after = {"back": 20 * MIB}
     # when the client hears nothing, again and again
@@ -76,7 +76,7 @@ def test_a_put_whose_answers_are_late_is_not_sent_again(run: Run, silences: list
 def test_rows_that_are_late_are_not_sent_again(run: Run, silences: list[int]) -> None:
     # given the same on the way of rows to a client
     run.queue().put({"x": values(48)})
-    proxy, queue = beyond(run.address)
+    proxy, queue = beyond(run.address, run.key)
     queue.declare("read", needs=["x"])
     proxy.halt_after = {"back": 20 * MIB}
     getting = in_thread(queue.get, "read", 48)
@@ -93,7 +93,7 @@ def test_a_connection_that_is_cut_costs_what_was_under_way(run: Run, silences: l
     # given a link that is cut again and again
     import asyncio
 
-    proxy, queue = beyond(run.address, pieces=(200, 300))
+    proxy, queue = beyond(run.address, run.key, pieces=(200, 300))
     queue.declare("read", needs=["x"])
     # when
     if face == "thread":
@@ -118,7 +118,7 @@ def test_a_put_goes_on_with_the_next_server_when_one_is_killed_in_the_midst_of_i
     directory = str(tmp_path / "journal")
     with Child(serve_durably, directory, "tcp://127.0.0.1:0", "process") as child:
         address = child.hear()
-        proxy, queue = beyond(address)
+        proxy, queue = beyond(address, Path(directory) / "run.key")
         queue.declare("read", needs=["x"])
         proxy.halt_after = {"there": 20 * MIB}
         putting = in_thread(queue.put, {"x": values(48)}, key="all")
@@ -144,7 +144,7 @@ def test_an_upload_that_never_finishes_is_released(
     run: Run, ends: str, monkeypatch: pytest.MonkeyPatch, silences: list[int]
 ) -> None:
     # given a put of which a half has arrived
-    proxy, queue = beyond(run.address)
+    proxy, queue = beyond(run.address, run.key)
     server, arena = run.server, arena_of(run.queue("near"))
     session = queue._port.connection.wire.session
     monkeypatch.setattr(rules, "SLOWEST_BYTES_PER_S", 1e12)

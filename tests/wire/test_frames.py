@@ -121,7 +121,7 @@ def test_a_frame_is_bounded_before_its_sender_has_proven_anything(mechanism: byt
     # given connections that go as far as the greeting
     keys = fresh_keys()[0] if mechanism == b"CURVE" else None
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
-    with serving("tcp://127.0.0.1:0", keys=keys) as parrot, contextlib.ExitStack() as held:
+    with serving("tcp://127.0.0.1:0", keys=keys, insecure=keys is None) as parrot, contextlib.ExitStack() as held:
         host, port = parrot.server.addresses[0].removeprefix("tcp://").split(":")
 
         def connect(announced: int) -> socket.socket:
