@@ -22,7 +22,7 @@ MOST = 100
 
 
 @dataclass(frozen=True)
-class Request:
+class DeferredRequest:
     """A call as it came, and the numbers that the wire knows it by. Times are ledger seconds; ``until``: its deadline.
     ``why``: it waits."""
 
@@ -49,7 +49,7 @@ class Request:
     def puts_rows(self) -> bool:
         return isinstance(self.call.command, cmd.Put)
 
-    def at(self, now: float) -> Request:
+    def at(self, now: float) -> DeferredRequest:
         """The same request, made now with the time that is left."""
         if now <= self.since:
             return self
@@ -71,31 +71,31 @@ class DeferredRequests:
     """In order of arrival. Not thread-safe: the server's thread owns it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Request] = {}
+        self._waiting: dict[int, DeferredRequest] = {}
         self._next_try = math.inf
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[DeferredRequest]:
         return list(self._waiting.values())
 
-    def check_turn(self, request: Request) -> None:
+    def check_turn(self, request: DeferredRequest) -> None:
         """Raise MemoryFull if rows of an earlier put still wait."""
         before = next((each for each in self._waiting.values() if each.puts_rows), None)
         if request.puts_rows and before is not None:
             raise MemoryFull(before.why)
 
-    def add(self, request: Request, full: MemoryFull, now: float) -> None:
+    def add(self, request: DeferredRequest, full: MemoryFull, now: float) -> None:
         self._waiting[request.ticket] = replace(request, why=str(full))
         self._next_try = min(self._next_try, now + TRY_AGAIN_S)
 
-    def drop(self, ticket: int) -> Request | None:
+    def drop(self, ticket: int) -> DeferredRequest | None:
         """Nobody waits for a request any more."""
         return self._waiting.pop(ticket, None)
 
-    def drop_session(self, session: str) -> list[Request]:
+    def drop_session(self, session: str) -> list[DeferredRequest]:
         """Return the requests of a session, which wait no longer."""
         dropped = [each for each in self._waiting.values() if each.session == session]
         for each in dropped:
@@ -109,7 +109,7 @@ class DeferredRequests:
         self._next_try = now + TRY_AGAIN_S
         return True
 
-    def take_late(self, now: float) -> list[Request]:
+    def take_late(self, now: float) -> list[DeferredRequest]:
         """Requests past their deadline, which wait no longer."""
         late = [each for each in self._waiting.values() if each.until <= now]
         for each in late:

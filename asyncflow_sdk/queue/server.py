@@ -27,7 +27,7 @@ from . import remote
 from .blocks import Block
 from .carrying import Carrying, Pending
 from .checks import check_call, completed, owns
-from .deferred import DeferredRequests, Request
+from .deferred import DeferredRequest, DeferredRequests
 from .journal import Asked, Dropped, Gone, Record, Ticked
 from .keeping import Keeping
 from .measuring import Measuring
@@ -187,7 +187,7 @@ class QueueServer(Carrying):
             self._look(session, ticket, call.command)
             return
         now = self._clock()
-        request = Request(session, ticket, *self._wire.numbers(ticket), call, body, payload, now)
+        request = DeferredRequest(session, ticket, *self._wire.numbers(ticket), call, body, payload, now)
         try:
             if isinstance(call.command, Hello) and not self._replaying:
                 self._check_room(session)
@@ -198,7 +198,7 @@ class QueueServer(Carrying):
         except WireError as no_room:
             self._say(ticket, no_room)
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: DeferredRequest) -> None:
         """Carry out a request, and record it. Raises MemoryFull if the disk has no room: nothing was done."""
         call, body = request.call, request.body
         self._keeping.reserve(len(body), new_rows=request.puts_rows)
@@ -214,7 +214,7 @@ class QueueServer(Carrying):
 
     # ---- requests that wait for room on the disk
 
-    def _defer(self, request: Request, full: MemoryFull, now: float) -> None:
+    def _defer(self, request: DeferredRequest, full: MemoryFull, now: float) -> None:
         """Let a request wait up to its deadline, where the disk has no room for it."""
         if not request.may_wait:
             request.release()
