@@ -6,6 +6,7 @@ steps that were lost.
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ STEPS, ROWS, GROUP = 36, 16, 4
 PROMPTS = [[n, n + 1, n + 2] for n in range(STEPS * ROWS // GROUP)]
 """As many as the steps have groups: each is trained once, where none is replaced."""
 Notes = list[dict[str, Any]]
+OUTLASTED = os.environ.get("OUTLASTED", "")
+"""A folder in which the trainer names its steps, for engines that wait for some."""
 
 
 class Noting(Gated):
@@ -35,6 +38,8 @@ class Noting(Gated):
         result = super().train_step(batch)
         prompts = [int(row[0]) for row in batch.ragged("prompt_ids")]
         self.notes.append({"rows": batch.ids.tolist(), "prompts": prompts, "rewards": batch.array("reward").tolist()})
+        if OUTLASTED:
+            (Path(OUTLASTED) / f"step-{len(self.notes)}").touch()
         return result
 
     def save(self, path: Path) -> None:
@@ -47,13 +52,32 @@ class Noting(Gated):
 
 
 class Uneven(EchoRollout):
-    """Every seventh prompt takes long, and three of them longer than any step: policy ``drop`` has something to give up."""
+    """Every seventh prompt takes long. With OUTLASTED three of them take three steps when they are first drawn: policy ``drop`` has
+    something to give up."""
 
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
-        if request.prompt_ids[0] % 7 == 0:
-            await asyncio.sleep(0.1 if request.prompt_ids[0] % 49 else 0.5)
+        first = int(request.prompt_ids[0])
+        if OUTLASTED and first % 49 == 0:
+            await _outlast(Path(OUTLASTED), first)
+        elif first % 7 == 0:
+            await asyncio.sleep(0.1)
         async for completion in super().generate(request):
             yield completion
+
+
+async def _outlast(folder: Path, prompt: int) -> None:
+    """Return when three more steps were trained; at once for a prompt that was drawn before."""
+    try:
+        (folder / f"prompt-{prompt}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    trained = _steps_named(folder)
+    while _steps_named(folder) < trained + 3:
+        await asyncio.sleep(0.01)
+
+
+def _steps_named(folder: Path) -> int:
+    return len(list(folder.glob("step-*")))
 
 
 def steps_had(logprobs: af.Ragged) -> list[float]:

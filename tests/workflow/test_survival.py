@@ -94,6 +94,9 @@ def test_a_run_survives_the_death_of_each_of_its_processes(
 ) -> None:
     directory, gates = tmp_path / "run", Gates(tmp_path / "gates", *(step + 1 for step in SURELY))
     monkeypatch.setenv("GATES", str(gates.folder))
+    if policy == "drop":
+        (tmp_path / "outlasted").mkdir()
+        monkeypatch.setenv("OUTLASTED", str(tmp_path / "outlasted"))
 
     killer = Killer(directory, f"noting_run:{policy}", gates)
 
