@@ -15,7 +15,7 @@ import functions
 import numpy as np
 import pytest
 from echo_runs import echo_workflow, trained_rows
-from gates import Gates
+from gates import Gates, Pauses
 from test_resuming import Driver
 from waiting import until
 
@@ -29,6 +29,8 @@ DRAWING: dict[str, Any] = {
 REPLICA: dict[str, Any] = DRAWING | {"swap": "in_flight"}
 PROMPTS = {"prompt_ids": af.Ragged.of([[n, n + 1, n + 2] for n in range(1, 40)])}
 STEPS = 24
+# a replica pauses until these steps are trained; none is killed or leaves before the responses of the pause are trained
+PAUSED = (0, 5, 13)
 
 
 def check_spans(batch: af.Batch) -> int:
@@ -77,9 +79,11 @@ def test_versions_come_in_flight_while_replicas_are_killed_join_and_leave(tmp_pa
             pids[event.worker] = event.pid
 
     engine, rows, mixed, killed = EchoTrain(), [], 0, 0
+    pauses = Pauses(tmp_path / "pauses")
+    pauses.request()
     with af.serve(tmp_path / "run", max_staleness=2, steps=STEPS, on_event=told) as run:
         # given a run of two replicas, and somebody who looks on
-        replica = af.Rollout("echo", replicas=2, max_restarts=50, **REPLICA)
+        replica = pauses.rollout(replicas=2, max_restarts=50, **REPLICA)
         run.start(replica)
         run.start(af.Stage(functions.length, task="reward"))
         run.queue.put({"prompt_ids": af.Ragged.of([[n, n + 1] for n in range(STEPS * 4)])}, group_size=4)
@@ -100,7 +104,7 @@ def test_versions_come_in_flight_while_replicas_are_killed_join_and_leave(tmp_pa
             if step.index in (4, 12):  # others join, by clients of their own
                 have = replicas()
                 guests.append(af.connect(tmp_path / "run"))
-                guests[-1].start(af.Rollout("echo", **REPLICA))
+                guests[-1].start(pauses.rollout(**REPLICA))
                 until(lambda have=have: replicas() > have, "the one that joins")
             if step.index in (9, 17):  # and leave: told to, or with who started them
                 if len(guests) == 1:
@@ -111,8 +115,14 @@ def test_versions_come_in_flight_while_replicas_are_killed_join_and_leave(tmp_pa
                 run.scale(replica, 3)
             if step.index == 19:
                 run.scale(replica, 1)
+            if step.index in PAUSED:  # the next version comes while a response is drawn
+                pauses.begun()
+            elif step.index + 1 in PAUSED:
+                pauses.request()
             engine.train_step(step)  # raises for tokens that other weights made than those they name
             weights.publish(step.version + 1, engine.named_weights())
+            if step.index in PAUSED:
+                pauses.ended()
             mixed += check_spans(step)
             assert step.version - 2 <= step.ragged("version_spans").values[:, 0].min()
             rows += step.ids.tolist()
