@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import WorkerFailed
+from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types.events import Loaded, WeightState
 
 PROBE = af.Probe(((1, 5, 6), (7, 8)), ((9, 10, 11), (12, 13, 14, 15)))
@@ -41,6 +41,6 @@ def test_every_version_is_proven_in_every_replica(tmp_path: Path, endless: str, 
     assert 0 <= late.min() <= late.max() <= 2
 
 
-def test_weights_in_a_smaller_dtype_than_the_engines_are_named(tmp_path: Path, tiny: str) -> None:
-    with pytest.raises(WorkerFailed, match=r"lm_head\.weight: the version has bfloat16\[43, 64\], the model float32"):
-        workflow(tiny, af.Weights(dtype="bfloat16")).run(tmp_path / "run")
+def test_weights_in_a_smaller_dtype_than_the_engines_are_refused_before_anything_starts(tiny: str) -> None:
+    with pytest.raises(ConfigError, match=r"train publishes weights in bfloat16, and rollout .* takes float32"):
+        workflow(tiny, af.Weights(dtype="bfloat16"))
