@@ -217,7 +217,7 @@ def _send(socket: zmq.Socket[Any], messages: Iterable[Message]) -> None:
             if data is None:
                 socket.send(envelope, _AT_ONCE)
             else:
-                socket.send_multipart((envelope, data), _AT_ONCE, copy=False)
+                socket.send_multipart((envelope, data), _AT_ONCE, copy=True)
 
 
 def _settle(future: asyncio.Future[None]) -> None:

@@ -30,10 +30,10 @@ class Reply(NamedTuple):
 
 
 class Message(NamedTuple):
-    """To be sent: an envelope, and the frame beside it, if any. Nobody else refers to the bytes of a fragment."""
+    """To be sent: an envelope, and the frame beside it, if any, which must be copied: the payload's owner may change it."""
 
     envelope: bytes
-    data: bytes | None = None
+    data: bytes | memoryview | None = None
 
 
 class Exchange:
@@ -131,7 +131,7 @@ class Exchange:
         for start in starts:
             self._flying[start] = self._queries
             envelope = self._numbering.frame(self.seq, b"", Fragment(self._upload, start, sizes))
-            messages.append(Message(envelope, bytes(self._request.read(start, end_of(start, sizes)))))
+            messages.append(Message(envelope, self._request.read(start, end_of(start, sizes))))
         return messages
 
     # ---- the answer
