@@ -25,7 +25,7 @@ from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue._once import drive
 from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.types.events import Note
-from asyncflow_sdk.weights import WeightPublisher, publisher
+from asyncflow_sdk.weights import WeightPublisher, publisher, restored
 from asyncflow_sdk.weights.shm import ShmSender
 
 
@@ -170,6 +170,7 @@ def test_what_was_withdrawn_elsewhere_is_said(served: Served, transport: Gated) 
     with pytest.raises((VersionGone, ConfigError), match="version 3"):
         publication.wait(LIMIT_S)
     assert value_of(served.newest()) == 1.0
+    restored(served.client(), 4)
     trainer.publish(5, full(5)).wait(LIMIT_S)
     trainer.close()
 
