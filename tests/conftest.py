@@ -1,5 +1,7 @@
 import os
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,27 @@ def _whole_parses() -> Iterator[None]:
     """Hypothesis parses the sources of what is tested, while other threads of it import what parses too."""
     with whole_parses():
         yield
+
+
+STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.exec"}
+_fast_test = ""
+
+
+def _refuse(event: str, _: tuple[Any, ...]) -> None:
+    """An audit hook, which cannot be removed: while a test marked ``fast`` runs, no process starts."""
+    if _fast_test and event in STARTS_A_PROCESS:
+        raise AssertionError(f"{_fast_test} is marked fast, and starts a process ({event})")
+
+
+sys.addaudithook(_refuse)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_in_a_fast_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    global _fast_test
+    _fast_test = request.node.nodeid if request.node.get_closest_marker("fast") else ""
+    yield
+    _fast_test = ""
 
 
 LONG = [
