@@ -1,4 +1,4 @@
-# make demo: run the main job.   make test: run every test.   Both install what they need into .venv first.
+# make demo: run the main job.   make test: run every test that needs no second environment.   Both install what they need into .venv first.
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-ray test-contrib test-vllm test-sglang test-both test-deepspeed fuzz lint bench-demo bench-queue bench-weights bench-overlap bench-engines bench-trainers fidelity clean
+.PHONY: help install demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services test-ray test-contrib test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-weights bench-overlap bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -15,13 +15,13 @@ help:
 	@echo "make demo-sglang the same with a real SGLang on the CPU generating, in an environment of its own"
 	@echo "make demo-both   the same with vLLM and SGLang generating at once, each in its own environment"
 	@echo "make matrix      every engine that generates with every engine that trains, a few steps each (CELLS=vllm,fsdp for some)"
-	@echo "make test        run the whole test suite"
-	@echo "make test-ray    the launcher for Ray, against a real Ray in an environment of its own"
-	@echo "make test-contrib  the engines and trackers of contrib/, against their real libraries"
-	@echo "make test-vllm   the adapter for vLLM, against a real vLLM on the CPU, in an environment of its own (VLLM=... takes another)"
-	@echo "make test-sglang  the adapter for SGLang, against a real SGLang on the CPU, in an environment of its own"
-	@echo "make test-both   both at once, for one trainer"
-	@echo "make test-deepspeed  the adapter for DeepSpeed, stages 0 to 3 on one and two processes of a CPU, in an environment of its own"
+	@echo "make test-fast   the tests that start no process and import no torch, in less than a minute"
+	@echo "make test        every test that needs no second environment, those among them"
+	@echo "make test-engines  adapters against their real engines and libraries, each in an environment of its own; or one of its parts:"
+	@echo "                 test-vllm (VLLM=... takes another), test-sglang, test-both (both for one trainer), test-deepspeed (stages 0 to 3,"
+	@echo "                 one and two processes), test-ray (its launcher), test-contrib (the other packages of contrib/)"
+	@echo "make test-services  against real services of others; there is none yet"
+	@echo "make mutants     60 faults, drawn by a seed and put into a copy of the code one at a time: how many the tests notice (long)"
 	@echo "make lint        ruff, mypy, import contracts"
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
@@ -66,8 +66,23 @@ demo-deepspeed: install .venv-deepspeed/.ready
 	  --train-option stage=3 $(ARGS)
 
 # In three processes also on two processors: many tests wait for what they killed, froze or cut off.
+TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/engines $(TOGETHER) $(ARGS)
+
+# Only modules that have such tests are imported.
+test-fast: install
+	$(BIN)/python -m pytest -m fast $$(grep -rl --include='test_*.py' pytest.mark.fast tests) $(ARGS)
+
+test-engines: test-ray test-contrib test-vllm test-sglang test-both test-deepspeed
+
+test-services:
+	@echo "no test needs a service yet"
+
+# One run of the suite to see which tests reach which place, then the mutants. Writes tests/mutants.json.
+mutants: install
+	$(BIN)/python tests/mutants.py reach
+	$(BIN)/python tests/mutants.py run
 
 fuzz: install
 	HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/queue/test_queue_fuzz.py \
