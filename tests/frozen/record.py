@@ -2,6 +2,10 @@
 
 python tests/frozen/record.py tests FILE KEEP LONGEST EXAMPLES TEST...   what tests do with ledgers, KEEP ledgers of each test
 python tests/frozen/record.py runs FILE DIRECTORY...                     ledgers of real runs, from their journals
+
+The real runs were workflows of echo engines with ``Checkpoint(every=2, keep=2, history=True)``: each policy, a rollout killed
+twice, a trainer killed twice, two train ranks, a rollback, an evaluation, three stages, and one killed with all its workers and
+resumed. ``scenarios`` also has leases that expire until their rows fail, driven by hand. ``schedules`` is of two seeds.
 """
 
 from __future__ import annotations
