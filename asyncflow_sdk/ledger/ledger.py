@@ -20,14 +20,19 @@ from .commands import TERMINAL, Ids
 from .explain import explain
 from .meeting import Meeting, meeting_place
 from .records import Effects, Session, Waiter
+from .remembering import KEYS, KeyedPuts
 from .reporting import report
+from .rows import Rows
 
 
 class Ledger(Meeting):
-    """See the module docstring. ``now`` is ledger seconds, never falling."""
+    """See the module docstring. ``now`` is ledger seconds, never falling. ``initial_rows``: memory to begin with; it grows.
+    ``kept_keys``: how many keys of puts are remembered whose rows have ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, initial_rows: int = 1024, kept_keys: int = KEYS) -> None:
         super().__init__()
+        self.rows = Rows(initial_rows)
+        self._keys = KeyedPuts(kept_keys)
         self._handlers: dict[type, Callable[[Session, Any], cmd.Reply | None]] = {
             cmd.Configure: self._configure,
             cmd.Declare: self._declare,

@@ -59,9 +59,11 @@ class KeyedPut(NamedTuple):
 
 
 class KeyedPuts:
-    """Puts by their keys, in order of their rows, and what of them was lost and may be put again."""
+    """Puts by their keys, in order of their rows, and what of them was lost and may be put again. ``limit``: of keys whose
+    rows have ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = KEYS) -> None:
+        self._limit = limit
         self._puts: dict[str, KeyedPut] = {}
         self._order: list[tuple[int, str]] = []  # first row and key, by row; a forgotten front is cut off in bulk
         self._forgotten = 0
@@ -96,7 +98,7 @@ class KeyedPuts:
         count = put.groups * put.group_size
         self._puts[put.key] = KeyedPut(first, count, put.group_size, put.partition, columns, put.digest)
         self._order.append((first, put.key))
-        while len(self._puts) > KEYS:
+        while len(self._puts) > self._limit:
             oldest, key = self._order[self._forgotten]
             if key in self._puts and self._puts[key].first == oldest:
                 if not self._is_over(key, rows):
@@ -104,7 +106,7 @@ class KeyedPuts:
                 for known in (self._puts, self._lost, self._again):
                     known.pop(key, None)
             self._forgotten += 1
-        if self._forgotten > KEYS:
+        if self._forgotten > self._limit:
             del self._order[: self._forgotten]
             self._forgotten = 0
 
