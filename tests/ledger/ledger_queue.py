@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from ledger_checks import check_counters
+from checked_ledger import CheckedLedger
 
-from asyncflow_sdk.errors import (
-    AsyncFlowError,
-)
-from asyncflow_sdk.ledger import Ledger, TaskSpec, unpack_ids
+from asyncflow_sdk.errors import AsyncFlowError
+from asyncflow_sdk.interfaces import Sampler, StalenessPolicy
+from asyncflow_sdk.ledger import Effects, TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.rows import Rows
 from asyncflow_sdk.types import ColumnSpec
 
 TEXT = ColumnSpec("text", "uint8")
@@ -27,11 +26,22 @@ LAST = TaskSpec(name="last", needs=("answer",), lease_s=10)
 
 
 class Queue:
-    """A ledger and its clock. ``do`` returns the reply or raises the error; None means it waits."""
+    """A checked ledger and its clock. ``do`` returns the reply or raises the error; None means that the request waits.
+    ``options``: of the ledger. ``sampler``, ``policy``: what every name of one stands for."""
 
-    def __init__(self, *tasks: TaskSpec, capacity: int = 1024, **limits: Any) -> None:
-        self.ledger = Ledger()
-        self.ledger.rows = Rows(capacity)
+    def __init__(
+        self,
+        *tasks: TaskSpec,
+        options: dict[str, int] | None = None,
+        sampler: Callable[..., Sampler] | None = None,
+        policy: StalenessPolicy | None = None,
+        **limits: Any,
+    ) -> None:
+        self.ledger = CheckedLedger(twin=sampler is None and policy is None, **(options or {}))
+        if sampler is not None:
+            self.ledger.ledger.make_sampler = lambda spec: sampler(**spec.options)
+        if policy is not None:
+            self.ledger.ledger.make_policy = lambda spec: policy
         self.now = 0.0
         self.tickets = 0
         self.answers: dict[int, Any] = {}
@@ -43,20 +53,17 @@ class Queue:
         for task in tasks:
             self.do(self.admin, cmd.Declare(task=task))
 
-    def _take(self) -> None:
-        effects = self.ledger.drain()
+    def _take(self, effects: Effects) -> None:
         for ticket, answer in effects.answers:
             assert ticket not in self.answers, "answered twice"
             self.answers[ticket] = answer
         self.events += effects.events
         self.ended += [i for ids in effects.retired for i in ids.tolist()]
-        check_counters(self.ledger)
 
     def ask(self, session: int, command: Any) -> int:
         """The ticket."""
         self.tickets += 1
-        self.ledger.apply(session, command, self.now, self.tickets)
-        self._take()
+        self._take(self.ledger.apply(session, command, self.now, self.tickets))
         return self.tickets
 
     def do(self, session: int, command: Any) -> Any:
@@ -69,13 +76,17 @@ class Queue:
         return int(self.do(0, cmd.Join(name=name)).session)
 
     def die(self, session: int) -> None:
-        self.ledger.session_died(session, self.now, "killed")
-        self._take()
+        self._take(self.ledger.session_died(session, self.now, "killed"))
+
+    def lose(self, *rows: int, reason: str = "payload lost") -> None:
+        self._take(self.ledger.lose(list(rows), self.now, reason))
+
+    def unheard(self, session: int, version: int) -> None:
+        self._take(self.ledger.unheard(session, version, self.now))
 
     def at(self, now: float) -> None:
         self.now = now
-        self.ledger.tick(now)
-        self._take()
+        self._take(self.ledger.tick(now))
 
     def put(
         self,
@@ -97,18 +108,19 @@ class Queue:
     def complete(
         self, session: int, lease: cmd.Leased, *at: int, drop: tuple[int, ...] = (), **columns: ColumnSpec
     ) -> Any:
-        gives = self.ledger.tasks[lease.task].spec.gives
+        gives = self.ledger.tasks[lease.task].gives
         command = cmd.Complete(
             token=lease.token,
             columns=columns or dict.fromkeys(gives, TOKENS),
             index=packed(*at) if at else None,
             filtered=packed(*drop) if drop else None,
+            rank=lease.rank,
         )
         return self.do(session, command)
 
     def publish(self, version: int) -> None:
         """By the admin, who is the publisher from then on."""
-        if self.ledger.sessions[self.admin].rank < 0:
+        if self.admin not in self.ledger.publishers.values():
             self.do(self.admin, cmd.OpenPublisher())
         self.do(self.admin, cmd.Announce(version=version))
         self.do(self.admin, cmd.Publish(version=version, part=part(version)))
@@ -119,9 +131,12 @@ class Queue:
     def audit(self) -> cmd.Audit:
         return self.ledger.audit()
 
+    def status(self) -> cmd.StatusReport:
+        return self.ledger.status()
+
 
 def publishing(version: int) -> list[Any]:
-    """What a session of one rank says to publish a version, and to let others publish after it."""
+    """The commands of a session of one rank that publishes a version and lets others publish after it."""
     return [
         cmd.OpenPublisher(), cmd.Announce(version=version), cmd.Publish(version=version, part=part(version)),
         cmd.ClosePublisher(),

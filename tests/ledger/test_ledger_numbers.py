@@ -8,6 +8,8 @@ from ledger_queue import REWARD, ROLLOUT, TRAIN, Queue, ids, part, produce, runn
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.ledger import commands as cmd
 
+pytestmark = pytest.mark.fast
+
 
 def test_numbers_go_with_the_steps_that_are_trained() -> None:
     queue, *_ = running(max_staleness=0)

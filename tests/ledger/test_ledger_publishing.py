@@ -11,6 +11,8 @@ from asyncflow_sdk.errors import AsyncFlowError, ConfigError, DeadlineExceeded, 
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import events as ev
 
+pytestmark = pytest.mark.fast
+
 
 def publisher(ranks: int = 1, **limits: Any) -> tuple[Queue, list[int]]:
     """A queue, and the sessions of its publisher's ranks."""
@@ -78,7 +80,7 @@ def test_the_role_ends_with_its_session_or_when_it_is_given_up(how: str) -> None
         queue.do(trainer, cmd.Leave() if how == "leaves" else cmd.ClosePublisher())
     other = queue.join("other")
     assert queue.do(other, cmd.OpenPublisher()) == cmd.Publisher(version=3, kept=((3, part(3, nbytes=10)),))
-    assert queue.ledger.status().publisher == "other"
+    assert queue.status().publisher == "other"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_the_newest_are_kept_and_the_publisher_is_told_which() -> None:
     queue, [trainer] = publisher(keep_versions=3)
     assert [publish(queue, [trainer], version) for version in (0, 1, 4, 5)] == [(0,), (0, 1), (0, 1, 4), (1, 4, 5)]
     assert queue.do(trainer, cmd.Announce(version=6)) == cmd.Published(keep=(1, 4, 5))
-    assert [v.version for v in queue.ledger.status().versions] == [1, 4, 5]
+    assert [v.version for v in queue.status().versions] == [1, 4, 5]
 
 
 def test_two_versions_are_kept_unless_it_is_said_otherwise() -> None:
@@ -199,7 +201,7 @@ def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
     assert waiting not in queue.answers
     queue.do(ranks[1], cmd.Publish(version=0, part=part(0, 1)))
     assert queue.answers[waiting] == cmd.Published(keep=(0,))
-    assert queue.ledger.status().announced == 1
+    assert queue.status().announced == 1
 
 
 def test_a_rank_that_nobody_is_is_named() -> None:
@@ -237,7 +239,7 @@ def test_a_version_that_one_rank_withdraws_is_withdrawn_for_all() -> None:
     queue.do(ranks[0], cmd.Publish(version=5, part=part(5, 0)))
     queue.do(ranks[1], cmd.Withdraw(version=5, reason="out of memory"))
     assert queue.do(ranks[0], cmd.Withdraw(version=5)) == cmd.Done()  # it need not be the first to say so
-    assert queue.ledger.status().announced == -1
+    assert queue.status().announced == -1
     again = queue.do(ranks[0], cmd.Announce(version=5))
     assert again == cmd.Published(keep=(), lost="version 5 was withdrawn by trainer-1: out of memory")  # it may go
     assert queue.do(ranks[0], cmd.Announce(version=5)) == cmd.Published(keep=()), "it is told once"
@@ -311,8 +313,8 @@ def test_what_a_dead_publisher_had_alone_is_never_handed_out(how: str) -> None:
         DeadlineExceeded, match=f"version 5 is current .* since trainer-0, which had its bytes, {why}"
     ):
         newest(queue)
-    assert queue.ledger.status().version == 5
-    assert queue.ledger.status().versions == ()
+    assert queue.status().version == 5
+    assert queue.status().versions == ()
     again = queue.join("again")
     assert queue.do(again, cmd.OpenPublisher()) == cmd.Publisher(version=5)
     with pytest.raises(ConfigError, match="a number is never used again"):
@@ -334,4 +336,4 @@ def test_one_part_that_is_gone_makes_a_version_unfetchable() -> None:
     queue.die(ranks[1])
     with pytest.raises(AsyncFlowError, match="it cannot be fetched any more"):
         newest(queue)
-    assert [v.version for v in queue.ledger.status().versions] == [0]
+    assert [v.version for v in queue.status().versions] == [0]

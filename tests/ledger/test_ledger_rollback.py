@@ -9,8 +9,9 @@ from ledger_queue import TOKENS, TRAIN, Queue, ids, part, produce, running
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost, VersionGone
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.lineage import Lineage
 from asyncflow_sdk.types import events as ev
+
+pytestmark = pytest.mark.fast
 
 
 def versions(count: int, **limits: Any) -> tuple[Queue, int, int, int]:
@@ -39,6 +40,12 @@ def step(queue: Queue, replica: int, judge: int, trainer: int, *, ack: bool = Tr
     return lease
 
 
+def training(queue: Queue) -> tuple[int, int]:
+    """The first step that is not acknowledged, and the version that it trains."""
+    cut = queue.do(queue.admin, cmd.GetCut())
+    return cut.step, cut.version
+
+
 # ---- versions
 
 
@@ -55,12 +62,12 @@ def test_a_rollback_makes_a_new_number_of_old_bytes() -> None:
 def test_after_a_rollback_the_newest_numbers_are_kept_with_the_bytes_they_came_from() -> None:
     queue, *_ = versions(4, keep_versions=3)  # 1, 2, 3
     roll_back(queue, 1)  # is 4
-    assert [(v.version, v.source) for v in queue.ledger.status().versions] == [(2, 2), (3, 3), (4, 1)]
+    assert [(v.version, v.source) for v in queue.status().versions] == [(2, 2), (3, 3), (4, 1)]
     assert queue.do(queue.admin, cmd.Announce(version=5)) == cmd.Published(keep=(1, 2, 3))
     assert queue.do(queue.admin, cmd.Publish(version=5, part=part(5))) == cmd.Published(keep=(1, 3, 5))
     queue.publish(6)
     assert roll_back(queue, 1).version == 7  # by the number its bytes had, too
-    assert [(v.version, v.source) for v in queue.ledger.status().versions] == [(5, 5), (6, 6), (7, 1)]
+    assert [(v.version, v.source) for v in queue.status().versions] == [(5, 5), (6, 6), (7, 1)]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,7 @@ def test_an_announced_version_is_withdrawn_and_its_number_is_passed_over() -> No
     with pytest.raises(ConfigError, match=text):
         queue.do(queue.admin, cmd.Publish(version=3, part=part(3)))
     queue.publish(5)
-    assert queue.ledger.version == 5
+    assert queue.status().version == 5
 
 
 def test_a_trainer_that_had_leased_its_step_before_learns_what_to_do() -> None:
@@ -330,9 +337,9 @@ def test_rows_in_a_full_step_stay_and_those_in_the_step_being_filled_expire() ->
     queue.load(replica, 1)
     queue.put(6)
     produce(queue, replica, judge, 6)
-    assert queue.ledger.status().free_slots == 2
+    assert queue.status().free_slots == 2
     assert roll_back(queue, 0).expired == 2
-    assert (queue.ledger.status().step, queue.ledger.status().free_slots) == (1, 4)
+    assert (queue.status().step, queue.status().free_slots) == (1, 4)
     lease = queue.lease(trainer, "train")
     assert len(ids(lease)) == 4
     queue.complete(trainer, lease)
@@ -446,7 +453,6 @@ def test_a_step_leased_while_numbers_were_ahead_publishes_the_number_it_was_told
     queue.complete(trainer, ahead)
     queue.publish(following.version + 1)
     queue.complete(trainer, following)
-    assert [queue.ledger.lineage.step(version) for version in (2, 4, 5)] == [2, 3, 4]
     queue.load(replica, 5)
     assert step(queue, replica, judge, trainer).version == 5
 
@@ -458,9 +464,9 @@ def test_a_first_version_that_a_step_made_is_trained_by_the_next_step() -> None:
     first, second = queue.lease(trainer, "train"), queue.lease(trainer, "train")
     queue.publish(first.version + 1)
     queue.complete(trainer, first)
-    assert queue.ledger.lineage.step(1) == 1
+    assert training(queue) == (1, 1)
     queue.complete(trainer, second)  # what it was trained to comes with the next version
-    assert queue.ledger.lineage.step(1) == 1
+    assert training(queue) == (2, 2)
 
 
 def test_a_number_that_is_taken_without_a_rollback_is_not_called_rolled_back_to() -> None:
@@ -483,9 +489,9 @@ def test_a_rollback_is_decided_at_once() -> None:
         queue.do(session, cmd.Staged(version=0))
     queue.load(replica, 0)
     queue.publish(1)
-    assert queue.ledger.committed == 0
+    assert queue.status().committed == 0
     assert roll_back(queue, 0).version == 2
-    assert queue.ledger.committed == 2
+    assert queue.status().committed == 2
     assert [e.version for e in queue.events if isinstance(e, ev.Committed)] == [0, 2]
     assert queue.lease(replica, "rollout", 1) == cmd.LoadFirst(version=2)
     queue.do(replica, cmd.Staged(version=2))
@@ -504,24 +510,33 @@ def test_a_rollback_without_steps_or_rows_is_only_a_version() -> None:
     assert queue.put(1, text=TOKENS).count == 1
 
 
-# ---- lineage
+# ---- descent
+
+
+def given_up(queue: Queue) -> list[int]:
+    """Versions from 1 on that a replica is given no rows with."""
+    refused = []
+    for version in range(1, queue.status().version + 1):
+        replica = queue.join(f"on {version}")
+        queue.load(replica, version)
+        reply = queue.lease(replica, "rollout", 1)
+        if isinstance(reply, cmd.LoadFirst):
+            refused.append(version)
+        else:
+            queue.do(replica, cmd.GiveBack(token=reply.token))
+    return refused
 
 
 def test_a_version_descends_from_what_was_never_given_up() -> None:
-    line = Lineage()
-    line.roll_back(8, 5, 7)
-    assert [v for v in range(11) if line.given_up(v)] == [6, 7]
-    line.roll_back(11, 9, 9)
-    assert [v for v in range(13) if line.given_up(v)] == [6, 7, 10]
-    line.roll_back(13, 7, 10)  # to what had been given up
-    assert [v for v in range(15) if line.given_up(v)] == [8, 9, 10, 11, 12]
-    line.roll_back(15, 11, 10)
-    assert [v for v in range(16) if line.given_up(v)] == [6, 7, 10, 12, 13, 14]
-
-
-def test_versions_are_ahead_of_steps_by_the_numbers_that_rollbacks_took() -> None:
-    line = Lineage()
-    assert (line.step(7), line.version(7)) == (7, 7)
-    line.roll_back(8, 5, 7)
-    assert [line.step(v) for v in (5, 7, 8, 9)] == [5, 7, 7, 8]
-    assert (line.version(7), line.version(8)) == (8, 9)
+    queue, *_ = versions(8, keep_versions=20, max_staleness=100)
+    queue.put(1)
+    roll_back(queue, 5)  # is 8
+    assert given_up(queue) == [6, 7]
+    queue.publish(9)
+    queue.publish(10)
+    roll_back(queue, 9)  # is 11
+    assert given_up(queue) == [6, 7, 10]
+    roll_back(queue, 7)  # to what had been given up, and is 12
+    assert given_up(queue) == [8, 9, 10, 11]
+    roll_back(queue, 11)  # is 13
+    assert given_up(queue) == [6, 7, 10, 12]

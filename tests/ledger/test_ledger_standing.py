@@ -8,6 +8,8 @@ from ledger_queue import ROLLOUT, Queue, ids
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 
+pytestmark = pytest.mark.fast
+
 
 def standing(max_staleness: int) -> tuple[Queue, int, cmd.Leased]:
     """A queue of 12 prompts, and a replica that holds 4 of them, with version 0."""

@@ -11,6 +11,8 @@ from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, VersionGone
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import events as ev
 
+pytestmark = pytest.mark.fast
+
 
 def replicas(count: int, version: int = 7, **limits: Any) -> tuple[Queue, list[int]]:
     """A queue with ``version`` current, and replicas that have it staged."""
@@ -72,8 +74,8 @@ def test_a_session_that_retires_keeps_no_permission_and_counts_for_nothing() -> 
     queue.load(second, 7)
     queue.publish(8)
     stage(queue, second, 8)
-    assert queue.ledger.committed == 7, "one replica is no quorum"
-    (said,) = [each for each in queue.ledger.status().sessions if each.id == first]
+    assert queue.status().committed == 7, "one replica is no quorum"
+    (said,) = [each for each in queue.status().sessions if each.id == first]
     assert (said.replica, said.loaded, said.weights) == (False, None, "")
 
 
@@ -93,10 +95,9 @@ def test_a_permission_that_nobody_heard_of_goes_to_the_next() -> None:
     queue, [one, other] = replicas(2, max_swapping=1)
     assert queue.do(one, cmd.Swap(version=7)) == cmd.Permitted(version=7)
     waiting = swap(queue, other, 7)
-    queue.ledger.unheard(one, 7, queue.now)
-    queue._take()
+    queue.unheard(one, 7)
     assert queue.answers[waiting] == cmd.Permitted(version=7)
-    (said,) = [each for each in queue.ledger.status().sessions if each.id == one]
+    (said,) = [each for each in queue.status().sessions if each.id == one]
     assert said.weights == "staged 7"
     assert not any(isinstance(event, ev.WeightState) and event.state == "failed" for event in queue.events)
     told = [(e.worker, e.state) for e in queue.events if isinstance(e, ev.WeightState)]
@@ -110,8 +111,7 @@ def test_a_replica_that_goes_before_it_loads_says_so_before_the_next_one_may(how
     swap(queue, other, 7)
     if how == "dies":
         for _ in range(2):  # seen by who started it and by who serves it
-            queue.ledger.session_died(one, queue.now, "its process ended")
-        queue._take()
+            queue.die(one)
     else:
         queue.do(one, cmd.Retire() if how == "retires" else cmd.Leave())
     told = [(e.worker, e.state) for e in queue.events if isinstance(e, ev.WeightState)]
@@ -188,10 +188,10 @@ def test_nobody_loads_before_enough_have_it_staged() -> None:
     other = queue.join("gen-1")
     queue.do(other, cmd.AwaitVersion(after=6))
     assert waiting not in queue.answers
-    assert queue.ledger.status().committed == -1
+    assert queue.status().committed == -1
     queue.do(other, cmd.Staged(version=7))
     assert isinstance(queue.answers[waiting], cmd.Permitted)
-    assert queue.ledger.status().committed == 7
+    assert queue.status().committed == 7
     (said,) = [event for event in queue.events if isinstance(event, ev.Committed)]
     assert (said.version, said.staged) == (7, 2)
 
@@ -254,7 +254,7 @@ def test_what_is_decided_may_be_loaded_while_a_newer_version_is_not() -> None:
     assert waiting not in queue.answers
     stage(queue, other, 8)
     assert isinstance(queue.answers[waiting], cmd.Permitted)
-    assert queue.ledger.status().committed == 8
+    assert queue.status().committed == 8
 
 
 def test_a_late_joiner_is_given_what_is_decided_and_then_what_is_newer() -> None:
@@ -278,7 +278,7 @@ def test_a_late_joiner_is_given_what_is_decided_and_then_what_is_newer() -> None
     assert ids(queue.lease(late, "rollout", 1)) == [0]
     for session in (late, one):
         stage(queue, session, 8)
-    assert queue.ledger.committed == 8
+    assert queue.status().committed == 8
 
 
 def test_a_replica_that_cannot_load_what_is_decided_is_given_what_is_newer() -> None:
@@ -317,7 +317,7 @@ def test_without_a_quorum_nothing_is_decided_any_more() -> None:
     stage(queue, queue.join("gen-1"), 1)
     assert queue.lease(replica, "rollout", 1) == cmd.LoadFirst(version=1)
     queue.do(queue.admin, cmd.Configure(quorum=0))
-    assert queue.ledger.status().committed == -1
+    assert queue.status().committed == -1
     assert ids(queue.lease(replica, "rollout", 1)) == [0]
 
 
@@ -370,7 +370,7 @@ def test_a_session_tells_what_it_does_about_a_version() -> None:
     queue.publish(7)
 
     def said(session: int) -> tuple[bool, str, float]:
-        (status,) = [each for each in queue.ledger.status().sessions if each.id == session]
+        (status,) = [each for each in queue.status().sessions if each.id == session]
         return status.replica, status.weights, status.weights_s
 
     assert said(one) == (False, "", 0.0)
@@ -385,7 +385,7 @@ def test_a_session_tells_what_it_does_about_a_version() -> None:
     swap(queue, other, 7)
     queue.at(2.0)
     assert said(other) == (True, "waits to load 7", 1.0)
-    assert [each.verb for each in queue.ledger.status().parked] == ["load 7"]
+    assert [each.verb for each in queue.status().parked] == ["load 7"]
     queue.do(one, cmd.Loaded(version=7))
     assert said(one) == (True, "", 0.0)
     queue.do(other, cmd.NotLoaded(version=7, reason="unknown tensor"))
@@ -404,7 +404,7 @@ def test_the_status_lists_versions_with_the_replicas_on_them() -> None:
     stage(queue, other, 7)
     queue.do(queue.admin, cmd.Announce(version=8))
     queue.at(5.0)
-    status = queue.ledger.status()
+    status = queue.status()
     assert status.versions == (
         cmd.VersionStatus(version=6, source=6, age_s=5.0, nbytes=0, root="r6.0", transport="shm", on=1, staged=0),
         cmd.VersionStatus(version=7, source=7, age_s=2.0, nbytes=0, root="r7.0", transport="shm", on=0, staged=2),
@@ -452,6 +452,5 @@ def test_a_version_is_an_event_for_each_replica_at_most() -> None:
     for at, session in enumerate(sessions):
         assert [ticket in queue.answers for ticket in tickets] == [place <= at for place in range(50)]
         queue.do(session, cmd.Loaded(version=7))
-    assert not queue.ledger.swapping
     assert part(7).outlives
     assert queue.put(1, prompt=TEXT).count == 1

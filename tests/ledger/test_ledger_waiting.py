@@ -23,6 +23,8 @@ from asyncflow_sdk.errors import (
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 
+pytestmark = pytest.mark.fast
+
 
 def deadline_of(queue: Queue, session: int, command: Any) -> str:
     """What a request says when its time is over; it waits from 2 s to 5 s."""
@@ -152,7 +154,7 @@ def test_a_deadline_says_who_loads_the_model_that_its_rows_wait_for() -> None:
     text = deadline_of(queue, trainer, cmd.Lease(task="train", count=1, timeout_s=3))
     assert "4 rows are ready for task 'rollout'; gen-0 is loading its model for 4.0 s" in text
     assert "nobody asks" not in text
-    (session,) = [each for each in queue.ledger.status().sessions if each.id == replica]
+    (session,) = [each for each in queue.status().sessions if each.id == replica]
     assert (session.prepares, session.prepares_s) == ("loading its model", 4.0)
 
     # when it is prepared, and asks for nothing

@@ -6,13 +6,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_queue import LAST, PLAIN, TEXT, Queue, ids, running
 
 from asyncflow_sdk.errors import SchemaError
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger import remembering, unpack_ids
+from asyncflow_sdk.ledger import unpack_ids
+
+pytestmark = pytest.mark.fast
 
 
 def put(queue: Queue, key: str, groups: int, size: int) -> cmd.PutDone:
@@ -22,25 +24,25 @@ def put(queue: Queue, key: str, groups: int, size: int) -> cmd.PutDone:
 
 
 def lose(queue: Queue, rows: list[int]) -> None:
-    queue.ledger.lose(np.array(rows, np.int64), queue.now, "payload lost")
-    queue._take()
+    queue.lose(*rows)
 
 
+@settings(max_examples=25, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), min_size=1, max_size=4),
-    capacity=st.sampled_from([4, 1024]),  # of the arrays: rows that ended are forgotten early, or late
+    initial_rows=st.sampled_from([4, 1024]),  # rows that ended are forgotten early, or late
     data=st.data(),
 )
 def test_the_same_puts_again_after_losses_make_every_group_live_once(
-    sizes: list[tuple[int, int]], capacity: int, data: st.DataObject
+    sizes: list[tuple[int, int]], initial_rows: int, data: st.DataObject
 ) -> None:
-    queue = Queue(PLAIN, LAST, capacity=capacity)
+    queue = Queue(PLAIN, LAST, options={"initial_rows": initial_rows})
     puts = {chr(ord("a") + at): size for at, size in enumerate(sizes)}
     where: dict[int, tuple[str, int]] = {}  # row → its put and group
 
     def put_all() -> None:
         lost = {name: {g for k, g in where.values() if k == name} for name in puts}
-        live = set(queue.ledger.rows.live_ids().tolist())
+        live = set(queue.ledger.live)
         for key, (groups, size) in puts.items():
             there = {g for row, (k, g) in where.items() if k == key and row in live}
             missing = sorted(set(range(groups)) - there)
@@ -53,7 +55,7 @@ def test_the_same_puts_again_after_losses_make_every_group_live_once(
 
     put_all()
     for _ in range(data.draw(st.integers(1, 4), "losses")):
-        live = queue.ledger.rows.live_ids().tolist()
+        live = sorted(queue.ledger.live)
         gone = sorted(data.draw(st.sets(st.sampled_from(live), max_size=6), "lost")) if live else []
         lose(queue, gone)
         named = [
@@ -67,7 +69,7 @@ def test_the_same_puts_again_after_losses_make_every_group_live_once(
             put_all()
     put_all()
 
-    live = Counter(where[row] for row in queue.ledger.rows.live_ids().tolist())
+    live = Counter(where[row] for row in queue.ledger.live)
     assert live == {(key, group): size for key, (groups, size) in puts.items() for group in range(groups)}
     assert queue.audit().balanced
 
@@ -120,23 +122,8 @@ def test_a_step_that_failed_whole_comes_again_with_its_puts() -> None:
     assert put(queue, "b", 2, 2).again
 
 
-def test_only_the_newest_losses_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembering, "LETTERS", 3)
-    queue = Queue(PLAIN)
-    queue.ledger.letters = remembering.Letters()
-    queue.ledger.letters.groups = type(queue.ledger.letters.groups)(maxlen=3)
-    queue.put(10)
-    lose(queue, [0, 2, 4, 6, 8])
-    failed = queue.do(queue.admin, cmd.GetFailed())
-    assert [letter.first for letter in failed.groups] == [4, 6, 8]
-    assert failed.forgotten == 2
-
-
-def test_a_key_whose_rows_came_again_is_forgotten_when_all_of_them_are_through(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(remembering, "KEYS", 2)
-    queue = Queue(PLAIN, LAST)
+def test_a_key_whose_rows_came_again_is_forgotten_when_all_of_them_are_through() -> None:
+    queue = Queue(PLAIN, LAST, options={"kept_keys": 2})
     put(queue, "a", 2, 1)
     lose(queue, [1])
     assert put(queue, "a", 2, 1).first == 2

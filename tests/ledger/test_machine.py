@@ -1,38 +1,218 @@
-"""The ledger as a whole: Hypothesis says what happens next, the naive model says what is right.
+"""The ledger as a whole: Hypothesis says what happens next, ``CheckedLedger`` checks what must hold whatever happens.
 
 ``HYPOTHESIS_PROFILE=long pytest tests/ledger`` looks longer.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from fair_workers import COLUMN, FairWorkers, send
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
-from ledger_harness import COLUMN
-from machine_leases import LeaseRules
-from machine_meetings import MeetingRules
-from machine_run import ORDINARY, WRONG, one_in, small, waits, wheres
-from machine_training import TrainingRules
-from machine_versions import VersionRules
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from ledger_queue import Queue, ids, packed, part, publishing
+from schedules import LONG
 
-from asyncflow_sdk.ledger import TaskSpec
+from asyncflow_sdk.errors import LeaseLost
+from asyncflow_sdk.ledger import TaskSpec, pack_ids
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import PolicySpec
+from asyncflow_sdk.ledger.commands import PolicySpec, SamplerSpec
+from asyncflow_sdk.types import ColumnSpec
 
-LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
+pytestmark = pytest.mark.fast
+WRONG = ColumnSpec("fixed", "float32")
+ORDINARY = {"prompt": COLUMN}
+small = st.integers(0, 7)
+waits = st.sampled_from([0.0, 0.0, 4.0, 40.0])
+wheres = st.sampled_from([None, None, None, None, "", "eval"])
+positions = st.none() | st.lists(small, max_size=4, unique=True)
 
 
-class LedgerMachine(LeaseRules, VersionRules, TrainingRules, MeetingRules):
-    """What is rarer shares one rule, ``now_and_then``."""
+def samplers(column: str) -> st.SearchStrategy[SamplerSpec | None]:
+    known = [
+        SamplerSpec("whole_groups"),
+        SamplerSpec("shuffled", {"seed": 1, "window": 3}),
+        SamplerSpec("length_bucketed", {"column": column, "window": 4}),
+        SamplerSpec("token_balanced", {"column": column}),
+    ]
+    return st.sampled_from([None, None, None, *known])
+
+
+def make_tasks(draw: Any, batch_rows: int) -> list[TaskSpec]:
+    """A pipeline: rollout, perhaps a reward and a side task, and train (or, without steps, a plain end)."""
+    trains = draw(st.sampled_from([True] * 5 + [False]), "steps")
+    reward_of = draw(st.sampled_from([None, "response", "prompt"]), "what is rewarded")
+    side = draw(st.sampled_from([None, (), ("score",)]), "side task gives")
+    attempts = draw(st.sampled_from([1, 2, 3]), "attempts")
+    admits = trains and draw(st.sampled_from([True] * 5 + [False]), "admission")
+    both = draw(st.sampled_from([("",), ("", "eval")]), "partitions")
+    shared = {"max_attempts": attempts, "partitions": both}
+    tasks = [TaskSpec(name="rollout", needs=("prompt",), gives=("response",), lease_s=10, admits=admits, **shared)]
+    if "eval" in both:
+        tasks.append(TaskSpec(name="score", needs=("response",), lease_s=9, partitions=("eval",)))
+    if reward_of is not None:
+        every, sampler = draw(st.sampled_from([("",), ("*",)])), draw(samplers(reward_of))
+        tasks.append(
+            TaskSpec(
+                name="reward",
+                needs=(reward_of,),
+                gives=("reward",),
+                lease_s=6,
+                max_attempts=2,
+                partitions=every,
+                sampler=sampler,
+            )
+        )
+    if side is not None:
+        tasks.append(
+            TaskSpec(
+                name="side", needs=("prompt",), gives=side, lease_s=8, sampler=draw(samplers("prompt")), **shared
+            )
+        )
+    needs = {None: ("response",), "response": ("response", "reward"), "prompt": ("reward",)}[reward_of]
+    return [*tasks, TaskSpec(name="train", needs=needs, lease_s=20, batch_rows=batch_rows if trains else None)]
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """A run whose pipeline, limits and first rows are drawn; then sessions send whatever they like."""
+
+    @initialize(data=st.data())
+    def begin(self, data: Any) -> None:
+        draw = data.draw
+        self.queue = Queue(options={"initial_rows": 8})
+        self.ledger = self.queue.ledger
+        self.size = draw(st.sampled_from([1, 2, 3]), "group size")
+        self.batch = self.size * draw(st.sampled_from([1, 2, 3]), "groups in a batch")
+        self.tasks = make_tasks(draw, self.batch)
+        self.fair = FairWorkers(self.queue, self.tasks, self.size, team=draw(st.sampled_from([False, False, True])))
+        self.sessions = [self.queue.join(f"worker {i}") for i in range(3)]
+        limits = cmd.Configure(
+            capacity_rows=draw(st.sampled_from([None, 4 * self.batch, self.batch + 1, self.batch]), "capacity"),
+            max_staleness=draw(st.sampled_from([0, 1, 2, 4]), "max_staleness"),
+            steps=draw(st.sampled_from([None, 6, 3, 2]), "steps"),
+            staleness=draw(st.sampled_from([None, None, PolicySpec("drop"), PolicySpec("count")]), "policy"),
+            capacity_bytes=draw(st.sampled_from([None, None, 600, 60]), "bytes"),
+            checkpoints=draw(st.sampled_from([None, None, True]), "checkpoints"),
+            row_bytes=draw(st.sampled_from([None, None, 10]), "bytes of a row"),
+            keep_versions=draw(st.sampled_from([None, 1, 3, 4]), "versions kept"),
+            max_swapping=draw(st.sampled_from([None, None, 1, 2]), "replicas that load at once"),
+            quorum=draw(st.sampled_from([None, None, None, 1, 2, 3]), "quorum"),
+        )
+        self.send(0, limits)
+        order = draw(st.permutations(self.tasks), "order of declaration")
+        order = order[: draw(st.sampled_from([9, 9, 9, 9, 0, 1, 2, 3]), "declared")]
+        for task in order:
+            self.send(0, cmd.Declare(task=task))
+        if len(order) == len(self.tasks):  # a run that is under way
+            for command in publishing(0)[: draw(st.sampled_from([3, 4]))]:
+                self.send(0, command)
+            for at in range(draw(st.integers(0, 3))):
+                self.send(at, cmd.Loaded(version=0))
+            for _ in range(draw(st.integers(0, 6))):
+                self.send(0, cmd.Put(groups=1, group_size=self.size, columns=ORDINARY))
+
+    def session(self, at: int) -> int:
+        return self.sessions[at % len(self.sessions)]
+
+    def send(self, at: int, command: Any) -> Any:
+        return send(self.queue, self.session(at), command)
+
+    @property
+    def version(self) -> int:
+        return self.ledger.version
+
+    @invariant()
+    def all_is_as_it_is_known_to_be(self) -> None:
+        if hasattr(self, "queue"):
+            self.ledger.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "fair"):
+            self.fair.finish()
+
+    # ---- time, sessions, and what goes on by itself
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 3.0, 5.0, 9.0, 21.0]))
     def pass_time(self, seconds: float) -> None:
-        self.run.pass_time(seconds)
+        self.queue.at(self.queue.now + seconds)
+
+    @rule(which=small, turns=st.integers(1, 3))
+    def take_turns(self, which: int, turns: int) -> None:
+        """Fair turns, so that the other rules start from deeper states."""
+        task = self.tasks[which % len(self.tasks)]
+        for _ in range(turns):
+            if which == 7:
+                self.fair.turns()
+            elif task.name in self.ledger.tasks:
+                self.fair.turn(task)
+
+    @rule(at=small, how=st.sampled_from(["leaves", "dies", "is dismissed", "is declared dead"]), back=st.booleans())
+    def end_session(self, at: int, how: str, back: bool) -> None:
+        session = self.session(at)
+        if how == "leaves":
+            self.send(at, cmd.Leave())
+        elif how == "dies":
+            self.queue.die(session)
+        elif session in self.ledger.sessions:
+            reason = "its process ended" if how == "is declared dead" else ""
+            self.send(at + 1, cmd.Dismiss(name=self.ledger.sessions[session].name, ended=reason))
+        if back or how.startswith("is"):
+            self.sessions[at % len(self.sessions)] = self.queue.join(f"worker {at}")
+
+    @rule(at=small, what=st.sampled_from(["forget", "wanted", "look", "await lost"]), wait=waits)
+    def ask(self, at: int, what: str, wait: float) -> None:
+        if what == "forget" and self.ledger.waiting:
+            self.ledger.forget(list(self.ledger.waiting)[at % len(self.ledger.waiting)], self.queue.now)
+        elif what == "wanted":
+            self.send(at, cmd.Wanted(timeout_s=wait))
+        elif what == "await lost":
+            self.send(at, cmd.AwaitLost(timeout_s=40.0))
+        elif what == "look" and self.session(at) in self.ledger.sessions:
+            assert self.send(at, cmd.GetAudit()) == self.queue.audit()
+            assert self.send(at, cmd.GetStatus()) == self.queue.status()
+
+    @rule(at=small, end=st.booleans(), cancel=st.booleans(), where=wheres)
+    def end_stream(self, at: int, end: bool, cancel: bool, where: str | None) -> None:
+        if end and at == 0:
+            self.send(at, cmd.End(cancel=cancel, partition=where))
+
+    # ---- declarations and limits
+
+    @rule(which=small, spoil=st.sampled_from(["no", "no", "no", "other", "attempts", "admits", "batch", "circle"]))
+    def declare(self, which: int, spoil: str) -> None:
+        task = self.tasks[which % len(self.tasks)]
+        changes: dict[str, dict[str, Any]] = {
+            "no": {},
+            "other": {"lease_s": 3.0},
+            "attempts": {"name": "bad", "max_attempts": 0},
+            "admits": {"name": "bad", "admits": True, "batch_rows": self.batch},
+            "circle": {"name": "bad", "needs": (*task.needs, *task.gives), "gives": task.needs},
+            "batch": {"name": "bad", "batch_rows": 0},
+        }
+        if spoil != "other" or task.name in self.ledger.tasks:
+            reply = self.send(0, cmd.Declare(task=msgspec.structs.replace(task, **changes[spoil])))
+            assert spoil == "no" or isinstance(reply, Exception), reply
+
+    @rule(at=small)
+    def configure(self, at: int) -> None:
+        limits = [
+            cmd.Configure(steps=0, staleness=PolicySpec("drop")),
+            cmd.Configure(max_staleness=-1, capacity_rows=7),
+            cmd.Configure(capacity_rows=0),
+            cmd.Configure(capacity_rows=3 * self.batch),
+            cmd.Configure(capacity_rows=self.batch),
+            cmd.Configure(quorum=0, max_swapping=1),
+            cmd.Configure(quorum=1, keep_versions=3),
+            cmd.Configure(quorum=2, max_swapping=0),
+        ]
+        reply = self.send(0, limits[at])
+        assert at >= 3 or isinstance(reply, Exception), reply
+
+    # ---- rows
 
     @rule(
         groups=st.integers(1, 4),
@@ -44,144 +224,298 @@ class LedgerMachine(LeaseRules, VersionRules, TrainingRules, MeetingRules):
         nbytes=st.sampled_from([0, 0, 7, 40]),
     )
     def put(self, groups: int, spoil: str, key: str, priority: int, wait: float, where: str, nbytes: int) -> None:
-        columns = dict(ORDINARY)
-        if spoil == "dtype":
-            if "prompt" not in self.run.naive.schema:
-                return
-            columns = {"fresh": COLUMN, "prompt": WRONG}
-        if spoil == "empty":
-            columns = {}
-        if spoil == "complete":
-            columns |= {"response": COLUMN, "reward": COLUMN}
+        columns = {
+            "dtype": {"fresh": COLUMN, "prompt": WRONG}, "empty": {},
+            "complete": {"prompt": COLUMN, "response": COLUMN, "reward": COLUMN},
+        }.get(spoil, ORDINARY)  # fmt: skip
+        if spoil == "dtype" and not self.ledger.rows:
+            return
         size = {"size": self.size + 1, "zero": 0}.get(spoil, self.size)
         if "score" not in {task.name for task in self.tasks}:
             where = ""  # nobody would ever take them
         groups = {"a": 1, "b": 2}.get(key, groups)  # so that a key often comes again as it was
         digest = (b"\1" if spoil == "values" else b"\0") * 16 * len(columns) if key else b""
-        if spoil == "digest":
-            digest = b"\0" * (16 * len(columns) + 1)
         command = cmd.Put(
             groups=groups, group_size=size, columns=columns, key=key, timeout_s=wait, priority=priority,
-            partition=where, nbytes=nbytes, digest=digest,
+            partition=where, nbytes=nbytes, digest=digest + b"\0" * (spoil == "digest"),
         )  # fmt: skip
-        self.run.send(self.session(groups), command)
+        reply = self.send(groups, command)
+        assert spoil not in ("dtype", "empty", "zero", "digest") or isinstance(reply, Exception), reply
 
-    # ---- what is rarer
-
-    @rule(
-        what=st.sampled_from(
-            ["leave", "die", "declare", "configure", "forget", "wanted", "end", "cancel", "look", "dismiss"]
-        ),
-        at=small,
-        wait=waits,
-        data=st.data(),
-    )
-    def now_and_then(self, what: str, at: int, wait: float, data: Any) -> None:
-        if what == "leave":
-            self.run.send(self.session(at), cmd.Leave())
-        elif what == "die":
-            self.run.die(self.session(at))
-        elif what == "declare":
-            self._declare(
-                at, data.draw(st.sampled_from(["no", "no", "no", "other", "attempts", "admits", "batch", "circle"]))
-            )
-        elif what == "configure":
-            self._configure(at)
-        elif what == "forget" and self.run.naive.parked:
-            self.run.forget(self.run.naive.parked[at % len(self.run.naive.parked)].ticket)
-        elif what == "wanted":
-            self.run.send(self.session(at), cmd.Wanted(timeout_s=wait))
-        elif what == "end" and data.draw(one_in(4)):
-            self.run.send(self.session(0), cmd.End(cancel=bool(at % 2), partition=data.draw(wheres)))
-        elif what == "cancel":
-            self._cancel(at, data.draw(st.sampled_from(["rows", "rows", "key", "partition", "nothing"])))
-        elif what == "dismiss" and data.draw(one_in(2)):
-            name = self.run.naive.names[self.session(at)] if at % 2 else ""
-            ended = data.draw(st.sampled_from(["", "its process ended"]))
-            self.run.send(self.session(0), cmd.Dismiss(name=name, ended=ended))
-            self.sessions[at % len(self.sessions)] = self.run.join(
-                f"worker {at}"
-            )  # the other may finish what it holds
-        elif what == "look":
-            self.run.send(self.session(at), cmd.GetAudit())
-            self.run.send(self.session(at), cmd.GetStatus())
-        if what in ("leave", "die") and data.draw(st.booleans(), "comes back"):
-            self.sessions[at % len(self.sessions)] = self.run.join(f"worker {at}")
-
-    def _declare(self, which: int, spoil: str) -> None:
-        task = self.tasks[which % len(self.tasks)]
-        changes: dict[str, dict[str, Any]] = {
-            "no": {},
-            "other": {"lease_s": 3.0},
-            "attempts": {"name": "bad", "max_attempts": 0},
-            "admits": {"name": "bad", "admits": True, "batch_rows": self.batch},
-            "circle": {"name": "bad", "needs": (*task.needs, *task.gives), "gives": task.needs},
-            "batch": {"name": "bad", "admits": False, "batch_rows": self.batch * self.size + 1},
-        }
-        if spoil == "other" and task.name not in self.run.naive.tasks:
-            return
-        if spoil == "batch" and (self.size == 1 or self.run.naive.last_group_size.get("") != self.size):
-            return  # it could be right
-        fields = {name: getattr(task, name) for name in task.__struct_fields__} | changes[spoil]
-        self.run.send(self.session(0), cmd.Declare(task=TaskSpec(**fields)))
-
-    def _cancel(self, at: int, how: str) -> None:
+    @rule(at=small, how=st.sampled_from(["rows", "rows", "key", "partition", "nothing"]))
+    def cancel(self, at: int, how: str) -> None:
         which: dict[str, dict[str, Any]] = {
-            "rows": {"ids": np.array([at, 3 * at], "<i8").tobytes()},
+            "rows": {"ids": pack_ids(np.array([at, 3 * at]))},
             "key": {"key": "ab"[at % 2]},
             "partition": {"partition": "eval"},
             "nothing": {},
         }
-        self.run.send(self.session(at), cmd.Cancel(**which[how]))
+        self.send(at, cmd.Cancel(**which[how]))
 
-    def _configure(self, at: int) -> None:
-        limits = [
-            cmd.Configure(steps=0, staleness=PolicySpec("drop")),
-            cmd.Configure(max_staleness=-1, capacity_rows=7),
-            cmd.Configure(capacity_rows=0),
-            cmd.Configure(capacity_rows=3 * self.batch),
-            cmd.Configure(capacity_rows=self.batch),
-            cmd.Configure(quorum=0, max_swapping=1),
-            cmd.Configure(quorum=1, keep_versions=3),
-            cmd.Configure(quorum=2, max_swapping=0),
-        ]
-        self.run.send(self.session(0), limits[at % len(limits)])
+    @rule(share=st.sets(small, min_size=1, max_size=3), happens=st.sampled_from([False] * 7 + [True]))
+    def lose_payload(self, share: set[int], happens: bool) -> None:
+        live = sorted(self.ledger.live)
+        if happens and live:
+            self.queue.lose(*sorted({live[at % len(live)] for at in share}))
 
-    @rule(role=small, turns=st.integers(1, 3))
-    def work(self, role: int, turns: int) -> None:
-        """Fair turns, so that what is random starts from deeper states."""
-        name = self.fair.roles[role % len(self.fair.roles)]
-        if name == "feeder" or name in self.run.naive.tasks:
-            for _ in range(turns):
-                self.fair.turn(name)
+    # ---- leases
+
+    @rule(
+        who=small, which=small, count=st.sampled_from([0, 1, 1, 2, 3, 6, 9]),
+        at_least=st.sampled_from([0, 0, 1, 2, 3, 5, -1]), wait=waits, where=wheres, most=st.sampled_from([0, 0, 4, 9]),
+    )  # fmt: skip
+    def lease(
+        self, who: int, which: int, count: int, at_least: int, wait: float, where: str | None, most: int
+    ) -> None:
+        task = self.tasks[which % len(self.tasks)].name
+        command = cmd.Lease(task=task, count=count, timeout_s=wait, at_least=at_least, partition=where, most=most)
+        self.send(who, command)
+
+    @rule(who=small, count=st.integers(1, 9), loads=st.booleans())
+    def lease_what_there_is(self, who: int, count: int, loads: bool) -> None:
+        """Of each task in turn, until something comes of it."""
+        for task in self.ledger.tasks:
+            reply = self.send(who, cmd.Lease(task=task, count=count))
+            if isinstance(reply, cmd.LoadFirst) and loads:
+                self.send(who, cmd.Loaded(version=reply.version))
+                reply = self.send(who, cmd.Lease(task=task, count=count))
+            if isinstance(reply, cmd.Leased):
+                break
+
+    @rule(
+        who=small, which=small, count=st.sampled_from([2, 4, 4, 5]), size=st.sampled_from([2, 2, 2, 3]),
+        shards=st.sampled_from([0, 0, 1, 5]), wait=st.sampled_from([0.0, 4.0, 40.0, 40.0]), works=st.booleans(),
+        ranks=st.sampled_from([[0, 1], [1, 0], [1, 0], [0], [1], [0, 1, 2], [2, 1, 0]]),
+    )  # fmt: skip
+    def lease_as_a_team(
+        self, who: int, which: int, count: int, size: int, shards: int, wait: float, works: bool, ranks: list[int]
+    ) -> None:
+        task = self.tasks[which % len(self.tasks)].name
+        for number, rank in enumerate(ranks):
+            ask = cmd.Lease(
+                task=task, count=count, timeout_s=wait, team="t", rank=rank, world_size=size, shards=shards
+            )
+            self.send(who + number, ask)
+        for token, lease in list(self.ledger.open.items())[-1:] if works else ():
+            for rank in ranks:
+                if rank in lease.sessions:
+                    self.complete(token, rank)
+
+    def complete(self, token: int, rank: int, **more: Any) -> Any:
+        lease = self.ledger.leases[token]
+        asked = {"columns": dict.fromkeys(self.ledger.tasks[lease.task].gives, COLUMN)} | more
+        return send(self.queue, lease.sessions[rank], cmd.Complete(token=token, rank=rank, **asked))
+
+    def held(self, at: int) -> tuple[int, int, int] | None:
+        """A token, a rank of its lease, and the number of rows of this rank."""
+        if not self.ledger.open:
+            return None
+        token, lease = list(self.ledger.open.items())[at % len(self.ledger.open)]
+        rank = sorted(lease.ids)[at % len(lease.ids)]
+        return token, rank, len(lease.ids[rank])
+
+    @rule(at=small)
+    def complete_all(self, at: int) -> None:
+        if held := self.held(at):
+            for rank in sorted(self.ledger.leases[held[0]].ids):
+                self.complete(held[0], rank)
+
+    @rule(
+        at=small, share=positions, filtered=st.none() | st.lists(st.integers(0, 3), max_size=2, unique=True),
+        spoil=st.sampled_from(["no"] * 8 + ["lacks", "dtype", "twice", "odd", "range", "below", "again", "thief"]),
+    )  # fmt: skip
+    def complete_in_part(self, at: int, share: list[int] | None, filtered: list[int] | None, spoil: str) -> None:
+        if not (held := self.held(at)):
+            return
+        token, rank, rows = held
+        lease = self.ledger.leases[token]
+        named = None if share is None else sorted({p % rows for p in share} if rows else ())
+        count = rows if named is None else len(named)
+        columns = dict.fromkeys(self.ledger.tasks[lease.task].gives, COLUMN)
+        if spoil == "lacks":
+            columns.pop(next(iter(columns), None), None)
+        elif spoil in ("dtype", "twice"):
+            columns |= {"fresh": COLUMN, "prompt": WRONG} if spoil == "dtype" else {"prompt": COLUMN}
+        elif spoil in ("range", "below", "again"):
+            named = [*(named or []), *{"range": [rows], "below": [-1], "again": [0, 0]}[spoil]]
+        index = None if named is None else packed(*named)
+        command = cmd.Complete(
+            token=token, columns=columns, rank=rank, index=b"\0\0\0" if spoil == "odd" else index,
+            filtered=None if filtered is None else packed(*sorted({f for f in filtered if f < count})),
+        )  # fmt: skip
+        owner = lease.sessions[rank]
+        if spoil == "thief":
+            owner = next((s for s in reversed(self.ledger.sessions) if s != owner), 10**6)
+        reply = send(self.queue, owner, command)
+        assert spoil in ("no", "lacks", "twice") or isinstance(reply, Exception), reply
+
+    @rule(at=small, share=positions, blame=st.booleans())
+    def give_back(self, at: int, share: list[int] | None, blame: bool) -> None:
+        if held := self.held(at):
+            token, rank, rows = held
+            index = None if share is None else packed(*sorted({p % rows for p in share} if rows else ()))
+            owner = self.ledger.leases[token].sessions[rank]
+            send(self.queue, owner, cmd.GiveBack(token=token, index=index, blame=blame, rank=rank))
+
+    @rule(at=st.integers(0, 30), what=st.sampled_from(["complete", "filter", "give back", "renew"]))
+    def use_any_token(self, at: int, what: str) -> None:
+        """One that ever was; stale, more often than not."""
+        if not self.ledger.leases:
+            return
+        token, lease = list(self.ledger.leases.items())[at % len(self.ledger.leases)]
+        rank, session = next(iter(lease.sessions.items()))
+        commands = {
+            "complete": cmd.Complete(token=token, columns={"response": COLUMN}, rank=rank),
+            "filter": cmd.Complete(token=token, columns={}, filtered=packed(0), rank=rank),
+            "give back": cmd.GiveBack(token=token, rank=rank),
+            "renew": cmd.Renew(token=token, rank=rank),
+        }
+        stale = lease.over
+        assert isinstance(send(self.queue, session, commands[what]), LeaseLost) or not stale
 
     @rule(who=small, works=st.booleans(), turns=st.sampled_from([1, 2, 6]))
     def straggle(self, who: int, works: bool, turns: int) -> None:
         """One worker begins something, and the others go on without it as far as they may."""
-        if not {"rollout", "train"} <= self.run.naive.tasks.keys():
+        if not {"rollout", "train"} <= self.ledger.tasks.keys():
             return
-        if self.run.naive.version >= 0:
-            self.run.send(self.session(who), cmd.Loaded(version=self.run.naive.version))
-        held = self.run.send(self.session(who), cmd.Lease(task="rollout", count=1))
-        roles = [role for role in self.fair.roles if role == "feeder" or role in self.run.naive.tasks]
-        for _ in range(turns):
-            moved = [self.fair.turn(name) for name in roles]
-            if not any(moved):
-                break
+        if self.version >= 0:
+            self.send(who, cmd.Loaded(version=self.version))
+        held = self.send(who, cmd.Lease(task="rollout", count=1))
+        while turns and self.fair.turns():
+            turns -= 1
         if works and isinstance(held, cmd.Leased):
-            columns = dict.fromkeys(self.run.naive.tasks["rollout"].gives, COLUMN)
-            self.run.send(self.session(who), cmd.Complete(token=held.token, columns=columns))
+            self.complete(held.token, 0)
 
-    def teardown(self) -> None:
-        if hasattr(self, "fair") and self.run.sound:
-            self.fair.finish()
+    # ---- versions
+
+    @rule(
+        who=small, ahead=st.sampled_from([1, 1, 1, 2, 5, 0]), load=st.sampled_from([None, 0, 0, 1, 2, -1]), wait=waits
+    )
+    def handle_versions(self, who: int, ahead: int, load: int | None, wait: float) -> None:
+        if load is None:
+            for command in publishing(max(self.version + ahead, 0)):
+                self.send(who, command)
+        else:
+            self.send(who, cmd.Loaded(version=self.version - load))
+            self.send(who, cmd.AwaitVersion(after=self.version - load // 2, timeout_s=wait))
+
+    @rule(
+        who=small, rank=st.sampled_from([0, 0, 1, 1, 2, -1]), size=st.sampled_from([2, 2, 2, 1]), by=small,
+        what=st.sampled_from(["open", "announce", "publish", "withdraw", "close", "all ranks", "all ranks", "restored"]),
+        outlives=st.booleans(), wait=waits,
+    )  # fmt: skip
+    def publish_in_parts(
+        self, who: int, rank: int, size: int, by: int, what: str, outlives: bool, wait: float
+    ) -> None:
+        """Ranks of a publisher say this and that, in any order; or all that is needed, but for what one may leave out."""
+        version = self.version + 1 + by // 6
+        share = part(version, max(rank, 0), outlives=outlives)
+        commands: dict[str, Any] = {
+            "open": cmd.OpenPublisher(rank=rank, world_size=size, no_rollback="it cannot" * (by == 7)),
+            "announce": cmd.Announce(version=version, timeout_s=wait),
+            "publish": cmd.Publish(version=version, part=share, probe=b"p" * (rank == 0)),
+            "withdraw": cmd.Withdraw(version=version, reason="why not"),
+            "close": cmd.ClosePublisher(),
+            "restored": cmd.Restored(version=self.version - (by == 0), optimizer="fresh"),
+        }
+        if what != "all ranks":
+            self.send(who, commands[what])
+            return
+        for each in range(size):
+            self.send(who + each, cmd.OpenPublisher(rank=each, world_size=size))
+            self.send(who + each, commands["announce"])
+        for each in range(size - (by == 3)):
+            self.send(who + each, cmd.Publish(version=version, part=part(version, each, outlives=outlives)))
+
+    @rule(
+        who=small, by=st.sampled_from([0, 0, 0, 0, 1, 2, -1]), wait=waits,
+        what=st.sampled_from([["fetch"], ["stage"], ["swap"], ["load"], ["fail"], ["retire"], ["stage", "swap"], ["fetch", "stage", "swap", "load"]]),
+    )  # fmt: skip
+    def be_a_replica(self, who: int, by: int, wait: float, what: list[str]) -> None:
+        version = self.version - by
+        commands: dict[str, Any] = {
+            "fetch": cmd.AwaitVersion(after=version - 1, timeout_s=wait),
+            "stage": cmd.Staged(version=version, skipped=by > 0, moved=7, encoding="full"),
+            "swap": cmd.Swap(version=version, timeout_s=wait),
+            "load": cmd.Loaded(version=version),
+            "fail": cmd.NotLoaded(version=version, reason="it would not"),
+            "retire": cmd.Retire(),
+        }
+        for step in what:
+            if self.send(who, commands[step]) is None:
+                break
+
+    @rule(
+        who=small, ahead=st.sampled_from([0, 1, 1, 2, 3]), loads=st.booleans(), works=st.integers(0, 3),
+        back=st.sampled_from([1, 1, 1, 2, 3, 0, -1]), restores=st.sampled_from([True, True, True, False]),
+    )  # fmt: skip
+    def roll_back(self, who: int, ahead: int, loads: bool, works: int, back: int, restores: bool) -> None:
+        """To a version before those that are published here; replicas may have begun with them."""
+        for _ in range(ahead):
+            for session in list(self.ledger.publishers.values()):
+                send(self.queue, session, cmd.ClosePublisher())
+            for command in publishing(self.version + 1)[:3]:
+                self.send(who, command)
+            if loads:
+                self.send(who + 1, cmd.Loaded(version=self.version))
+            for at in range(works if "rollout" in self.ledger.tasks else 0):
+                self.send(who, cmd.Put(groups=2, group_size=self.size, columns=ORDINARY))
+                got = self.send(who + 1, cmd.Lease(task="rollout", count=self.size + 1))
+                if isinstance(got, cmd.Leased) and at:  # in part, perhaps with what it loads meanwhile
+                    self.send(who + 1, cmd.Loaded(version=self.version))
+                    self.complete(got.token, 0, index=packed(*range(max(len(ids(got)) - works // 2, 1))))
+        kept = [each.version for each in self.queue.status().versions]
+        version = kept[max(-1 - back, -len(kept))] if kept and back >= 0 else self.version - back
+        self.send(who, cmd.Rollback(version=version, reason="it diverged"))
+        self.send(who, cmd.GetRestoration())
+        if restores:
+            self.send(who, cmd.Restored(version=self.version))
+
+    # ---- checkpoints, and where ranks meet
+
+    @rule(
+        who=small, what=st.sampled_from(["keep", "cover", "cover", "go on", "go on", "go on", "begin anew"]),
+        back=st.sampled_from([0, 0, 1, 1, 2, -1]), known=st.sampled_from([0, 0, 1, None]), turns=st.integers(0, 3),
+        publishes=st.booleans(),
+    )  # fmt: skip
+    def keep_or_train_again(
+        self, who: int, what: str, back: int, known: int | None, turns: int, publishes: bool
+    ) -> None:
+        for _ in range(turns):
+            self.fair.turns()
+        cut = send(self.queue, self.queue.admin, cmd.GetCut())
+        step = max(cut.step - back, 0)
+        version = -1 if known is None else max(cut.version - back + known, -1)
+        commands: dict[str, Any] = {
+            "keep": cmd.Checkpoint(step=step, covers=cut.covered, version=version),
+            "cover": cmd.Checkpoint(step=step, covers=max(step - who % 2, 0), version=version),
+            "go on": cmd.Resume(step=step, version=version),
+            "begin anew": cmd.Resume(step=0),
+        }
+        reply = self.send(who, commands[what])
+        if isinstance(reply, cmd.Resumed) and reply.publish and publishes:
+            for other in list(self.ledger.publishers.values()):
+                send(self.queue, other, cmd.ClosePublisher())
+            for command in publishing(reply.version)[: 3 + who % 2]:
+                self.send(who, command)
+
+    @rule(
+        who=small, size=st.sampled_from([2, 2, 2, 3, 1]), wait=waits, team=st.sampled_from(["t", "t", "t", "train"]),
+        ranks=st.sampled_from([[0], [1], [0, 1], [1, 0], [0, 2], [2, 1, 0], [0, 0, 1], [-1]]),
+    )  # fmt: skip
+    def meet(self, who: int, size: int, wait: float, team: str, ranks: list[int]) -> None:
+        for number, rank in enumerate(ranks):
+            word = b"%d of %d" % (rank, who)
+            meet = cmd.Meet(team=team, what="a", rank=rank, world_size=size, word=word, timeout_s=wait)
+            self.send(who + number, meet)
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=2000 if LONG else 200,
+    max_examples=2000 if LONG else 400,
     stateful_step_count=80 if LONG else 40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
+    phases=[Phase.generate],
 )
-TestLedger = pytest.mark.timeout(3600 if LONG else 1800)(LedgerMachine.TestCase)
+TestLedger = pytest.mark.timeout(3600 if LONG else 900)(LedgerMachine.TestCase)

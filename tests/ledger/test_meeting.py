@@ -10,6 +10,8 @@ from ledger_queue import Queue
 from asyncflow_sdk.errors import DeadlineExceeded, LeaseLost, SchemaError
 from asyncflow_sdk.ledger import commands as cmd
 
+pytestmark = pytest.mark.fast
+
 
 class Ranks:
     """So many ranks, each a session."""
@@ -35,7 +37,7 @@ def test_all_are_answered_with_the_words_of_all_when_the_last_has_come() -> None
     last = ranks.come(1, "a")
 
     assert ranks.answered(*early, last) == [cmd.Met(words=(b"0", b"1", b"2"))] * 3
-    assert not ranks.queue.ledger.parked
+    assert not ranks.queue.status().parked
 
 
 def test_who_has_come_to_another_point_or_is_of_another_team_is_not_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from ledger_queue import TOKENS, Queue, ids, produce, running
 
 from asyncflow_sdk.ledger import commands as cmd
@@ -11,13 +12,15 @@ from asyncflow_sdk.ledger.commands import StepAges
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.lengths import bins_of
 
+pytestmark = pytest.mark.fast
+
 
 def lengths(*values: int) -> bytes:
     return np.array(values, "<i4").tobytes()
 
 
 def status(queue: Queue) -> cmd.StatusReport:
-    return queue.ledger.status()
+    return queue.status()
 
 
 def ended(queue: Queue, state: str) -> list[ev.RowsEnded]:
@@ -61,7 +64,7 @@ def test_rows_that_end_bring_the_lengths_of_their_responses() -> None:
     queue, replica, judge, trainer = running(batch=2, max_staleness=1)
     queue.put(2, 1)
     lease = queue.lease(replica, "rollout")
-    gives = dict.fromkeys(queue.ledger.tasks["rollout"].spec.gives, TOKENS)
+    gives = dict.fromkeys(queue.ledger.tasks["rollout"].gives, TOKENS)
     queue.do(replica, cmd.Complete(token=lease.token, columns=gives, lengths=lengths(5, 70)))
     queue.complete(judge, queue.lease(judge, "reward"))
     queue.complete(trainer, queue.lease(trainer, "train"))
@@ -77,7 +80,7 @@ def test_what_ends_while_it_is_generated_has_about_the_tokens_that_others_had_by
     queue, replica, _, _ = running(batch=2, max_staleness=1)
     queue.put(2, 1)
     lease = queue.lease(replica, "rollout", 1)
-    gives = dict.fromkeys(queue.ledger.tasks["rollout"].spec.gives, TOKENS)
+    gives = dict.fromkeys(queue.ledger.tasks["rollout"].gives, TOKENS)
     queue.at(3.0)
     queue.do(replica, cmd.Complete(token=lease.token, columns=gives, lengths=lengths(30)))
     # when another is cancelled after 5
@@ -96,7 +99,7 @@ def test_lengths_that_are_not_one_for_each_row_are_left_out() -> None:
         queue, replica, _, _ = running(batch=2, max_staleness=1)
         queue.put(2, 1)
         lease = queue.lease(replica, "rollout")
-        gives = dict.fromkeys(queue.ledger.tasks["rollout"].spec.gives, TOKENS)
+        gives = dict.fromkeys(queue.ledger.tasks["rollout"].gives, TOKENS)
         queue.do(replica, cmd.Complete(token=lease.token, columns=gives, lengths=said))
         queue.do(queue.admin, cmd.End(cancel=True))
 

@@ -11,6 +11,8 @@ from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, Ended, SchemaErr
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 
+pytestmark = pytest.mark.fast
+
 ROLLOUT = TaskSpec(name="rollout", needs=("prompt",), gives=("response",), admits=True, partitions=("", "eval"))
 REWARD = TaskSpec(name="reward", needs=("response",), gives=("reward",), partitions=("*",))
 TRAIN = TaskSpec(name="train", needs=("response", "reward"), batch_rows=4)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ledger_checks import freeze
 from ledger_queue import REWARD, ROLLOUT, TRAIN, Queue, ids, produce, running
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost, PluginError
 from asyncflow_sdk.interfaces import Filling, StalenessPolicy
-from asyncflow_sdk.ledger import Ledger
+from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger.commands import PolicySpec
-from asyncflow_sdk.ledger.policies import Drop
-from asyncflow_sdk.ledger.rows import Rows
+from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import events as ev
+
+pytestmark = pytest.mark.fast
+
+Drop: type[StalenessPolicy] = registry().get("staleness", "drop").load()
 
 POLICIES = ["wait", "drop", "count"]
 
@@ -46,8 +48,7 @@ def straggling(policy: str, max_staleness: int = 1, steps: int = 1, **limits: An
 
 
 def step_of(queue: Queue) -> int:
-    assert queue.ledger.steps is not None
-    return queue.ledger.steps.window.step
+    return queue.status().step
 
 
 def test_wait_fills_no_step_without_the_rows_that_are_due_in_it() -> None:
@@ -71,19 +72,14 @@ def test_drop_fills_steps_with_what_is_there_and_late_groups_expire_also_while_t
 
 def test_count_trains_them_whenever_they_are_done() -> None:
     queue, slow, lease = straggling("count", steps=4)
-    before = step_of(queue)
+    before = queue.status()
 
     queue.complete(slow, lease)
     queue.complete(judge := queue.join("another judge"), queue.lease(judge, "reward"))
 
-    rows = queue.ledger.rows
-    assert before >= 4
-    assert rows.step[rows.at(lease_ids(lease))].tolist() == [before] * 2
+    assert before.step >= 4
+    assert queue.status().rows["train"]["selected"] == before.rows["train"]["selected"] + 2
     assert not queue.audit().expired
-
-
-def lease_ids(lease: cmd.Leased) -> Any:
-    return cmd.unpack_ids(lease.ids)
 
 
 def test_what_expired_is_wanted_again() -> None:
@@ -164,7 +160,7 @@ def test_rows_that_a_session_completed_are_none_it_has_lost() -> None:
 def test_the_status_and_an_event_say_what_a_policy_promises() -> None:
     for policy, bounded in (("wait", True), ("drop", True), ("count", False)):
         queue = Queue(ROLLOUT, REWARD, TRAIN, max_staleness=2, staleness=PolicySpec(policy))
-        status = queue.ledger.status()
+        status = queue.status()
         (note,) = [event for event in queue.events if isinstance(event, ev.Note)]
 
         assert (status.staleness, status.max_staleness) == (policy, 2)
@@ -177,7 +173,8 @@ def test_an_unknown_policy_is_refused_with_those_there_are_and_nothing_changes()
     queue = Queue(max_staleness=3)
     with pytest.raises(PluginError, match=r"no staleness adapter is named 'hope'; installed: .*wait, drop, count"):
         queue.do(queue.admin, cmd.Configure(staleness=PolicySpec("hope"), max_staleness=0))
-    assert (queue.ledger.rule.spec.name, queue.ledger.max_staleness) == ("wait", 3)
+    queue.do(queue.admin, cmd.Declare(task=TRAIN))
+    assert (queue.status().staleness, queue.status().max_staleness) == ("wait", 3)
 
 
 def test_options_a_policy_does_not_take_are_refused() -> None:
@@ -217,19 +214,15 @@ class NeverLate(Own):
         return (-5, 10**9)  # no such rows
 
 
-class OwnQueue(Queue):
-    """With policies of this process."""
-
-    def __init__(self, policy: StalenessPolicy, **limits: Any) -> None:
-        super().__init__()
-        self.ledger.make_policy = lambda spec: policy
-        self.do(self.admin, cmd.Configure(staleness=PolicySpec("mine"), **limits))
+def own_queue(policy: StalenessPolicy, *tasks: TaskSpec, **limits: Any) -> Queue:
+    """With a policy of this process."""
+    return Queue(*tasks, policy=policy, staleness=PolicySpec("mine"), **limits)
 
 
 def test_a_queue_too_small_for_its_policy_is_an_error_at_set_up_and_no_deadlock() -> None:
     policy = Own()
     policy.wrong = "needs room"
-    queue = OwnQueue(policy, max_staleness=1, capacity_rows=11)
+    queue = own_queue(policy, max_staleness=1, capacity_rows=11)
 
     with pytest.raises(ConfigError, match=r"may wait for ever in a queue of capacity_rows=11: it needs 12"):
         queue.do(queue.admin, cmd.Declare(task=TRAIN))
@@ -243,9 +236,7 @@ def test_a_queue_too_small_for_its_policy_is_an_error_at_set_up_and_no_deadlock(
 def test_an_answer_that_is_too_large_lets_in_no_more_than_there_is_room_for() -> None:
     policy = Own()
     policy.wrong = "admits all"
-    queue = OwnQueue(policy, steps=2)
-    for task in (ROLLOUT, REWARD, TRAIN):
-        queue.do(queue.admin, cmd.Declare(task=task))
+    queue = own_queue(policy, ROLLOUT, REWARD, TRAIN, steps=2)
     replica = queue.join("gen")
     queue.publish(0)
     queue.load(replica, 0)
@@ -257,9 +248,7 @@ def test_an_answer_that_is_too_large_lets_in_no_more_than_there_is_room_for() ->
 @pytest.mark.parametrize("wrong", ["admit", "select", "no number"])
 def test_a_policy_that_fails_fails_those_who_lease_and_says_so(wrong: str) -> None:
     policy = Own()
-    queue = OwnQueue(policy, max_staleness=1)
-    for task in (ROLLOUT, REWARD, TRAIN):
-        queue.do(queue.admin, cmd.Declare(task=task))
+    queue = own_queue(policy, ROLLOUT, REWARD, TRAIN, max_staleness=1)
     replica, judge, trainer = queue.join("gen"), queue.join("judge"), queue.join("train")
     queue.publish(0)
     queue.load(replica, 0)
@@ -285,52 +274,21 @@ def test_a_policy_that_fails_fails_those_who_lease_and_says_so(wrong: str) -> No
 
 
 def test_what_a_bounded_policy_forgets_to_evict_is_not_trained_late() -> None:
-    queue = OwnQueue(NeverLate(), max_staleness=0)
-    for task in (ROLLOUT, REWARD, TRAIN):
-        queue.do(queue.admin, cmd.Declare(task=task))
-    assert queue.ledger._selectable(-1) == 0
-    assert queue.ledger._admittable(-1) == 0
-
-
-class Noted(Queue):
-    """Notes what each input asked outside, as a journal does."""
-
-    def __init__(self) -> None:
-        self.inputs: list[tuple[int, Any, float, int, tuple[bytes, ...]]] = []
-        super().__init__()
-
-    def ask(self, session: int, command: Any) -> int:
-        self.ledger.outside.keep = True
-        ticket = super().ask(session, command)
-        self.inputs.append((session, command, self.now, ticket, self.ledger.outside.take()))
-        return ticket
-
-
-def test_a_replay_asks_no_policy_and_comes_to_the_same_admissions_selections_and_evictions() -> None:
-    # given a run in which a policy of a user's own admitted, selected and evicted
-    queue = Noted()
-    queue.ledger.make_policy = lambda spec: Own()
-    queue.do(queue.admin, cmd.Configure(staleness=PolicySpec("mine"), max_staleness=1))
-    for task in (ROLLOUT, REWARD, TRAIN):
-        queue.do(queue.admin, cmd.Declare(task=task))
-    fast, slow, judge = queue.join("fast"), queue.join("slow"), queue.join("judge")
+    # given rows that are generated while two steps fill with others
+    queue = own_queue(NeverLate(), ROLLOUT, REWARD, TRAIN, max_staleness=1)
+    fast, slow, judge, trainer = (queue.join(name) for name in ("fast", "slow", "judge", "train"))
     queue.publish(0)
-    queue.load(slow, 0)
-    queue.put(20, 2)
-    queue.lease(slow, "rollout", 2)
-    for version in range(3):
+    for replica in (fast, slow):
+        queue.load(replica, 0)
+    queue.put(6, 2)
+    late = queue.lease(slow, "rollout", 2)
+    for version in (0, 1):
         queue.load(fast, version)
         produce(queue, fast, judge, 4)
+        queue.complete(trainer, queue.lease(trainer, "train"))
         queue.publish(version + 1)
-    assert queue.audit().expired == 2
-
-    # when it is replayed where that policy cannot even be made
-    again = Ledger()
-    again.rows = Rows(1024)
-    again.make_policy = lambda spec: pytest.fail("asked")
-    for session, command, now, ticket, notes in queue.inputs:
-        again.outside.replay(notes)
-        again.apply(session, command, now, ticket)
-        assert again.outside.replay(None), f"{command} asked for less"
-
-    assert freeze(again) == freeze(queue.ledger)
+    # when they are done
+    queue.complete(slow, late)
+    queue.complete(judge, queue.lease(judge, "reward"))
+    # then no step takes them
+    assert (queue.status().step, queue.status().free_slots) == (2, 4)

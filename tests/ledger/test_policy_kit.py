@@ -7,8 +7,12 @@ import itertools
 import pytest
 
 from asyncflow_sdk.interfaces import Filling, StalenessPolicy
-from asyncflow_sdk.ledger.policies import Count, Drop, Wait
+from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import check_staleness_policy
+
+pytestmark = pytest.mark.fast
+
+Wait, Drop, Count = (registry().get("staleness", name).load() for name in ("wait", "drop", "count"))
 
 
 @pytest.mark.parametrize("policy", [Wait, Drop, Count])

@@ -1,7 +1,8 @@
 """Whole runs under random schedules: no deadlock, nothing too old, nothing lost and nothing trained twice.
 
-Replicas lag, hang and die, rows finish in heavy-tailed order, stages filter and give back, trainers die with a
-step in hand, and filter at the acknowledgement. Every request waits without limit, so a lost wake-up is a deadlock.
+Replicas lag, hang and die, rows finish in heavy-tailed order, stages filter and give back, payload is lost, trainers
+die with a step in hand, roll back, and go on from checkpoints. ``CheckedLedger`` checks rows, steps and versions after
+every command; the tests check how a run ends.
 """
 
 from __future__ import annotations
@@ -10,98 +11,200 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from ledger_checks import check_counters
 from schedules import (
-    ANY_POLICY,
     FOR_EVER,
     TASKS,
+    CheckpointedTrainer,
     Feeder,
+    Rank,
     Replica,
     Stage,
     Trainer,
     World,
-    most_staleness,
+    filtered,
     others,
     schedules,
     train_task,
 )
 
+from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import PolicySpec
+from asyncflow_sdk.ledger.commands import PolicySpec, SamplerSpec
+
+pytestmark = pytest.mark.fast
+SEEDS = st.integers(0, 2**32)
+STALENESS = st.sampled_from([0, 1, 2, 4])
+SIZES = st.sampled_from([1, 2, 4])
+MORTALITY = st.sampled_from([0.0, 0.05, 0.2])
+POLICIES = st.sampled_from(["wait", "drop", "count"])
 
 
-@schedules(100)
+def most_staleness(policy: str, max_staleness: int) -> int:
+    """Of any token."""
+    return 1 << 30 if policy == "count" else max_staleness
+
+
+def late(audit: cmd.Audit, staleness: int) -> int:
+    """Rows that expired because a step was filled without them."""
+    return audit.reasons.get(f"expired: older than max_staleness {staleness} (policy 'drop')", 0)
+
+
+@schedules(60)
 @given(
-    seed=st.integers(0, 2**32),
-    staleness=st.sampled_from([0, 1, 2, 4]),
-    size=st.sampled_from([1, 2, 4]),
-    groups=st.integers(1, 4),
-    steps=st.integers(1, 6),
-    replicas=st.integers(1, 4),
-    mortality=st.sampled_from([0.0, 0.05, 0.2]),
-    tight=st.booleans(),
-    policy=ANY_POLICY,
-)
+    seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 4), steps=st.integers(1, 6),
+    replicas=st.integers(1, 4), mortality=MORTALITY, tight=st.booleans(), policy=POLICIES,
+    doubts=st.sampled_from([0.0, 0.0, 0.05, 0.2, 0.4]), keep=st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+@example(  # its replica waits already when the acknowledgement of a step from before a rollback lets it begin
+    seed=0, staleness=0, size=4, groups=2, steps=3, replicas=1, mortality=0.05, tight=False, policy="wait", doubts=0.4,
+    keep=2,
+)  # fmt: skip
+@example(  # it is rolled back to weights that the step which is leased again has trained already
+    seed=6, staleness=0, size=1, groups=1, steps=6, replicas=1, mortality=0.2, tight=False, policy="wait", doubts=0.2,
+    keep=2,
+)  # fmt: skip
 def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
     seed: int, staleness: int, size: int, groups: int, steps: int, replicas: int, mortality: float, tight: bool,
-    policy: str,
+    policy: str, doubts: float, keep: int,
 ) -> None:  # fmt: skip
     batch = size * groups
-    capacity = batch if tight else 4 * batch
-    world = World(seed, limit=20_000 + 4_000 * steps * batch)
-    limits = cmd.Configure(capacity_rows=capacity, max_staleness=staleness, steps=steps, staleness=PolicySpec(policy))
-    world.set_up(limits, world.random.sample([*TASKS, train_task(batch)], 4))
+    limits = cmd.Configure(
+        capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps, keep_versions=keep,
+        staleness=PolicySpec(policy),
+    )  # fmt: skip
+    lease_s = FOR_EVER / 4 if doubts else 50.0
+    world = World(seed, 60_000 + 12_000 * steps * batch, limits, [*TASKS, train_task(batch, lease_s)])
+    trainer = Trainer(world, most_staleness(policy, staleness), mortality, doubts)
+    others(world, size, size if tight else 2 * batch, replicas, mortality)
 
-    trainer = Trainer(world, batch, most_staleness(policy, staleness), mortality)
-    workers = [trainer, *others(world, size, size if tight else 2 * batch, replicas, mortality)]
-    world.run()
+    audit = world.run()
 
-    assert all(worker.over for worker in workers), world.ledger.status()
-    assert trainer.steps == list(range(steps))
-    assert set(trainer.trained.values()) == {1}, "a row was trained twice"
-    assert trainer.trained.total() == steps * batch
-    check_counters(world.ledger)
-    audit = world.ledger.audit()
-    assert audit.live == 0
-    assert audit.balanced
-    assert set(world.retired.values()) == {1}
-    assert world.retired.total() == audit.put
-    assert audit.consumed + audit.reasons.get("filtered: no gradient in the step", 0) == steps * batch
-    assert audit.expired <= (staleness * batch * steps if policy == "drop" else 0), "what may be given up"
-
-
-class Straggler(Replica):
-    """Takes a hundred times as long as others, now and then."""
-
-    def work(self, reply: Any) -> None:
-        soon = self.world.soon
-        if self.world.random.random() < 0.3:
-            self.world.soon = lambda: 100 * soon()  # type: ignore[method-assign]
-        try:
-            super().work(reply)
-        finally:
-            self.world.soon = soon  # type: ignore[method-assign]
+    assert trainer.trained == list(range(steps)), "each step once, in order"
+    assert filtered(audit)["consumed"] == steps * batch
+    assert audit.expired == trainer.expired + late(audit, staleness)
+    assert doubts or late(audit, staleness) <= staleness * batch * steps, "what may be given up"
+    assert world.ledger.version == max(trainer.made)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(4))
-def test_drop_never_starves_and_gives_up_no_more_than_was_under_way(seed: int, staleness: int) -> None:
-    batch, steps = 8, 25
-    world = World(seed, limit=1_000_000)
-    limits = cmd.Configure(max_staleness=staleness, steps=steps, staleness=PolicySpec("drop"))
+def test_drop_never_starves_and_gives_up_no_more_than_was_under_way(staleness: int) -> None:
+    batch, steps = 8, 20
     rollout = msgspec.structs.replace(TASKS[0], lease_s=5000)
-    world.set_up(limits, [rollout, TASKS[1], train_task(batch, FOR_EVER / 4)])
-    trainer = Trainer(world, batch, staleness, 0.0)
+    limits = cmd.Configure(max_staleness=staleness, steps=steps, staleness=PolicySpec("drop"))
+    world = World(staleness, 1_000_000, limits, [rollout, TASKS[1], train_task(batch, FOR_EVER / 4)])
+    trainer = Trainer(world, staleness, 0.0)
     Feeder(world, 2, 2 * batch)
     for number in range(3):
-        Straggler(world, "rollout", f"replica {number}", 0.0)
-    Stage(world, "reward", "stage", 0.0)
-    world.run()
+        Replica(world, "rollout", f"replica {number}").straggles = 0.3
+    Stage(world, "reward", "reward", 0.0, filters=0.1)
 
-    audit = world.ledger.audit()
-    assert trainer.steps == list(range(steps))
-    assert audit.balanced
+    audit = world.run()
+
+    assert trainer.trained == list(range(steps))
     assert audit.expired <= staleness * batch * steps
     assert (audit.expired > 0) == (staleness > 0)  # with stragglers like these some are
+
+
+@schedules(25)
+@given(
+    seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 4), steps=st.integers(1, 6),
+    mortality=st.sampled_from([0.0, 0.05]), tight=st.booleans(), disasters=st.integers(1, 4),
+    share=st.sampled_from([0.05, 0.3, 1.0]),
+)  # fmt: skip
+def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
+    seed: int, staleness: int, size: int, groups: int, steps: int, mortality: float, tight: bool, disasters: int,
+    share: float,
+) -> None:  # fmt: skip
+    batch, lost = size * groups, []
+    limits = cmd.Configure(capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps)
+    world = World(seed, 40_000 + 8_000 * steps * batch, limits, [*TASKS, train_task(batch)])
+    trainer = Trainer(world, staleness, mortality)
+    others(world, size, size if tight else 2 * batch, 2, mortality)
+    for _ in range(disasters):
+        world.later(world.random.uniform(0, 60), lambda: lost.append(world.lose(share)))
+
+    audit = world.run()
+
+    assert trainer.trained == list(range(steps))
+    assert audit.reasons.get("failed: payload lost", 0) >= sum(lost)
+
+
+@schedules(25)
+@given(
+    seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 3), steps=st.integers(2, 9),
+    replicas=st.integers(1, 4), mortality=MORTALITY, deaths=st.sampled_from([0.05, 0.15, 0.3]),
+    every=st.sampled_from([1, 2, 3, 50]), keep=st.sampled_from([1, 2]), unsound=st.sampled_from([0.0, 0.3]),
+    quorum=st.sampled_from([0, 0, 1]), policy=POLICIES,
+)  # fmt: skip
+def test_a_trainer_that_dies_at_any_time_trains_each_step_once_in_what_survives(
+    seed: int, staleness: int, size: int, groups: int, steps: int, replicas: int, mortality: float, deaths: float,
+    every: int, keep: int, unsound: float, quorum: int, policy: str,
+) -> None:  # fmt: skip
+    batch = size * groups
+    limits = cmd.Configure(
+        capacity_rows=4 * batch, max_staleness=staleness, steps=steps, checkpoints=True, quorum=quorum,
+        staleness=PolicySpec(policy),
+    )  # fmt: skip
+    world = World(seed, 100_000 + 40_000 * steps * batch, limits, [*TASKS, train_task(batch, FOR_EVER / 4)])
+    trainer = CheckpointedTrainer(world, most_staleness(policy, staleness), deaths, every, keep, unsound)
+    others(world, size, 2 * batch, replicas, mortality)
+
+    audit = world.run()
+
+    assert trainer.weights == tuple(range(steps)), "each step once, in order"
+    dropped = sum(map(len, trainer.dropped.values()))
+    assert audit.consumed == steps * batch - dropped
+    assert audit.reasons.get("filtered: no gradient in the step", 0) == dropped
+
+
+def sampled(world_seed: int, task: TaskSpec, *names: str) -> TaskSpec:
+    """A task with one of these samplers, "" for none."""
+    options: dict[str, dict[str, Any]] = {
+        "whole_groups": {},
+        "shuffled": {"seed": 5, "window": 1 + world_seed % 9},
+        "length_bucketed": {"column": task.needs[0], "window": 1 + world_seed % 9},
+        "by_column": {"column": task.needs[0]},
+        "token_balanced": {"column": task.needs[0]},
+    }
+    name = names[world_seed % len(names)]
+    return msgspec.structs.replace(task, sampler=SamplerSpec(name, options[name]) if name else None)
+
+
+@schedules(25)
+@given(
+    seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 4), steps=st.integers(1, 5),
+    ranks=st.sampled_from([(2, 2), (2, 1), (3, 3), (4, 2), (4, 4)]), mortality=MORTALITY, tight=st.booleans(),
+    policy=POLICIES,
+)  # fmt: skip
+def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
+    seed: int, staleness: int, size: int, groups: int, steps: int, ranks: tuple[int, int], mortality: float, tight: bool,
+    policy: str,
+) -> None:  # fmt: skip
+    batch = max(size * groups, size * -(-ranks[1] // size))
+    limits = cmd.Configure(
+        capacity_rows=batch if tight else 4 * batch,
+        max_staleness=staleness,
+        steps=steps,
+        staleness=PolicySpec(policy),
+    )
+    rollout, reward, judge = TASKS
+    judge = sampled(seed // 5, judge, "", "whole_groups", "token_balanced")
+    tasks = [
+        sampled(seed, rollout, "", "shuffled", "length_bucketed"),
+        sampled(seed // 3, reward, "", "shuffled", "length_bucketed", "by_column"),
+        judge,
+        sampled(seed // 7, train_task(batch), "", "token_balanced"),
+    ]
+    world = World(seed, 20_000 + 8_000 * steps * batch, limits, tasks)
+    for rank in range(ranks[0]):
+        Rank(world, rank, *ranks, mortality)
+    at_least = 0 if tight or judge.sampler else world.random.randint(0, batch)
+    others(world, size, size if tight else 2 * batch, 3, mortality, at_least)
+
+    audit = world.run()
+
+    assert sorted(world.ledger.acknowledged) == list(range(steps)), "each step once"
+    assert not world.ledger.status().lease_count
+    assert filtered(audit)["consumed"] == steps * batch
