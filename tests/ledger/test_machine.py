@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from fair_workers import COLUMN, FairWorkers, send
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from ledger_queue import Queue, ids, packed, part, publishing
@@ -511,11 +511,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=2000 if LONG else 400,
-    stateful_step_count=80 if LONG else 40,
+    max_examples=2000 if LONG else 60,
+    stateful_step_count=80 if LONG else 30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
-    phases=[Phase.generate],
 )
 TestLedger = pytest.mark.timeout(3600 if LONG else 900)(LedgerMachine.TestCase)
