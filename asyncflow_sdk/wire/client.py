@@ -43,6 +43,7 @@ class Client:
     ``key``: proves to a server over tcp who asks, and knows it by its own. Raises ConfigError where a key
     is missing or has no use; the first request raises AccessDenied when server and key do not fit each other.
     ``insecure``: tcp to a server that has no keys. ``bulk``: most of what comes is payload.
+    ``resend_s``: after so long a silence a request is sent again, or asked after; None: ``RESEND_S``.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Client:
         *,
         insecure: bool = False,
         bulk: bool = False,
+        resend_s: float | None = None,
     ) -> None:
         tcp = transport_of(address) == "tcp"
         if key is not None and not tcp:
@@ -65,6 +67,7 @@ class Client:
             )
         self.address, self.key, self.insecure = address, key, insecure
         self.session = secrets.token_hex(12)
+        self._own_resend_s = resend_s
         self._pid = os.getpid()
         self._context = context_of(bulk)
         self.interrupts = 0
@@ -79,6 +82,10 @@ class Client:
         self.closed = False
         self.over = False
         """The server has said goodbye: it closed for good, and all requests end with ServerLost."""
+
+    @property
+    def _resend_s(self) -> float:
+        return RESEND_S if self._own_resend_s is None else self._own_resend_s
 
     def check(self) -> None:
         """Raises unless requests can be made: ServerLost once closed, here or for good at the server; AsyncFlowError in a
@@ -136,7 +143,7 @@ class Client:
             until = began + _time_for(size, timeout_s, grace_s)
             channel.send(exchange.begin())
             while True:
-                resend = min(until, time.monotonic() + RESEND_S)
+                resend = min(until, time.monotonic() + self._resend_s)
                 while (left := resend - time.monotonic()) > 0:
                     if not self._wait(channel, left):
                         continue
@@ -152,7 +159,7 @@ class Client:
                         return exchange.reply
                     if exchange.answer_bytes != known:
                         until = max(until, time.monotonic() + _time_for(exchange.answer_bytes, 0.0, grace_s))
-                    resend = min(until, time.monotonic() + RESEND_S)
+                    resend = min(until, time.monotonic() + self._resend_s)
                 self._overhear()
                 if time.monotonic() >= until:
                     raise self._lost(began, 0 if channel.handshake is None else channel.handshake.cut)
@@ -194,7 +201,7 @@ class Client:
             until = began + _time_for(size, timeout_s, GRACE_S)
             messages, heard, known = exchange.begin(), 0, 0
             while True:
-                await channel.exchange(exchange, messages, min(RESEND_S, until - time.monotonic()))
+                await channel.exchange(exchange, messages, min(self._resend_s, until - time.monotonic()))
                 if exchange.reply is not None:
                     self._numbering.answered(seq)
                     return exchange.reply
