@@ -1,7 +1,7 @@
 """Room is real and bounded: a full file system is an error, and churn of any shape holds no more than it needs."""
 
 import random
-import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from asyncflow_sdk.errors import MemoryFull, ServerLost
 from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory, room, segment
 
+pytestmark = pytest.mark.fast
+
 MB = 1 << 20
 
 
@@ -23,20 +25,6 @@ def directory() -> Iterator[Path]:
     shared.close()
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB."""
-    try:
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=12", "tmpfs", str(tmp_path)],
-            check=True, capture_output=True,
-        )  # fmt: skip
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"mounting a small tmpfs needs root: {error}")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
 def on_disk(directory: Path) -> int:
     """Bytes that the files really take."""
     return sum(path.stat().st_blocks * 512 for path in directory.glob("w*"))
@@ -44,60 +32,6 @@ def on_disk(directory: Path) -> int:
 
 def free(arena: Arena, *blocks: Allocation) -> None:
     arena.free([block.serial for block in blocks])
-
-
-def test_a_full_file_system_is_an_error_that_says_what_to_do(tiny: Path) -> None:
-    # given
-    arena = Arena(tiny, "w", MB)
-    kept = [arena.allocate(900_000) for _ in range(3)]
-    for block in kept:
-        block.memory[HEADER_BYTES:] = 7
-    # when
-    with pytest.raises(MemoryFull, match=r"no room for \d+ more bytes.*--shm-size"):
-        arena.allocate(2 * MB)
-    # then nothing is left of the attempt, and what was there is as it was
-    assert on_disk(tiny) == arena.nbytes <= 3 * MB
-    assert all((block.memory[HEADER_BYTES:] == 7).all() for block in kept)
-    # and there is room again as soon as something is freed
-    free(arena, kept[0])
-    again = arena.allocate(900_000)
-    assert (again.segment, again.start) == (kept[0].segment, kept[0].start)
-
-
-def test_free_ranges_make_room_for_a_larger_block(tiny: Path) -> None:
-    # given a file system full of blocks, of which every other one is freed
-    arena = Arena(tiny, "w", MB)
-    blocks = [arena.allocate(200_000) for _ in range(18)]
-    for block in blocks:
-        block.memory[HEADER_BYTES:] = 7
-    free(arena, *blocks[::2])
-    # when / then: what was free in pieces is there in one
-    assert len(arena.allocate(1_300_000).memory) == 1_300_000
-    assert on_disk(tiny) == arena.nbytes <= 4 * MB
-    assert all((block.memory[HEADER_BYTES:] == 7).all() for block in blocks[1::2])
-
-
-def test_no_inode_is_no_room_either(tiny: Path) -> None:
-    for number in range(20):
-        try:
-            (tiny / f"file{number}").touch()
-        except OSError:
-            break
-    with pytest.raises(MemoryFull, match="no room"):
-        Arena(tiny, "w", 1 << 16).allocate(10)
-
-
-def test_a_block_larger_than_the_file_system_is_refused_at_once(tiny: Path) -> None:
-    # given
-    arena = Arena(tiny, "w", MB)
-    block = arena.allocate(1000)
-    # when
-    with pytest.raises(MemoryFull, match="no room for 5368709120 more bytes"):
-        arena.allocate(5 << 30)
-    # then nothing was tried: the others' room is as it was, and smaller ones go on
-    assert arena.nbytes <= 2 * MB
-    free(arena, block)
-    assert len(arena.allocate(2_000_000).memory) == 2_000_000
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -153,7 +87,7 @@ class Churn:
         free(self.arena, block)
 
 
-@pytest.mark.parametrize("sizes", [(64, 10_000), (100, 500_000), (50_000, 3 * MB), (900_000, 1_100_000)])
+@pytest.mark.parametrize("sizes", [(100, 500_000), (50_000, 3 * MB)])
 @pytest.mark.parametrize("order", ["first", "any"])
 def test_long_churn_holds_the_most_that_lived_and_one_segment(
     directory: Path, sizes: tuple[int, int], order: str
@@ -165,7 +99,7 @@ def test_long_churn_holds_the_most_that_lived_and_one_segment(
     long: list[Allocation] = []
     low, high = sizes
     # when
-    for turn in range(3000):
+    for turn in range(800):
         block = churn.write(int(low * (high / low) ** numbers.random()))
         (long if turn % 50 == 0 else alive).append(block)
         while churn.live > 8 * MB:
@@ -217,9 +151,9 @@ def test_memory_of_a_burst_goes_back(directory: Path) -> None:
 def test_segments_are_few(directory: Path) -> None:
     """A process may open a thousand files."""
     arena = Arena(directory, "w", 1 << 16)
-    blocks = [arena.allocate(30_000) for _ in range(3000)]
+    blocks = [arena.allocate(30_000) for _ in range(1500)]
     assert len(list(directory.glob("w*"))) < 300
-    assert arena.nbytes <= 3000 * 30_080 * 1.05
+    assert arena.nbytes <= 1500 * 30_080 * 1.05
     free(arena, *blocks)
 
 
@@ -249,25 +183,37 @@ def test_freeing_what_is_not_there_any_more_does_nothing(directory: Path) -> Non
     assert arena.blocks == 1
 
 
-def test_what_nobody_may_look_at_is_not_scanned_on_every_allocation(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_nobody_may_look_at_is_not_scanned_on_every_allocation(directory: Path) -> None:
     # given many blocks that were freed while a reader looks at each
     arena, mapper = Arena(directory, "w", MB), Mapper(directory)
-    blocks = [arena.allocate(1000) for _ in range(200)]
-    views = [mapper.view(block.segment, block.start, block.serial, block.nbytes) for block in blocks]
-    free(arena, *blocks)
-    tried = []
-    monkeypatch.setattr(arena, "_open", lambda each: tried.append(each) or Arena._open(arena, each))
-    # when
-    more = [arena.allocate(1000) for _ in range(50)]
-    # then
-    assert len(tried) <= 50
+
+    def work(views: int) -> int:
+        """Calls made by allocations beside so many blocks that cannot be used again yet."""
+        blocks = [arena.allocate(1000) for _ in range(views)]
+        held = [mapper.view(block.segment, block.start, block.serial, block.nbytes) for block in blocks]
+        free(arena, *blocks)
+        calls = 0
+
+        def count(frame: object, event: str, arg: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        more = [arena.allocate(1000)]
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            more += [arena.allocate(1000) for _ in range(20)]
+        finally:
+            sys.setprofile(before)
+        held.clear()
+        free(arena, *more)
+        return calls
+
+    # then allocations do not try all of them
+    assert work(200) < 2 * work(20)
     # and when they are let go, their memory is used before any other is asked for
     held = arena.nbytes
-    views.clear()
-    free(arena, *more)
-    more = [arena.allocate(50_000) for _ in range(15)]
+    assert [arena.allocate(50_000) for _ in range(3)]
     assert arena.nbytes == held
 
 

@@ -59,7 +59,7 @@ def test_closing_removes_it_and_may_be_repeated(tmp_path: Path) -> None:
 
 def test_runs_that_start_at_the_same_time_do_not_sweep_each_other_away(tmp_path: Path) -> None:
     # given
-    with Child(start_and_close, str(tmp_path), 150) as one, Child(start_and_close, str(tmp_path), 150) as two:
+    with Child(start_and_close, str(tmp_path), 40) as one, Child(start_and_close, str(tmp_path), 40) as two:
         # when
         for each in (one, two):
             each.say("go")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from plugin_packages import HEAD, install, write_plugin
 
 import asyncflow_sdk as af
-from asyncflow_sdk.plugins import Adapter, AdapterSpec, Registry, find_plugins, finding, registry
+from asyncflow_sdk.plugins import WITHOUT, Adapter, AdapterSpec, Registry, find_plugins, registry
 from asyncflow_sdk.testing.echo import EchoTrain
 
 SPEC = "    return [af.AdapterSpec(kind={kind!r}, name={name!r}, factory='x:Y'{more})]\n"
@@ -18,14 +17,17 @@ GOOD = HEAD + SPEC.format(kind="tracker", name="good", more="")
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of distributions beside the installed ones, with one that works."""
     folder = tmp_path / "site"
     write_plugin(folder, "zz_good", GOOD)
     monkeypatch.syspath_prepend(folder)
-    finding._registry.cache_clear()
-    yield folder
-    finding._registry.cache_clear()
+    return folder
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, blocked: str) -> None:
+    """What is found is kept, by the choice: one that no other test makes has another look."""
+    monkeypatch.setenv(WITHOUT, blocked)
 
 
 def the_problem(found: Registry) -> str:
@@ -150,8 +152,9 @@ def test_an_old_plugin_is_found_and_its_engine_runs(site: Path) -> None:
     assert isinstance(engine, af.RolloutEngine)
 
 
-def test_an_old_plugin_works_in_a_run(site: Path) -> None:
+def test_an_old_plugin_works_in_a_run(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(site, "asyncflow_old")
+    choose(monkeypatch, "zz_good")
 
     with af.serve() as run:
         run.queue.put({"prompt_ids": [[1, 2], [3]]}, group_size=2)
@@ -194,7 +197,10 @@ def test_a_distribution_that_cannot_be_read_stops_no_other(site: Path) -> None:
     assert "torn-1.0.dist-info cannot be read: UnicodeDecodeError" in problem
 
 
-def test_what_is_wrong_is_logged_once_a_process(site: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_wrong_is_logged_once_a_process(
+    site: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(monkeypatch, "zz-good")
     write_plugin(site, "af_logged", "raise RuntimeError('on purpose')\n")
 
     with caplog.at_level(logging.WARNING, "asyncflow_sdk.plugins"):

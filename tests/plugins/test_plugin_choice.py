@@ -7,15 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from plugin_packages import HEAD, install, write_plugin
 
 import asyncflow_sdk as af
 from asyncflow_sdk.plugins import ONLY, WITHOUT, find_plugins
 from asyncflow_sdk.plugins.choice import Choice, read_choice
-from asyncflow_sdk.workflow.crews import _job
-from asyncflow_sdk.workflow.worker import WorkerConfig
 
 GOOD = HEAD + "    return [af.AdapterSpec(kind='tracker', name='good', factory='x:Y')]\n"
 
@@ -109,18 +106,33 @@ def test_it_reaches_workers_under_other_interpreters(site: Path, tmp_path: Path)
     assert "blocked: plugin 'old' of asyncflow-old 1.0" in log
 
 
+BARE = """
+import pathlib
+class Bare(af.Launcher):
+    def start(self, order):
+        pathlib.Path({kept!r}).write_bytes(order.config)
+        raise af.ConfigError("it is started by the test")
+def make():
+    return Bare()
+"""
+
+
 def test_it_reaches_workers_whose_launcher_hands_no_environment_on(
-    site: Path, monkeypatch: pytest.MonkeyPatch
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # given a launcher that hands its worker the configuration alone
+    kept = tmp_path / "config"
+    specs = "    return [af.AdapterSpec(kind='launcher', name='bare', factory='zz_bare:make')]\n"
+    write_plugin(site, "zz_bare", HEAD + specs + BARE.format(kept=str(kept)))
     bare = dict(os.environ)
     monkeypatch.setenv(WITHOUT, "old,af_blocked")
     with af.serve() as run:
-        spec = af.Rollout("old", prompt="prompt_ids")
-        run.declare(spec)
-        config = WorkerConfig("rollout-9", run._near, _job(spec), [])
+        with pytest.raises(af.ConfigError, match="it is started by the test"):
+            run.start(af.Rollout("old", prompt="prompt_ids", python=sys.executable, launcher="bare"))
+        # when
         code = "import sys, asyncflow_sdk as af; print(af.run_worker(sys.stdin.buffer.read()).text)"
         done = subprocess.run(
-            [sys.executable, "-c", code], input=msgspec.json.encode(config), env=bare, capture_output=True, check=True
+            [sys.executable, "-c", code], input=kept.read_bytes(), env=bare, capture_output=True, check=True
         )
-
+    # then
     assert b"blocked: plugin 'old' of asyncflow-old 1.0" in done.stdout

@@ -6,6 +6,8 @@ import pytest
 from asyncflow_sdk.types import Lengths, Ragged, token_ages, token_staleness
 from asyncflow_sdk.types.lengths import bins_of, edge
 
+pytestmark = pytest.mark.fast
+
 SPANS = Ragged.of([np.array([[2, 0, 3], [4, 3, 5]]), np.array([[5, 0, 2]])], np.int64)
 
 

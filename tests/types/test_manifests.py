@@ -5,6 +5,8 @@ import pytest
 
 from asyncflow_sdk.types import Chunk, Manifest, TensorInfo
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(
     ("sizes", "bucket", "reason"),

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from asyncflow_sdk.errors import SchemaError
 from asyncflow_sdk.types import Ragged, VersionSpan, one_version, token_staleness, token_steps, token_versions
 
+pytestmark = pytest.mark.fast
+
 DTYPES: list[Any] = [np.int32, np.float32, ml_dtypes.bfloat16, np.bool_]
 
 

@@ -15,6 +15,8 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types.typed import check_fields, check_types, misfits, nearest
 
+pytestmark = pytest.mark.fast
+
 if TYPE_CHECKING:
     from decimal import Decimal as Missing
 

@@ -11,6 +11,8 @@ from wire_handlers import client_of, serving
 from asyncflow_sdk.wire import admission, listening, sockets
 from asyncflow_sdk.wire.doors import TcpDoor
 
+pytestmark = pytest.mark.fast
+
 
 def knock(address: str) -> socket.socket:
     """Begin to connect over tcp."""

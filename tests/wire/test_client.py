@@ -12,12 +12,10 @@ from children import Child
 from flaky_proxy import FlakyProxy
 from waiting import in_thread, until
 from wire_children import ask_after_fork, ask_until_killed, identify, interrupted
-from wire_handlers import Parrot, serving
+from wire_handlers import Parrot, client_of, serving
 
 from asyncflow_sdk.errors import ServerLost
 from asyncflow_sdk.wire import Client, process_key
-from asyncflow_sdk.wire import client as rules
-from asyncflow_sdk.wire.processes import watch
 
 
 @pytest.fixture
@@ -28,18 +26,17 @@ def parrot(tmp_path: Path) -> Iterator[Parrot]:
 
 @pytest.fixture
 def client(parrot: Parrot) -> Iterator[Client]:
-    client = Client(parrot.server.addresses[0])
+    client = client_of(parrot.server.addresses[0])
     yield client
     client.close()
 
 
 def test_over_a_connection_that_breaks_all_the_time_each_request_is_carried_out_once(
-    parrot: Parrot, monkeypatch: pytest.MonkeyPatch
+    parrot: Parrot,
 ) -> None:
     # given
-    monkeypatch.setattr(rules, "RESEND_S", 0.05)
     proxy = FlakyProxy(int(parrot.server.addresses[1].rsplit(":", 1)[1]))
-    client = Client(proxy.address, insecure=True)
+    client = client_of(proxy.address)
     bodies = [b"request-%d" % number for number in range(60)]
     # when threads and an event loop ask through it
     joins = [in_thread(lambda part=part: [client.ask(b, 60) for b in bodies[part::3]]) for part in range(2)]
@@ -85,25 +82,15 @@ def test_ctrl_c_takes_a_blocking_request_back(parrot: Parrot) -> None:
     assert parrot.dropped_ones == [(parrot.parked[b"park"], None)]
 
 
-def test_a_server_that_is_gone_is_named_within_the_deadline_and_the_grace(
-    parrot: Parrot, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # given
+def test_a_server_that_is_gone_is_named_within_the_deadline_and_the_grace(parrot: Parrot, client: Client) -> None:
     client.ask(b"x", 30)
-    monkeypatch.setattr(rules, "GRACE_S", 0.2)
     parrot.server.stop()
-    # when / then
     with pytest.raises(ServerLost, match=f"{client.address} gave no answer"):
-        client.ask(b"y", 0.1)
-    with pytest.raises(ServerLost, match=f"{client.address} gave no answer"):
-        asyncio.run(client.aask(b"z", 0.1))
+        client.ask(b"y", 0.1, grace_s=0.2)
 
 
-def test_closing_ends_what_other_threads_wait_for(
-    parrot: Parrot, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_ends_what_other_threads_wait_for(parrot: Parrot, client: Client) -> None:
     # given a thread and an event loop of another thread that wait
-    monkeypatch.setattr(rules, "RESEND_S", 0.1)
     waits = [
         in_thread(lambda: client.ask(b"park1", 1000)),
         in_thread(lambda: asyncio.run(client.aask(b"park2", 1000))),
@@ -121,6 +108,12 @@ def test_closing_ends_what_other_threads_wait_for(
         client.ask(b"x", 1)
 
 
+def connections(parrot: Parrot) -> int:
+    """Connections at the server's local socket."""
+    path = parrot.server.addresses[0].removeprefix("ipc://")
+    return sum(line.endswith(path) for line in Path("/proc/net/unix").read_text().splitlines()) - 1
+
+
 def test_sockets_go_with_their_threads_and_loops(parrot: Parrot, client: Client) -> None:
     # given threads and loops that come and go
     client.ask(b"x", 5)
@@ -130,8 +123,7 @@ def test_sockets_go_with_their_threads_and_loops(parrot: Parrot, client: Client)
         thread.join()
         asyncio.run(client.aask(b"x", 5))
     # then only those of the last are open
-    assert len(client._sockets) <= 2
-    assert len(client._loops) == 1
+    until(lambda: connections(parrot) <= 3, "the others' connections to close")
 
     async def tidy() -> None:
         await client.aask(b"x", 5)
@@ -140,7 +132,7 @@ def test_sockets_go_with_their_threads_and_loops(parrot: Parrot, client: Client)
         await client.aclose_loop()
 
     asyncio.run(tidy())
-    assert len(client._loops) == 0
+    until(lambda: connections(parrot) <= 2, "the loops' connections to close")
 
 
 def test_a_loop_may_begin_while_another_looks_for_those_that_have_ended(client: Client) -> None:
@@ -150,7 +142,7 @@ def test_a_loop_may_begin_while_another_looks_for_those_that_have_ended(client: 
         """While it is looked at, a thread begins a loop of its own."""
 
         def is_closed(self) -> bool:
-            if client._loops and not begun:
+            if not begun:
                 begun.append(b"")
                 begun.append(in_thread(lambda: asyncio.run(client.aask(b"x", 5)))())
             return super().is_closed()
@@ -194,31 +186,46 @@ def test_the_death_of_a_process_is_seen_at_once_and_its_silence_is_none(parrot: 
         client.close()
 
 
+def watches(pid: int) -> int:
+    """Descriptors of this process that stand for another one."""
+    return sum(f"\nPid:\t{pid}\n" in said for said in map(read, Path("/proc/self/fdinfo").iterdir()))
+
+
+def read(path: Path) -> str:
+    """A file of /proc; "" for one that is gone."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def test_a_session_that_left_is_watched_no_more(parrot: Parrot) -> None:
     # given many sessions of one living process, as a notebook makes them
     with Child(identify) as child:
         key = child.hear()
         for number in range(50):
             parrot.server.call(lambda number=number: parrot.server.watch(f"s{number}", child.pid, key))  # type: ignore[misc]
-        until(lambda: len(watched := parrot.server._processes) == 1 and watched.sessions == 50, "all to be watched")
+        until(lambda: watches(child.pid) == 1, "it to be watched, for all of them")
         # when
         for number in range(50):
             parrot.server.call(lambda number=number: parrot.server.forget(f"s{number}"))  # type: ignore[misc]
         # then
-        until(lambda: len(parrot.server._processes) == 0, "none to be watched")
+        until(lambda: watches(child.pid) == 0, "it to be watched no more")
 
 
-def test_a_process_is_known_by_more_than_its_number() -> None:
+def test_a_process_is_known_by_more_than_its_number(parrot: Parrot) -> None:
     with Child(identify) as child:
         key = child.hear()
         assert key == process_key(child.pid)
         assert key != process_key(os.getpid())
-        # another host, or another container: it cannot be watched from here
-        assert watch(child.pid, "other-boot " + key.split(" ", 1)[1]) is None
-        assert watch(child.pid, "") is None
+        # another host, another container, or a process that does not say: they cannot be watched from here
+        for unknown in ("other-boot " + key.split(" ", 1)[1], ""):
+            parrot.server.call(lambda unknown=unknown: parrot.server.watch("unseen", child.pid, unknown))  # type: ignore[misc]
         # the number of a process that ended, given to another
-        with pytest.raises(ProcessLookupError):
-            watch(child.pid, key[:-1] + ("1" if key[-1] != "1" else "2"))
+        other = key[:-1] + ("1" if key[-1] != "1" else "2")
+        parrot.server.call(lambda: parrot.server.watch("ended", child.pid, other))
+        until(lambda: parrot.gone_ones, "word of the one that ended")
+        assert parrot.gone_ones == ["ended"]
 
 
 def test_a_deadline_that_is_infinite_stops_no_server(parrot: Parrot, client: Client) -> None:
@@ -227,15 +234,3 @@ def test_a_deadline_that_is_infinite_stops_no_server(parrot: Parrot, client: Cli
         client.ask(b"x", 5)
     parrot.wants = None
     assert client.ask(b"x", 5) == b"x 4"
-
-
-def test_a_process_that_may_not_be_watched_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(pid: int) -> int:
-        raise PermissionError
-
-    with Child(identify) as child:
-        key = child.hear()
-        monkeypatch.setattr(os, "pidfd_open", refused)
-        assert watch(child.pid, key) is None
-        monkeypatch.undo()
-        assert watch(1 << 40, key) is None  # no such number

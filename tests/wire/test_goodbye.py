@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from waiting import in_thread, until
-from wire_handlers import Parrot, Raw, frame, serving
+from wire_handlers import Parrot, Raw, client_of, frame, serving
 
 from asyncflow_sdk.errors import ServerLost
-from asyncflow_sdk.wire import Client, RunKey, remembered
-from asyncflow_sdk.wire import client as rules
-from asyncflow_sdk.wire.keys import server_keys
+from asyncflow_sdk.wire import Client, RunKey, server_keys
+
+pytestmark = pytest.mark.fast
 
 CLOSED = "the run at {} was closed by the process that served it"
 
@@ -86,11 +86,10 @@ def test_a_loop_that_asked_before_learns_so_at_its_next_request(served: tuple[Pa
 
 
 def test_a_first_request_that_comes_too_late_is_not_carried_out_and_its_sender_told(tmp_path: Path) -> None:
-    with serving(f"ipc://{tmp_path}/s") as parrot, Raw(parrot.server.addresses[0]) as raw:
+    with serving(f"inproc://{tmp_path.name}-late") as parrot, Raw(parrot.server.addresses[0]) as raw:
 
         def after_the_last_round() -> bool:
-            raw.send(frame(1, b"late"))
-            assert parrot.server._listening.routers[0].poll(30_000)
+            raw.send(frame(1, b"late"))  # is there at once
             return True
 
         raw.send(frame(1, b"early", session="another over this connection"))
@@ -100,10 +99,9 @@ def test_a_first_request_that_comes_too_late_is_not_carried_out_and_its_sender_t
         assert parrot.carried_out == [b"early"]
 
 
-def test_a_server_that_may_come_back_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "RESEND_S", 0.1)
+def test_a_server_that_may_come_back_is_waited_for(tmp_path: Path) -> None:
     with serving(f"ipc://{tmp_path}/s") as first:
-        client = Client(first.server.addresses[0])
+        client = client_of(first.server.addresses[0])
         client.ask(b"x", 10)
         wait = in_thread(client.ask, b"park", 1000)
         until(lambda: first.parked, "the request")
@@ -112,24 +110,4 @@ def test_a_server_that_may_come_back_is_waited_for(tmp_path: Path, monkeypatch: 
         second.let_go(b"park")
         assert wait() == b"park at last"
         assert client.ask(b"y", 10) == b"y 1"
-        client.close()
-
-
-def test_of_a_session_a_bounded_number_of_connections_is_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remembered, "MOST_HEARD", 3)
-    with serving(f"ipc://{tmp_path}/s") as parrot:
-        client = Client(parrot.server.addresses[0])
-        client.ask(b"first", 10)
-        for _ in range(5):
-            assert in_thread(client.ask, b"x", 10)().startswith(b"x")
-        wait = in_thread(client.ask, b"park", 1000)
-        until(lambda: parrot.parked, "the last request")
-        assert len(parrot.server._sessions[client.session].heard) == 3
-        # when
-        close_for_good(parrot)
-        # then the first and the last are told
-        assert "was closed by" in str(wait())
-        until(client._thread_socket().overhear, "the goodbye over the first connection")
         client.close()

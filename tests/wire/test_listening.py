@@ -8,6 +8,8 @@ from wire_handlers import Parrot, serving
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.wire import Client, Server
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(
     "address",

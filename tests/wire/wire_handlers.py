@@ -4,10 +4,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 
 from asyncflow_sdk.wire import Client, MemorySink, Server
-from asyncflow_sdk.wire.envelope import PROTOCOL, Request, decode_response, encode
+
+PROTOCOL = 3
 
 
 class Parrot:
@@ -30,6 +32,8 @@ class Parrot:
         self.payloads.append(b"" if payload is None else payload.memory.tobytes())
         if body.startswith(b"park"):
             self.parked[body] = ticket
+        elif body == b"large":
+            self.server.answer(ticket, bytes(100_000))
         else:
             self.server.answer(ticket, body + b" %d" % (len(self.carried_out) - 1))
 
@@ -53,9 +57,9 @@ class Parrot:
         self.server.call(lambda: self.server.answer(self.parked[body], body + b" at last"))
 
 
-def client_of(address: str) -> Client:
-    """A client without a key, over tcp too."""
-    return Client(address, insecure=address.startswith("tcp:"))
+def client_of(address: str, resend_s: float = 0.1) -> Client:
+    """A client without a key, over tcp too, which repeats itself soon."""
+    return Client(address, insecure=address.startswith("tcp:"), resend_s=resend_s)
 
 
 @contextlib.contextmanager
@@ -83,8 +87,9 @@ class Raw:
     def hear(self) -> tuple[int, bytes]:
         """The next response: seq and body."""
         assert self.socket.poll(30_000), "the server said nothing"
-        response = decode_response(self.socket.recv())
-        return response.seq, response.body
+        protocol, seq, body, *_ = msgspec.msgpack.decode(self.socket.recv())
+        assert protocol == PROTOCOL
+        return seq, body
 
     def silent(self, milliseconds: int = 100) -> bool:
         return not self.socket.poll(milliseconds)
@@ -97,5 +102,14 @@ class Raw:
 
 
 def frame(seq: int, body: bytes, session: str = "s", done: int = 1, **more: Any) -> bytes:
-    request = Request(PROTOCOL, session, seq, done, more.get("settled", ()), more.get("dropped", ()), body)
-    return encode(request)
+    """A request as it travels. ``more``: settled, dropped, protocol, and what part of a message is beside it."""
+    start = (
+        more.get("protocol", PROTOCOL),
+        session,
+        seq,
+        done,
+        more.get("settled", ()),
+        more.get("dropped", ()),
+        body,
+    )
+    return msgspec.msgpack.encode((*start, more["part"]) if "part" in more else start)

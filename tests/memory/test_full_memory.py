@@ -1,0 +1,89 @@
+"""A file system without room is an error that says what to do."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncflow_sdk.errors import MemoryFull
+from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB."""
+    try:
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=12", "tmpfs", str(tmp_path)],
+            check=True, capture_output=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting a small tmpfs needs root: {error}")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def on_disk(directory: Path) -> int:
+    """Bytes that the files really take."""
+    return sum(path.stat().st_blocks * 512 for path in directory.glob("w*"))
+
+
+def free(arena: Arena, *blocks: Allocation) -> None:
+    arena.free([block.serial for block in blocks])
+
+
+def test_a_full_file_system_is_an_error_that_says_what_to_do(tiny: Path) -> None:
+    # given
+    arena = Arena(tiny, "w", MB)
+    kept = [arena.allocate(900_000) for _ in range(3)]
+    for block in kept:
+        block.memory[HEADER_BYTES:] = 7
+    # when
+    with pytest.raises(MemoryFull, match=r"no room for \d+ more bytes.*--shm-size"):
+        arena.allocate(2 * MB)
+    # then nothing is left of the attempt, and what was there is as it was
+    assert on_disk(tiny) == arena.nbytes <= 3 * MB
+    assert all((block.memory[HEADER_BYTES:] == 7).all() for block in kept)
+    # and there is room again as soon as something is freed
+    free(arena, kept[0])
+    again = arena.allocate(900_000)
+    assert (again.segment, again.start) == (kept[0].segment, kept[0].start)
+
+
+def test_free_ranges_make_room_for_a_larger_block(tiny: Path) -> None:
+    # given a file system full of blocks, of which every other one is freed
+    arena = Arena(tiny, "w", MB)
+    blocks = [arena.allocate(200_000) for _ in range(18)]
+    for block in blocks:
+        block.memory[HEADER_BYTES:] = 7
+    free(arena, *blocks[::2])
+    # when / then: what was free in pieces is there in one
+    assert len(arena.allocate(1_300_000).memory) == 1_300_000
+    assert on_disk(tiny) == arena.nbytes <= 4 * MB
+    assert all((block.memory[HEADER_BYTES:] == 7).all() for block in blocks[1::2])
+
+
+def test_no_inode_is_no_room_either(tiny: Path) -> None:
+    for number in range(20):
+        try:
+            (tiny / f"file{number}").touch()
+        except OSError:
+            break
+    with pytest.raises(MemoryFull, match="no room"):
+        Arena(tiny, "w", 1 << 16).allocate(10)
+
+
+def test_a_block_larger_than_the_file_system_is_refused_at_once(tiny: Path) -> None:
+    # given
+    arena = Arena(tiny, "w", MB)
+    block = arena.allocate(1000)
+    # when
+    with pytest.raises(MemoryFull, match="no room for 5368709120 more bytes"):
+        arena.allocate(5 << 30)
+    # then nothing was tried: the others' room is as it was, and smaller ones go on
+    assert arena.nbytes <= 2 * MB
+    free(arena, block)
+    assert len(arena.allocate(2_000_000).memory) == 2_000_000
