@@ -1,4 +1,4 @@
-"""The bigram's train engine as several ranks over gloo: right in every way, and wrong in the ways of ranks."""
+"""The bigram's train engine as several ranks over gloo: right, or with one fault of those that ranks have."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from asyncflow_sdk.types import Batch, Shard
 
 
 class BigramRanks(BigramTrain):
-    """Each rank computes the gradient of its rows; the table is published in pieces, one a rank, the rest by rank 0."""
+    """Each rank computes the gradient of its rows; the table is published in pieces, one a rank, the rest by rank 0.
 
-    def __init__(self, model: str, *, algorithm: Any, lr: float = 1.0, momentum: float = 0.9) -> None:
+    ``fault``: what is wrong with it. "" is nothing."""
+
+    def __init__(
+        self, model: str, *, algorithm: Any, lr: float = 1.0, momentum: float = 0.9, fault: str = ""
+    ) -> None:
         super().__init__(model, algorithm=algorithm, lr=lr, momentum=momentum)
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.rank, self.ranks, self.fault = dist.get_rank(), dist.get_world_size(), fault
 
     def check(self, batch: Batch) -> None:
         """All refuse a step, or none: who went on would wait for the others."""
@@ -29,25 +33,39 @@ class BigramRanks(BigramTrain):
         try:
             super().check(batch)
         except SchemaError as error:
+            if self.fault == "refuses alone":
+                raise
             problem = error
+        if self.fault == "refuses alone":
+            return
         refused = torch.tensor(int(problem is not None))
         dist.all_reduce(refused)
         if refused:
             raise problem or SchemaError("another rank refused its rows of this step")
 
     def summed(self, array: Any) -> Any:
+        if self.fault == "sums no gradients" or (self.fault == "mean of ranks" and not array.shape):
+            return array
         total = torch.from_numpy(array).clone()
         dist.all_reduce(total)
-        return total.numpy()
+        return total.numpy() / (self.ranks if self.fault == "mean of ranks" else 1)
+
+    def descend(self, tokens: Any, coefficients: Any) -> None:
+        if self.fault == "never comes" and self.rank:
+            time.sleep(600)
+        super().descend(tokens, coefficients)
 
     def named_weights(self) -> Any:
-        for name, array in super().named_weights():
-            if name == "table.weight":
-                part = len(array) // self.ranks
-                start = self.rank * part
-                yield name, Shard(array[start : start + part], (start, 0), array.shape)
-            elif not self.rank:
-                yield name, array
+        if self.fault == "both publish":
+            yield from super().named_weights()
+        elif self.fault != "publishes half" or not self.rank:
+            for name, array in super().named_weights():
+                if name == "table.weight":
+                    part = len(array) // self.ranks
+                    start = self.rank * part
+                    yield name, Shard(array[start : start + part], (start, 0), array.shape)
+                elif not self.rank:
+                    yield name, array
 
     def save(self, path: Path) -> None:
         if not self.rank:
@@ -61,47 +79,3 @@ class BigramRanks(BigramTrain):
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-class EachForItself(BigramRanks):
-    """Forgets to sum the gradients: ranks drift apart, and the weights are of whoever publishes them."""
-
-    def summed(self, array: Any) -> Any:
-        return array
-
-
-class MeanOfRanks(BigramRanks):
-    """Divides by its own tokens, and takes the mean of all: a token weighs less on the rank that has more of them."""
-
-    def summed(self, array: Any) -> Any:
-        return array if not array.shape else super().summed(array) / self.ranks
-
-
-class RefusesAlone(BigramRanks):
-    """Looks at its own rows only: the others wait in the all-reduce."""
-
-    def check(self, batch: Batch) -> None:
-        BigramTrain.check(self, batch)
-
-
-class PublishesHalf(BigramRanks):
-    """What the other rank has is missing."""
-
-    def named_weights(self) -> Any:
-        return super().named_weights() if not self.rank else []
-
-
-class BothPublish(BigramRanks):
-    """What no rank has alone comes from each."""
-
-    def named_weights(self) -> Any:
-        return BigramTrain.named_weights(self)
-
-
-class NeverComes(BigramRanks):
-    """One rank is lost in its step."""
-
-    def descend(self, tokens: Any, coefficients: Any) -> None:
-        if self.rank:
-            time.sleep(600)
-        super().descend(tokens, coefficients)

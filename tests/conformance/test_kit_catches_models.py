@@ -12,22 +12,21 @@ from asyncflow_sdk.testing.kit.chance import FALSE_ALARM, chance
 
 pytest.importorskip("torch")
 
-import wrong_models as wrong
+from wrong_models import WrongModel
 
 from asyncflow_torch.kit_model import END, END_OF_TURN
 from asyncflow_torch.reference import HuggingFacePolicy
 
-CAUGHT = [
-    (wrong.DefaultTopP, "draws", r"none was beyond the \d+ likeliest, .* the draw is cut \(top_k, top_p"),
-    (wrong.DefaultTopK, "draws", r"none was beyond the (49|50) likeliest, and \d+\.\d% should be: the draw is cut"),
-    (wrong.DefaultTemperature, "logprobs", r"at temperature 1 "),
-    (wrong.DefaultPenalty, "draws", r"are tokens of the prompt, .* made less likely \(repetition, presence"),
-    (wrong.OneEndToken, "ends", rf"is \[{END_OF_TURN}\], which ends a response, and it goes on to \d+ tokens"),
-    (wrong.DropsTheEndToken, "ends", r"says that it ended at a stop token, and its last one is \[\d+\]"),
-    (wrong.PromptsAsText, "retokenised", r"those after the prompt decoded to text and encoded again|"
-                                         r"the answer to the prompt decoded to text and encoded again"),
-    (wrong.ResponsesAsText, "retokenised", r"are decoded to text and encoded again"),
-]  # fmt: skip
+CAUGHT = {
+    "default top_p": ("draws", r"none was beyond the \d+ likeliest, .* the draw is cut \(top_k, top_p"),
+    "default top_k": ("draws", r"none was beyond the (49|50) likeliest, and \d+\.\d% should be: the draw is cut"),
+    "default temperature": ("logprobs", r"at temperature 1 "),
+    "default repetition_penalty": ("draws", r"are tokens of the prompt, .* made less likely \(repetition, presence"),
+    "knows one end token": ("ends", rf"is \[{END_OF_TURN}\], which ends a response, and it goes on to \d+ tokens"),
+    "drops the end token": ("ends", r"says that it ended at a stop token, and its last one is \[\d+\]"),
+    "prompts as text": ("retokenised", r"(those after|the answer to) the prompt decoded to text and encoded again"),
+    "responses as text": ("retokenised", r"are decoded to text and encoded again"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +34,20 @@ def policy() -> HuggingFacePolicy:
     return HuggingFacePolicy()
 
 
-@pytest.mark.parametrize(("engine", "check", "reason"), CAUGHT, ids=lambda each: getattr(each, "__name__", "-"))
-def test_a_wrong_engine_is_caught(
-    engine: type[wrong.OfAFolder], check: str, reason: str, policy: HuggingFacePolicy
-) -> None:
-    report = Conformance("rollout", engine, policy=policy, only=[check]).run()
+@pytest.mark.parametrize("fault", CAUGHT)
+def test_a_wrong_engine_is_caught(fault: str, policy: HuggingFacePolicy) -> None:
+    check, reason = CAUGHT[fault]
+    (result,) = (
+        Conformance("rollout", WrongModel, options={"fault": fault}, policy=policy, only=[check]).run().results
+    )
 
-    (result,) = report.results
     assert result.outcome == "failed"
     assert re.search(reason, result.detail), result.detail
 
 
 def test_the_right_one_passes_them(policy: HuggingFacePolicy) -> None:
-    checks = sorted({check for _, check, _ in CAUGHT})
-    report = Conformance("rollout", wrong.OfAFolder, policy=policy, only=checks).run()
+    checks = sorted({check for check, _ in CAUGHT.values()})
+    report = Conformance("rollout", WrongModel, policy=policy, only=checks).run()
 
     assert [result.outcome for result in report.results] == ["passed"] * len(checks)
 
