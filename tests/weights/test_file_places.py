@@ -4,26 +4,27 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from file_ends import names, tensors
+from version_directories import names, publishing, tensors
 
 from asyncflow_sdk.errors import ConfigError, DigestMismatch, ProtocolError, WeightError
 from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.testing.ends import Ends
-from asyncflow_sdk.weights import file
-from asyncflow_sdk.weights.file import FileTransport
+from asyncflow_sdk.weights import transport_named
+
+PATH = "ASYNCFLOW_WEIGHTS_PATH"
 
 
 def test_a_path_is_needed_and_must_be_writable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for transport, reason in (
-        (FileTransport(), 'needs a path .*for example.*path="/mnt/shared'),
-        (FileTransport(""), "needs a path"),
-        (FileTransport(tmp_path / "file"), "cannot write into .*file: File exists"),
-        (FileTransport(tmp_path / "file" / "inside"), 'cannot write into .*Not a directory.*for example path="/mnt'),
-        (FileTransport("/proc/self"), "cannot write into /proc/self"),
+    for options, reason in (
+        ({}, 'needs a path .*for example.*path="/mnt/shared'),
+        ({"path": ""}, "needs a path"),
+        ({"path": tmp_path / "file"}, "cannot write into .*file: File exists"),
+        ({"path": tmp_path / "file" / "inside"}, 'cannot write into .*Not a directory.*for example path="/mnt'),
+        ({"path": "/proc/self"}, "cannot write into /proc/self"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            transport.sender(Host(directory=tmp_path, name="1-0"))
+            transport_named("file", **options).sender(Host(directory=tmp_path, name="1-0"))
 
 
 def test_where_names_only_the_version_it_is_of(files: Ends, path: Path, tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_a_directory_that_is_mounted_elsewhere_is_found_by_the_environment(
     path.rename(tmp_path / "elsewhere")
     with pytest.raises(WeightError, match="version 1: .*weights.* is not on this host.*ASYNCFLOW_WEIGHTS_PATH"):
         files.fetch(files.receiver(), sent)
-    monkeypatch.setenv(file.PATH, str(tmp_path / "elsewhere"))
+    monkeypatch.setenv(PATH, str(tmp_path / "elsewhere"))
     sent.check(files.fetch(files.receiver(), sent))
     (tmp_path / "elsewhere").rename(path)
 
@@ -80,11 +81,11 @@ def test_a_place_that_no_host_can_have_is_an_error_of_the_sdk(files: Ends, path:
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    with Ends(lambda: FileTransport("~/weights"), FileTransport) as ends:
+    with publishing("~/weights") as ends:
         sent = ends.publish(1, tensors())
         assert names(tmp_path / "home" / "weights") == ["version-00000001"]
-        monkeypatch.setenv(file.PATH, "~/weights")
+        monkeypatch.setenv(PATH, "~/weights")
         sent.check(ends.fetch(ends.receiver(), sent))
     with pytest.raises(ConfigError, match="cannot write into ~nobody-of-this-name/weights: .*home"):
-        FileTransport("~nobody-of-this-name/weights").sender(Host(directory=None, name="1-0"))
+        transport_named("file", path="~nobody-of-this-name/weights").sender(Host(directory=None, name="1-0"))
     assert names(tmp_path) == ["home"]

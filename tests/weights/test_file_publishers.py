@@ -7,20 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from children import Child
-from file_children import attempt, fill, publish_and_fork, publish_and_stay, publish_in_a_run
-from file_ends import FIRST, names, tensors
 from safetensors.numpy import load_file as load_numpy
+from small_disk import small_disk
+from version_directories import FIRST, attempt, names, publish_and_stay, publish_in_a_run, publishing, tensors
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError, WeightError
+from asyncflow_sdk.errors import ConfigError, MemoryFull, WeightError
 from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.testing.ends import Ends
-from asyncflow_sdk.weights.file import FileTransport
+from asyncflow_sdk.weights import transport_named
 
 
 def test_what_a_killed_publisher_left_half_written_goes(path: Path) -> None:
     # given versions of a publisher that is gone: a whole one that is kept, one that is not, and halves of others
-    with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
+    with publishing(path, "one") as ends:
         sent = [ends.publish(version, tensors(version)) for version in (1, 2)]
     (path / "version-00000003").mkdir()
     (path / "version-00000003" / FIRST).write_bytes(b"half")
@@ -28,7 +28,7 @@ def test_what_a_killed_publisher_left_half_written_goes(path: Path) -> None:
     (path / "removed-version-00000000").mkdir()
     (path / "removed-version-00000000" / FIRST).write_bytes(b"half")
     (path / "version-of-mine").mkdir()
-    with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
+    with publishing(path, "one") as ends:
         # when
         ends.sender.adopt([(each.manifest, each.where) for each in sent[1:]])
         # then
@@ -74,8 +74,8 @@ def test_a_run_that_comes_back_goes_on_in_its_path(path: Path, tmp_path: Path) -
         (path / "version-00000007").mkdir()  # it had not come to tell of this one
         (path / "version-00000007" / "manifest.msgpack").write_bytes(b"")
         child.kill()
-    with Child(publish_in_a_run, str(tmp_path / "other"), str(path)) as other:
-        assert "holds versions of another run" in other.hear()
+    with af.serve(tmp_path / "other") as other, pytest.raises(ConfigError, match="holds versions of another run"):
+        other.weight_publisher("file", path=path)
     with (
         af.serve(tmp_path / "run", durability="process") as run,
         run.weight_publisher("file", path=path) as publisher,
@@ -85,21 +85,21 @@ def test_a_run_that_comes_back_goes_on_in_its_path(path: Path, tmp_path: Path) -
 
 
 def test_what_other_ranks_or_people_have_in_a_path_is_no_other_run(path: Path) -> None:
-    with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
+    with publishing(path, "one") as ends:
         ends.publish(1, tensors())
     manifest = path / "version-00000001" / "manifest.msgpack"
     manifest = manifest.rename(manifest.with_name("manifest-1-of-2.msgpack"))
     (path / "version-00000003").mkdir()  # not whole: it does not count
     (path / "version-3").mkdir()
-    with Ends(lambda: FileTransport(path), FileTransport, run="two") as ends:
+    with publishing(path, "two") as ends:
         ends.sender.adopt([])
         assert names(path) == ["version-00000001", "version-3"]
     manifest.rename(manifest.with_name("manifest-0-of-2.msgpack"))
-    with Ends(lambda: FileTransport(path), FileTransport, run="two"):
+    with publishing(path, "two"):
         pass
     with (
         pytest.raises(ConfigError, match="of another run: version-00000001. Give"),
-        Ends(lambda: FileTransport(path), FileTransport, run="three"),
+        publishing(path, "three"),
     ):
         pass
     assert names(path) == ["version-00000001", "version-3"]
@@ -107,19 +107,19 @@ def test_what_other_ranks_or_people_have_in_a_path_is_no_other_run(path: Path) -
 
 def test_one_publisher_at_a_time_writes_into_a_path(path: Path) -> None:
     with Child(publish_and_stay, str(path)) as one:
-        assert one.hear() == "there"
-        with Child(attempt, str(path)) as two:
-            assert "another publisher writes versions into" in two.hear()
+        one.hear()
+        with pytest.raises(ConfigError, match="another publisher writes versions into"), publishing(path):
+            pass
         assert names(path) == ["version-00000001"]
         # and when it is killed, the next one may
         one.kill()
-        with Child(attempt, str(path), "run") as three:
-            assert three.hear() == ""
+    with publishing(path, "run"):
+        pass
 
 
 def test_a_path_is_held_against_other_publishers_of_the_same_process(path: Path) -> None:
     # given
-    with Ends(lambda: FileTransport(path), FileTransport, run="one") as ends:
+    with publishing(path, "one") as ends:
         ends.publish(1, tensors())
         # when
         with pytest.raises(ConfigError, match="another publisher writes versions into"):
@@ -128,7 +128,7 @@ def test_a_path_is_held_against_other_publishers_of_the_same_process(path: Path)
         with Child(attempt, str(path)) as other:
             assert "another publisher writes versions into" in other.hear()
         assert names(path) == ["version-00000001"]
-    FileTransport(path).sender(Host(directory=None, name="1-0", run="one")).close()
+    transport_named("file", path=path).sender(Host(directory=None, name="1-0", run="one")).close()
 
 
 def test_a_second_publisher_of_a_run_is_refused_before_it_touches_the_path(path: Path, tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_a_second_publisher_of_a_run_is_refused_before_it_touches_the_path(path:
             with pytest.raises(ConfigError, match="publisher already"):
                 run.weight_publisher("file", path=elsewhere)
         assert not (tmp_path / "elsewhere").exists()
-        with Child(attempt, str(path)) as other:
-            assert "another publisher writes versions into" in other.hear()
+        with pytest.raises(ConfigError, match="another publisher writes versions into"), publishing(path):
+            pass
         with next(iter(run.weight_updates(timeout_s=60))) as update:
             assert dict(update.arrays())["w"].tolist() == [1.0] * 4
 
@@ -154,28 +154,35 @@ def test_who_cannot_open_its_path_has_not_the_role(path: Path, tmp_path: Path) -
 
 
 def test_a_child_after_a_fork_does_not_hold_the_path(path: Path) -> None:
-    with Child(publish_and_fork, str(path)) as one:
+    with Child(publish_and_stay, str(path), True) as one:
         left = int(one.hear())
         one.kill()
         try:
-            with Child(attempt, str(path), "run") as other:
-                assert other.hear() == ""
+            with publishing(path, "run"):
+                pass
         finally:
             os.kill(left, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("how", ["tmpfs", "limit"])
-def test_a_disk_that_fills_up_fails_one_version_and_leaves_nothing(how: str, tmp_path: Path) -> None:
-    with Child(fill, str(tmp_path), how) as child:
-        outcome = child.hear()
-    if isinstance(outcome, str) and outcome.startswith("cannot"):
-        pytest.skip(f"mounting a small file system needs root: {outcome}")
-    reason = {"tmpfs": "No space left on device", "limit": "File too large"}[how]
-    assert outcome["error"].startswith("version 3: no room for its 6291456 bytes in ")
-    assert f"version-00000003: {reason}" in outcome["error"]
-    kept = ["version-00000001", "version-00000002"] if how == "tmpfs" else ["version-00000001"]
-    assert outcome["left"] == [".publisher-0", *kept]
-    assert outcome["after"] == 4
+def test_a_disk_that_fills_up_fails_one_version_and_leaves_nothing(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 8) as disk, publishing(disk.path / "weights") as ends:
+        kept = [ends.publish(version, {"w": np.full(3 << 20, version, np.uint8)}) for version in (1, 2)]
+        ends.keep(1, 2)
+        receiver = ends.receiver()
+        # when
+        manifest, _ = ends.write(3, {"w": np.full(6 << 20, 3, np.uint8)}, chunk=64 << 20)
+        with pytest.raises(MemoryFull) as caught:
+            ends.send(manifest)
+        # then
+        assert str(caught.value).startswith("version 3: no room for its 6291456 bytes in ")
+        assert "version-00000003: No space left on device" in str(caught.value)
+        assert names(disk.path / "weights") == ["version-00000001", "version-00000002"]
+        for each in kept:
+            each.check(ends.fetch(receiver, each))
+        # and the next comes when there is room again
+        ends.keep(1)
+        last = ends.publish(4, {"w": np.full(2 << 20, 4, np.uint8)})
+        last.check(ends.fetch(receiver, last))
 
 
 def test_an_error_while_writing_leaves_nothing(files: Ends, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

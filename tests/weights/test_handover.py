@@ -1,7 +1,6 @@
 """What an engine's processes read is what was handed over: from where it lies, or from one copy."""
 
 import hashlib
-import itertools
 import json
 import subprocess
 import sys
@@ -9,18 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
-import torch
-from written import Sent, send
+from replicas import LIMIT_S, Served
+from waiting import in_thread
 
 from asyncflow_sdk.errors import WeightError, WeightMismatch
-from asyncflow_sdk.interfaces import Fetched, TensorType, WeightUpdate
-from asyncflow_sdk.memory import SharedDirectory
+from asyncflow_sdk.interfaces import TensorType, WeightUpdate
 from asyncflow_sdk.types import Shard
-from asyncflow_sdk.weights import Handover, Update, handed_over, read_handed
-from asyncflow_sdk.weights.shm import ShmReceiver, ShmSender
+from asyncflow_sdk.weights import Handover, handed_over, read_handed
 
 READER = """
 import hashlib, json, sys
@@ -31,117 +29,81 @@ print(json.dumps([(name, str(array.dtype), array.shape, hashlib.sha256(array.tob
 
 
 @pytest.fixture
-def shared() -> Iterator[SharedDirectory]:
-    shared = SharedDirectory(Path("/dev/shm"))
-    yield shared
-    shared.close()
-
-
-@pytest.fixture
 def handover() -> Iterator[Handover]:
     handover = Handover()
     yield handover
     handover.close()
 
 
-_numbers = itertools.count()
-
-
 def weights(seed: int = 0) -> dict[str, Any]:
-    torch.manual_seed(seed)
+    random = np.random.default_rng(seed)
     return {
-        "a": torch.randn(7, 5), "b": torch.randn(3).to(torch.bfloat16), "scalar": torch.tensor(3.0), "none": torch.empty(0, 4),
-        "bytes": torch.arange(9, dtype=torch.uint8), "c": torch.randn(2, 3, 4),
+        "a": random.standard_normal((7, 5)), "b": random.standard_normal(3).astype(ml_dtypes.bfloat16),
+        "scalar": np.array(3.0), "none": np.empty((0, 4)), "bytes": np.arange(9, dtype=np.uint8),
     }  # fmt: skip
 
 
-def read_elsewhere(told: str) -> list[Any]:
-    """In another process: names, dtypes, shapes and digests."""
-    done = subprocess.run([sys.executable, "-c", READER], input=told, capture_output=True, text=True, timeout=60)
-    assert not done.returncode, done.stderr
-    return list(json.loads(done.stdout))
+def as_read(arrays: Any) -> list[Any]:
+    return [[n, str(a.dtype), list(a.shape), hashlib.sha256(a.tobytes()).hexdigest()] for n, a in arrays]
 
 
-def as_read(update: WeightUpdate) -> list[Any]:
-    return [
-        [name, str(array.dtype), list(array.shape), hashlib.sha256(array.tobytes()).hexdigest()]
-        for name, array in update.arrays()
-    ]
-
-
-def sent(shared: SharedDirectory, tensors: Any) -> Sent:
-    return send(ShmSender(shared.path, f"{next(_numbers)}-0"), 3, list(tensors.items()))
-
-
-def in_private_memory(fetched: Fetched, version: int = 3) -> Update:
-    """As a version that came over a network."""
-    return Update(version, [Fetched(fetched.manifest, [chunk.copy() for chunk in fetched.chunks])])
-
-
-def test_what_lies_in_shared_memory_is_read_there(shared: SharedDirectory, handover: Handover) -> None:
-    version = sent(shared, {name: t for name, t in weights().items() if t.numel()})
-    update = version.update(ShmReceiver(shared.path))
-
-    with handover.give(update) as told:
-        assert read_elsewhere(told) == as_read(update)
-
+def test_another_process_reads_what_lies_in_shared_memory_there(served: Served, handover: Handover) -> None:
+    served.publish(1, {name: array for name, array in weights().items() if array.size})
+    with served.newest() as update, handover.give(update) as told:
+        done = subprocess.run([sys.executable, "-c", READER], input=told, capture_output=True, text=True, timeout=60)
+        assert not done.returncode, done.stderr
+        assert json.loads(done.stdout) == as_read(update.arrays())
     assert handover.nbytes == 0
-    assert {Path(path).parent for path in read_handed(told).files} == {shared.path}
+    assert {Path(path).parent for path in read_handed(told).files} == {served.directory}
 
 
-def test_what_lies_in_private_memory_is_copied_into_memory_that_is_used_again(
-    shared: SharedDirectory, handover: Handover
-) -> None:
-    held, files = set(), set()
-    for number in range(3):
-        version = sent(shared, weights(number))
-        update = in_private_memory(version.fetched(ShmReceiver(shared.path)))
-
-        with handover.give(update) as told:
-            assert read_elsewhere(told) == as_read(update)
-
-        held.add(handover.nbytes)
-        files |= {(path, read_handed(told).tensors[0].offset) for path in read_handed(told).files}
+def test_what_lies_in_private_memory_is_copied_into_memory_that_is_used_again(handover: Handover) -> None:
+    with Served("tcp") as served:  # which brings it into the memory of the process
+        held, files = set(), set()
+        updates = iter(served.replica())
+        for number in range(1, 4):
+            served.publish(number, weights(number))
+            with next(updates) as update:
+                with handover.give(update) as told:
+                    assert as_read(handed_over(told)) == as_read(update.arrays())
+                held.add(handover.nbytes)
+                files |= {(path, read_handed(told).tensors[0].offset) for path in read_handed(told).files}
     assert len(held) == len(files) == 1
     assert held != {0}
 
 
-def test_what_came_in_pieces_is_put_together(shared: SharedDirectory, handover: Handover) -> None:
-    whole = torch.randn(7, 5)
-    parts = (
-        [("rows", Shard(whole[:3], (0, 0), (7, 5))), ("rest", torch.ones(4))],
+def test_what_came_in_pieces_is_put_together(served: Served, handover: Handover) -> None:
+    whole = np.arange(35.0).reshape(7, 5)
+    parts = [
+        [("rows", Shard(whole[:3], (0, 0), (7, 5))), ("rest", np.ones(4))],
         [("rows", Shard(whole[3:], (3, 0), (7, 5)))],
-    )
-    fetched = []
-    for rank, part in enumerate(parts):
-        sender = ShmSender(shared.path, f"{rank}-0", rank=rank)
-        fetched.append(send(sender, 3, part).fetched(ShmReceiver(shared.path)))
-    update = Update(3, fetched)
-
-    with handover.give(update) as told:
-        assert read_elsewhere(told) == as_read(update)
+    ]
+    ranks = [served.trainer(f"rank{rank}", rank=rank, world_size=2) for rank in (0, 1)]
+    publishing = [
+        in_thread(lambda r=r, w=w: r.publish(1, w).wait(LIMIT_S)) for r, w in zip(ranks, parts, strict=True)
+    ]
+    assert [each().version for each in publishing] == [1, 1]
+    with served.newest() as update, handover.give(update) as told:
+        found = {name: array.tolist() for name, array in handed_over(told)}
+        assert found == {"rows": whole.tolist(), "rest": [1] * 4}
         lies = {tensor.name: read_handed(told).files[tensor.file] for tensor in read_handed(told).tensors}
+    assert Path(lies["rest"]).parent == served.directory  # whole in one part, so it is not copied
+    assert Path(lies["rows"]).parent != served.directory
 
-    assert Path(lies["rest"]).parent == shared.path  # whole in one part, so it is not copied
-    assert Path(lies["rows"]).parent != shared.path
 
-
-def test_a_file_that_is_gone_is_not_told_of(shared: SharedDirectory, handover: Handover) -> None:
+def test_a_file_that_is_gone_is_not_referred_to(served: Served, handover: Handover) -> None:
     """A publisher that took another's place removes what nobody may ask for any more; who has it mapped keeps it."""
-    version = sent(shared, {"a": torch.ones(4)})
-    update = version.update(ShmReceiver(shared.path))
-    for path in shared.path.glob("w*"):
-        path.unlink()
+    served.publish(1, {"a": np.ones(4)})
+    with served.newest() as update:
+        for path in served.directory.glob("w*"):
+            path.unlink()
+        with handover.give(update) as told:
+            assert as_read(handed_over(told)) == as_read(update.arrays())
 
-    with handover.give(update) as told:
-        assert read_elsewhere(told) == as_read(update)
 
-
-def test_what_is_written_into_there_harms_nobody(shared: SharedDirectory, handover: Handover) -> None:
-    version = sent(shared, {"a": torch.ones(4)})
-    update = version.update(ShmReceiver(shared.path))
-
-    with handover.give(update) as told:
+def test_what_is_written_into_there_harms_nobody(served: Served, handover: Handover) -> None:
+    served.publish(1, {"a": np.ones(4)})
+    with served.newest() as update, handover.give(update) as told:
         dict(handed_over(told))["a"][:] = 5
 
         assert dict(handed_over(told))["a"].tolist() == dict(update.arrays())["a"].tolist() == [1, 1, 1, 1]
@@ -182,9 +144,9 @@ def test_an_update_that_is_not_what_it_announced_is_refused(handover: Handover) 
         assert {name: array.tolist() for name, array in handed_over(told)} == {"a": [1] * 4, "b": [2] * 4}
 
 
-def test_what_makes_no_sense_is_refused(shared: SharedDirectory, handover: Handover, tmp_path: Path) -> None:
-    version = sent(shared, {"a": torch.ones(4)})
-    with handover.give(version.update(ShmReceiver(shared.path))) as told:
+def test_what_makes_no_sense_is_refused(served: Served, handover: Handover, tmp_path: Path) -> None:
+    served.publish(3, {"a": np.ones(4, np.float32)})
+    with served.newest() as update, handover.give(update) as told:
         good = read_handed(told)
         (tensor,) = good.tensors
         for wrong in (

@@ -1,4 +1,4 @@
-"""A publisher when something goes wrong: the version before stays current, and whoever asks hears what and when."""
+"""A publisher when something goes wrong: the version before stays current, and the error says which version and why."""
 
 import re
 import signal
@@ -6,11 +6,14 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-from publisher_runs import LIMIT_S, Gated, Served, broken, full, value_of
+from flaky_proxy import FlakyProxy
+from replicas import LIMIT_S, Served, model
+from scripted_transport import Scripted
+from waiting import in_thread, until
 
+import asyncflow_sdk as af
 from asyncflow_sdk.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -21,66 +24,83 @@ from asyncflow_sdk.errors import (
     WeightError,
     WeightMismatch,
 )
-from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.queue._once import drive
-from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.types.events import Note
-from asyncflow_sdk.weights import WeightPublisher, publisher, restored
-from asyncflow_sdk.weights.shm import ShmSender
+
+
+class Gate:
+    """Holds up a version where it is sent."""
+
+    def __init__(self, scripted: type[Scripted]) -> None:
+        self.open, self.reached, self.problem = threading.Event(), threading.Event(), list[Exception]()
+        scripted.send = self.send
+
+    def send(self, manifest: Any) -> None:
+        self.reached.set()
+        assert self.open.wait(LIMIT_S)
+        if self.problem:
+            raise self.problem.pop()
+
+
+@pytest.fixture
+def gate(scripted: type[Scripted], served: Served) -> Iterator[Gate]:
+    """Of a publisher of the transport "scripted"; closed until a test opens it."""
+    served.transport = "scripted"
+    gate = Gate(scripted)
+    yield gate
+    gate.open.set()
 
 
 @pytest.mark.parametrize(
     ("problem", "error", "reason"),
     [
-        (OSError(5, "the disk is gone"), WeightError,
-         "version 2 failed while it was being sent through transport 'shm': OSError: .*the disk is gone"),
-        (MemoryFull("no room"), MemoryFull, "version 2 failed while it was being sent through transport 'shm': no room"),
+        (OSError(5, "the disk is gone"), WeightError, "version 2 failed .*: OSError: .*the disk is gone"),
+        (MemoryFull("no room"), MemoryFull, "version 2 failed while it was being sent through transport 'scripted': no room"),
     ],
 )  # fmt: skip
-def test_an_error_says_of_which_version_and_when(
-    served: Served, transport: Gated, problem: Exception, error: type[Exception], reason: str
+def test_an_error_names_the_version_and_what_was_done_with_it(
+    served: Served, gate: Gate, problem: Exception, error: type[Exception], reason: str
 ) -> None:
-    with WeightPublisher(served.client()) as trainer:
-        transport.problem = problem
-        publication = trainer.publish(2, full(2))
-        for _ in range(2):
-            with pytest.raises(error, match=reason):
-                publication.wait(LIMIT_S)
+    gate.open.set()
+    gate.problem = [problem]
+    publication = served.publisher.publish(2, model(2))
+    for _ in range(2):
+        with pytest.raises(error, match=reason):
+            publication.wait(LIMIT_S)
 
 
-@pytest.mark.parametrize("hears", ["publish", "flush", "close", "wait"])
-def test_what_goes_wrong_behind_is_raised_in_front(served: Served, transport: Gated, hears: str) -> None:
+@pytest.mark.parametrize("raised_by", ["publish", "flush", "close", "wait"])
+def test_an_error_behind_is_raised_once_in_front(served: Served, gate: Gate, raised_by: str) -> None:
     # given a version that cannot be delivered
-    trainer = WeightPublisher(served.client())
-    trainer.publish(1, full(1)).wait(LIMIT_S)
-    transport.problem = MemoryFull("version 2: no room")
-    publication = trainer.publish(2, full(2))
+    gate.open.set()
+    trainer = served.trainer()
+    trainer.publish(1, model(1)).wait(LIMIT_S)
+    gate.problem = [MemoryFull("version 2: no room")]
+    publication = trainer.publish(2, model(2))
     # when
     with pytest.raises(MemoryFull, match="version 2: no room"):
         {
-            "publish": lambda: trainer.publish(3, full(3)), "flush": trainer.flush, "close": trainer.close,
+            "publish": lambda: trainer.publish(3, model(3)), "flush": trainer.flush, "close": trainer.close,
             "wait": publication.wait,
-        }[hears]()  # fmt: skip
+        }[raised_by]()  # fmt: skip
     # then the version before is current, and the next comes, under the same number too
-    assert value_of(served.newest()) == 1.0
-    if hears == "close":
-        trainer = WeightPublisher(served.client("another"))
+    assert served.current() == (1, 1.0)
+    if raised_by == "close":
+        trainer = served.trainer("another")
     trainer.flush()
-    trainer.publish(2, full(2.5)).wait(LIMIT_S)
-    assert value_of(served.newest()) == 2.5
+    trainer.publish(2, model(2.5)).wait(LIMIT_S)
+    assert served.current() == (2, 2.5)
     trainer.close()
 
 
-def test_a_delivery_that_does_not_end_holds_the_next_up_for_so_long(served: Served, transport: Gated) -> None:
+def test_a_delivery_that_does_not_end_holds_up_the_next_until_a_deadline(served: Served, gate: Gate) -> None:
     # given
-    trainer = WeightPublisher(served.client(), timeout_s=0.05)
-    transport.gate.clear()
-    publication = trainer.publish(1, full(1))
-    assert transport.sending.wait(LIMIT_S)
+    trainer = served.trainer(timeout_s=0.05)
+    publication = trainer.publish(1, model(1))
+    assert gate.reached.wait(LIMIT_S)
     # when / then
-    reason = "version 1 is not published after 0.05 s: it is being sent through transport 'shm'"
+    reason = "version 1 is not published after 0.05 s: it is being sent through transport 'scripted'"
     for what, call in (
-        ("version 2 cannot be published yet: ", lambda: trainer.publish(2, full(2))),
+        ("version 2 cannot be published yet: ", lambda: trainer.publish(2, model(2))),
         ("version 1 cannot be rolled back to yet: ", lambda: trainer.rollback(1)),
         ("not everything is published: ", trainer.flush),
         ("", lambda: publication.wait(0.05)),
@@ -88,189 +108,97 @@ def test_a_delivery_that_does_not_end_holds_the_next_up_for_so_long(served: Serv
         with pytest.raises(DeadlineExceeded, match=f"^{re.escape(what + reason)}"):
             call()
     # and once it is through, the next goes on
-    transport.gate.set()
+    gate.open.set()
     publication.wait(LIMIT_S)
-    trainer.publish(2, full(2)).wait(LIMIT_S)
-    assert value_of(served.newest()) == 2.0
-    trainer.close()
+    trainer.publish(2, model(2)).wait(LIMIT_S)
+    assert served.current() == (2, 2.0)
+
+
+def broken(error: BaseException) -> Iterator[tuple[str, Any]]:
+    """Weights of an engine that fails while they are asked for."""
+    yield "w", np.zeros(10)
+    raise error
 
 
 def interrupted() -> Iterator[tuple[str, Any]]:
     yield "w", np.zeros(10)
-    raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
+    yield "never", np.zeros(3)
 
 
 @pytest.mark.parametrize(
     ("weights", "error", "reason"),
     [
         (interrupted, KeyboardInterrupt, None),
-        (broken, RuntimeError, "the engine broke"),
+        (lambda: broken(RuntimeError("the engine broke")), RuntimeError, "the engine broke"),
         (lambda: [], WeightMismatch, "version 2 has no tensors"),
-        (lambda: [*full(2), *full(2)], WeightMismatch, "version 2: tensor 'w' is sent twice"),
+        (lambda: [("w", np.ones(3)), ("w", np.ones(3))], WeightMismatch, "version 2: tensor 'w' is sent twice"),
         (lambda: [("w", np.array([object()]))], SchemaError, "version 2: tensor 'w': numpy dtype object"),
     ],
 )
 def test_a_version_that_cannot_be_written_leaves_the_one_before(
     served: Served, weights: Any, error: type[BaseException], reason: str | None
 ) -> None:
-    # given
-    trainer = WeightPublisher(served.client())
-    trainer.publish(1, full(1)).wait(LIMIT_S)
+    served.publish(1)
     # when
-    for _ in range(3):
+    for _ in range(2):
         with pytest.raises(error, match=reason):
-            trainer.publish(2, weights())
+            served.publisher.publish(2, weights())
     # then it is withdrawn, and its number free
-    assert served.server.ledger.announced is None
-    assert value_of(served.newest()) == 1.0
-    trainer.publish(2, full(2)).wait(LIMIT_S)
-    assert value_of(served.newest()) == 2.0
-    trainer.close()
+    assert served.run.queue.status().announced == -1
+    assert served.current() == (1, 1.0)
+    served.publish(2)
+    assert served.current() == (2, 2.0)
 
 
-def test_a_real_interrupt_withdraws_the_version(served: Served) -> None:
-    # given
-    trainer = WeightPublisher(served.client())
-
-    def weights() -> Iterator[tuple[str, Any]]:
-        yield from full(1)
-        signal.raise_signal(signal.SIGINT)
-        yield "never", np.zeros(3)
-
-    # when
-    with pytest.raises(KeyboardInterrupt):
-        trainer.publish(1, weights())
-    # then
-    assert served.server.ledger.announced is None
-    trainer.publish(1, full(1)).wait(LIMIT_S)
-    trainer.close()
-
-
-def test_a_server_that_is_gone_is_said(served: Served) -> None:
-    trainer = WeightPublisher(served.client())
-    trainer.publish(1, full(1)).wait(LIMIT_S)
-    served.server.close()
-    trainer._connection.wire.close()
-    with pytest.raises(ServerLost):
-        trainer.publish(2, full(2))
-    trainer.close()
-
-
-def test_what_was_withdrawn_elsewhere_is_said(served: Served, transport: Gated) -> None:
+def test_a_version_that_was_withdrawn_by_a_rollback_is_not_current(served: Served, gate: Gate) -> None:
     """A run may be rolled back by somebody else while a version is on its way."""
-    trainer = WeightPublisher(served.client())
+    gate.open.set()
     for version in (1, 2):
-        trainer.publish(version, full(version)).wait(LIMIT_S)
-    transport.gate.clear()
-    transport.sending.clear()
-    publication = trainer.publish(3, full(3))
-    assert transport.sending.wait(LIMIT_S)
-    drive(served.client("admin")._port.send(cmd.Rollback(version=1)))
-    transport.gate.set()
+        served.publish(version)
+    gate.open.clear()
+    gate.reached.clear()
+    publication = served.publisher.publish(3, model(3))
+    assert gate.reached.wait(LIMIT_S)
+    served.client("admin").rollback(1)
+    gate.open.set()
     with pytest.raises((VersionGone, ConfigError), match="version 3"):
         publication.wait(LIMIT_S)
-    assert value_of(served.newest()) == 1.0
-    restored(served.client(), 4)
-    trainer.publish(5, full(5)).wait(LIMIT_S)
-    trainer.close()
+    assert served.current() == (4, 1.0)
+    served.run.restored(4)
+    served.publish(5)
 
 
-def test_what_a_publisher_before_spoilt_is_passed_over() -> None:
-    plain = msgspec.msgpack.encode(Manifest(1, (), ()))
-    endless = bytes([plain[0] + 1]) + plain[1:] + b"\x91" * 100_000  # in a field that nobody knows
-    for spoilt in (b"", b"\xc1", b"\x91\xa1\xff", plain[:-1], endless):
-        assert publisher._readable(spoilt) is None
-    assert publisher._readable(plain) == Manifest(1, (), ())
-
-
-class Lost:
-    """The port of a publisher whose next Publish is answered by nobody; whether it arrives is to be said."""
-
-    def __init__(self, trainer: WeightPublisher, *, arrives: bool) -> None:
-        self._send, self._arrives = trainer._port.send, arrives
-        trainer._port.send = self.send  # type: ignore[method-assign]
-
-    async def send(self, command: Any) -> Any:
-        if not isinstance(command, cmd.Publish):
-            return await self._send(command)
-        if self._arrives:
-            await self._send(command)
-        raise ServerLost("the server does not answer")
-
-
-@pytest.mark.parametrize("number", [2, 3])
-def test_the_trainer_goes_on_after_a_publish_that_never_arrived(served: Served, number: int) -> None:
-    # given
-    trainer = WeightPublisher(served.client())
-    trainer.publish(1, full(1)).wait(LIMIT_S)
-    send = trainer._port.send
-    Lost(trainer, arrives=False)
-    with pytest.raises(ServerLost, match=r"version 2 .*told to the server.*Nobody knows whether it is current"):
-        trainer.publish(2, full(2)).wait(LIMIT_S)
-    trainer._port.send = send  # type: ignore[method-assign]
-    # when / then
-    trainer.publish(number, full(number)).wait(LIMIT_S)
-    assert (trainer.current, value_of(served.newest())) == (number, number)
-    trainer.close()
-
-
-def test_a_version_whose_answer_was_lost_is_known_to_be_current(served: Served) -> None:
-    # given
-    trainer = WeightPublisher(served.client())
-    trainer.publish(1, full(1)).wait(LIMIT_S)
-    send = trainer._port.send
-    Lost(trainer, arrives=True)
-    with pytest.raises(ServerLost):
-        trainer.publish(2, full(2)).wait(LIMIT_S)
-    trainer._port.send = send  # type: ignore[method-assign]
-    # when it is published again
-    with pytest.raises(ConfigError, match="2 is already current"):
-        trainer.publish(2, full(2.5))
-    # then
-    assert (trainer.current, value_of(served.newest())) == (2, 2)
-    trainer.publish(3, full(3)).wait(LIMIT_S)
-    assert value_of(served.newest()) == 3.0
-    trainer.close()
-    (note,) = [event.text for event in served.events if isinstance(event, Note)]
-    assert note == "version 2 is current: only the server's answer was lost"
-
-
-def test_what_cannot_be_freed_is_no_reason_to_have_no_version(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+def test_memory_that_cannot_be_freed_is_no_reason_to_have_no_version(
+    served: Served, scripted: type[Scripted]
 ) -> None:
     # given a file system that takes nothing away
-    trainer = WeightPublisher(served.client())
-    trainer.publish(1, full(1)).wait(LIMIT_S)
+    served.transport = "scripted"
+    served.publish(1)
 
-    def stale(sender: Any, versions: Any) -> None:
+    def stale(versions: Any) -> None:
         raise OSError(116, "Stale file handle")
 
     # when
-    with monkeypatch.context() as patched:
-        patched.setattr(ShmSender, "keep", stale)
-        trainer.publish(2, full(2)).wait(LIMIT_S)
+    scripted.keep = stale
+    served.publish(2)
+    scripted.keep = lambda versions: None
     # then
-    assert (trainer.current, value_of(served.newest())) == (2, 2)
-    trainer.publish(3, full(3)).wait(LIMIT_S)
-    assert value_of(served.newest()) == 3.0
-    trainer.close()
-    notes = [(event.level, event.text) for event in served.events if isinstance(event, Note)]
+    assert (served.publisher.current, *served.current()) == (2, 2, 2.0)
+    served.publish(3)
+    notes = [event for event in served.events if isinstance(event, Note)]
     assert len(notes) == 2  # before it is written, and after
-    for level, text in notes:
-        assert level == "warning"
-        assert re.match(r"memory of versions .*not free yet: OSError: .*Stale file handle", text)
+    for note in notes:
+        assert note.level == "warning"
+        assert re.match(r"memory of versions .*not free yet: OSError: .*Stale file handle", note.text)
 
 
-@pytest.mark.parametrize("queued", [False, True])
-def test_a_publisher_that_closes_gives_up_what_is_late(served: Served, transport: Gated, queued: bool) -> None:
-    # given a version whose delivery does not end, or does not even begin
-    queue, held = served.client(), threading.Event()
-    trainer = WeightPublisher(queue, timeout_s=0.05)
-    if queued:
-        trainer._background.submit(held.wait, LIMIT_S)
-    transport.gate.clear()
-    publication = trainer.publish(1, full(1))
-    assert queued or transport.sending.wait(LIMIT_S)
+def test_a_publisher_that_closes_gives_up_a_version_that_is_late(served: Served, gate: Gate) -> None:
+    # given a version whose delivery does not end
+    connection = served.client("trainer")
+    trainer = connection.weight_publisher("scripted", timeout_s=0.05)
+    publication = trainer.publish(1, model(1))
+    assert gate.reached.wait(LIMIT_S)
     # when
     with pytest.raises(DeadlineExceeded, match="version 1 is not published after 0.05 s"):
         trainer.close()
@@ -279,11 +207,78 @@ def test_a_publisher_that_closes_gives_up_what_is_late(served: Served, transport
         with pytest.raises(WeightError, match="version 1 failed while it was .*: the publisher was closed"):
             publication.wait(LIMIT_S)
     # and what the thread still does harms nobody who publishes on the same connection
-    with WeightPublisher(queue) as second:
-        transport.gate.set()
-        held.set()
-        trainer._background.shutdown()
-        second.publish(1, full(1.5)).wait(LIMIT_S)
-        assert value_of(served.newest()) == 1.5
+    with connection.weight_publisher("shm") as second:
+        gate.open.set()
+        second.publish(1, model(1.5)).wait(LIMIT_S)
+        assert served.current() == (1, 1.5)
     with pytest.raises(WeightError, match="the publisher was closed"):
         publication.wait(LIMIT_S)
+
+
+# ---- a server that does not answer
+
+
+class Cut:
+    """A run that is served by tcp, and a publisher that reaches it through a proxy."""
+
+    def __init__(self, run: af.Run, events: list[Any]) -> None:
+        self.run, self.events = run, events
+        self.proxy = FlakyProxy(int(run.address.rpartition(":")[2]), pieces=(1 << 30, 1 << 30))
+        connection = af.connect(self.proxy.address, insecure=True, name="trainer", shared_memory=False)
+        self.trainer = connection.weight_publisher("tcp", timeout_s=1.0)
+
+
+@pytest.fixture
+def cut() -> Iterator[Cut]:
+    events: list[Any] = []
+    with af.serve(address="tcp://127.0.0.1:0", insecure=True, on_event=events.append) as run:
+        made = Cut(run, events)
+        yield made
+        made.proxy.resume()
+        made.trainer.close()
+        made.proxy.close()
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_trainer_goes_on_after_the_answer_to_its_publish_was_lost(cut: Cut, arrives: bool) -> None:
+    # given
+    cut.trainer.publish(1, model(1)).wait(LIMIT_S)
+
+    def weights() -> Iterator[tuple[str, Any]]:
+        yield from model(2).items()
+        cut.proxy.halt(there=not arrives)  # it was announced
+
+    # when neither the request nor its answer comes through, or only the request
+    with pytest.raises(ServerLost, match=r"version 2 .*told to the server.*Nobody knows whether it is current"):
+        cut.trainer.publish(2, weights()).wait(LIMIT_S)
+    assert cut.run.queue.status().version == (2 if arrives else 1)
+    cut.proxy.resume()
+    # then
+    if arrives:
+        with pytest.raises(ConfigError, match="2 is already current"):
+            cut.trainer.publish(2, model(2.5))
+        assert cut.trainer.current == 2
+    cut.trainer.publish(3, model(3)).wait(LIMIT_S)
+    assert (cut.trainer.current, cut.run.queue.status().version) == (3, 3)
+    if arrives:
+        said = "version 2 is current: only the server's answer was lost"
+        until(lambda: said in [each.text for each in cut.events if isinstance(each, Note)], "a note")
+
+
+def test_a_server_that_is_gone_is_an_error(served: Served) -> None:
+    trainer = served.trainer()
+    trainer.publish(1, model(1)).wait(LIMIT_S)
+    served.run.close()
+    with pytest.raises(ServerLost):
+        trainer.publish(2, model(2))
+    trainer.close()
+
+
+def test_a_wait_for_a_version_may_be_in_another_thread(served: Served, gate: Gate) -> None:
+    publication = served.publisher.publish(1, model(1))
+    waits = in_thread(publication.wait, LIMIT_S)
+    until(gate.reached.is_set, "its delivery")
+    assert not publication.done
+    gate.open.set()
+    assert waits().version == 1
+    assert publication.done

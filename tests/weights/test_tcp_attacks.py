@@ -1,213 +1,104 @@
-"""What is said over tcp is believed by neither end before it was looked at; nobody waits for ever for a silent one."""
+"""What comes over tcp is verified before it is used; a silent peer, a stranger or garbage ends nobody but itself."""
 
 import contextlib
+import socket
+import stat
 import struct
-from collections.abc import Callable, Iterator
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from tcp_ends import in_thread, numbers, service_of, tcp, through
-from waiting import until
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tcp_ends import Proxy, address_of, bulk_of, numbers, tcp, with_bulk, with_service
+from waiting import in_thread
 
 from asyncflow_sdk.errors import (
+    AccessDenied,
     AsyncFlowError,
     DeadlineExceeded,
     DigestMismatch,
-    ProtocolError,
+    ServerLost,
     VersionGone,
     WireError,
 )
-from asyncflow_sdk.interfaces.weights import Host, WeightReceiver
 from asyncflow_sdk.testing.ends import Ends, Sent
-from asyncflow_sdk.weights.service import Service, ServiceClient
-from asyncflow_sdk.weights.tcp_messages import Get, Got, TcpWhere, encode
+from asyncflow_sdk.wire import Client, MemorySink, Server, fresh_keys
+
+pytestmark = pytest.mark.fast
+NBYTES = 9 << 20
 
 
 @contextlib.contextmanager
-def a_version() -> Iterator[tuple[Ends, Sent]]:
-    with tcp() as ends:
-        sent = ends.publish(3, {"w": numbers(0, 1 << 20)})
+def a_version(nbytes: int = NBYTES, **options: Any) -> Iterator[tuple[Ends, Sent]]:
+    with tcp(**options) as ends:
+        sent = ends.publish(3, {"w": numbers(0, nbytes)})
         ends.keep(3)
         yield ends, sent
 
 
-@contextlib.contextmanager
-def a_caller(where: bytes) -> Iterator[ServiceClient]:
-    client = ServiceClient(msgspec.msgpack.decode(where, type=TcpWhere).service)
-    try:
-        yield client
-    finally:
-        client.close()
+# ---- who is let in
 
 
-def ask(sent: Sent, **changes: Any) -> bytes:
-    return encode(msgspec.structs.replace(Get(3, sent.manifest.root, 0, 1), **changes))
+@pytest.mark.parametrize("options", [{}, {"listen": "tcp://0.0.0.0:0"}])
+def test_a_key_is_needed_unless_the_publisher_is_insecure(options: dict[str, Any]) -> None:
+    with a_version(1 << 16, **options) as (ends, sent):
+        sent.check(ends.fetch(ends.receiver(), sent, where=with_service(sent.where)))
+        for key in (None, fresh_keys()[1]):
+            with pytest.raises((AccessDenied, ServerLost, DeadlineExceeded)):
+                ends.fetch(ends.receiver(), sent, where=with_service(sent.where, key=key), timeout_s=1.0)
+    with a_version(1 << 16, insecure=True) as (ends, sent):
+        sent.check(ends.fetch(ends.receiver(), sent, where=with_service(sent.where)))
 
 
-def test_requests_that_ask_for_what_is_not_there() -> None:
-    with a_version() as (ends, sent), a_caller(sent.where) as caller:
-        count = len(list(sent.manifest.buckets()))
-        cases: list[tuple[type[Exception], dict[str, Any]]] = [
-            (ProtocolError, {"first": count}),
-            (ProtocolError, {"first": -1}),
-            (ProtocolError, {"first": -1, "count": 2}),
-            (ProtocolError, {"count": 0}),
-            (ProtocolError, {"count": -1}),
-            (ProtocolError, {"count": count + 1}),
-            (ProtocolError, {"first": 1 << 62, "count": 1 << 62}),
-            (VersionGone, {"version": 4}),
-            (VersionGone, {"version": -1}),
-            (VersionGone, {"root": "another"}),
-        ]
-        for error, changes in cases:
-            with pytest.raises(error):
-                caller.call(ask(sent, **changes), 30.0)
-        for base in (
-            {"base": 3, "base_root": sent.manifest.root},
-            {"base": 3},
-            {"base": 99, "base_root": "x" * 9999},
+def test_with_keys_whole_buckets_are_read_through_a_file_that_the_user_alone_reaches() -> None:
+    with a_version(1 << 16) as (_, sent):
+        path = Path(bulk_of(sent.where))
+        assert path.is_socket()
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert not path.parent.exists()
+
+
+def test_who_does_not_know_the_token_is_cut_off() -> None:
+    with a_version() as (ends, sent):
+        with pytest.raises(
+            ServerLost, match=r"version 3 from its publisher at tcp://127\.0\.0\.1:\d+: its connection"
         ):
-            body, frames = caller.call(ask(sent, **base), 30.0)
-            assert len(msgspec.msgpack.decode(body, type=Got).kinds) == len(frames) == 1
-        # and after all of it, everybody is served
+            ends.fetch(ends.receiver(), sent, where=with_bulk(sent.where, token=bytes(32)))
+        for said in (b"", b"x" * 32, b"\0" * 100_000):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.settimeout(60)
+                stranger.connect(bulk_of(sent.where))
+                with contextlib.suppress(OSError):  # it is cut off in the middle, or after
+                    stranger.sendall(said)
+                    stranger.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b""
         sent.check(ends.fetch(ends.receiver(), sent))
 
 
-def test_requests_that_are_none() -> None:
-    random = np.random.default_rng(0)
-    with a_version() as (ends, sent), a_caller(sent.where) as caller:
-        good = ask(sent)
-        noise = [random.bytes(int(n)) for n in random.integers(0, 200, 50)]
-        noise += [good[:n] for n in range(len(good))] + [b"\x91" * 100_000, encode([1, "", "", 1]), encode({})]
-        for body in noise:
-            with pytest.raises(AsyncFlowError):
-                caller.call(body, 30.0)
-        with pytest.raises(ProtocolError, match="too large"):
-            caller.call(b"x" * (2 << 20), 30.0)
-        sent.check(ends.fetch(ends.receiver(), sent))
-
-
-# ---- a publisher that is none
-
-
-class Liar:
-    """Answers what it is told to."""
-
-    def __init__(self, says: Callable[[Get], tuple[bytes, list[Any]] | None]) -> None:
-        self._says = says
-        self.asked = 0
-        self.service = Service(Host(directory=None, name="liar"), self)
-
-    def request(self, peer: str, ticket: int, body: bytes, frames: Any) -> None:
-        self.asked += 1
-        said = self._says(msgspec.msgpack.decode(body, type=Get))
-        if said is not None:
-            self.service.answer(ticket, *said)
-
-    def gone(self, peer: str) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def a_liar(says: Any) -> Iterator[tuple[Liar, bytes]]:
-    liar = Liar(says)
-    try:
-        yield liar, encode(TcpWhere(liar.service.where, 3))
-    finally:
-        liar.service.close()
-
-
-BUCKET = b"x" * (1 << 16)
-BOMB = struct.pack("<BBxxII", 1, 2, 1 << 16, 1000) + b"\xff" * 100
+# ---- places
 
 
 @pytest.mark.parametrize(
-    ("says", "error"),
-    [
-        (lambda get: (b"", []), ProtocolError),
-        (lambda get: (b"\xc1", [BUCKET]), ProtocolError),
-        (lambda get: (encode(Got(b"")), []), ProtocolError),
-        (lambda get: (encode(Got(b"\0")), []), ProtocolError),
-        (lambda get: (encode(Got(b"\0" * 300)), [BUCKET] * 300), ProtocolError),
-        (lambda get: (encode(Got(b"\0")), [BUCKET] * 4), ProtocolError),
-        (lambda get: (encode(Got(b"\0")), [BUCKET[:-1]]), ProtocolError),
-        (lambda get: (encode(Got(b"\0")), [b""]), ProtocolError),
-        (lambda get: (encode(Got(b"\7")), [BUCKET]), ProtocolError),
-        (lambda get: (encode(Got(b"\1")), [BOMB]), ProtocolError),  # a delta nobody asked for
-        (lambda get: (encode(Got(b"\0")), [BUCKET]), DigestMismatch),
-    ],
-)
-def test_answers_that_are_none(says: Any, error: type[Exception]) -> None:
-    with a_version() as (ends, sent), a_liar(says) as (liar, where):
-        receiver = ends.receiver()
-        with pytest.raises(error) as caught:
-            ends.fetch(receiver, sent, where=where)
-        if error is ProtocolError:
-            assert f"version 3 from its publisher at {liar.service.address}" in str(caught.value)
-        # then the right one is fetched by the same receiver
-        sent.check(ends.fetch(receiver, sent))
+    "fields",
+    [{"host": "127.0.0.1", "port": 1}, {"host": "127.0.0.1", "port": 1 << 40}, {"host": "no.such.host"}, {"host": "/\0"},
+     {"host": "/no/such/file"}, {"host": "/" + 200 * "x"}],
+)  # fmt: skip
+def test_where_whole_buckets_cannot_be_read_the_service_is_asked(fields: dict[str, Any]) -> None:
+    with a_version() as (ends, sent):
+        sent.check(ends.fetch(ends.receiver(), sent, where=with_bulk(sent.where, **fields)))
 
 
-def test_a_liar_about_deltas_is_asked_for_the_whole_once() -> None:
-    def says(get: Get) -> tuple[bytes, list[Any]]:
-        return encode(Got(b"\1" * get.count)), [BOMB] * get.count
-
-    with a_version() as (ends, sent), a_liar(says) as (liar, where):
-        receiver: Any = ends.receiver()
-        base = ends.fetch(receiver, sent)
-        weights = sent.chunks[0].copy()
-        weights[:: 1 << 15] += np.uint8(1)
-        new = ends.publish(4, {"w": weights})
-        with pytest.raises(ProtocolError, match="of kind 1 for bucket"):  # in place of the whole one
-            ends.fetch(receiver, new, base=base, where=where)
-        assert liar.asked <= 3 * 16
-
-
-def test_an_answer_that_is_too_large_is_not_taken() -> None:
-    with a_version() as (ends, sent), a_liar(lambda get: (encode(Got(b"\0")), [bytes(64 << 20)])) as (_, where):
-        with pytest.raises(ProtocolError, match="version 3 from its publisher at .*an answer of 6710"):
-            ends.fetch(ends.receiver(), sent, where=where, timeout_s=60.0)
-
-
-def test_a_silent_publisher_ends_a_fetch_at_its_deadline() -> None:
-    with a_version() as (ends, sent), a_liar(lambda get: None) as (liar, where):
-        receiver = ends.receiver()
-        with pytest.raises(DeadlineExceeded) as caught:
-            ends.fetch(receiver, sent, where=where, timeout_s=0.3)
-        for word in (f"version 3 from its publisher at {liar.service.address}", "0 of 16 buckets"):
-            assert word in str(caught.value)
-        sent.check(ends.fetch(receiver, sent))
-
-
-@contextlib.contextmanager
-def a_fetch_that_waits() -> Iterator[tuple[Ends, Sent, WeightReceiver, Callable[[], Any]]]:
-    """For a publisher that says nothing; with its receiver, and a call that gives what came of it."""
-    with a_version() as (ends, sent), a_liar(lambda get: None) as (liar, where):
-        receiver = ends.receiver()
-        late = in_thread(receiver.fetch, sent.manifest, where, timeout_s=3600.0)
-        until(lambda: liar.asked, "it is asked")
-        yield ends, sent, receiver, late
-
-
-def test_a_fetch_is_interrupted_and_the_next_one_goes_on() -> None:
-    with a_fetch_that_waits() as (ends, sent, receiver, late):
-        # when
-        receiver.interrupt()
-        # then
-        with pytest.raises(WireError, match="the fetch of version 3 .* was interrupted"):
-            late()
-        sent.check(ends.fetch(receiver, sent))
-
-
-def test_a_close_ends_a_fetch_under_way_in_another_thread() -> None:
-    with a_fetch_that_waits() as (_, _, receiver, late):
-        # when
-        receiver.close()
-        # then
-        with pytest.raises(WireError, match="the fetch of version 3 .* was interrupted"):
-            late()
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "ipc:///tmp/x", "tcp://nowhere.invalid:80", "tcp://:0"])
+def test_a_place_where_nobody_is(address: str) -> None:
+    with a_version(1 << 16) as (ends, sent), pytest.raises(AsyncFlowError):
+        ends.fetch(ends.receiver(), sent, where=with_service(sent.where, address=address, pid=0), timeout_s=0.3)
 
 
 def test_a_publisher_that_goes_on_at_another_place_is_found_there() -> None:
@@ -215,16 +106,284 @@ def test_a_publisher_that_goes_on_at_another_place_is_found_there() -> None:
         receiver = ends.receiver()
         base = ends.fetch(receiver, sent)
         ends.trainer("close", ends.sender.close)
-        with pytest.raises(
-            DeadlineExceeded, match=f"version 3 from its publisher at {service_of(sent.where).address}"
-        ):
+        with pytest.raises(DeadlineExceeded, match=f"version 3 from its publisher at {address_of(sent.where)}"):
             ends.fetch(receiver, sent, timeout_s=0.5)
         ends.sender = ends.trainer("another", ends.another_sender)
-        new = ends.publish(4, {"w": numbers(1, 1 << 20)})
+        new = ends.publish(4, {"w": numbers(1, NBYTES)})
         new.check(ends.fetch(receiver, new, base=base))
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "ipc:///tmp/x", "tcp://nowhere.invalid:80", "tcp://:0"])
-def test_a_place_where_nobody_is(address: str) -> None:
-    with a_version() as (ends, sent), pytest.raises(AsyncFlowError):
-        ends.fetch(ends.receiver(), sent, where=through(sent.where, address, pid=0), timeout_s=0.3)
+# ---- silence and damage on the way
+
+
+class Silence:
+    """A fetch through a proxy that holds up its connections. ``bulk``: whole buckets are read, else the service is asked."""
+
+    def __init__(self, ends: Ends, sent: Sent, proxy: Proxy, bulk: bool) -> None:
+        address = f"tcp://127.0.0.1:{proxy.port}"
+        self.ends, self.sent, self.proxy, self.receiver = ends, sent, proxy, ends.receiver()
+        self.where = with_bulk(sent.where, port=proxy.port) if bulk else with_service(sent.where, address=address)
+
+    def begin(self, timeout_s: float = 3600.0) -> Any:
+        late = in_thread(self.receiver.fetch, self.sent.manifest, self.where, timeout_s=timeout_s)
+        assert self.proxy.held.wait(60)
+        return late
+
+
+@pytest.fixture(params=[True, False], ids=["whole buckets", "messages"])
+def silence(request: pytest.FixtureRequest) -> Iterator[Silence]:
+    with a_version(insecure=True) as (ends, sent):
+        port = bulk_of(sent.where) if request.param else int(address_of(sent.where).rpartition(":")[2])
+        with Proxy(port) as proxy:
+            proxy.most = 1 << 20
+            yield Silence(ends, sent, proxy, request.param)
+
+
+def test_silence_ends_a_fetch_at_its_deadline(silence: Silence) -> None:
+    late = silence.begin(timeout_s=1.0)()
+    assert isinstance(late, DeadlineExceeded), late
+    assert "version 3 from its publisher at tcp://127.0.0.1:" in str(late)
+    assert "buckets are" in str(late)
+    silence.sent.check(silence.ends.fetch(silence.receiver, silence.sent))
+
+
+def test_a_fetch_is_interrupted_and_the_next_one_goes_on(silence: Silence) -> None:
+    late = silence.begin()
+    silence.receiver.interrupt()
+    error = late()
+    assert isinstance(error, WireError), error
+    assert "the fetch of version 3" in str(error)
+    assert "was interrupted" in str(error)
+    silence.sent.check(silence.ends.fetch(silence.receiver, silence.sent))
+
+
+def test_a_close_ends_a_fetch_under_way_in_another_thread(silence: Silence) -> None:
+    late = silence.begin()
+    silence.receiver.close()
+    assert isinstance(late(), WireError)
+
+
+def test_a_connection_that_ends_in_the_middle_is_an_error_or_made_again(silence: Silence) -> None:
+    late = silence.begin()
+    silence.proxy.resume()
+    silence.proxy.cut()
+    outcome = late()
+    if isinstance(outcome, Exception):
+        assert isinstance(outcome, ServerLost), outcome
+    else:
+        silence.sent.check(outcome)
+    silence.sent.check(silence.ends.fetch(silence.receiver, silence.sent))
+
+
+def test_a_byte_that_changed_on_its_way_is_found() -> None:
+    with a_version(insecure=True) as (ends, sent), Proxy(bulk_of(sent.where)) as proxy:
+        proxy.spoil = lambda data: data[:-1] + bytes([data[-1] ^ 1])
+        with pytest.raises((DigestMismatch, ServerLost)):
+            ends.fetch(ends.receiver(), sent, where=with_bulk(sent.where, port=proxy.port))
+        sent.check(ends.fetch(ends.receiver(), sent, where=with_bulk(sent.where, port=proxy.port)))
+
+
+# ---- requests that are none
+
+
+@contextlib.contextmanager
+def asking(where: bytes) -> Iterator[Any]:
+    """A call that sends a request to the service of an insecure publisher; returns the name of the error, or ""."""
+    client = Client(address_of(where), None, insecure=True, bulk=True)
+    client.max_bytes = 1 << 20
+
+    def ask(body: bytes) -> str:
+        reply = client.exchange(msgspec.msgpack.encode(["ask", body, []]), 60.0, ())
+        return str(msgspec.msgpack.decode(reply.body)[1])
+
+    try:
+        yield ask
+    finally:
+        client.close()
+
+
+def test_requests_for_what_is_not_there_and_requests_that_are_none() -> None:
+    random = np.random.default_rng(0)
+    with a_version(1 << 20, insecure=True) as (ends, sent), asking(sent.where) as ask:
+        root, count = sent.manifest.root, len(list(sent.manifest.buckets()))
+        for error, get in (
+            ("ProtocolError", [3, root, count, 1]), ("ProtocolError", [3, root, -1, 1]), ("ProtocolError", [3, root, -1, 2]),
+            ("ProtocolError", [3, root, 0, 0]), ("ProtocolError", [3, root, 0, -1]), ("ProtocolError", [3, root, 0, count + 1]),
+            ("ProtocolError", [3, root, 1 << 62, 1 << 62]), ("VersionGone", [4, root, 0, 1]), ("VersionGone", [-1, root, 0, 1]),
+            ("VersionGone", [3, "another", 0, 1]), ("", [3, root, 0, 1, 3, root]), ("", [3, root, 0, 1, 99, "x" * 9999]),
+        ):  # fmt: skip
+            assert ask(msgspec.msgpack.encode(get)) == error, get
+        good = msgspec.msgpack.encode([3, root, 0, 1])
+        noise = [random.bytes(int(n)) for n in random.integers(0, 200, 30)]
+        for body in (*noise, *(good[:n] for n in range(len(good))), b"\x91" * 100_000, b"\x80"):
+            assert ask(body) == "ProtocolError"
+        with socket.create_connection(("127.0.0.1", int(address_of(sent.where).rpartition(":")[2])), 60) as stranger:
+            stranger.sendall(random.bytes(4096))
+        # and after all of it, everybody is served
+        sent.check(ends.fetch(ends.receiver(), sent))
+
+
+# ---- a publisher that is none
+
+
+class Liar:
+    """Answers each request for buckets with ``kinds`` and ``frames``."""
+
+    def __init__(self, kinds: bytes, frames: list[bytes]) -> None:
+        self.say(kinds, frames)
+        self._server = Server(["tcp://127.0.0.1:0"], self, None, 1 << 20, insecure=True, bulk=True)
+        self.address = self._server.addresses[0]
+        self._server.start()
+
+    def say(self, kinds: bytes, frames: list[bytes]) -> None:
+        said = [msgspec.msgpack.encode([kinds]), "", "", [len(frame) for frame in frames]]
+        self._said, self._frames = msgspec.msgpack.encode(said), frames
+
+    def sink(self, session: str, body: bytes, nbytes: int) -> MemorySink:
+        return MemorySink(nbytes)
+
+    def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
+        asks = msgspec.msgpack.decode(body)[0] == "ask"
+        plain = msgspec.msgpack.encode([b"", "", "", []])
+        self._server.answer(
+            ticket, self._said if asks else plain, make=(lambda: (self._said, self._frames)) if asks else None
+        )
+
+    def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None: ...
+
+    def make(self, answer: bytes) -> Any:
+        return answer, ()
+
+    def gone(self, session: str, reason: str) -> None: ...
+
+    def idle(self) -> float | None:
+        return None
+
+    def settle(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._server.stop()
+
+
+BUCKET = b"x" * (1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "frames", "error"),
+    [
+        (b"", [], "ProtocolError"), (b"\0", [], "ProtocolError"), (b"\0" * 300, [BUCKET] * 300, "ProtocolError"),
+        (b"\0", [BUCKET] * 4, "ProtocolError"), (b"\0", [BUCKET[:-1]], "ProtocolError"), (b"\0", [b""], "ProtocolError"),
+        (b"\7", [BUCKET], "ProtocolError"), (b"\1", [b"\1\2" + b"\xff" * 100], "ProtocolError"),
+        (b"\0", [bytes(64 << 20)], "ProtocolError"), (b"\0", [BUCKET], "DigestMismatch"),
+    ],
+)  # fmt: skip
+def test_answers_that_are_none(kinds: bytes, frames: list[bytes], error: str) -> None:
+    liar = Liar(kinds, frames)
+    try:
+        with a_version(1 << 20, insecure=True) as (ends, sent):
+            receiver = ends.receiver()
+            with pytest.raises(AsyncFlowError) as caught:
+                ends.fetch(receiver, sent, where=with_service(sent.where, address=liar.address, pid=0))
+            assert type(caught.value).__name__ == error, caught.value
+            # then the right one is fetched by the same receiver
+            sent.check(ends.fetch(receiver, sent))
+    finally:
+        liar.close()
+
+
+def test_a_version_that_is_gone_is_an_error_of_the_service() -> None:
+    with a_version() as (ends, sent):
+        ends.publish(4, {"w": numbers(1, NBYTES)})
+        ends.keep(4)
+        with pytest.raises(VersionGone, match="version 3 is no longer kept by its publisher"):
+            ends.fetch(ends.receiver(), sent)
+
+
+# ---- deltas that were made to harm
+
+ELEMENTS = 32_000
+
+
+class Deltas:
+    """A replica on version 1, version 2, which differs in a few of its numbers, and a liar who sends the delta between them."""
+
+    def __init__(self, ends: Ends, liar: Liar) -> None:
+        weights = np.random.default_rng(1).integers(0, 1 << 16, ELEMENTS, np.uint16)
+        self._ends, self._liar, self._receiver = ends, liar, ends.receiver()
+        old = ends.publish(1, {"w": weights.view(np.float16)})
+        self.base = ends.fetch(self._receiver, old)
+        weights[::50] += np.uint16(1)
+        self._new = ends.publish(2, {"w": weights.view(np.float16)})
+        ends.keep(1, 2)
+        get = [2, self._new.manifest.root, 0, 1, 1, old.manifest.root]
+        client = Client(address_of(old.where), None, insecure=True, bulk=True)
+        client.max_bytes = 1 << 20
+        asked = msgspec.msgpack.encode(["ask", msgspec.msgpack.encode(get), []])
+        self.code = bytes(client.exchange(asked, 60.0, ()).payload)
+        client.close()
+
+    def fetch(self, code: bytes) -> Exception | None:
+        """The error of a fetch for which this code is sent; without one it has the right bytes."""
+        self._liar.say(b"\1", [code])
+        where = with_service(self._new.where, address=self._liar.address, pid=0)
+        try:
+            fetched = self._ends.fetch(self._receiver, self._new, where=where, base=self.base)
+        except AsyncFlowError as error:
+            return error
+        self._new.check(fetched)
+        return None
+
+
+@pytest.fixture(scope="module")
+def deltas() -> Iterator[Deltas]:
+    liar = Liar(b"", [])
+    with tcp(insecure=True) as ends:
+        yield Deltas(ends, liar)
+    liar.close()
+
+
+def test_the_delta_itself_is_right(deltas: Deltas) -> None:
+    assert len(deltas.code) < ELEMENTS // 10
+    assert deltas.fetch(deltas.code) is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_delta_that_was_tampered_with_is_never_loaded(deltas: Deltas, data: st.DataObject) -> None:
+    bad = bytearray(deltas.code)
+    for _ in range(data.draw(st.integers(1, 4))):
+        bad[data.draw(st.integers(0, min(len(bad) - 1, 100)))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(bad)))
+    for broken in (bytes(bad), bytes(bad[:cut]), data.draw(st.binary(max_size=400))):
+        deltas.fetch(broken)
+    assert deltas.fetch(deltas.code) is None
+
+
+def packed(stream: bytes) -> bytes:
+    made = zstandard.ZstdCompressor().compress(stream)
+    return struct.pack("<I", len(made)) + made
+
+
+BOMB = packed(b"\0" * (256 << 20))
+
+
+@pytest.mark.parametrize(
+    ("count", "streams"),
+    [
+        (1000, BOMB * 3),
+        (0, BOMB),
+        (1000, struct.pack("<I", 0xFFFFFFFF) + b"x"),
+        (2, packed(b"\xff" * 2) + packed(b"\0" * 2) * 2),  # two that are passed over and no word
+        (1, packed(b"\xff" * 8 + b"\xfe") + packed(b"\0") * 2),  # beyond the end
+    ],
+)
+def test_a_delta_made_to_harm_takes_no_memory(count: int, streams: bytes, deltas: Deltas) -> None:
+    code = struct.pack("<BBxxII", 1, 2, 2 * ELEMENTS, count) + streams
+    tracemalloc.start()
+    try:
+        assert deltas.fetch(code) is not None
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert deltas.fetch(deltas.code) is None

@@ -1,0 +1,134 @@
+"""Trainers and replicas in processes of their own, which stop at a named moment, to be killed or frozen there.
+
+A child prints a list for each thing it has done: ["published", 3, bytes held], ["on", 3, versions of the tensors it holds],
+["at", "sending"]: it has stopped there, and goes on with the next line that it reads. The transports stop in a call of the
+publisher or of the replica, and are else the ones they are named after.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from children import hear, say
+
+import asyncflow_sdk as af
+from asyncflow_sdk.interfaces import Host, WeightReceiver, WeightSender, WeightTransport
+from asyncflow_sdk.weights import transport_named
+
+TENSORS, ELEMENTS = 6, 1 << 17
+MODEL = TENSORS * ELEMENTS * 4
+ARMED: set[str] = set()
+"""Moments at which this process stops, once each."""
+
+
+def reach(moment: str) -> None:
+    if moment in ARMED:
+        ARMED.remove(moment)
+        say(["at", moment])
+        hear()
+
+
+def stopping(before: str, function: Callable[..., Any], after: str = "") -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        reach(before)
+        result = function(*arguments, **options)
+        reach(after)
+        return result
+
+    return call
+
+
+class StoppingShm(WeightTransport):
+    name = "shm"
+
+    def __init__(self, **options: Any) -> None:
+        self._transport = transport_named(self.name, **options)
+
+    def sender(self, host: Host) -> WeightSender:
+        sender: Any = self._transport.sender(host)
+        sender.send = stopping("sending", sender.send, "sent")
+        return sender  # type: ignore[no-any-return]
+
+    def receiver(self, host: Host) -> WeightReceiver:
+        receiver: Any = self._transport.receiver(host)
+        receiver.fetch = stopping("", receiver.fetch, "fetching")
+        return receiver  # type: ignore[no-any-return]
+
+
+class StoppingFile(StoppingShm):
+    name = "file"
+
+
+class StoppingTcp(StoppingShm):
+    name = "tcp"
+
+
+def weights(version: int) -> Iterator[tuple[str, Any]]:
+    """3 MB that all hold the version, and an eighth more from tensor to tensor."""
+    reach("announced")
+    for n in range(TENSORS):
+        if n == TENSORS // 2:
+            reach("copying")
+        yield f"layer.{n}.weight", np.full(ELEMENTS, version + n / 8, np.float32)
+
+
+def versions_of(update: Any) -> list[float]:
+    """The versions of the tensors of an update: one, if it is whole. Stops in the midst of ``loading``."""
+    found = set()
+    for n, (_, array) in enumerate(update.arrays()):
+        if n == TENSORS // 2:
+            reach("loading")
+        found |= {float(array.min()) - n / 8, float(array.max()) - n / 8}
+    return sorted(found)
+
+
+def train(address: str, transport: str, options: dict[str, Any], moment: str) -> None:
+    """Publish the next version; then one with each line, stopping in the first of them at ``moment``."""
+    run = af.connect(address, name="trainer")
+    with run.weight_publisher(f"stopping-{transport}", **options) as publisher:
+        version = max(publisher.current, 0)
+        while True:
+            version += 1
+            publisher.publish(version, weights(version)).wait()
+            say(["published", version, publisher.nbytes])
+            hear()
+            ARMED.add(moment)
+            moment = ""
+
+
+def replicate(address: str, moment: str, name: str) -> None:
+    """Load version after version; stop at ``moment`` of the second."""
+    run = af.connect(address, name=name)
+    for loaded, update in enumerate(run.weight_updates(), 1):
+        reach("swapping")
+        with update:
+            versions = versions_of(update)
+        reach("committed")
+        say(["on", update.version, versions])
+        if loaded == 1:
+            ARMED.add(moment)
+
+
+def publish_more_than_fits() -> None:
+    """Publish a version, one for which shared memory has no room, and the next when it has."""
+    outcome: dict[str, Any] = {"on": []}
+    with af.serve() as run, run.weight_publisher("shm") as publisher:
+        updates = iter(run.weight_updates())
+        for version, parts in ((1, 1), (2, 4), (3, 1)):  # there is memory for another one like the last at hand
+            if version == 2:
+                free = os.statvfs("/dev/shm")
+                with open("/dev/shm/else", "wb") as file:  # all but a megabyte
+                    os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - (1 << 20))
+            try:
+                named = ((f"{part}.{name}", each) for part in range(parts) for name, each in weights(version))
+                publisher.publish(version, named).wait()
+            except af.errors.MemoryFull as error:  # type: ignore[attr-defined]
+                outcome["error"] = str(error)
+                os.unlink("/dev/shm/else")
+                continue
+            with next(updates) as update:
+                outcome["on"].append([update.version, versions_of(update)])
+    say(outcome)
