@@ -70,7 +70,7 @@ class WrongModel(TransformersEngine):
         model, prompt = AutoModelForCausalLM.from_pretrained(self.model), torch.from_numpy(request.prompt_ids).long()
         with torch.no_grad():
             logits = model(prompt[None]).logits[0, -1].double()
-        penalty, read = self.defaults.repetition_penalty, logits[prompt]
+        penalty, read = self.defaults.repetition_penalty**2, logits[prompt]
         less = logits.index_copy(0, prompt, torch.where(read > 0, read / penalty, read * penalty))
         random = torch.Generator().manual_seed(request.seed)
         shares = torch.softmax(less / request.sampling.temperature, -1)

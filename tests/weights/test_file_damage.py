@@ -11,6 +11,7 @@ from version_directories import FIRST, names, tensors
 from asyncflow_sdk.errors import DeadlineExceeded, DigestMismatch, VersionGone
 from asyncflow_sdk.testing.ends import Ends
 
+pytestmark = pytest.mark.fast
 SECOND = "model-00002-of-00003.safetensors"
 
 

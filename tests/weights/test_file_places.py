@@ -11,6 +11,7 @@ from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.testing.ends import Ends
 from asyncflow_sdk.weights import transport_named
 
+pytestmark = pytest.mark.fast
 PATH = "ASYNCFLOW_WEIGHTS_PATH"
 
 

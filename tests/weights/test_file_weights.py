@@ -19,6 +19,8 @@ from asyncflow_sdk.testing.ends import Ends, layout
 from asyncflow_sdk.types import Chunk, Manifest, Shard, TensorInfo
 from asyncflow_sdk.weights import Update, transport_named
 
+pytestmark = pytest.mark.fast
+
 
 def tensors_in(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
     """As the format of safetensors says: dtype, shape and bytes by name."""
@@ -49,7 +51,7 @@ def test_any_tensors_are_valid_files(
         ("F8_E4M3", ml_dtypes.float8_e4m3fn),
     ]
     dtypes = [kinds[n % 5] for n in range(len(shapes))]
-    weights = {f'ä.{n} " {{': np.ones(shape, dtypes[n][1]) * (n % 2) for n, shape in enumerate(shapes)}
+    weights = {f'ä.{n} " {{': np.full(shape, n % 2, dtypes[n][1]) for n, shape in enumerate(shapes)}
     path = tmp_path_factory.mktemp("any")
     with publishing(path) as ends:
         sent = ends.publish(1, weights, chunk=chunk)

@@ -186,6 +186,7 @@ def test_weights_that_were_silently_not_applied_are_found_out(
 
 
 def test_a_probe_is_looked_at_unasked_by_engines_that_can(run: Served, producing: Callable[..., Producing]) -> None:
+    run.transport = "shm"  # of "scripted" all replicas would share one receiver
     producing(lambda: EchoRollout(ignore_at=2), name="able")
     producing(lambda: EchoRollout(ignore_at=2, proves=False), name="unable")
     publish(run, 2, probe=probe_of(2))

@@ -297,8 +297,8 @@ def test_a_damaged_manifest_or_probe_costs_its_version_and_no_replica(
 # ---- waiting, permissions and ends
 
 
-def test_waiting_has_an_end_that_says_for_what(scripted: type[Scripted]) -> None:
-    with Served("scripted", max_swapping=1) as run:
+def test_waiting_has_an_end_that_says_for_what() -> None:
+    with Served(max_swapping=1) as run:
         updates = run.replica("mine", timeout_s=0.1)
         with pytest.raises(
             DeadlineExceeded, match="no version was published and fetched in 0.1 s; this replica has no"

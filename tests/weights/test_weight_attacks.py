@@ -13,8 +13,8 @@ from replicas import LIMIT_S, Served
 from stopping import MODEL, publish_more_than_fits, replicate, train, versions_of, weights
 from waiting import until
 
-SLACK = 2 << 20
-UNSHARED = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=24m tmpfs /dev/shm && exec "$@"', "sh"]
+SLACK = 8 << 20
+UNSHARED = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=300m tmpfs /dev/shm && exec "$@"', "sh"]
 """Begins a process with a /dev/shm of its own."""
 
 
