@@ -60,7 +60,7 @@ def test_an_engine_that_takes_long_to_make_is_made_once_and_asked_as_much(policy
 
 
 def test_an_engine_that_takes_long_to_make_and_is_wrong_is_caught(policy: NumpyPolicy) -> None:
-    result = tried(policy, "keeps the cache", limit_s=2 * LIMIT_S, making_s=0.8)
+    result = tried(policy, "keeps the cache", limit_s=4 * LIMIT_S, making_s=0.8)
 
     assert result.outcome == "failed"
     assert "load version" in result.detail
@@ -90,7 +90,7 @@ def test_echo_passes_in_any_order(options: dict[str, object]) -> None:
     ],
 )
 def test_for_a_wrong_engine_the_kit_lists_the_steps(fault: str, steps: str, said: str, policy: NumpyPolicy) -> None:
-    result = tried(policy, fault, limit_s=2 * LIMIT_S)
+    result = tried(policy, fault, limit_s=4 * LIMIT_S)
 
     assert result.outcome == "failed"
     first, *listed, last = result.detail.splitlines()
@@ -101,7 +101,7 @@ def test_for_a_wrong_engine_the_kit_lists_the_steps(fault: str, steps: str, said
 
 
 def test_log_probs_that_are_off_by_less_than_one_token_may_be_are_caught_by_their_mean(policy: NumpyPolicy) -> None:
-    result = tried(policy, "slightly off", limit_s=2 * LIMIT_S, tolerance=1.5)
+    result = tried(policy, "slightly off", limit_s=4 * LIMIT_S, tolerance=1.5)
 
     assert result.outcome == "failed"
     assert re.search(r"log-probs of tokens .* of #\d+ are on average 0\.5 from those of", result.detail), (
