@@ -4,11 +4,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from warm_python import warm_python
 
 import asyncflow_sdk as af
 
@@ -17,22 +17,49 @@ BLOCK = re.compile(r"(?:<!-- test: (?P<how>\w+) -->\n)?```python\n(?P<code>.*?)`
 DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
-@pytest.fixture(scope="session")
+EXACT_MATCH = "def exact_match(response, answer):\n    return [float(a == b) for a, b in zip(response, answer)]\n"
+
+
+@pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, warmed up for a few steps, and data for 16 prompts, as examples/README.md says."""
-    pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("start")
-    python(folder, str(REPOSITORY / "examples" / "model_and_data.py"), ".", "0", "16")
+    example("model_and_data", folder, ".", "0", "16")
     return folder
 
 
-def python(directory: Path, *arguments: str, path: Path | None = None) -> str:
-    env = {**os.environ, "PYTHONPATH": str(path or "")}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=directory, env=env, capture_output=True, text=True, timeout=250, check=False
-    )
+def started(directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run Python in a directory, which is also where it looks for modules and distributions."""
+    paths = [str(directory), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [warm_python(), *map(str, arguments)], cwd=directory, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+
+
+def python(directory: Path, *arguments: object) -> str:
+    done = started(directory, *arguments)
     assert not done.returncode, done.stdout + done.stderr
     return done.stdout
+
+
+def script(directory: Path, code: str) -> str:
+    """Run code as a file."""
+    (directory / "block.py").write_text(code)
+    return python(directory, "block.py")
+
+
+def asyncflow(directory: Path, *arguments: object) -> str:
+    return python(directory, "-m", "asyncflow_sdk.cli", *arguments)
+
+
+def example(name: str, directory: Path, *arguments: object) -> str:
+    return python(directory, REPOSITORY / "examples" / f"{name}.py", *arguments)
+
+
+def trained(name: str, directory: Path, start: Path, *arguments: object) -> str:
+    """Run an example that takes a model, its data and a directory."""
+    return example(name, directory, start / "model", start / "data.jsonl", "run", *arguments)
 
 
 def blocks(how: str) -> list[str]:
@@ -49,19 +76,14 @@ def given(start: Path) -> str:
 
 @pytest.mark.parametrize("code", blocks("run"))
 def test_a_block_runs_as_it_stands(tmp_path: Path, start: Path, code: str) -> None:
-    (tmp_path / "block.py").write_text(given(start) + code)
-
-    out = python(tmp_path, "block.py")
+    out = script(tmp_path, given(start) + code)
 
     assert "audit()" not in code or "live=0" in out
 
 
 @pytest.mark.parametrize("code", blocks("prints"))
 def test_a_block_prints_what_it_says(tmp_path: Path, code: str) -> None:
-    pytest.importorskip("torch") if "StreamDataLoader" in code else None
-    (tmp_path / "block.py").write_text(code)
-
-    out = python(tmp_path, "block.py")
+    out = script(tmp_path, code)
 
     assert out.splitlines() == [line.removeprefix("#> ") for line in code.splitlines() if line.startswith("#> ")]
 
@@ -77,9 +99,8 @@ def test_a_block_for_an_engine_that_is_not_here_makes_what_it_says(code: str) ->
 def test_the_agent_of_the_guide_is_imported_and_runs(tmp_path: Path, start: Path) -> None:
     module, code = blocks("agent")
     (tmp_path / "calculator.py").write_text(module)
-    (tmp_path / "block.py").write_text(given(start) + code)
 
-    python(tmp_path, "block.py")
+    script(tmp_path, given(start) + code)
 
     assert (tmp_path / "runs" / "agent" / "steps" / "000000.safetensors").is_file()
 
@@ -97,10 +118,11 @@ def test_the_plugin_of_the_readme_is_found_and_runs(tmp_path: Path) -> None:
     (code,) = blocks("plugin")
     assert len(code.splitlines()) <= 40
     installed_as_mine(tmp_path, code)
-    (tmp_path / "use.py").write_text(
+
+    listed = asyncflow(tmp_path, "plugins", "--json")
+    out = script(
+        tmp_path,
         "import asyncflow_sdk as af\n"
-        "from asyncflow_sdk.types import Batch\n"
-        "class Train(af.TrainEngine): pass\n"
         "with af.serve('run', max_staleness=1) as run:\n"
         "    run.queue.put({'prompt_ids': [[1, 2], [3]] * 8}, group_size=4)\n"
         "    run.queue.end()\n"
@@ -111,11 +133,11 @@ def test_the_plugin_of_the_readme_is_found_and_runs(tmp_path: Path) -> None:
         "        assert step.array('reward').tolist() == [5.0] * 16\n"
         "        weights.publish(step.version + 1, {'w': step.array('reward')}.items())\n"
         "        step.ack()\n"
-        "    print(run.audit())\n"
+        "    print(run.audit())\n",
     )
 
-    assert "mine 1.0" in python(tmp_path, "-m", "asyncflow_sdk.cli", "plugins", "--json", path=tmp_path)
-    assert "consumed=64" in python(tmp_path, "use.py", path=tmp_path)
+    assert "mine 1.0" in listed
+    assert "consumed=64" in out
 
 
 def test_a_file_of_the_documents_is_a_workflow(tmp_path: Path, start: Path) -> None:
@@ -124,12 +146,11 @@ def test_a_file_of_the_documents_is_a_workflow(tmp_path: Path, start: Path) -> N
     for name in ("model", "data.jsonl"):
         (tmp_path / name).symlink_to(start / name)
     (tmp_path / "rewards.py").write_text(
-        "def exact_match(response, answer):\n    return [float(a == b) for a, b in zip(response, answer)]\n"
-        "async def politeness(response):\n    return [float('please' in text) for text in response]\n"
+        EXACT_MATCH + "async def politeness(response):\n    return [float('please' in text) for text in response]\n"
     )
     for text in texts:
         (tmp_path / "train.toml").write_text(text)
-        out = python(tmp_path, "-m", "asyncflow_sdk.cli", "run", "train.toml", "run", "--set", "steps=2")
+        out = asyncflow(tmp_path, "run", "train.toml", "run", "--set", "steps=2")
         assert "2 steps of" in out
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
 
@@ -138,7 +159,9 @@ def test_the_launcher_of_the_documents_is_found_and_starts_workers(tmp_path: Pat
     (code,) = blocks("plugin_launcher")
     installed_as_mine(tmp_path, code)
     (tmp_path / "work.py").write_text("def double(x):\n    return [2 * float(value) for value in x]\n")
-    (tmp_path / "use.py").write_text(
+
+    out = script(
+        tmp_path,
         "import work, asyncflow_sdk as af\n"
         "with af.serve('run') as run:\n"
         "    run.queue.put({'x': [1, 2]})\n"
@@ -148,10 +171,8 @@ def test_the_launcher_of_the_documents_is_found_and_starts_workers(tmp_path: Pat
         "    run.queue.end()\n"
         "    assert worker.ended.wait(30) and not worker.lost\n"
         "    try: run.start(af.Stage(work.double, task='z', needs=['x'], launcher='nice', gpus=[0]))\n"
-        "    except af.ConfigError as error: print(error)\n"
+        "    except af.ConfigError as error: print(error)\n",
     )
-
-    out = python(tmp_path, "use.py", path=tmp_path)
 
     assert "[2. 4.]" in out
     assert "gpus= is not for launcher 'nice'" in out
@@ -160,20 +181,18 @@ def test_the_launcher_of_the_documents_is_found_and_starts_workers(tmp_path: Pat
 def test_the_plugin_of_the_reference_has_an_algorithm_and_a_tracker_that_work(tmp_path: Path, start: Path) -> None:
     (code,) = blocks("plugin_hook")
     installed_as_mine(tmp_path, code)
-    (tmp_path / "use.py").write_text(
+    (tmp_path / "functions.py").write_text(EXACT_MATCH)
+
+    listed = json.loads(asyncflow(tmp_path, "plugins", "--json"))
+    script(
+        tmp_path,
         given(start) + "from functions import exact_match\n"
         "af.Workflow(\n"
         "    prompts=prompts, rollout=af.Rollout('transformers', model=model, group_size=4, sampling=af.Sampling(max_tokens=4)),\n"
         "    reward=exact_match, train=af.Train('torch', model=model, algorithm=('reinforce', {'baseline': 0.25})),\n"
         "    batch_size=16, steps=2, trackers=['lines'],\n"
-        ").run('run')\n"
+        ").run('run')\n",
     )
-    (tmp_path / "functions.py").write_text(
-        "def exact_match(response, answer):\n    return [float(a == b) for a, b in zip(response, answer)]\n"
-    )
-
-    listed = json.loads(python(tmp_path, "-m", "asyncflow_sdk.cli", "plugins", "--json", path=tmp_path))
-    python(tmp_path, "use.py", path=tmp_path)
 
     assert [a["install"] for a in listed["adapters"] if a["name"] == "far"] == ["pip install 'mine[far]'"]
     assert len((tmp_path / "run" / "lines.txt").read_text().splitlines()) == 2
@@ -190,18 +209,16 @@ def test_the_algorithm_of_the_documents_keeps_its_promises_and_trains(tmp_path: 
     (tmp_path / "functions.py").write_text(
         "def first(response, answer):\n    return [float(a[:1] == b[:1]) for a, b in zip(response, answer)]\n"
     )
-    (tmp_path / "use.py").write_text(
+
+    checked = asyncflow(tmp_path, "check", "mine:LeaveOneOut", "--kind", "algorithm")
+    script(
+        tmp_path,
         given(start) + "from functions import first\nfrom mine import LeaveOneOut\n"
         "af.Workflow(\n"
         "    prompts=prompts, rollout=af.Rollout('transformers', model=model, group_size=4, sampling=af.Sampling(max_tokens=4)),\n"
         "    reward=first, train=af.Train('torch', model=model, algorithm=LeaveOneOut(most=3.0)), batch_size=16, steps=2,\n"
-        ").run('run')\n"
+        ").run('run')\n",
     )
-
-    checked = python(
-        tmp_path, "-m", "asyncflow_sdk.cli", "check", "mine:LeaveOneOut", "--kind", "algorithm", path=tmp_path
-    )
-    python(tmp_path, "use.py", path=tmp_path)
 
     assert "level reached: full" in checked
     steps = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
@@ -209,49 +226,41 @@ def test_the_algorithm_of_the_documents_keeps_its_promises_and_trains(tmp_path: 
 
 
 def test_an_example_that_is_given_too_little_says_what_it_takes(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    script = REPOSITORY / "examples" / "whole_workflow.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "model"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = started(tmp_path, REPOSITORY / "examples" / "whole_workflow.py", "model")
 
     assert done.returncode == 1
     assert "python examples/whole_workflow.py MODEL_FOLDER DATA.jsonl OUT_DIRECTORY [STEPS]" in done.stderr
 
 
-def test_example_own_loop(tmp_path: Path, start: Path) -> None:
-    script = REPOSITORY / "examples" / "own_loop.py"
-    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")
+@pytest.mark.parametrize("name", ["own_loop", "own_parts", "service_loop", "remote_workers"])
+def test_an_example_with_a_loop_of_its_own(tmp_path: Path, start: Path, name: str) -> None:
+    out = trained(name, tmp_path, start)
+
     assert "step 1: reward" in out
     assert "put=128, live=0" in out
+    assert "version 2" in out or name != "service_loop"
+    assert out.count("a worker ended with 0") == (2 if name == "remote_workers" else 0)
 
 
 def test_example_whole_workflow(tmp_path: Path, start: Path) -> None:
-    script = REPOSITORY / "examples" / "whole_workflow.py"
-    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run", "3")
+    out = trained("whole_workflow", tmp_path, start, 2)
+
     assert (tmp_path / "run" / "report.html").is_file()
     assert "run/report.html" in out
 
 
-def test_example_own_parts(tmp_path: Path, start: Path) -> None:
-    script = REPOSITORY / "examples" / "own_parts.py"
-    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")
-    assert "step 1: reward" in out
-    assert "put=128, live=0" in out
-
-
 def test_example_two_engines(tmp_path: Path, start: Path) -> None:
-    script = REPOSITORY / "examples" / "two_engines.py"
-    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run", "3")
+    out = trained("two_engines", tmp_path, start, 3)
+
     rows = re.search(r"3 steps; rows by each engine: {'rollout-0': (\d+), 'rollout-1': (\d+)}", out)
     assert rows is not None, out
     assert min(map(int, rows.groups())) > 0
 
 
 def test_example_dapo_refill(tmp_path: Path, start: Path) -> None:
-    script = REPOSITORY / "examples" / "dapo_refill.py"
-    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run", "3")
-    rows = re.search(r"3 full steps; rows consumed 96, filtered (\d+)", out)
+    out = trained("dapo_refill", tmp_path, start, 2)
+
+    rows = re.search(r"2 full steps; rows consumed 64, filtered (\d+)", out)
     assert rows is not None, out
     assert int(rows[1]) > 0
     for _, batch in af.read_steps(tmp_path / "run"):
@@ -260,13 +269,10 @@ def test_example_dapo_refill(tmp_path: Path, start: Path) -> None:
 
 
 def test_example_distillation(tmp_path: Path, start: Path) -> None:
-    from asyncflow_torch.demo import model
+    python(tmp_path, "-c", "from asyncflow_torch.reference import tiny_model as t; t('teacher', ends=True)")
 
-    model._save(model.tiny_model(), model.tokenizer(), tmp_path / "teacher")
-    script = REPOSITORY / "examples" / "distillation.py"
-    out = python(
-        tmp_path, str(script), str(start / "model"), str(tmp_path / "teacher"), str(start / "data.jsonl"), "run", "4"
-    )
+    out = example("distillation", tmp_path, start / "model", "teacher", start / "data.jsonl", "run", 2)
+
     assert "rollout ── prompt_ids, response_ids, logprobs, version_spans ──▶ train" in out
     assert "closeness to the teacher -" in out
     for _, batch in af.read_steps(tmp_path / "run"):
@@ -275,38 +281,25 @@ def test_example_distillation(tmp_path: Path, start: Path) -> None:
         np.testing.assert_allclose(batch.array("reward"), means, rtol=1e-5)
 
 
-def test_example_remote_workers(tmp_path: Path, start: Path) -> None:
-    script = REPOSITORY / "examples" / "remote_workers.py"
-    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")
-    assert out.count("a worker ended with 0") == 2
-    assert "put=128, live=0" in out
-
-
 def test_example_tool_use(tmp_path: Path, start: Path) -> None:
-    script = REPOSITORY / "examples" / "tool_use.py"
-    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run", "2")
+    out = trained("tool_use", tmp_path, start, 2)
+
     calls, drawn, observed = map(int, re.findall(r"\d+", out.splitlines()[-1]))
     assert calls > 0
     assert drawn > 2 * 64
     assert observed > calls  # "none", for the most part
 
 
-def test_example_service_loop(tmp_path: Path, start: Path) -> None:
-    script = REPOSITORY / "examples" / "service_loop.py"
-    out = python(tmp_path, str(script), str(start / "model"), str(start / "data.jsonl"), "run")
-    assert "step 1: reward" in out
-    assert "version 2" in out
-    assert "put=128, live=0" in out
-
-
 def test_example_own_engine(tmp_path: Path) -> None:
-    out = python(tmp_path, str(REPOSITORY / "examples" / "own_engine.py"))
+    out = example("own_engine", tmp_path)
+
     assert "failed" not in out
     assert "level reached: full" in out
 
 
 def test_example_queue_alone(tmp_path: Path) -> None:
-    out = python(tmp_path, str(REPOSITORY / "examples" / "queue_alone.py"))
+    out = example("queue_alone", tmp_path)
+
     assert "{'a': 1.0, 'bb': 2.0, 'ccc': 3.0}" in out
     assert "consumed=3" in out
 
@@ -322,7 +315,7 @@ def test_the_table_of_checks_is_what_the_command_prints(tmp_path: Path) -> None:
     text = (REPOSITORY / "docs" / "conformance.md").read_text()
     (table,) = re.findall(r"<!-- checks: .*? -->\n(.*?)<!-- end of checks -->", text, re.S)
 
-    assert python(tmp_path, "-m", "asyncflow_sdk.cli", "check", "--list", "--markdown") == table
+    assert asyncflow(tmp_path, "check", "--list", "--markdown") == table
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:

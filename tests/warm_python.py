@@ -1,0 +1,215 @@
+"""A Python that has imported torch already: each program that it runs is forked, and starts at once.
+
+    subprocess.run([warm_python(), "script.py"])         # or -m MODULE, or -c CODE, as sys.executable takes them
+
+The program hands its arguments, variables, directory and descriptors to a server process, which forks, and it ends as the
+forked process ends. That is its own process with its own pid; its
+``sys.executable`` is the program, too. If the program is killed, so is the forked process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import gc
+import importlib.util
+import marshal
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+_CLIENT = """\
+#!{python} -IS
+import _socket, marshal, os, signal, struct, sys
+fds = []
+for fd in map(int, os.listdir("/proc/self/fd")):
+    try:
+        os.fstat(fd)
+        fds.append(fd)
+    except OSError:  # the descriptor of the listing
+        pass
+line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+line.connect({address!r})
+request = marshal.dumps((fds, sys.argv, dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0))))
+rights = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack(f"{{len(fds)}}i", *fds))
+line.sendmsg([struct.pack("q", len(request))], [rights])
+line.sendall(request)
+for fd in fds:
+    os.close(fd)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: line.send(bytes([number])))
+(status,) = struct.unpack("i", line.recv(4) or struct.pack("i", -9))
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+_IMPORTED = [
+    "torch", "transformers.models.qwen3.modeling_qwen3", "asyncflow_torch.train", "asyncflow_torch.rollout",
+    "asyncflow_torch.demo.run", "asyncflow_torch.demo.model", "asyncflow_sdk.workflow.run", "asyncflow_sdk.cli.app",
+    "asyncflow_sdk.cli.report", "matplotlib.backends.backend_svg", "asyncflow_sdk.testing",
+]  # fmt: skip
+"""Modules that the server imports. One that is missing is left out."""
+
+
+@functools.cache
+def warm_python() -> str:
+    """Start the server, once in a test process, and return the path of a program that is used as ``sys.executable`` is.
+
+    Skips the test where torch is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("needs torch")
+    folder = Path(tempfile.mkdtemp())
+    address, program = str(folder / "socket"), folder / "python"
+    program.write_text(_CLIENT.format(python=sys.executable, address=address))
+    program.chmod(0o755)
+    command = [sys.executable, __file__, address, str(program)]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"warm\n", f"the server ended with {server.wait()}"
+
+    def end() -> None:
+        server.kill()  # and every forked process with it
+        server.communicate()
+        shutil.rmtree(folder)
+
+    atexit.register(end)
+    return str(program)
+
+
+def _serve(address: str) -> tuple[list[int], tuple[Any, ...]]:
+    """Fork for each client. Returns in the forked process only: the client's descriptors, and its request."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    os.write(1, b"warm\n")
+    ends_with_the_test = 0  # standard input
+    waits = selectors.DefaultSelector()
+    waits.register(listener, selectors.EVENT_READ)
+    waits.register(ends_with_the_test, selectors.EVENT_READ)
+    children: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, line
+    while True:
+        for key, _ in waits.select():
+            if key.fd == ends_with_the_test:
+                os._exit(0)
+            if key.fileobj is listener:
+                line, _ = listener.accept()
+                head, fds, _, _ = socket.recv_fds(line, 8, 250)
+                with line.makefile("rb") as file:
+                    request = marshal.loads(file.read(struct.unpack("q", head)[0]))  # noqa: S302 - of our own client
+                pid = os.fork()
+                if not pid:
+                    for each in (listener, line, waits, *(other for _, other in children.values())):
+                        each.close()
+                    for pidfd in children:
+                        os.close(pidfd)
+                    return fds, request
+                for fd in fds:
+                    os.close(fd)
+                pidfd = os.pidfd_open(pid)
+                children[pidfd] = pid, line
+                waits.register(pidfd, selectors.EVENT_READ, pidfd)
+                waits.register(line, selectors.EVENT_READ, pidfd)
+            elif key.data in children:
+                pid, line = children[key.data]
+                if key.fd == key.data:  # the forked process has ended
+                    waits.unregister(key.data)
+                    if line in waits.get_map():
+                        waits.unregister(line)
+                    del children[key.data]
+                    os.close(key.data)
+                    with line, contextlib.suppress(OSError):
+                        line.sendall(struct.pack("i", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+                elif number := line.recv(1):
+                    os.kill(pid, number[0])
+                else:  # its client was killed
+                    waits.unregister(line)
+                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it may be younger than its session
+                        os.killpg(pid, signal.SIGKILL)
+
+
+def _run(program: str, libraries: list[str], fds: list[int], request: tuple[Any, ...]) -> None:
+    """Run what the client was told to run, as its interpreter would."""
+    numbers, (_, *arguments), environment, directory, cpus = request
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the server
+    os.setsid()
+    os.sched_setaffinity(0, cpus)
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in fds]
+    os.closerange(3, 512)
+    for fd, number in zip(above, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    if os.isatty(1) or "PYTHONUNBUFFERED" in environment:
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.executable = program
+    importlib.invalidate_caches()
+    how, *rest = arguments
+    first = {"-m": directory, "-c": ""}.get(how, str(Path(how).resolve().parent))
+    sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *libraries]
+    sys.argv = rest if how == "-m" else [how, *rest[how == "-c" :]]
+    if how == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    if how != "-c":
+        main.__file__ = str(Path(how).absolute())
+    code = rest[0] if how == "-c" else Path(how).read_text()
+    exec(compile(code, "<string>" if how == "-c" else how, "exec"), main.__dict__)
+
+
+_status = 0
+
+
+def _end() -> None:
+    """End without taking down what was imported: that takes as long as importing it. The last that is called at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if _status == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(_status)
+
+
+if __name__ == "__main__":
+    atexit.register(_end)  # before what is imported registers more
+    _address, _program = sys.argv[1:]
+    own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    _libraries = [path for path in sys.path if path not in own]
+    for _name in _IMPORTED:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(_name)
+    gc.freeze()  # so that collections in forked processes copy none of its pages
+    _forked = _serve(_address)
+    try:
+        _run(_program, _libraries, *_forked)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        _status = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        _status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
