@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from waiting import until
+from warm_python import warm_python
 
 GUIDE = Path(__file__).parent.parent / "docs" / "your-own-engine.md"
 PART = re.compile(r"(?:<!-- (?P<mark>fails|test: guide) -->\n)?```(?P<kind>console|python)\n(?P<text>.*?)```", re.S)
@@ -45,23 +46,33 @@ def started_in(folder: Path) -> list[str]:
 
 @pytest.mark.timeout(1200)
 def test_the_guide_to_an_own_engine(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    venv.create(tmp_path / "env", with_pip=True)
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
+    # given an environment that has what this one has; only pip runs under its own interpreter
+    own = tmp_path / "env"
+    venv.create(own)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(own)}))
     here = [sysconfig.get_path("purelib"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     (site / "here.pth").write_text("\n".join(f"import site; site.addsitedir({path!r})" for path in here if path))
-    command = tmp_path / "env" / "bin" / "asyncflow"
-    command.write_text(f'#!/bin/sh\nexec {tmp_path}/env/bin/python -m asyncflow_sdk.cli "$@"\n')
-    command.chmod(0o755)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, command in (
+        ("asyncflow", f"{warm_python()} -m asyncflow_sdk.cli"),
+        ("python", warm_python()),
+        ("pip", f"{own}/bin/python -m pip"),
+    ):
+        (commands / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (commands / name).chmod(0o755)
     env = {
-        **os.environ, "PATH": f"{tmp_path}/env/bin:{os.environ['PATH']}", "PYTHONPATH": "", "OMP_NUM_THREADS": "1",
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        **os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": "", "VIRTUAL_ENV": str(own),
+        "OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }  # fmt: skip
+
+    # when
 
     done = subprocess.run(
         ["bash", "-c", script()], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1100, check=False
     )
 
+    # then
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-6000:]
     assert "those are of version" in said, "the fault that the guide makes was not named"

@@ -22,6 +22,7 @@ import runpy
 import selectors
 import shutil
 import signal
+import site
 import socket
 import struct
 import subprocess
@@ -169,6 +170,8 @@ def _run(program: str, libraries: list[str], fds: list[int], request: tuple[Any,
     first = {"-m": directory, "-c": ""}.get(how, str(Path(how).resolve().parent))
     sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *libraries]
     sys.argv = rest if how == "-m" else [how, *rest[how == "-c" :]]
+    for site_packages in Path(environment.get("VIRTUAL_ENV", "/none")).glob("lib/python*/site-packages"):
+        site.addsitedir(str(site_packages))
     if how == "-m":
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
