@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from waiting import until
+from warm_python import warm_python
 
 import asyncflow_sdk as af
 
-ASYNCFLOW = [sys.executable, "-m", "asyncflow_sdk.cli"]
 PROMPTS = [{"prompt_ids": [1, 2, n]} for n in range(8)]
 
 
@@ -23,9 +23,9 @@ class Command:
     """A command that runs until it ends, with what it has printed so far. ``within``: what starts it on another host."""
 
     def __init__(self, *arguments: str, cwd: Path, within: Sequence[str] = ()) -> None:
-        self.process = subprocess.Popen(
-            [*within, *ASYNCFLOW, *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        python = sys.executable if within else warm_python()  # its server is a process of this host
+        command = [*within, python, "-m", "asyncflow_sdk.cli", *arguments]
+        self.process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.said = ""
 
     def until(self, pattern: str) -> re.Match[str]:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 from waiting import until
+from warm_python import warm_python
 
 from asyncflow_sdk.cli.app import app
 
+PYTHON = sys.executable  # of processes whose children are looked for
 WRONG = """
 import asyncio, ctypes, os, subprocess, sys
 from asyncflow_sdk.testing import EchoRollout
@@ -67,6 +69,7 @@ class Unmade(EchoRollout):
 def _wrong_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wrong_apart.py").write_text(WRONG)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", warm_python())
 
 
 def check(*arguments: str) -> Result:
@@ -166,7 +169,7 @@ def test_servers_that_detached_themselves_are_named_and_ended() -> None:
 
 
 def test_a_check_that_is_killed_leaves_what_is_known_and_no_process() -> None:
-    command = [sys.executable, "-m", "asyncflow_sdk.cli", "check", "wrong_apart:HangsWithAServer"]
+    command = [PYTHON, "-m", "asyncflow_sdk.cli", "check", "wrong_apart:HangsWithAServer"]
     only = ["--only", "greedy", "--only", "update", "--json", "said.json"]
     with subprocess.Popen([*command, *only], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as it:
         until(Path("hangs").exists, "the engine to hang")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
+from warm_python import warm_python
 
 from asyncflow_sdk.cli.app import app
 
@@ -34,6 +35,7 @@ def _wrong_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wrong_echoes.py").write_text(WRONG)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", warm_python())
 
 
 def check(*arguments: str) -> Result:

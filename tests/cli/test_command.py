@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 from synthetic_run import synthetic_run, synthetic_summary, write_run
 from typer.testing import CliRunner, Result
+from warm_python import warm_python
 
 import asyncflow_sdk.cli
 from asyncflow_sdk import __version__
@@ -27,7 +28,6 @@ from asyncflow_sdk.cli.wording import accounting
 from asyncflow_sdk.errors import ConfigError, Interrupted, WorkerFailed
 from asyncflow_sdk.plugins import Adapter, AdapterSpec, Registry
 
-COMMAND = str(Path(sys.executable).parent / "asyncflow")
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
@@ -35,8 +35,10 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(app, list(args), env=WIDE)
 
 
-def execute(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(args, capture_output=True, text=True, env=os.environ | WIDE | env, check=False)
+def asyncflow(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [warm_python(), "-m", "asyncflow_sdk.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | WIDE | env, check=False)
 
 
 def given_adapters(monkeypatch: pytest.MonkeyPatch, *adapters: Adapter, problems: tuple[str, ...] = ()) -> None:
@@ -75,7 +77,7 @@ def given_workflow(tmp_path: Path) -> str:
 
 
 def test_run_trains_what_a_file_says_and_writes_the_report(tmp_path: Path) -> None:
-    done = execute(COMMAND, "run", given_workflow(tmp_path), str(tmp_path / "out"), "--set", "steps=3")
+    done = asyncflow("run", given_workflow(tmp_path), str(tmp_path / "out"), "--set", "steps=3")
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 steps of 16 rows, in groups of 4" in done.stdout
@@ -86,8 +88,8 @@ def test_run_trains_what_a_file_says_and_writes_the_report(tmp_path: Path) -> No
 def test_run_prints_and_starts_nothing(tmp_path: Path) -> None:
     file, out = given_workflow(tmp_path), tmp_path / "out"
 
-    text = execute(COMMAND, "run", file, str(out), "--print").stdout
-    drawing = execute(COMMAND, "run", file, str(out), "--mermaid").stdout
+    text = asyncflow("run", file, str(out), "--print").stdout
+    drawing = asyncflow("run", file, str(out), "--mermaid").stdout
 
     assert "rollout ── response_ids, logprobs, version_spans ──▶ train" in text
     assert drawing.startswith("flowchart LR\n")
@@ -95,15 +97,13 @@ def test_run_prints_and_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_run_points_at_what_is_wrong(tmp_path: Path) -> None:
-    done = execute(
-        COMMAND, "run", given_workflow(tmp_path), "--set", "batch_size=17", "--set", "train.lr=1", "--print"
-    )
+    done = asyncflow("run", given_workflow(tmp_path), "--set", "batch_size=17", "--set", "train.lr=1", "--print")
 
     assert done.returncode == 2
     assert "  batch_size=17: no number of groups" in done.stderr
     assert "  train.lr=1: engine 'echo' has no option 'lr'" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "--set takes KEY=VALUE" in execute(COMMAND, "run", given_workflow(tmp_path), "--set", "lr").stderr
+    assert "--set takes KEY=VALUE" in asyncflow("run", given_workflow(tmp_path), "--set", "lr").stderr
 
 
 def test_the_room_exports_main_only() -> None:
@@ -112,14 +112,13 @@ def test_the_room_exports_main_only() -> None:
 
 def test_importing_it_loads_no_engine_no_socket_and_no_plots() -> None:
     heavy = ("torch", "zmq", "matplotlib", "numpy")
-    done = execute(
-        sys.executable, "-c", f"import asyncflow_sdk.cli, sys; print([m for m in {heavy} if m in sys.modules])"
-    )
+    code = f"import asyncflow_sdk.cli, sys; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]"
 
 
 def test_help_says_what_it_is_and_three_uses() -> None:
-    done = execute(COMMAND, "--help")
+    done = asyncflow("--help")
     assert done.returncode == 0
     assert "any inference engine and any training engine" in " ".join(done.stdout.split())
     for use in ("asyncflow demo", "asyncflow plugins", "asyncflow report runs/NAME", "--version", "--debug"):
@@ -184,7 +183,7 @@ def test_a_broken_plugin_of_a_real_environment_does_not_hide_a_good_one(tmp_path
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[asyncflow_sdk]\n{name} = {name}\n")
 
-    done = execute(COMMAND, "plugins", PYTHONPATH=str(tmp_path))
+    done = asyncflow("plugins", PYTHONPATH=str(tmp_path))
 
     assert done.returncode == 1
     assert "goodtracker" in done.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm_python
 
 from asyncflow_sdk import __version__
 from asyncflow_sdk.cli.doctor import Examination, examine
@@ -45,7 +46,7 @@ def found(examination: Examination, where: str, *parts: str) -> Finding:
 
 
 def test_this_environment_is_fine_and_says_so() -> None:
-    command = [sys.executable, "-m", "asyncflow_sdk.cli", "doctor"]
+    command = [warm_python(), "-m", "asyncflow_sdk.cli", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"COLUMNS": "200"})
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -229,7 +230,7 @@ def test_what_a_run_is_refused_for_is_found_by_the_same_checks(tmp_path: Path) -
 
     # when
     examination = examine([file, wrong, tmp_path / "odd.toml"], [], [])
-    command = [sys.executable, "-m", "asyncflow_sdk.cli", "run", "--print"]
+    command = [warm_python(), "-m", "asyncflow_sdk.cli", "run", "--print"]
     printed = subprocess.run([*command, str(wrong)], capture_output=True, text=True, timeout=100, check=False)
 
     # then
@@ -323,14 +324,14 @@ def test_a_driver_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_what_it_is_asked_wrongly_ends_with_2(tmp_path: Path, arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "asyncflow_sdk.cli", "doctor", *arguments]
+    command = [warm_python(), "-m", "asyncflow_sdk.cli", "doctor", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert message in done.stderr
 
 
 def test_json_and_the_exit_code_are_for_scripts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "asyncflow_sdk.cli", "doctor", "--json", "--python", str(tmp_path / "none")]
+    command = [warm_python(), "-m", "asyncflow_sdk.cli", "doctor", "--json", "--python", str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
     said: dict[str, Any] = json.loads(done.stdout)
@@ -338,6 +339,6 @@ def test_json_and_the_exit_code_are_for_scripts(tmp_path: Path) -> None:
     assert said["fine"] is False
     assert said["interpreters"][str(tmp_path / "none")] is None
     assert [f["level"] for f in said["findings"] if f["where"] == str(tmp_path / "none")] == ["fails"]
-    here = said["interpreters"][sys.executable]
+    here = said["interpreters"][warm_python()]
     assert here["sdk"] == __version__
     assert {"kind", "name", "source", "installed", "missing", "tested", "untested"} <= here["adapters"][0].keys()

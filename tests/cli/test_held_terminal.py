@@ -1,7 +1,11 @@
-"""A run that is served from a terminal goes on while that is held."""
+"""Terminals: a run that is served from one goes on while that is held, and Ctrl-C gives it back."""
 
 import contextlib
 import os
+import pty
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -33,3 +37,41 @@ def test_a_pipe_that_nobody_reads_does_not_hold_the_server(tmp_path: Path) -> No
             said = bytearray()
             until(lambda: said.extend(reader.read1() or b"") or b"look here" in said, "what was to be shown")
         watch.close()
+
+
+def test_ctrl_c_leaves_the_terminal_sane() -> None:
+    program = (
+        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "from synthetic_run import synthetic_run\n"
+        "from asyncflow_sdk import LiveView\n"
+        "with LiveView(300, 'demo') as view:\n"
+        "    for event in synthetic_run(50, None): view(event)\n"
+        "    time.sleep(60)\n"
+    )
+    ours, theirs = pty.openpty()
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(Path(__file__).parent)], stdout=theirs, stderr=theirs, env=env
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while b"step 50 of 300" not in seen:
+            seen += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # Linux says EIO when the other end has closed
+                break
+            if not piece:
+                break
+            seen += piece
+        process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    text = seen.decode()
+    assert "KeyboardInterrupt" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")

@@ -1,29 +1,32 @@
-"""LiveView: readable lines in a pipe, a picture that fits on a terminal, and a terminal left as it was."""
+"""LiveView: readable lines in a pipe, a picture that fits on a terminal, and it does not grow with the run."""
 
 from __future__ import annotations
 
 import io
 import itertools
-import os
-import pty
+import math
 import re
-import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from synthetic_run import BATCH, START_S, synthetic_run
 
-from asyncflow_sdk.cli.board import Board
-from asyncflow_sdk.cli.frame import frame
-from asyncflow_sdk.cli.lines import duration, number, sparkline
-from asyncflow_sdk.cli.live import LiveView
-from asyncflow_sdk.types.events import Event, Note, RowsEnded, Status, StepTrained, WorkerState
+from asyncflow_sdk import LiveView
+from asyncflow_sdk.types.events import (
+    Event,
+    Loaded,
+    Note,
+    Published,
+    RowsEnded,
+    Span,
+    Status,
+    StepTrained,
+    WorkerState,
+)
 
-HERE = Path(__file__).parent
+pytestmark = pytest.mark.fast
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
 
@@ -104,11 +107,8 @@ def test_the_traceback_of_a_failed_worker_is_printed_whole() -> None:
 def test_what_a_worker_wrote_cannot_drive_the_terminal() -> None:
     evil = Note(time_s=0, text="\x1b[2Jgone\x07", level="error", worker="a")
     assert "\x1b" not in "\n".join(piped([evil]))
-    board = Board(1)
-    board.add(Note(time_s=0, text="\x1b[2Jgone"))
-    board.add(Status(time_s=0, rows={"a\x1bb": {"ready": 1}}, ended={}, waiting={"w\x1b": "x\x1b\ny"}))
-    drawn = frame(board, title="t\x1b", now_s=1, width=80, height=24)
-    assert not any("\x1b" in line.plain for line in drawn)
+    status = Status(time_s=0, rows={"a\x1bb": {"ready": 1}}, ended={}, waiting={"w\x1b": "x\x1b\ny"})
+    assert not any("\x1b" in line for line in picture([Note(time_s=0, text="\x1b[2Jgone"), status], title="t\x1b"))
     console = terminal()
     with LiveView(1, "demo", console) as view:
         view(evil)
@@ -124,7 +124,7 @@ def test_a_pipe_whose_reader_left_does_not_stop_the_run() -> None:
     with LiveView(300, "demo", Console(file=Closed())) as view:
         for event in synthetic_run(20, None):
             view(event)
-    assert view.board.done == 20
+    assert "step 20 of 300" in text_of(view)
 
 
 def test_events_from_many_threads_are_all_counted() -> None:
@@ -135,68 +135,176 @@ def test_events_from_many_threads_are_all_counted() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert view.board.ended == {"consumed": 4_000}
+    assert "consumed 4,000" in text_of(view)
 
 
-def half_way() -> Board:
-    board = Board(300)
-    for event in synthetic_run()[:1756]:
-        board.add(event)
-    return board
+def text_of(view: LiveView) -> str:
+    return "\n".join(line.plain for line in view.lines())
+
+
+def picture(
+    events: list[Event], total_steps: int = 300, *, title: str = "demo", now_s: float | None = None,
+    width: int = 80, height: int = 24, encoding: str = "utf-8",
+) -> list[str]:  # fmt: skip
+    """The lines that are drawn once ``events`` have come, of which the last is now."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    clock = now_s if now_s is not None else events[-1].time_s
+    view = LiveView(total_steps, title, Console(file=out, width=width, height=height), lambda: clock)
+    for event in events:
+        view(event)
+    return [line.plain for line in view.lines()]
+
+
+HALF_WAY = synthetic_run()[:1756]
 
 
 def test_the_picture_at_80_by_24_shows_everything() -> None:
-    board = half_way()
-    lines = [line.plain for line in frame(board, title="demo", now_s=board.now_s, width=80, height=23)]
+    lines = picture(HALF_WAY)
     text = "\n".join(lines)
-    assert f"step {board.done} of 300" in text
+    rewards = [event.metrics["reward"] for event in HALF_WAY if isinstance(event, StepTrained)]
+    assert f"step {len(rewards)} of 300" in text
     assert re.search(r"about \d:\d\d left", lines[0])
-    assert re.search(r"reward +0\.\d{3} +mean of 20  0\.\d{3} +▁.*█", text)
+    mean = sum(rewards[-20:]) / 20
+    assert re.search(rf"reward +{rewards[-1]:.3f} +mean of 20  {mean:.3f} +▁.*█", text)
     assert re.search(r"published +v\d+ +lag +\d", text)
     assert re.search(r"rollout +0 +128 +0 +64 +64", text)
-    assert re.search(r"ended +consumed [\d,]+ · filtered \d+", text)
+    assert re.search(rf"ended +consumed {len(rewards) * (BATCH - 2):,} · filtered {len(rewards) * 2}", text)
     assert re.search(r"● rollout-0 +ready +v\d+ +generate \d\d%", text)
     assert re.search(r"● reward-0 +ready +waiting [\d.]+ s: 64 rows are leased in task", text)
     assert "weights: transport shm" in lines[-1]
 
 
+def test_the_speed_is_that_of_the_last_while_and_the_rest_is_estimated_by_it() -> None:
+    events = [event for event in synthetic_run(restart_at=None) if event.time_s < START_S + 100]
+    text = "\n".join(picture(events))
+    done = sum(isinstance(event, StepTrained) for event in events)
+    tokens = sum(event.tokens for event in events if isinstance(event, Span) and event.kind == "generate")
+    (speed,) = re.findall(r"generated +([\d,]+) tokens/s", text)
+    assert int(speed.replace(",", "")) == pytest.approx(tokens / 98, rel=0.1)
+    minutes, seconds = map(int, re.findall(r"about (\d+):(\d\d) left", text)[0])
+    assert 60 * minutes + seconds == pytest.approx((300 - done) * 98 / done, rel=0.15)
+
+
+def test_the_speed_falls_when_nothing_comes_and_counts_what_is_told_late() -> None:
+    spans: list[Event] = [Span(time_s=s, worker="r", kind="generate", seconds=1, tokens=100) for s in range(60)]
+    spans.append(spans.pop(40))
+
+    drawn = ["\n".join(picture([*spans, Note(time_s=now, text="")])) for now in (60.0, 75.0, 600.0)]
+
+    now, later, end = (int(re.findall(r"(\d+) tokens/s", text)[0]) for text in drawn)
+    assert now == pytest.approx(100, rel=0.11)
+    assert now > later > end == 0
+
+
 def test_columns_are_aligned() -> None:
-    board = half_way()
-    lines = [line.plain for line in frame(board, title="demo", now_s=board.now_s, width=80, height=23)]
+    lines = picture(HALF_WAY)
     head = next(i for i, line in enumerate(lines) if "ROWS" in line)
-    ends = {len(line) for line in lines[head : head + 4]}
-    assert len(ends) == 1
+    assert len({len(line) for line in lines[head : head + 4]}) == 1
     workers = next(i for i, line in enumerate(lines) if "WORKERS" in line)
     state = lines[workers].index("state")
     assert all(lines[workers + i][state:].startswith("ready") for i in (1, 3, 4))
 
 
-@pytest.mark.parametrize("ascii_only", [False, True])
-@pytest.mark.parametrize(("width", "height"), [(20, 5), (40, 12), (80, 23), (128, 30), (200, 60)])
-def test_the_picture_fits_whatever_there_is_to_show(width: int, height: int, ascii_only: bool) -> None:
-    board = half_way()
-    for i in range(40):
-        board.add(WorkerState(time_s=board.now_s, worker=f"replica-of-some-engine-{i}", state="ready"))
-    board.add(WorkerState(time_s=board.now_s, worker="broken", state="failed", detail="x\n" * 5 + "y" * 300))
-    rows = {f"task-{i}-工作": dict.fromkeys(("waiting", "ready", "odd"), 10**7) for i in range(20)}
-    ended = {f"state-{i}": 10**6 for i in range(9)}
-    board.add(Status(time_s=board.now_s, rows=rows, ended=ended, waiting={"broken": "w" * 300}))
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize(("width", "height"), [(20, 5), (40, 12), (80, 24), (128, 30), (200, 60)])
+def test_the_picture_fits_whatever_there_is_to_show(width: int, height: int, encoding: str) -> None:
+    now_s = HALF_WAY[-1].time_s
+    events: list[Event] = [
+        *HALF_WAY,
+        *(WorkerState(time_s=now_s, worker=f"replica-of-some-engine-{i}", state="ready") for i in range(40)),
+        WorkerState(time_s=now_s, worker="broken", state="failed", detail="x\n" * 5 + "y" * 300),
+        Status(
+            time_s=now_s,
+            rows={f"task-{i}-工作": dict.fromkeys(("waiting", "ready", "odd"), 10**7) for i in range(20)},
+            ended={f"state-{i}": 10**6 for i in range(9)},
+            waiting={"broken": "w" * 300},
+        ),
+    ]
 
-    lines = frame(board, title="t" * 100, now_s=board.now_s, width=width, height=height, ascii_only=ascii_only)
+    lines = picture(events, title="t" * 100, width=width, height=height, encoding=encoding)
 
-    assert len(lines) <= height
-    assert all(line.cell_len <= width - 1 for line in lines)
-    assert not ascii_only or all(line.plain.isascii() for line in lines)
-    if height >= 23:
-        text = "\n".join(line.plain for line in lines)
+    assert len(lines) < height
+    assert all(cell_len(line) <= width - 1 for line in lines)
+    assert encoding != "ascii" or all(line.isascii() for line in lines)
+    if height >= 24:
+        text = "\n".join(lines)
         assert "broken" in text, "who needs attention is not what is cut off"
         assert re.search(r"and \d+ more tasks", text) or text.count("task-") == 20
         assert re.search(r"and \d+ more workers", text) or text.count("replica-of") == 40
 
 
-def test_an_empty_board_can_be_drawn() -> None:
-    lines = frame(Board(0), title="demo", now_s=0, width=80, height=24)
-    assert "step 0 of 0" in lines[1].plain
+def test_before_anything_happened() -> None:
+    text = "\n".join(picture([], 0, now_s=0.0))
+    assert "step 0 of 0" in text
+    assert "nan" not in text
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 9), (1, 10)])
+def test_steps_are_counted_whether_from_zero_or_one(first: int, last: int) -> None:
+    assert "step 10 of 10" in "\n".join(picture([trained(k) for k in range(first, last + 1)], 10))
+
+
+def trained(step: int, **metrics: float) -> StepTrained:
+    return StepTrained(time_s=1.0, step=step, version=step, metrics={"reward": 0.5, **metrics})
+
+
+def test_nan_is_shown_but_not_averaged() -> None:
+    text = "\n".join(picture([trained(0, reward=0.4), trained(1, reward=0.6), trained(2, reward=math.nan)]))
+    assert re.search(r"reward +– +mean of 20  0\.500", text)
+
+
+def test_staleness_is_shown_in_parts_once_a_step_tells_them_apart() -> None:
+    metrics = {"staleness_mean": 1.0, "staleness_in_flight_mean": 0.75, "staleness_in_queue_mean": 0.25}
+    assert "0.75 in flight + 0.25 in the queue" in "\n".join(picture([trained(0, **metrics)], width=100))
+
+
+def test_lag_is_of_the_slowest_living_replica() -> None:
+    events: list[Event] = [
+        Published(time_s=1, version=5, nbytes=1, root=""),
+        Loaded(time_s=2, worker="a", version=5, lag=0),
+        Loaded(time_s=2, worker="b", version=3, lag=2),
+    ]
+    assert re.search(r"published +v5 +lag +2", "\n".join(picture(events)))
+    events.append(WorkerState(time_s=3, worker="b", state="failed"))
+    assert re.search(r"published +v5 +lag +0", "\n".join(picture(events)))
+    events.append(Published(time_s=4, version=6, nbytes=1, root=""))
+    assert re.search(r"published +v6 +lag +1", "\n".join(picture(events)))
+
+
+def test_a_status_corrects_the_count_of_ended_rows() -> None:
+    events: list[Event] = [
+        RowsEnded(time_s=1, state="consumed", count=8),
+        RowsEnded(time_s=1, state="failed", count=1),
+        Status(time_s=2, rows={}, ended={"consumed": 16}, waiting={}),
+        RowsEnded(time_s=3, state="consumed", count=8),
+    ]
+    text = "\n".join(picture(events))
+    assert "consumed 24" in text
+    assert "failed 1" in text
+
+
+def test_only_information_is_kept_as_the_note() -> None:
+    text = "\n".join(picture([Note(time_s=1, text="shm"), Note(time_s=2, text="careful", level="warning")]))
+    assert "shm" in text
+    assert "careful" not in text
+
+
+def test_workers_that_come_and_go_are_forgotten_the_gone_ones_first() -> None:
+    events: list[Event] = [WorkerState(time_s=0, worker="trainer", state="ready")]
+    for i in range(2_000):
+        events.append(WorkerState(time_s=i, worker=f"replica-{i}", state="ready"))
+        events.append(WorkerState(time_s=i, worker=f"replica-{i}", state="stopped"))
+    text = "\n".join(picture(events, height=400))
+    assert text.count("replica-") <= 256
+    assert "trainer" in text
+    assert "replica-1999" in text
+
+
+def test_the_curve_of_rewards_keeps_its_shape_however_long_the_run() -> None:
+    events: list[Event] = [trained(k, reward=k / 10_000) for k in range(10_000)]
+    (curve,) = re.findall(r"[▁▂▃▄▅▆▇█]{10,}", "\n".join(picture(events, 10_000)))
+    assert list(curve) == sorted(curve)
+    assert set(curve) == set("▁▂▃▄▅▆▇█")
 
 
 def test_a_terminal_gets_the_picture_and_what_must_not_be_missed() -> None:
@@ -220,71 +328,18 @@ def test_a_view_that_was_closed_goes_on_listening_silently() -> None:
     view(RowsEnded(time_s=1, state="consumed", count=BATCH))
     view(Note(time_s=1, text="late", level="warning"))
     assert written(console) == before
-    assert view.board.ended == {"consumed": BATCH}
+    assert f"consumed {BATCH}" in text_of(view)
 
 
 def test_a_terminal_that_vanishes_does_not_stop_the_run() -> None:
-    console = terminal()
-    view = LiveView(300, "demo", console)
-    with view:
+    class Vanishing(io.StringIO):
+        def write(self, text: str) -> int:
+            if "step" in text:
+                raise OSError(5, "Input/output error")
+            return super().write(text)
 
-        def gone(*_: object, **__: object) -> None:
-            raise OSError(5, "Input/output error")
-
-        view._live.update = gone  # type: ignore[union-attr, method-assign, assignment]
-        view._live.stop = gone  # type: ignore[union-attr, method-assign]
+    console = Console(file=Vanishing(), force_terminal=True, width=80, height=24, _environ={"TERM": "xterm"})
+    with LiveView(300, "demo", console) as view:
         for event in synthetic_run(5, None):
             view(event)
-    assert view.board.done == 5
-
-
-def test_ctrl_c_leaves_the_terminal_sane() -> None:
-    program = (
-        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
-        "from synthetic_run import synthetic_run\n"
-        "from asyncflow_sdk.cli.live import LiveView\n"
-        "with LiveView(300, 'demo') as view:\n"
-        "    for event in synthetic_run(50, None): view(event)\n"
-        "    view.board.note = 'drawn'\n"
-        "    time.sleep(60)\n"
-    )
-    ours, theirs = pty.openpty()
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-    process = subprocess.Popen([sys.executable, "-c", program, str(HERE)], stdout=theirs, stderr=theirs, env=env)
-    os.close(theirs)
-    seen = b""
-    try:
-        while b"drawn" not in seen:
-            seen += os.read(ours, 65536)
-        process.send_signal(signal.SIGINT)
-        while True:
-            try:
-                piece = os.read(ours, 65536)
-            except OSError:  # Linux says EIO when the other end has closed
-                break
-            if not piece:
-                break
-            seen += piece
-        process.wait(30)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-    text = seen.decode()
-    assert "KeyboardInterrupt" in text
-    assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
-    assert "step 50 of 300" in text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0 s"), (59.4, "59 s"), (65, "1:05"), (3_725, "1:02:05"), (float("nan"), "–"), (-1, "0 s")],
-)
-def test_durations(value: float, text: str) -> None:
-    assert duration(value) == text
-
-
-def test_numbers_and_sparklines() -> None:
-    assert (number(0.12345, 3), number(float("inf"))) == ("0.123", "–")
-    assert sparkline([0, 1, 2], 0, 2) == "▁▅█"
-    assert sparkline([5, 5], 5, 5) == "▁▁"
+    assert "step 5 of 300" in text_of(view)

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from synthetic_run import synthetic_run, synthetic_summary, write_run
+from waiting import until
+from warm_python import warm_python
 
 from asyncflow_sdk.cli import running
 from asyncflow_sdk.errors import Interrupted
@@ -38,7 +39,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def begun(*args: object) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "asyncflow_sdk.cli", *map(str, args)]
+    words = [warm_python(), "-m", "asyncflow_sdk.cli", *map(str, args)]
     env = os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
@@ -66,10 +67,7 @@ def test_a_run_into_the_directory_of_another_says_nothing_of_that(file: Path) ->
 def test_a_run_that_is_resumed_is_shown_as_it_is_when_it_is_run(file: Path) -> None:
     # given a run that is killed
     process = begun("run", file, file.parent / "one", "--set", "steps=100000")
-    until = time.monotonic() + 100
-    while not list((file.parent / "one" / "steps").glob("*.safetensors")):
-        assert time.monotonic() < until, "no step"
-        time.sleep(0.05)
+    until(lambda: list((file.parent / "one" / "steps").glob("*.safetensors")), "a step")
     process.kill()
     process.communicate()
 

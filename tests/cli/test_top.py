@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import pytest
 from children import Child, hear, say
+from warm_python import warm_python
 
 import asyncflow_sdk as af
 from asyncflow_sdk.cli.flow import Flow
@@ -312,7 +313,7 @@ def served(tmp_path: Path) -> Iterator[Child]:
 
 
 def top(tmp_path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "asyncflow_sdk.cli", "top", *arguments]
+    command = [warm_python(), "-m", "asyncflow_sdk.cli", "top", *arguments]
     return subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True, timeout=60, check=False
     )  # fmt: skip
