@@ -239,6 +239,12 @@ def test_before_anything_happened() -> None:
     assert "nan" not in text
 
 
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (65, "1:05"), (3_725, "1:02:05")])
+def test_how_long_it_took_is_told_as_people_say_it(seconds: float, text: str) -> None:
+    began: list[Event] = [Note(time_s=100, text="")]
+    assert f"{text} elapsed" in "\n".join(picture([*began, Note(time_s=100 + seconds, text="")]))
+
+
 @pytest.mark.parametrize(("first", "last"), [(0, 9), (1, 10)])
 def test_steps_are_counted_whether_from_zero_or_one(first: int, last: int) -> None:
     assert "step 10 of 10" in "\n".join(picture([trained(k) for k in range(first, last + 1)], 10))
