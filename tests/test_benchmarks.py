@@ -2,18 +2,21 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from warm_python import warm_python
+
+from benchmarks.overlap.plan import GROUP, Plan
 
 ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
+        [warm_python(), "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
     )
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -36,16 +39,14 @@ def test_the_ledger_is_measured_with_rows_leased_and_requests_parked() -> None:
 
 @pytest.mark.parametrize("contender", ["shm", "shm-bare", "gloo", "floor-shm", "floor-staged"])
 def test_versions_arrive_as_they_were_sent(contender: str) -> None:
-    pytest.importorskip("torch")
     options = json.dumps({"gb": 0.004, "versions": 2})
     versions = run("benchmarks.weights.drive", contender, options)["versions"]
     assert all(version["copy_s"] > 0 < version["swap_s"] <= version["seconds"] for version in versions)
 
 
 def test_the_table_of_weights_is_made(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     path = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.weights", "--quick", "--only", "files on tmpfs", "--json", str(path)]
+    command = [warm_python(), "-m", "benchmarks.weights", "--quick", "--only", "files on tmpfs", "--json", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     ours, machine = json.loads(path.read_text())
@@ -54,7 +55,27 @@ def test_the_table_of_weights_is_made(tmp_path: Path) -> None:
 
 
 def test_the_updates_of_a_model_are_encoded_and_decoded() -> None:
-    pytest.importorskip("transformers")
     found = run("benchmarks.weights.delta", json.dumps({"millions": 0.1, "steps": 2}))
     assert 0 < found["percent"] < 100
     assert 0 < found["moved"] < 100
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy", "max_staleness"),
+    [
+        ("synchronous", "wait", 0),
+        ("streaming", "wait", 0),
+        ("staggered", "wait", 2),
+        ("in flight", "count", 4),
+    ],
+)
+def test_a_plan_runs_for_real_and_its_books_balance(mode: str, policy: str, max_staleness: int) -> None:
+    plan = Plan(mode=mode, policy=policy, max_staleness=max_staleness, replicas=4, steps=2, warm=1, time_scale=500.0)  # type: ignore[arg-type]
+    result = run("benchmarks.overlap.drive", msgspec.json.encode(plan).decode())
+    assert len(result["trained_s"]) == 2
+    assert result["consumed"] >= 2 * plan.rows
+    assert result["consumed"] % plan.rows == 0
+    assert result["consumed"] + result["cancelled"] == plan.prompts * GROUP
+    assert result["balanced"]
+    if policy == "wait":
+        assert result["staleness_max"] <= max_staleness

@@ -14,6 +14,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk import errors, interfaces, testing
 from asyncflow_sdk.cli.app import app
 
+pytestmark = pytest.mark.fast
 DOCS = Path(__file__).parent.parent / "docs"
 
 
