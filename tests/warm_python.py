@@ -17,6 +17,7 @@ import functools
 import gc
 import importlib.util
 import marshal
+import multiprocessing
 import os
 import runpy
 import selectors
@@ -165,7 +166,10 @@ def _run(program: str, libraries: list[str], fds: list[int], request: tuple[Any,
     if os.isatty(1) or "PYTHONUNBUFFERED" in environment:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.executable = program
+    multiprocessing.set_executable(program)
     importlib.invalidate_caches()
+    while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):  # flags, which are the server's
+        del arguments[0]
     how, *rest = arguments
     first = {"-m": directory, "-c": ""}.get(how, str(Path(how).resolve().parent))
     sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *libraries]
