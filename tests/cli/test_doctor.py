@@ -17,7 +17,7 @@ from warm_python import warm_python
 from asyncflow_sdk import __version__
 from asyncflow_sdk.cli.doctor import Examination, examine
 from asyncflow_sdk.cli.findings import Finding
-from asyncflow_sdk.wire.keys import server_keys
+from asyncflow_sdk.wire import server_keys
 
 
 def interpreter(folder: Path, name: str, *arguments: str, site: Path | None = None) -> str:

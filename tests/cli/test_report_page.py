@@ -373,3 +373,32 @@ def test_lag_rises_when_a_version_is_published_and_falls_when_the_slowest_loads_
     drawn = [(round((x - left) / (right - left) * 10), round((bottom - y) / (bottom - top) * 2)) for x, y in corners]
     rises = [(0, 0), (1, 0), (1, 1), (3, 1), (3, 2), (4, 2), (4, 1), (5, 1), (5, 0), (10, 0)]
     assert [corner for i, corner in enumerate(drawn) if corner not in drawn[:i]] == rises
+
+
+@pytest.mark.parametrize(
+    ("summary", "text"),
+    [
+        ({"rows": {"consumed": 9}, "rows_put": 9, "balanced": True}, "Balanced: 9 rows were put, and each ended"),
+        (
+            {"rows": {"consumed": 7}, "rows_live": 2, "rows_put": 9, "balanced": True},
+            "Balanced: 9 rows were put; 7 ended in exactly one state each, and 2 were still live",
+        ),
+        (
+            {"rows": {"consumed": 7}, "rows_put": 9, "balanced": True},
+            "NOT BALANCED: 9 rows were put, 7 ended; 2 never",
+        ),
+        (
+            {"rows": {"consumed": 7}, "rows_live": 3, "rows_put": 9, "balanced": False},
+            "NOT BALANCED: 9 rows were put, 7 ended, 3 were still live; 1 more ended than were put",
+        ),
+        (
+            {"rows": {"consumed": 9}, "rows_put": 9, "balanced": False},
+            "the totals agree, but the ledger's audit does not",
+        ),
+        ({}, "Balance unknown"),
+    ],
+)
+def test_balance_is_said_plainly_and_believed_only_if_it_adds_up(
+    tmp_path: Path, summary: dict[str, object], text: str
+) -> None:
+    assert text in report(tmp_path, [], summary).text
