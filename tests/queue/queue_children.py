@@ -1,30 +1,48 @@
-"""What producer, consumer and server processes of the queue tests do."""
+"""What server, producer and consumer processes of the queue tests do."""
 
-from pathlib import Path
+import contextlib
+import dataclasses
+import os
+from typing import Any
 
 import numpy as np
 from children import hear, say
 
-from asyncflow_sdk.errors import AsyncFlowError
-from asyncflow_sdk.queue import Connection, QueueServer, blocks, open_queue
-from asyncflow_sdk.weights import WeightPublisher
-from asyncflow_sdk.wire import fresh_keys, server_keys
+import asyncflow_sdk as af
+from asyncflow_sdk.wire import client as WAITS  # noqa: N812 - its constants
+
+
+def asking_again_soon() -> None:
+    """Ask a silent server again after 0.1 s: tests cannot wait as long as people can."""
+    WAITS.RESEND_S = 0.1
+
+
+def serve(directory: str, options: dict[str, Any]) -> None:
+    """Serve a run directory; say where, and what was found there."""
+    with af.serve(directory, **options) as run:
+        found = run.recovered
+        say(
+            {
+                "addresses": run.addresses,
+                "found": None if found is None else {**dataclasses.asdict(found), "text": str(found)},
+            }
+        )
+        hear()
 
 
 def values_of(first: int, count: int) -> np.ndarray:  # type: ignore[type-arg]
-    return np.arange(first, first + count, dtype=np.float64) ** 0.5
+    return (np.arange(first, first + count) * np.pi) ** 0.5
 
 
 def consume(address: str, count: int) -> None:
-    """Lease rows and say them; complete them when told to, and say what came of it and what the view shows."""
-    queue = open_queue(Connection(address, "consumer-child"))
-    batch = queue.get("work", count)
+    """Lease rows; when told to, complete them, and say what came of it and what the view shows."""
+    batch = af.connect(address, name="consumer-child").queue.get("work", count)
     say({"ids": batch.ids.tolist(), "token": batch.token})
     hear()
     try:
         batch.complete({"y": np.arange(batch.rows) - 1.0})
         outcome = "completed"
-    except AsyncFlowError as error:
+    except af.AsyncFlowError as error:
         outcome = f"{type(error).__name__}: {error}"
     say({"outcome": outcome, "same": batch.array("x").tobytes() == values_of(int(batch.ids[0]), count).tobytes()})
     hear()
@@ -32,69 +50,103 @@ def consume(address: str, count: int) -> None:
 
 def produce(address: str, count: int) -> None:
     """Put rows, say so, and wait to be killed."""
-    queue = open_queue(Connection(address, "producer-child"))
-    rows = queue.put({"x": values_of(0, count), "text": [f"row {i} \u00e4\0" for i in range(count)]})
+    columns = {"x": values_of(0, count), "text": [f"row {i} \u00e4\0" for i in range(count)]}
+    rows = af.connect(address, name="producer-child").queue.put(columns)
     say([rows.first, rows.count])
     hear()
 
 
-def write_only(address: str) -> None:
-    """Write a block as a put does, and wait to be killed before it is sent."""
-    connection = Connection(address, "producer-child")
-    for _ in range(3):
-        block, _ = blocks.write(connection.arena, blocks.pack_columns({"x": values_of(0, 200_000)}))
-    say([connection.session, block.segment])
+def put_with_key(address: str, key: str) -> None:
+    """When told to, put ten rows under a key; the answer may never come."""
+    queue = af.connect(address, name="producer-child", insecure=True).queue
+    say("connected")
     hear()
-
-
-def serve() -> None:
-    """Serve a run until killed."""
-    server = QueueServer(["tcp://127.0.0.1:0"], keys=fresh_keys())
-    queue = open_queue(Connection(server.addresses[0], "driver"))
-    queue.put({"x": values_of(0, 10_000)})
-    say([str(server.directory.path), server.addresses[1]])
-    hear()
-
-
-def serve_durably(directory: str, address: str, durability: str) -> None:
-    """Serve a run that outlives its server, until killed."""
-    home = Path(directory)
-    server = QueueServer(
-        [address], keys=server_keys(home / "server.key", home / "run.key"), journal=home, durability=durability
-    )
-    say(server.addresses[-1])
-    hear()
+    queue.put({"x": np.arange(10.0)}, key=key)
 
 
 def publish(address: str, version: int) -> None:
     """Publish a version and wait to be killed."""
-    connection = Connection(address, "trainer-child")
-    publisher = WeightPublisher(open_queue(connection))
-    publisher.publish(version, [("w", np.full(1000, version, np.float32))]).wait()
-    say(connection.session)
+    run = af.connect(address, name="trainer-child")
+    run.weight_publisher().publish(version, [("w", np.full(1000, version, np.float32))]).wait()
+    say(run.session)
+    hear()
+
+
+def churn(address: str, rows: int) -> None:
+    """Put rows of 40 KB, each full of its number, one after another."""
+    queue = af.connect(address, name="churner").queue
+    for number in range(rows):
+        queue.put({"x": np.full((1, 5000), float(number))}, timeout_s=60)
+    say("done")
     hear()
 
 
 def use_after_fork(address: str) -> None:
-    """Put from a forked child, which must neither reach the server nor touch the parent's memory."""
-    import os
-
-    queue = open_queue(Connection(address, "forker"))
+    """Use a queue from a forked child, which must neither reach the server nor touch the parent's memory."""
+    queue = af.connect(address, name="forker").queue
     batch = queue.get("work", 4)
-    arena = queue._port.connection.arena
-    block, space = blocks.write(arena, blocks.pack_columns({"x": np.zeros(100)}))
+    loader = af.StreamDataLoader(queue, "work", ["x"], 4, collate=lambda batch: batch.rows)
     if not (child := os.fork()):
         refused = 0
         for attempt in (
             lambda: queue.put({"x": np.ones(100)}),
             lambda: batch.complete({"y": np.ones(4)}),
             lambda: batch.torch("x"),
+            lambda: next(iter(loader)),
         ):
             try:
                 attempt()
-            except AsyncFlowError as error:
+            except af.AsyncFlowError as error:
                 refused += "fork()" in str(error)
         os._exit(refused)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     batch.complete({"y": np.zeros(4)})
-    say([code, float(space.memory[64:].sum()), block.rows])
+    say([code, float(batch.array("x").sum())])
+
+
+def train_as_rank(address: str, rank: int, dies_at: int) -> None:
+    """Train every step as one of two ranks and say which; stop for good when step ``dies_at`` is leased."""
+    queue = af.connect(address, name=f"rank-{rank}").queue
+    with contextlib.suppress(af.Ended):
+        while True:
+            batch = queue.get("train", team="dp", rank=rank, world_size=2, timeout_s=60)
+            say(batch.index)
+            if batch.index == dies_at:
+                hear()
+            try:
+                batch.ack()
+            except af.LeaseLost:
+                say("lost")
+    say("over")
+    hear()
+
+
+def put_all(address: str, first: int, puts: int, size: int) -> None:
+    """Put rows number first, first + 1, ...: each put under its key; what is said was acknowledged."""
+    asking_again_soon()
+    queue = af.connect(address, name="producer").queue
+    for number in range(first, puts):
+        values = {"number": np.arange(size) + number * size, "x": values_of(number * size, size)}
+        queue.put(values, key=f"put-{number}")
+        say(number)
+    say("done")
+    hear()
+
+
+def work_all(address: str, task: str) -> None:
+    """Complete rows of a task until the end; say which, once it is acknowledged."""
+    asking_again_soon()
+    queue = af.connect(address, name="consumer").queue
+    numbers = np.random.default_rng(os.getpid())
+    with contextlib.suppress(af.Ended):
+        while True:
+            batch = queue.get(task, int(numbers.integers(1, 9)), timeout_s=60)
+            rows, x = batch.array("number"), batch.array("x")
+            exact = all(values_of(int(n), 1)[0] == v for n, v in zip(rows, x, strict=True))
+            try:
+                batch.complete({"y": x * 2}) if task == "work" else batch.ack()
+            except af.LeaseLost:
+                continue
+            say({"numbers": rows.tolist(), "exact": bool(exact)})
+    say("done")
+    hear()

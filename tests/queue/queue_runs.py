@@ -1,79 +1,166 @@
-"""A real server and real connections, over each of the ways a client may reach it."""
+"""A served run, clients that reach it in each of the ways there are, a relay between them, and a server that is killed."""
 
 import contextlib
 import itertools
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
+from children import Child
+from queue_children import serve
 
-from asyncflow_sdk.memory import Arena
-from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, open_queue
-from asyncflow_sdk.wire import fresh_keys
+import asyncflow_sdk as af
+from asyncflow_sdk.queue import TransferQueue
 
-KINDS = ("in-process", "ipc", "tcp", "remote")
-"""``remote``: over tcp, and as if the server's memory were out of sight."""
+KINDS = ("ipc", "remote")
+"""``ipc``: values go through shared memory. ``remote``: over tcp, as from another host. Also ``in-process`` and ``tcp``."""
 _numbers = itertools.count()
-_arenas: weakref.WeakKeyDictionary[Connection, Arena] = weakref.WeakKeyDictionary()  # where its values are written
 
 
-class Run:
-    """A server, its address of one kind, and the connections made by ``queue``."""
+class Served:
+    """A run that this process serves, and its clients."""
 
-    def __init__(self, kind: str, **options: Any) -> None:
-        extra = {"in-process": f"inproc://run{next(_numbers)}", "ipc": None}.get(kind, "tcp://127.0.0.1:0")
-        self.shared_memory = kind != "remote"
-        self.insecure = options.get("insecure", False)
-        keys = fresh_keys() if extra is not None and extra.startswith("tcp:") and not self.insecure else None
-        self.key = None if keys is None else keys.run
-        self.server = QueueServer([extra] if extra else [], keys=keys, **options)
-        self.address = self.server.addresses[-1]
-        self._connections: list[Connection] = []
+    def __init__(self, kind: str = "ipc", directory: Path | None = None, **options: Any) -> None:
+        address = {"in-process": f"inproc://run-{next(_numbers)}", "ipc": None}.get(kind, "tcp://127.0.0.1:0")
+        self.shares_memory, self.insecure = kind != "remote", options.get("insecure", False)
+        self.run = af.serve(directory, address=address, **options)
+        self.address, self.memory = self.run.address, memory_of(self.run.addresses)
+        self._clients: list[af.Run] = []
+        self._relays: list[Relay] = []
 
-    def queue(self, name: str = "test") -> TransferQueue:
-        connection = Connection(
-            self.address, name, key=self.key, insecure=self.insecure, shared_memory=self.shared_memory
-        )
-        self._connections.append(connection)
-        _arenas[connection] = self.server._remote.arena if connection.inline else connection.arena
-        return open_queue(connection)
+    def client(self, name: str = "test", address: str = "", **options: Any) -> af.Run:
+        """A client, at ``address`` instead of the run's own where a proxy or a relay stands between."""
+        options = {"insecure": self.insecure, "shared_memory": self.shares_memory, **options}
+        self._clients.append(af.connect(address or self.address, name=name, **options))
+        return self._clients[-1]
+
+    def queue(self, name: str = "test", **options: Any) -> TransferQueue:
+        return self.client(name, **options).queue
+
+    def relayed(self, name: str = "test", **options: Any) -> tuple["Relay", TransferQueue]:
+        """A client behind a relay."""
+        relay = Relay(self.run.addresses[1], **options)
+        self._relays.append(relay)
+        return relay, self.queue(name, address=relay.address, insecure=True)
+
+    def held_bytes(self) -> int:
+        """Bytes of shared memory that the run takes."""
+        return self.run.queue.status().held_bytes
 
     def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
-        self.server.close()
+        for client in self._clients:
+            client.close()
+        for relay in self._relays:
+            relay.close()
+        self.run.close()
 
 
 @contextlib.contextmanager
-def running(kind: str = "ipc", **options: Any) -> Iterator[Run]:
-    run = Run(kind, **options)
-    try:
+def running(kind: str = "ipc", directory: Path | None = None, **options: Any) -> Iterator[Served]:
+    with contextlib.closing(Served(kind, directory, **options)) as run:
         yield run
-    finally:
-        run.close()
 
 
 def runs_over(*kinds: str) -> Any:
     """A fixture ``run``: the tests of a file run once over each of ``kinds``."""
 
     @pytest.fixture(params=kinds)
-    def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    def run(request: pytest.FixtureRequest) -> Iterator[Served]:
         with running(request.param) as run:
             yield run
 
     return run
 
 
-def arena_of(queue: TransferQueue) -> Arena:
-    """Where what is put lies."""
-    return _arenas[queue._port.connection]
+def memory_of(addresses: list[str]) -> Path:
+    """The directory of a run's shared memory."""
+    (socket,) = (Path(address.removeprefix("ipc://")) for address in addresses if address.startswith("ipc:"))
+    return socket.parent
 
 
-def blocks_in_use(queue: TransferQueue) -> int:
-    """Blocks that a writer still counts as somebody's."""
-    return arena_of(queue).blocks
+class Durable:
+    """A run served by a process of its own, which is killed and started again. ``found``: what the last one recovered."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        self.directory, self.options = directory, {"durability": "process", **options}
+        self.start()
+        self.address, self.memory = self.said["addresses"][-1], memory_of(self.said["addresses"])
+
+    def start(self) -> dict[str, Any]:
+        self.server = Child(serve, str(self.directory), self.options)
+        self.said = self.server.hear()
+        self.options.pop("durability", None)  # a run that comes back has what it had
+        found: dict[str, Any] = self.said["found"]
+        return found
+
+    def kill(self) -> None:
+        self.server.kill()
+
+    def again(self) -> dict[str, Any]:
+        """Kill the server and start another. Returns what it found."""
+        self.kill()
+        self.server.__exit__()
+        return self.start()
+
+    def client(self, name: str = "client", **options: Any) -> af.Run:
+        return af.connect(self.address, name=name, key=options.pop("key", None), **options)
+
+    def __enter__(self) -> "Durable":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.server.__exit__()
+        if (self.directory / "journal").is_dir():
+            with af.serve(self.directory) as run:  # removes its shared memory
+                run.queue.end(cancel=True)
+
+
+class Relay:
+    """Stands between a client and a server, message by message: counts ``requests``, sends what ``changed`` makes of each,
+    and brings no answers back while ``answering`` is not set."""
+
+    def __init__(
+        self, address: str, changed: Callable[[list[bytes]], Iterable[list[bytes]]] = lambda message: [message]
+    ) -> None:
+        self.requests, self.changed, self.answering = 0, changed, threading.Event()
+        self.answering.set()
+        self._server, self._closed = address, False
+        self._front = zmq.Context.instance().socket(zmq.ROUTER)
+        self.address = f"tcp://127.0.0.1:{self._front.bind_to_random_port('tcp://127.0.0.1')}"
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join(60)
+
+    def _pass_on(self) -> None:
+        backs: dict[bytes, zmq.Socket[bytes]] = {}  # one for each socket of the client
+        poller = zmq.Poller()
+        poller.register(self._front, zmq.POLLIN)
+        while not self._closed:
+            ready = dict(poller.poll(20))
+            if self._front in ready:
+                peer, *message = self._front.recv_multipart()
+                if peer not in backs:
+                    backs[peer] = zmq.Context.instance().socket(zmq.DEALER)
+                    backs[peer].connect(self._server)
+                    poller.register(backs[peer], zmq.POLLIN)
+                self.requests += 1
+                for each in self.changed(message):
+                    backs[peer].send_multipart(each)
+            if not self.answering.is_set():
+                time.sleep(0.005)
+                continue
+            for peer, back in backs.items():
+                if back in ready:
+                    self._front.send_multipart([peer, *back.recv_multipart()])
+        for socket in (self._front, *backs.values()):
+            socket.close(linger=0)
 
 
 def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:

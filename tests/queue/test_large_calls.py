@@ -56,7 +56,7 @@ def beyond(address: str, key: Any, **options: Any) -> tuple[FlakyProxy, Transfer
     return proxy, open_queue(Connection(proxy.address, "remote", key=key, shared_memory=False))
 
 
-def test_a_put_whose_answers_are_late_is_not_sent_again(run: Run, silences: list[int]) -> None:
+def test_a_put_whose_answers_are_late_is_not_sent_again(run: Served, silences: list[int]) -> None:
     # given a link that brings nothing back once 20 MiB of a put are through
     proxy, queue = beyond(run.address, run.key)
     queue.declare("read", needs=["x"])
@@ -73,7 +73,7 @@ def test_a_put_whose_answers_are_late_is_not_sent_again(run: Run, silences: list
     proxy.close()
 
 
-def test_rows_that_are_late_are_not_sent_again(run: Run, silences: list[int]) -> None:
+def test_rows_that_are_late_are_not_sent_again(run: Served, silences: list[int]) -> None:
     # given the same on the way of rows to a client
     run.queue().put({"x": values(48)})
     proxy, queue = beyond(run.address, run.key)
@@ -89,7 +89,7 @@ def test_rows_that_are_late_are_not_sent_again(run: Run, silences: list[int]) ->
 
 
 @pytest.mark.parametrize("face", ["thread", "event loop"])
-def test_a_connection_that_is_cut_costs_what_was_under_way(run: Run, silences: list[int], face: str) -> None:
+def test_a_connection_that_is_cut_costs_what_was_under_way(run: Served, silences: list[int], face: str) -> None:
     # given a link that is cut again and again
     import asyncio
 
@@ -141,7 +141,7 @@ def test_a_put_goes_on_with_the_next_server_when_one_is_killed_in_the_midst_of_i
 
 @pytest.mark.parametrize("ends", ["its caller gives up", "its session ends", "nothing is heard of it"])
 def test_an_upload_that_never_finishes_is_released(
-    run: Run, ends: str, monkeypatch: pytest.MonkeyPatch, silences: list[int]
+    run: Served, ends: str, monkeypatch: pytest.MonkeyPatch, silences: list[int]
 ) -> None:
     # given a put of which a half has arrived
     proxy, queue = beyond(run.address, run.key)
@@ -214,7 +214,7 @@ def test_calls_about_very_many_rows(kind: str) -> None:
         assert (end.array("y") == end.ids).all()
 
 
-def test_threads_of_one_session_move_payload_at_once(run: Run) -> None:
+def test_threads_of_one_session_move_payload_at_once(run: Served) -> None:
     queue = run.queue()
     queue.declare("read", needs=["x"])
     lock, seen = threading.Lock(), []

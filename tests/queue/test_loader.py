@@ -22,7 +22,7 @@ run = runs_over("ipc", "tcp")
 
 
 @pytest.fixture
-def queue(run: Run) -> TransferQueue:
+def queue(run: Served) -> TransferQueue:
     """Ten rows, put one at a time, and the end."""
     queue = run.queue()
     queue.declare("train", needs=["x", "ids", "text"], lease_s=30.0)
@@ -93,7 +93,7 @@ def test_a_batch_may_be_acknowledged_before_the_loop_is_left(queue: TransferQueu
     assert sum(len(batch["x"]) for batch in loader) == 7
 
 
-def test_one_batch_is_leased_ahead_and_waits_in_the_background(run: Run) -> None:
+def test_one_batch_is_leased_ahead_and_waits_in_the_background(run: Served) -> None:
     # given fewer rows than two batches
     queue = run.queue()
     queue.declare("train", needs=["x"])
@@ -114,7 +114,7 @@ def test_one_batch_is_leased_ahead_and_waits_in_the_background(run: Run) -> None
     assert not [thread for thread in threading.enumerate() if thread.name == "asyncflow-ahead"]
 
 
-def test_a_batch_that_waited_ahead_for_too_long_is_left_to_others(run: Run) -> None:
+def test_a_batch_that_waited_ahead_for_too_long_is_left_to_others(run: Served) -> None:
     # given a short lease and a slow step
     queue, other = run.queue(), run.queue("other")
     queue.declare("train", needs=["x"], lease_s=1.0, max_attempts=10)
@@ -136,7 +136,7 @@ def test_a_batch_that_waited_ahead_for_too_long_is_left_to_others(run: Run) -> N
     assert consumed(queue) == 6
 
 
-def test_a_step_longer_than_its_lease_is_told_so(run: Run, prefetch: int) -> None:
+def test_a_step_longer_than_its_lease_is_told_so(run: Served, prefetch: int) -> None:
     queue = run.queue()
     queue.declare("train", needs=["x"], lease_s=0.1, max_attempts=10)
     queue.put({"x": [1.0]})
@@ -148,7 +148,7 @@ def test_a_step_longer_than_its_lease_is_told_so(run: Run, prefetch: int) -> Non
     assert consumed(queue) == 0
 
 
-def test_rows_that_collate_fails_on_are_blamed_and_others_go_on(run: Run, prefetch: int) -> None:
+def test_rows_that_collate_fails_on_are_blamed_and_others_go_on(run: Served, prefetch: int) -> None:
     # given
     queue = run.queue()
     queue.declare("train", needs=["x"], max_attempts=2)
@@ -205,7 +205,7 @@ def test_what_cannot_work_is_refused_at_once(queue: TransferQueue, wrong: Any, e
         af.StreamDataLoader(queue, "train", **wrong)
 
 
-def test_whole_steps_of_a_task_that_makes_them(run: Run, prefetch: int) -> None:
+def test_whole_steps_of_a_task_that_makes_them(run: Served, prefetch: int) -> None:
     queue = run.queue()
     queue.configure(steps=3)
     queue.declare("train", needs=["x"], batch_rows=4)
@@ -219,7 +219,7 @@ def test_whole_steps_of_a_task_that_makes_them(run: Run, prefetch: int) -> None:
     assert consumed(queue) == 12
 
 
-def test_the_lease_is_there_for_stages_that_write(run: Run, prefetch: int) -> None:
+def test_the_lease_is_there_for_stages_that_write(run: Served, prefetch: int) -> None:
     queue = run.queue()
     queue.declare("score", needs=["x"], gives=["y"])
     queue.declare("end", needs=["y"])
@@ -231,7 +231,7 @@ def test_the_lease_is_there_for_stages_that_write(run: Run, prefetch: int) -> No
     assert queue.get("end", 5).array("y").tolist() == [0, 2, 4, 6, 8]
 
 
-def test_a_deadline_says_what_is_missing(run: Run, prefetch: int) -> None:
+def test_a_deadline_says_what_is_missing(run: Served, prefetch: int) -> None:
     queue = run.queue()
     queue.declare("train", needs=["x", "reward"])
     queue.put({"x": [1.0]})
@@ -239,7 +239,7 @@ def test_a_deadline_says_what_is_missing(run: Run, prefetch: int) -> None:
         next(iter(af.StreamDataLoader(queue, "train", timeout_s=0.05, prefetch=prefetch)))
 
 
-def test_a_deadline_counts_only_while_somebody_waits(run: Run) -> None:
+def test_a_deadline_counts_only_while_somebody_waits(run: Served) -> None:
     # given a request ahead that nobody waits for yet
     queue = run.queue()
     queue.declare("train", needs=["x"])
@@ -257,7 +257,7 @@ def test_a_deadline_counts_only_while_somebody_waits(run: Run) -> None:
 # ---- ranks
 
 
-def train_as(run: Run, rank: int, prefetch: int, **options: Any) -> list[list[float]]:
+def train_as(run: Served, rank: int, prefetch: int, **options: Any) -> list[list[float]]:
     """The batches that one of two ranks sees."""
     loader = af.StreamDataLoader(
         run.queue(f"rank-{rank}"), "train", ["x"], rank=rank, world_size=2, prefetch=prefetch, **options
@@ -265,7 +265,7 @@ def train_as(run: Run, rank: int, prefetch: int, **options: Any) -> list[list[fl
     return [batch["x"].tolist() for batch in loader]
 
 
-def test_ranks_get_shards_of_the_same_steps(run: Run, prefetch: int) -> None:
+def test_ranks_get_shards_of_the_same_steps(run: Served, prefetch: int) -> None:
     # given three steps
     queue = run.queue()
     queue.configure(steps=3)
@@ -281,7 +281,7 @@ def test_ranks_get_shards_of_the_same_steps(run: Run, prefetch: int) -> None:
     assert consumed(queue) == 24
 
 
-def test_count_is_what_one_rank_gets(run: Run, prefetch: int) -> None:
+def test_count_is_what_one_rank_gets(run: Served, prefetch: int) -> None:
     queue = run.queue()
     queue.declare("train", needs=["x"])
     queue.put({"x": np.arange(15.0)})
@@ -292,7 +292,7 @@ def test_count_is_what_one_rank_gets(run: Run, prefetch: int) -> None:
     assert consumed(queue) == 15
 
 
-def test_ranks_that_need_the_same_rows_share_a_shard(run: Run, prefetch: int) -> None:
+def test_ranks_that_need_the_same_rows_share_a_shard(run: Served, prefetch: int) -> None:
     queue = run.queue()
     queue.declare("train", needs=["x"])
     queue.put({"x": np.arange(6.0)})
@@ -303,7 +303,7 @@ def test_ranks_that_need_the_same_rows_share_a_shard(run: Run, prefetch: int) ->
     assert consumed(queue) == 6
 
 
-def test_a_killed_rank_is_started_again_and_each_step_is_trained_once_by_all(run: Run, prefetch: int) -> None:
+def test_a_killed_rank_is_started_again_and_each_step_is_trained_once_by_all(run: Served, prefetch: int) -> None:
     # given two ranks, one of them in a process of its own, in their first step
     queue = run.queue()
     queue.configure(steps=2)
@@ -351,7 +351,7 @@ def test_torchs_data_loader_takes_it(queue: TransferQueue, prefetch: int) -> Non
             len(what)
 
 
-def test_a_worker_process_of_a_data_loader_is_told_what_to_do(run: Run, queue: TransferQueue) -> None:
+def test_a_worker_process_of_a_data_loader_is_told_what_to_do(run: Served, queue: TransferQueue) -> None:
     # given a child made by fork(), the way a DataLoader makes workers
     with Child(load_after_fork, run.address) as child:
         told, batches = child.hear()
@@ -364,7 +364,7 @@ def test_a_worker_process_of_a_data_loader_is_told_what_to_do(run: Run, queue: T
         multiprocessing.get_context("spawn").Process(target=len, args=(af.StreamDataLoader(queue, "train"),)).start()
 
 
-def test_tensors_outlive_their_rows(run: Run, prefetch: int) -> None:
+def test_tensors_outlive_their_rows(run: Served, prefetch: int) -> None:
     # given tensors that somebody keeps, and writes into
     queue = run.queue()
     queue.declare("train", needs=["x"])

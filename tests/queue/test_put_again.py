@@ -37,7 +37,7 @@ ROWS: dict[str, Any] = {
     ids=str,
 )
 def test_a_key_with_other_values_is_refused_and_says_of_which_column(
-    run: Run, change: dict[str, Any], differs: str
+    run: Served, change: dict[str, Any], differs: str
 ) -> None:
     queue = run.queue()
     first = queue.put(ROWS, key="epoch-0")
@@ -54,7 +54,7 @@ def test_a_key_with_other_values_is_refused_and_says_of_which_column(
     assert (again.first, again.count, again.again) == (first.first, 3, True)
 
 
-def test_a_key_with_another_number_of_rows_group_size_or_partition_is_refused(run: Run) -> None:
+def test_a_key_with_another_number_of_rows_group_size_or_partition_is_refused(run: Served) -> None:
     queue = run.queue()
     queue.put({"x": [1, 2, 3, 4]}, key="epoch-0")
 

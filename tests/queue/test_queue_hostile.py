@@ -33,7 +33,7 @@ def run() -> Iterator[Run]:
 
 
 @pytest.fixture
-def victim(run: Run) -> TransferQueue:
+def victim(run: Served) -> TransferQueue:
     """Somebody else's queue, with a row in it."""
     queue = run.queue("victim")
     queue.declare("work", needs=["x"], gives=["y"])
@@ -48,7 +48,7 @@ def ask(client: Client, command: Any, block: Block | None = None) -> Any:
 
 
 @pytest.fixture
-def hostile(run: Run, victim: TransferQueue) -> Iterator[Client]:
+def hostile(run: Served, victim: TransferQueue) -> Iterator[Client]:
     client = Client(run.address, insecure=True)
     ask(client, Hello("hostile", 0, "", __version__))
     yield client
@@ -93,7 +93,7 @@ def unharmed(victim: TransferQueue) -> None:
     ],
 )
 def test_payload_that_is_not_there_or_not_ones_own(
-    run: Run, hostile: Client, victim: TransferQueue, block: Block | None
+    run: Served, hostile: Client, victim: TransferQueue, block: Block | None
 ) -> None:
     (run.server.directory.path / "s2-2").write_bytes(bytes(1 << 20))
     with pytest.raises(PayloadLost if block is not None and block.segment == "s2-1" else SchemaError):
@@ -146,7 +146,7 @@ def test_commands_that_make_no_sense_are_refused(
     assert caplog.records == []  # each by a check, none by an accident
 
 
-def test_another_session_cannot_use_a_lease(run: Run, hostile: Client, victim: TransferQueue) -> None:
+def test_another_session_cannot_use_a_lease(run: Served, hostile: Client, victim: TransferQueue) -> None:
     batch = victim.get("work", 1)
     for command in (
         cmd.GiveBack(token=batch.token), cmd.Renew(token=batch.token), cmd.Complete(token=batch.token, columns={}),
@@ -163,7 +163,7 @@ def test_bodies_that_no_server_can_read(hostile: Client, victim: TransferQueue, 
     unharmed(victim)
 
 
-def test_nothing_is_done_before_hello_or_for_another_version(run: Run, victim: TransferQueue) -> None:
+def test_nothing_is_done_before_hello_or_for_another_version(run: Served, victim: TransferQueue) -> None:
     client = Client(run.address, insecure=True)
     with pytest.raises(ProtocolError, match="say hello first"):
         ask(client, cmd.GetAudit())
@@ -194,7 +194,7 @@ def test_events_are_taken_only_after_hello(command: Any) -> None:
         client.close()
 
 
-def test_a_client_of_another_version_is_refused_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_of_another_version_is_refused_by_name(run: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "__version__", "0.0.1")
     with pytest.raises(ProtocolError, match="asyncflow-sdk"):
         Connection(run.address, "old", insecure=True)
@@ -222,7 +222,7 @@ def test_a_bad_address_leaves_nothing() -> None:
     assert set(Path("/dev/shm").glob(mine)) == before
 
 
-def test_the_same_frame_of_a_put_adds_its_rows_once(run: Run, victim: TransferQueue) -> None:
+def test_the_same_frame_of_a_put_adds_its_rows_once(run: Served, victim: TransferQueue) -> None:
     # given a put, as it lies on the wire
     sender = Connection(run.address, "sender", insecure=True)
     numbering = sender.wire._numbering

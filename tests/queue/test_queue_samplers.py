@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from queue_runs import Run, running
+from queue_runs import Served, running
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, PluginError
 from asyncflow_sdk.interfaces import Candidates, Sampler
@@ -19,13 +19,13 @@ LONGEST = ("by_column", {"column": "x"})
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
-    with running("ipc", samplers={"moody": Moody}) as run:
+def run() -> Iterator[Served]:
+    with running(samplers={"moody": Moody}) as run:
         yield run
 
 
 @pytest.fixture
-def queue(run: Run) -> TransferQueue:
+def queue(run: Served) -> TransferQueue:
     return run.queue()
 
 
@@ -114,22 +114,3 @@ def test_priorities_and_fixed_batches_over_the_wire(queue: TransferQueue) -> Non
     with pytest.raises(DeadlineExceeded, match="has 4 of 5 rows"):
         queue.get("work", 5, at_least=5, timeout_s=0)
     assert queue.get("work", 4, at_least=4).ids.tolist() == [2, 3, 0, 1]
-
-
-def test_a_lease_is_renewed_where_work_gets_on_and_no_more_often_than_need_be(run: Run, queue: TransferQueue) -> None:
-    queue.declare("work", needs=["x"], lease_s=60)
-    queue.put({"x": np.arange(1)})
-    batch = queue.get("work")
-    (lease,) = run.server.ledger.leases.values()
-    began = lease.expires
-    for _ in range(3):
-        batch.renew(after_s=batch.lease_s / 3)
-    assert lease.expires == began
-    batch._since -= 20
-    batch.renew(after_s=batch.lease_s / 3)
-    after = lease.expires
-    assert after > began
-    batch.renew(after_s=batch.lease_s / 3)
-    assert lease.expires == after
-    batch.renew()
-    assert lease.expires > after

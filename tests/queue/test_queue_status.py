@@ -6,17 +6,17 @@ import threading
 import numpy as np
 from children import Child
 from queue_children import consume, values_of
-from queue_runs import Run, runs_over
+from queue_runs import Served, runs_over
 from waiting import until
 
 import asyncflow_sdk
 
-run = runs_over("ipc", "tcp")
+run = runs_over("ipc")
 
 
-def test_it_says_who_holds_what_and_who_waits_for_what(run: Run) -> None:
+def test_it_says_who_holds_what_and_who_waits_for_what(run: Served) -> None:
     # given a consumer of another process that holds rows, and a trainer that waits for them
-    queue, trainer = run.queue("driver"), run.queue("trainer-0")
+    queue, trainer = run.queue(), run.queue("trainer-0")
     queue.declare("work", needs=["x"], gives=["y"])
     queue.declare("train", needs=["y"])
     queue.put({"x": values_of(0, 8)})
@@ -46,7 +46,7 @@ def test_it_says_who_holds_what_and_who_waits_for_what(run: Run) -> None:
         assert (status.oldest.rows, status.lease_count) == (5, 1)
         assert 0 < status.oldest.left_s <= 600
         sessions = {session.name: session for session in status.sessions}
-        assert set(sessions) == {"driver", "trainer-0", "consumer-child"}
+        assert set(sessions) == {"driver", "test", "trainer-0", "consumer-child"}
         worker = sessions["consumer-child"]
         assert (worker.pid, worker.rows, worker.leases, worker.task) == (child.pid, 5, 1, "work")
         assert worker.host == status.host != ""
@@ -63,10 +63,10 @@ def test_it_says_who_holds_what_and_who_waits_for_what(run: Run) -> None:
         after = queue.status()
         assert (after.passed["work"], after.came["train"], after.lease_count) == (5, 5, 0)
         assert after.written_bytes >= status.written_bytes + 40
-    until(lambda: len(queue.status().sessions) == 2, "the session to go")
+    until(lambda: len(queue.status().sessions) == 3, "the session to go")
 
 
-def test_bytes_go_with_the_rows(run: Run) -> None:
+def test_bytes_go_with_the_rows(run: Served) -> None:
     queue = run.queue()
     queue.declare("work", needs=["x"])
     queue.put({"x": [np.arange(3), np.arange(5)], "t": ["a", "bc"]})
@@ -79,9 +79,9 @@ def test_bytes_go_with_the_rows(run: Run) -> None:
     assert status.written_bytes == written
 
 
-def test_a_thousand_waiting_sessions_are_counted_and_the_longest_waiting_named(run: Run) -> None:
+def test_a_thousand_waiting_sessions_are_counted_and_the_longest_waiting_named(run: Served) -> None:
     # given more requests that wait than anybody reads
-    queue = run.queue("driver")
+    queue = run.queue()
     queue.declare("work", needs=["x"])
     crowd = threading.Thread(target=_wait_often, args=(run, 150), daemon=True)
     crowd.start()
@@ -96,7 +96,7 @@ def test_a_thousand_waiting_sessions_are_counted_and_the_longest_waiting_named(r
     assert queue.audit().consumed == 150
 
 
-def _wait_often(run: Run, count: int) -> None:
+def _wait_often(run: Served, count: int) -> None:
     aio = run.queue("crowd").aio
 
     async def one() -> None:

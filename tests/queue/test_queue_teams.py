@@ -28,7 +28,7 @@ def run() -> Iterator[Run]:
         yield run
 
 
-def prepared(run: Run, steps: int, **more: Any) -> TransferQueue:
+def prepared(run: Served, steps: int, **more: Any) -> TransferQueue:
     """A training task with ``steps`` steps of 8 rows, all of them there."""
     queue = run.queue("admin")
     queue.declare("train", needs=["x"], batch_rows=8, lease_s=60, **more)
@@ -54,7 +54,7 @@ def train(queue: TransferQueue, rank: int, **more: Any) -> list[tuple[int, list[
 
 
 @pytest.mark.parametrize("shards", [0, 2])
-def test_ranks_train_the_steps_together_each_its_shard(run: Run, shards: int) -> None:
+def test_ranks_train_the_steps_together_each_its_shard(run: Served, shards: int) -> None:
     queue = prepared(run, 5, sampler=("token_balanced", {"column": "x"}))
     queues = [run.queue(f"rank-{r}") for r in range(SIZE)]
     done = in_threads(SIZE, lambda rank: train(queues[rank], rank, shards=shards))
@@ -113,7 +113,7 @@ def _is_lost(batch: Any) -> bool:
     return False
 
 
-def test_a_killed_rank_takes_the_step_from_all_and_is_restarted(run: Run) -> None:
+def test_a_killed_rank_takes_the_step_from_all_and_is_restarted(run: Served) -> None:
     # given two ranks as processes, one of which is killed with a step in hand
     queue = prepared(run, 4)
     context = multiprocessing.get_context("spawn")
@@ -140,7 +140,7 @@ def test_a_killed_rank_takes_the_step_from_all_and_is_restarted(run: Run) -> Non
     assert (audit.consumed, audit.live) == (32, 0)
 
 
-def test_a_cancelled_request_of_a_rank_lets_it_ask_again(run: Run) -> None:
+def test_a_cancelled_request_of_a_rank_lets_it_ask_again(run: Served) -> None:
     prepared(run, 1)
     queues = [run.queue(f"rank-{r}") for r in range(2)]
     with pytest.raises(DeadlineExceeded, match="rank 1 of 2 of team 'dp' have not asked"):
@@ -154,7 +154,7 @@ def test_a_cancelled_request_of_a_rank_lets_it_ask_again(run: Run) -> None:
     assert in_threads(2, both) == [4, 4]
 
 
-def test_rows_written_by_ranks_that_share_a_shard_are_written_once(run: Run) -> None:
+def test_rows_written_by_ranks_that_share_a_shard_are_written_once(run: Served) -> None:
     queue = run.queue("admin")
     queue.declare("score", needs=["x"], gives=["y"])
     queue.declare("last", needs=["y"])
@@ -178,7 +178,7 @@ def test_rows_written_by_ranks_that_share_a_shard_are_written_once(run: Run) -> 
     assert queue.audit().consumed == 7
 
 
-def test_a_rank_without_rows_goes_on_like_the_others(run: Run) -> None:
+def test_a_rank_without_rows_goes_on_like_the_others(run: Served) -> None:
     queue = run.queue("admin")
     queue.declare("score", needs=["x", "s"])
     queue.put({"x": np.arange(2), "s": ["a", "b"]})

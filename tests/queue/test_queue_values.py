@@ -33,7 +33,7 @@ def plain(value: Any) -> Any:
     return list(value)
 
 
-def test_a_hundred_thousand_rows_in_one_put(run: Run) -> None:
+def test_a_hundred_thousand_rows_in_one_put(run: Served) -> None:
     # given columns of every kind, one of a byte a row
     queue = run.queue()
     n = 100_000
@@ -57,7 +57,7 @@ def test_a_hundred_thousand_rows_in_one_put(run: Run) -> None:
     assert blocks_in_use(queue) == 0
 
 
-def test_rows_put_one_at_a_time_and_taken_by_the_hundreds(run: Run) -> None:
+def test_rows_put_one_at_a_time_and_taken_by_the_hundreds(run: Served) -> None:
     # given
     queue = run.queue()
     queue.declare("read", needs=["x", "ids", "t"])
@@ -82,7 +82,7 @@ def test_rows_put_one_at_a_time_and_taken_by_the_hundreds(run: Run) -> None:
             batch.ack()
 
 
-def test_every_dtype_of_torch_through_a_queue(run: Run) -> None:
+def test_every_dtype_of_torch_through_a_queue(run: Served) -> None:
     # given a column for each, of random bits
     names = sorted({str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype})
     names = [name for name in names if not name.startswith("q")]
@@ -102,7 +102,7 @@ def test_every_dtype_of_torch_through_a_queue(run: Run) -> None:
         assert batch.array(name).tobytes() == from_torch(tensor).tobytes()
 
 
-def test_torch_writes_reach_nobody_and_lie_in_shared_memory(run: Run) -> None:
+def test_torch_writes_reach_nobody_and_lie_in_shared_memory(run: Served) -> None:
     # given two consumers of the same rows
     queue = run.queue()
     for task in ("one", "two"):
@@ -129,7 +129,7 @@ def test_torch_writes_reach_nobody_and_lie_in_shared_memory(run: Run) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 63, 1000, 60_000])
-def test_narrow_columns_at_the_end_of_a_segment(run: Run, rows: int) -> None:
+def test_narrow_columns_at_the_end_of_a_segment(run: Served, rows: int) -> None:
     # given a block of one byte a row that ends where its segment ends
     queue = run.queue()
     queue.declare("read", needs=["flag"])
@@ -202,7 +202,7 @@ def test_rows_of_many_blocks_in_any_order_are_the_loop(
     shuffle.ack()
 
 
-def test_columns_that_rows_got_in_different_company(run: Run) -> None:
+def test_columns_that_rows_got_in_different_company(run: Served) -> None:
     # given rows whose columns a, b, c were written together, apart, and in another order
     queue = run.queue()
     queue.declare("ab", needs=["x"], gives=["a", "b"])
@@ -237,7 +237,7 @@ def test_columns_that_rows_got_in_different_company(run: Run) -> None:
     assert blocks_in_use(queue) == 0
 
 
-def test_rows_of_a_group_share_what_was_put_once(run: Run) -> None:
+def test_rows_of_a_group_share_what_was_put_once(run: Served) -> None:
     # given
     queue = run.queue()
     queue.declare("read", needs=["p"])

@@ -42,7 +42,7 @@ def large(rows: int, seed: int = 0) -> dict[str, np.ndarray]:  # type: ignore[ty
 # ---- who is remote
 
 
-def test_memory_is_shared_where_it_is_the_very_same(run: Run) -> None:
+def test_memory_is_shared_where_it_is_the_very_same(run: Served) -> None:
     # given what the server says of itself to a client here
     plain = Connection(run.address, "here")
     path = run.server.directory.path
@@ -62,7 +62,7 @@ def test_memory_is_shared_where_it_is_the_very_same(run: Run) -> None:
     plain.close()
 
 
-def test_what_goes_through_shared_memory_alone_says_so(run: Run) -> None:
+def test_what_goes_through_shared_memory_alone_says_so(run: Served) -> None:
     from asyncflow_sdk.weights import WeightPublisher
 
     with pytest.raises(
@@ -125,7 +125,7 @@ def test_where_keys_may_lie_and_where_none_are_needed(tmp_path: Path) -> None:
 # ---- payload
 
 
-def test_large_and_small_columns_come_back_bit_for_bit(run: Run) -> None:
+def test_large_and_small_columns_come_back_bit_for_bit(run: Served) -> None:
     # given columns of more than a fragment and of less, empty ones too
     queue, reader = run.queue(), run.queue("reader")
     numbers = np.random.default_rng(0)
@@ -157,7 +157,7 @@ def test_large_and_small_columns_come_back_bit_for_bit(run: Run) -> None:
     assert blocks_in_use(queue) == 0
 
 
-def test_rows_from_many_puts_and_in_any_order_are_gathered_on_the_way(run: Run) -> None:
+def test_rows_from_many_puts_and_in_any_order_are_gathered_on_the_way(run: Served) -> None:
     queue = run.queue()
     queue.declare("read", needs=["x", "y"])
     parts = [large(3, seed) for seed in range(4)]
@@ -169,7 +169,7 @@ def test_rows_from_many_puts_and_in_any_order_are_gathered_on_the_way(run: Run) 
         batch.ack()
 
 
-def test_the_servers_memory_is_used_again(run: Run) -> None:
+def test_the_servers_memory_is_used_again(run: Served) -> None:
     queue = run.queue()
     queue.declare("read", needs=["x"])
     arena = run.server._remote.arena
@@ -193,7 +193,7 @@ def test_a_client_learns_how_much_a_call_may_hold() -> None:
             assert near.audit().put == 48
 
 
-def test_a_call_too_large_is_refused_here_and_there(run: Run) -> None:
+def test_a_call_too_large_is_refused_here_and_there(run: Served) -> None:
     queue = run.queue()
     wire = queue._port.connection.wire
     wire.max_bytes = 1 << 20
@@ -239,7 +239,7 @@ def offsets_of(image: bytes) -> int:
 
 @pytest.mark.parametrize("how", HOSTILE)
 @pytest.mark.parametrize("rows", [2, 40], ids=["in one message", "in fragments"])
-def test_payload_that_is_not_what_was_said_of_it_is_refused(run: Run, how: str, rows: int) -> None:
+def test_payload_that_is_not_what_was_said_of_it_is_refused(run: Served, how: str, rows: int) -> None:
     # given a well-formed call and a block that does not fit it
     columns = {"x": pack("x", large(rows)["x"]), "r": pack("r", [[1, 2], [3]] * (rows // 2))}
     specs = {name: column.spec for name, column in columns.items()}
@@ -265,7 +265,7 @@ def test_sizes_that_make_no_sense_are_refused(rows: int, spec: ColumnSpec) -> No
         from_image(np.zeros(16, np.uint8), rows, {"x": spec})
 
 
-def test_payload_on_a_command_that_takes_none(run: Run) -> None:
+def test_payload_on_a_command_that_takes_none(run: Served) -> None:
     connection = run.queue()._port.connection
     columns = {"x": pack("x", np.arange(3.0))}
     image = to_image(columns)
@@ -287,7 +287,7 @@ def test_payload_on_a_command_that_takes_none(run: Run) -> None:
 
 
 def test_over_a_connection_that_breaks_all_the_time_every_row_comes_once_and_whole(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # given
     monkeypatch.setattr(rules, "RESEND_S", 0.1)
@@ -316,7 +316,7 @@ def test_over_a_connection_that_breaks_all_the_time_every_row_comes_once_and_who
     proxy.close()
 
 
-def test_an_answer_on_its_way_to_a_reader_that_does_not_read_is_not_sent_again(run: Run) -> None:
+def test_an_answer_on_its_way_to_a_reader_that_does_not_read_is_not_sent_again(run: Served) -> None:
     # given rows whose values no socket buffer holds, and a session that asks and does not read
     queue = run.queue()
     queue.declare("read", needs=["x"])
@@ -350,7 +350,7 @@ def test_an_answer_on_its_way_to_a_reader_that_does_not_read_is_not_sent_again(r
     proxy.close()
 
 
-def test_rows_that_ended_before_they_were_sent_are_given_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_ended_before_they_were_sent_are_given_back(run: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     # given an answer whose values cannot be read any more
     queue = run.queue()
     queue.declare("read", needs=["x"])
@@ -369,7 +369,7 @@ def test_rows_that_ended_before_they_were_sent_are_given_back(run: Run, monkeypa
         batch.ack()
 
 
-def test_what_a_put_that_failed_was_given_is_not_sent_after_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_put_that_failed_was_given_is_not_sent_after_it(run: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     # given a proxy that stands still after the hello, so that a put ends without an answer
     monkeypatch.setattr(rules, "GRACE_S", 0.0)
     monkeypatch.setattr(rules, "SLOWEST_BYTES_PER_S", 1e12)
@@ -479,7 +479,7 @@ def test_a_server_that_is_killed_and_comes_back_has_what_came_over_the_wire(
         queue._port.connection.close()
 
 
-def test_a_client_of_another_sdk_is_told_both_versions(run: Run) -> None:
+def test_a_client_of_another_sdk_is_told_both_versions(run: Served) -> None:
     wire = rules.Client(run.address, run.key)
     hello = connections.Hello("old", 1, "", "0.0.0-old")
     with pytest.raises(ProtocolError, match=r"is served by asyncflow-sdk .*; old has 0\.0\.0-old"):

@@ -29,7 +29,7 @@ def send(queue: TransferQueue, command: cmd.AnyCommand) -> cmd.AnyReply:
     [encode(Call(cmd.GetAudit())), encode(Call(None)), b"\xc0", encode(Call(Hello("old", 0, "", "0.0.1")))],
     ids=["command", "events", "garbage", "another version"],
 )
-def test_who_never_comes_in_is_answered_and_forgotten(run: Run, body: bytes) -> None:
+def test_who_never_comes_in_is_answered_and_forgotten(run: Served, body: bytes) -> None:
     # given a client
     queue = run.queue()
     # when others ask something and never say hello, or say it wrongly
@@ -42,7 +42,7 @@ def test_who_never_comes_in_is_answered_and_forgotten(run: Run, body: bytes) -> 
     assert list(run.server._wire._sessions) == [queue._port.connection.wire.session]
 
 
-def test_what_a_client_held_goes_when_somebody_says_that_it_has_ended(run: Run) -> None:
+def test_what_a_client_held_goes_when_somebody_says_that_it_has_ended(run: Served) -> None:
     # given a client whose process the server does not watch, with rows in memory of its own, and one that it leased
     queue, lost = run.queue(), run.queue("lost")
     queue.declare("work", needs=["x"])

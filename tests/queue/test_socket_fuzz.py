@@ -110,7 +110,7 @@ def bent(numbers: random.Random, message: list[bytes]) -> list[bytes]:
     return frames or [b""]
 
 
-def attack_with_messages(run: Run, numbers: random.Random) -> Iterator[None]:
+def attack_with_messages(run: Served, numbers: random.Random) -> Iterator[None]:
     """Bent messages of sessions that are known, and of others."""
     attacker = run.queue("attacker")  # says hello, so that what is bent reaches further than the envelope
     known = attacker._port.connection.wire.session
@@ -131,7 +131,7 @@ def attack_with_messages(run: Run, numbers: random.Random) -> Iterator[None]:
             yield
 
 
-def attack_with_bytes(run: Run, numbers: random.Random) -> Iterator[None]:
+def attack_with_bytes(run: Served, numbers: random.Random) -> Iterator[None]:
     """Bytes below ZeroMQ's own framing: handshakes cut short and bent, frames of sizes that nobody sends."""
     host, port = run.address.removeprefix("tcp://").rsplit(":", 1)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
