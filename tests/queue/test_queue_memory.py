@@ -11,7 +11,6 @@ from queue_runs import KINDS, Served, running
 from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, LeaseLost, SchemaError
 from asyncflow_sdk.queue import TransferQueue
 
-pytestmark = pytest.mark.fast
 MIB = 1 << 20
 SEGMENT = 8 * MIB
 
@@ -169,8 +168,6 @@ def a_late_completion(queue: TransferQueue) -> None:
 def a_late_word_with_a_request(queue: TransferQueue) -> None:
     batch = queue.get("work", timeout_s=60)
     batch.finish({"y": LARGE})
-    other = batch.take([0])
-    assert other.rows == 1
     queue.declare("nothing", needs=["never"])
     batch.give_back()
     with pytest.raises(AsyncFlowError):
