@@ -57,6 +57,7 @@ class Child:
         self._in, self._out = ours_in, ours_out
         self._said = b""  # received, and not returned by hear() yet
         self._code: int | None = None
+        self._ending = threading.Lock()
         task = {
             "within": list(within), "folders": f"{path.parent}:{Path(__file__).parent}", "environment": dict(os.environ),
             "directory": os.getcwd(), "run": [path.stem, function.__name__, json.dumps(arguments)],
@@ -104,21 +105,23 @@ class Child:
         return self._errors.read()
 
     def _ended(self, seconds: float) -> int | None:
-        if self._code is None:
-            process = os.pidfd_open(self.pid)
-            if _readable(process, seconds):
-                self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            os.close(process)
-        return self._code
+        with self._ending:
+            if self._code is None:
+                process = os.pidfd_open(self.pid)
+                if _readable(process, seconds):
+                    self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                os.close(process)
+            return self._code
 
     def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.kill()
-        os.close(self._in)
-        os.close(self._out)
-        self._errors.close()
+        if not self._errors.closed:
+            os.close(self._in)
+            os.close(self._out)
+            self._errors.close()
 
 
 def _readable(descriptor: int, seconds: float = LIMIT_S) -> bool:

@@ -1,200 +1,168 @@
-"""The journal's files: whatever happens to their bytes, what is read is a prefix of what was written, and it is said."""
+"""The files of a run that comes back: whatever happens to their bytes, a prefix of what was done is there, and it is said."""
 
 import itertools
 import os
+import random
 import shutil
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from children import Child
-from journal_children import fill_a_small_disk
+from queue_runs import Durable, running
 
-from asyncflow_sdk.errors import ConfigError, MemoryFull
-from asyncflow_sdk.memory import SharedDirectory, remove_if_ownerless, sweep
-from asyncflow_sdk.queue import QueueServer, journal
-from asyncflow_sdk.queue.journal import FORMAT, Asked, Dropped, Entry, Gone, Head, Journal, Recorded, Ticked
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import ConfigError
 
-HEAD = Head(FORMAT, "0", "run", "process", "/nowhere", "", "boot", 1.5)
-RECORDS = [
-    Asked(2.0, "session", 1, 1, 1, b"hello" * 5),
-    Ticked(3.0),
-    Gone(4.0, "session", "its process ended"),
-    Dropped(4.5, "session", 7),
-    Asked(5.0, "session", 2, 1, 3, b""),
-]
+PUTS = 6
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A file of five records, committed one by one."""
-    written = Journal(tmp_path / "journal", HEAD, sync=True)
-    for number, record in enumerate(RECORDS):
-        written.reserve(100)
-        written.append(record, (b"note",) * number, number)
-        assert written.commit()
-    written.close()
-    return written.path
+@dataclass
+class Killed:
+    """A run of six puts whose server was killed. ``parts``: the records of its journal, the first is its head."""
+
+    run: Durable
+    journal: Path
+    parts: list[bytes]
+    copy: Path
+
+    def served(self, content: bytes) -> tuple[int, af.Run]:
+        """Serve it as it was, with another content of the journal. Returns how many of the puts are there, too."""
+        shutil.rmtree(self.run.directory)
+        shutil.copytree(self.copy / "run", self.run.directory)
+        shutil.rmtree(self.run.memory, ignore_errors=True)
+        shutil.copytree(self.copy / "memory", self.run.memory, ignore=shutil.ignore_patterns("queue"))
+        self.journal.write_bytes(content)
+        run = af.serve(self.run.directory)
+        return run.audit().put, run
 
 
-def read(path: Path) -> tuple[list[Entry], Recorded]:
-    recorded = Recorded(path)
-    entries = list(recorded.entries())
-    recorded.close()
-    return entries, recorded
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
+    path = tmp_path_factory.mktemp("journal")
+    with Durable(path / "run") as run:
+        with run.client() as client:
+            for number in range(PUTS):
+                client.queue.put({"x": [number]}, key=f"key-{number}-")
+            run.kill()
+            for name, directory in (("run", run.directory), ("memory", run.memory)):
+                shutil.copytree(directory, path / name / name, ignore=shutil.ignore_patterns("queue"))
+        (journal,) = (run.directory / "journal").glob("journal-*")
+        copy = path / "copy"
+        copy.mkdir()
+        for name in ("run", "memory"):
+            (path / name / name).rename(copy / name)
+        whole = journal.read_bytes()
+        parts, at = [], 16  # behind a magic number
+        while length := struct.unpack_from("<I", whole, at)[0]:
+            parts.append(whole[at : at + 20 + length])
+            at += 20 + length
+        parts[0] = whole[:16] + parts[0]
+        yield Killed(run, journal, parts, copy)
 
 
-def test_what_was_written_is_read(path: Path) -> None:
-    entries, recorded = read(path)
-    assert recorded.head == HEAD
-    assert [entry.record for entry in entries] == RECORDS
-    assert [(len(entry.notes), entry.told) for entry in entries] == [(n, n) for n in range(5)]
-    assert recorded.end == path.stat().st_size
+def ended(run: af.Run) -> af.Run:
+    run.close()
+    return run
 
 
-def test_a_file_that_is_cut_anywhere_gives_the_records_before_the_cut(path: Path, tmp_path: Path) -> None:
-    whole, ends = path.read_bytes(), ends_of(path)
-    for cut in range(len(whole)):
-        torn = tmp_path / "torn"
-        for rest in (b"", bytes(5000)):  # what is allocated ahead is zero
-            torn.write_bytes(whole[:cut] + rest)
-            recorded = Recorded(torn)
-            entries = list(recorded.entries())
-            # then: a record is whole, too, if all that it lacks are zeros, and zeros follow
-            there = [end for end in ends if end <= cut or (rest and not whole[cut:end].strip(b"\0"))]
-            assert [e.record for e in entries] == RECORDS[: max(len(there) - 1, 0)]
-            assert (recorded.head is None) == (not there)
-            if there:
-                assert recorded.cut == len(whole[there[-1] : max(cut, there[-1])].rstrip(b"\0"))
-            assert recorded.readable_behind() == 0
-            recorded.close()
+def puts_of(parts: list[bytes]) -> int:
+    return sum(b"key-" in part for part in parts)
 
 
-def test_any_byte_that_changes_ends_what_is_read_and_the_rest_is_found(path: Path, tmp_path: Path) -> None:
-    whole, ends = path.read_bytes(), ends_of(path)
-    for at in range(ends[0], len(whole)):
-        changed = bytearray(whole)
-        changed[at] ^= 0x41
-        (tmp_path / "changed").write_bytes(changed)
-        recorded = Recorded(tmp_path / "changed")
-        entries = list(recorded.entries())
-        hit = sum(end <= at for end in ends[1:])
-        assert [e.record for e in entries] == RECORDS[:hit]
-        assert recorded.readable_behind() == len(RECORDS) - hit - 1
-        assert recorded.cut > 0
-        recorded.close()
+def test_a_file_that_is_cut_anywhere_gives_the_records_before_the_cut(killed: Killed) -> None:
+    numbers, whole = random.Random(0), b"".join(killed.parts)
+    ends = list(itertools.accumulate(map(len, killed.parts)))
+    for cut in [*ends[2:5], *(numbers.randrange(ends[0], len(whole)) for _ in range(12))]:
+        for behind in (b"", bytes(5000)):  # what is allocated ahead is zero
+            puts, run = killed.served(whole[:cut] + behind)
+            there = [end for end in ends if end <= cut or (behind and not whole[cut:end].strip(b"\0"))]
+            found = ended(run).recovered
+            assert found is not None
+            assert puts == puts_of(killed.parts[: len(there)])
+            assert (found.damaged, found.behind, found.differing, found.lost) == ("", 0, 0, 0)
+            assert found.cut == len(whole[there[-1] : max(cut, there[-1])].rstrip(b"\0"))
 
 
-@pytest.mark.parametrize("change", ["missing", "twice", "swapped"])
-def test_records_that_are_missing_doubled_or_out_of_order_are_seen(path: Path, change: str) -> None:
-    whole, ends = path.read_bytes(), ends_of(path)
-    parts = [whole[: ends[0]], *(whole[a:b] for a, b in itertools.pairwise(ends))]
-    if change == "missing":
-        del parts[2]
-    elif change == "twice":
-        parts.insert(2, parts[2])
-    else:
-        parts[2:4] = parts[3], parts[2]
-    path.write_bytes(b"".join(parts))
-    entries, _ = read(path)
-    assert [e.record for e in entries] == RECORDS[: 2 if change == "twice" else 1]
-    again = Recorded(path)
-    list(again.entries())
-    assert again.readable_behind() >= 1
-    again.close()
+def changed(parts: list[bytes]) -> Iterator[tuple[list[bytes], int]]:
+    """Damaged journals, and how many of their records come before the damage."""
+    numbers = random.Random(1)
+    for _ in range(12):
+        at = numbers.randrange(2, len(parts) - 1)
+        record = bytearray(parts[at])
+        record[numbers.randrange(len(record))] ^= 0x41
+        yield [*parts[:at], bytes(record), *parts[at + 1 :]], at
+    yield [*parts[:3], *parts[4:]], 3  # missing
+    yield [*parts[:4], *parts[3:]], 4  # twice
+    yield [*parts[:3], parts[4], parts[3], *parts[5:]], 3  # swapped
 
 
-def test_a_full_disk_is_found_before_anything_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = Journal(tmp_path / "journal", HEAD, sync=False)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(journal.os, "posix_fallocate", full)
-    written.reserve(1000)  # of what was allocated ahead
-    with pytest.raises(MemoryFull, match="No space left.*Nothing was stored"):
-        written.reserve(10 << 20)
-    # when the write itself fails, nothing more is taken until it is made up for
-    written.append(RECORDS[0])
-    monkeypatch.setattr(journal.os, "pwrite", full)
-    assert not written.commit()
-    with pytest.raises(MemoryFull):
-        written.reserve(1)
-    monkeypatch.undo()
-    assert written.commit()
-    written.reserve(1)
-    written.close()
-    assert [entry.record for entry in read(written.path)[0]] == RECORDS[:1]
+def test_damage_ends_what_is_applied_and_the_rest_is_kept(killed: Killed) -> None:
+    for parts, before in changed(killed.parts):
+        data = b"".join(parts)
+        puts, run = killed.served(data + bytes(1000))
+        found = run.recovered
+        assert found is not None
+        assert puts == puts_of(killed.parts[:before])
+        assert found.behind > 0
+        assert found.cut > 0
+        assert "the journal is damaged" in str(found)
+        assert Path(found.damaged).read_bytes().rstrip(b"\0") == data.rstrip(b"\0")
+        # and a put that is repeated by its key is put again, if it is not there
+        for number in range(PUTS):
+            assert run.queue.put({"x": [number]}, key=f"key-{number}-").again == (number < puts)
+        run.close()
 
 
-def test_a_server_whose_disk_is_full_refuses_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
-    # a process that may write no file beyond a few megabytes, which is a small disk to it
-    with Child(fill_a_small_disk, str(tmp_path / "journal")) as child:
-        said = child.hear()
-        assert "s: the journal" in said["refused"]
-        assert said["put"] == said["acknowledged"] == said["recovered"]
-        assert said["live_blocks"] == said["acknowledged"]
-        assert said["after"] == said["acknowledged"] + 1
+def test_what_belongs_to_a_run_that_may_come_back_is_not_swept_until_its_directory_is_gone(tmp_path: Path) -> None:
+    with Durable(tmp_path / "run") as run:
+        run.kill()
+        with running():
+            assert run.memory.is_dir()
+        shutil.rmtree(run.directory)
+        with running():
+            assert not run.memory.exists()
 
 
-def test_what_a_journal_owns_is_not_swept_until_the_journal_is_gone(tmp_path: Path) -> None:
-    # given a run that was killed, in effect
-    owner = tmp_path / "run"
-    owner.mkdir()
-    directory = SharedDirectory(tmp_path, journal=owner)
-    directory.close(keep=True)
-    # then no start and no worker removes it
-    assert sweep(tmp_path) == []
-    assert not remove_if_ownerless(directory.path)
-    assert directory.path.is_dir()
-    # but the server that takes it up has the same, made anew if need be
-    again = SharedDirectory(journal=owner, path=directory.path)
-    assert again.path == directory.path
-    again.close()
-    again = SharedDirectory(journal=owner, path=directory.path)
-    again.close(keep=True)
-    # and when the journal is gone, it goes
-    shutil.rmtree(owner)
-    assert sweep(tmp_path) == [directory.path]
+def a_byte_of_the_snapshot(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
 
 
-def test_a_start_that_got_no_further_than_its_directory_leaves_nothing(tmp_path: Path) -> None:
-    owner = tmp_path / "run"
-    owner.mkdir()
-    first = SharedDirectory(tmp_path, journal=owner)
-    first.close(keep=True)
-    second = SharedDirectory(tmp_path, journal=owner)
-    assert not first.path.exists()
-    second.close()
+def another_format(data: bytes) -> bytes:
+    return data.replace(b"snapsh2", b"snapsh1")
 
 
-def test_a_directory_is_served_by_one_process_and_one_version(tmp_path: Path) -> None:
-    server = QueueServer([], journal=tmp_path / "journal", durability="process")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (a_byte_of_the_snapshot, "cannot be read: .*is damaged. Move it away"),
+        (another_format, "of snapshot format '1', and this asyncflow-sdk reads format '2': use the ver"),
+    ],
+)
+def test_a_snapshot_that_cannot_be_read_is_no_run_and_not_silently_a_new_one(
+    tmp_path: Path, change: Callable[[bytes], bytes], said: str
+) -> None:
+    af.serve(tmp_path / "run", durability="process").close()
+    (snapshot,) = (tmp_path / "run" / "journal").glob("snapshot-*")
+    whole = snapshot.read_bytes()
+    snapshot.write_bytes(change(whole))
+    with pytest.raises(ConfigError, match=said):
+        af.serve(tmp_path / "run")
+    snapshot.write_bytes(whole)
+    with af.serve(tmp_path / "run") as run:
+        run.queue.end(cancel=True)
+
+
+def test_a_directory_is_served_by_one_process_with_one_durability_for_the_eyes_of_its_owner(tmp_path: Path) -> None:
+    run = af.serve(tmp_path / "run", durability="process")
+    assert run.recovered is None
+    files = [path for path in (tmp_path / "run" / "journal").iterdir() if path.is_file()]
+    assert {path.stat().st_mode & 0o077 for path in files} == {0}
     with pytest.raises(ConfigError, match=f"being served by process {os.getpid()}, on .*connect to it"):
-        QueueServer([], journal=tmp_path / "journal")
-    server.close()
+        af.serve(tmp_path / "run")
+    run.close()
     with pytest.raises(ConfigError, match="durability 'process'; it cannot go on as 'host'"):
-        QueueServer([], journal=tmp_path / "journal", durability="host")
-    from asyncflow_sdk.queue import recovery
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recovery, "__version__", "9.9")
-        with pytest.raises(ConfigError, match=r"written by asyncflow-sdk \d.*and this is 9.9"):
-            QueueServer([], journal=tmp_path / "journal")
-    # a snapshot that is damaged is no run, and not silently a new one either
-    (snapshot,) = (tmp_path / "journal").glob("snapshot-*")
-    data = bytearray(snapshot.read_bytes())
-    data[-1] ^= 1
-    snapshot.write_bytes(data)
-    with pytest.raises(ConfigError, match="cannot be read: .*is damaged. Move it away"):
-        QueueServer([], journal=tmp_path / "journal")
-    assert not sweep(server.directory.path.parent)
-    shutil.rmtree(server.directory.path)
-
-
-def ends_of(path: Path) -> list[int]:
-    """Where the head and each record end."""
-    recorded = Recorded(path)
-    ends = [recorded.end]
-    ends += [recorded.end for _ in recorded.entries()]
-    recorded.close()
-    return ends
+        af.serve(tmp_path / "run", durability="host")
+    with af.serve(tmp_path / "run") as run:
+        run.queue.end(cancel=True)

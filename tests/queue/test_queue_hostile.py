@@ -9,30 +9,27 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import zmq
-from queue_runs import Run, blocks_in_use, running
+from queue_runs import Served, running
+from raw_client import RawClient
 
-from asyncflow_sdk import __version__
-from asyncflow_sdk.errors import AsyncFlowError, PayloadLost, ProtocolError, SchemaError
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import AsyncFlowError, LeaseLost, PayloadLost, ProtocolError, SchemaError
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import TaskSpec, pack_ids
-from asyncflow_sdk.queue import Connection, QueueServer, TransferQueue, connection
-from asyncflow_sdk.queue.blocks import Block, pack_columns, write
-from asyncflow_sdk.queue.protocol import Call, Hello, decode_answer, encode
-from asyncflow_sdk.types import ColumnSpec, Event
+from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.types import ColumnSpec
 from asyncflow_sdk.types.events import Note
-from asyncflow_sdk.wire import Client
 
+pytestmark = pytest.mark.fast
 X = {"x": ColumnSpec("fixed", "float64")}
 
 
-@pytest.fixture
-def run() -> Iterator[Run]:
-    with running("tcp", insecure=True) as run:
+@pytest.fixture(scope="module")
+def run() -> Iterator[Served]:
+    with running() as run:
         yield run
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def victim(run: Served) -> TransferQueue:
     """Somebody else's queue, with a row in it."""
     queue = run.queue("victim")
@@ -41,16 +38,13 @@ def victim(run: Served) -> TransferQueue:
     return queue
 
 
-def ask(client: Client, command: Any, block: Block | None = None) -> Any:
-    answer = decode_answer(client.ask(encode(Call(command, block)), 5))
-    answer.raise_error()
-    return answer.reply
-
-
-@pytest.fixture
-def hostile(run: Served, victim: TransferQueue) -> Iterator[Client]:
-    client = Client(run.address, insecure=True)
-    ask(client, Hello("hostile", 0, "", __version__))
+@pytest.fixture(scope="module")
+def hostile(run: Served, victim: TransferQueue) -> Iterator[RawClient]:
+    client = RawClient(run.address, "hostile")
+    client.send(cmd.Declare(task=cmd.TaskSpec(name="other", needs=("never",))))
+    (own,) = (session.id for session in victim.status().sessions if session.name == "hostile")
+    assert own == 3
+    (run.memory / "s3-2").write_bytes(bytes(1 << 20))
     yield client
     client.close()
 
@@ -60,44 +54,42 @@ def unharmed(victim: TransferQueue) -> None:
     assert batch.array("x").tolist() == [1.0]
     batch.give_back()
     assert victim.audit().put == 1
-    assert blocks_in_use(victim) == 1
 
 
 @pytest.mark.parametrize(
     "block",
     [
-        Block("s1-1", 0, 1, 1, 128, ("x",)),  # somebody else's segment
-        Block("s2-1", 0, 1, 1, 128, ("x",)),  # one's own, which is not there
-        Block("owner", 0, 1, 1, 0, ("x",)),
-        Block("queue", 0, 1, 1, 0, ("x",)),
-        Block("../../etc/passwd", 0, 1, 1, 128, ("x",)),
-        Block("s2-/../s1-1", 0, 1, 1, 128, ("x",)),
-        Block("s2-\0", 0, 1, 1, 128, ("x",)),
-        Block("s2-2", 0, 1, 1, 0, ("x",)),  # fewer bytes than rows
-        Block("s2-2", 0, 1, 1, 1 << 60, ("x",)),  # more than there are
-        Block("s2-2", 1 << 62, 1, 1, 128, ("x",)),
-        Block("s2-2", 2**63 - 64, 1, 1, 2**63 - 64, ("x",)),
-        Block("s2-2", -64, 1, 1, 128, ("x",)),
-        Block("s2-2", 8, 1, 1, 128, ("x",)),
-        Block("s2-2", 0, 1, 1, 100, ("x",)),
-        Block("s2-2", 0, 0, 1, 128, ("x",)),
-        Block("s2-2", 0, 2**64 - 1, 1, 128, ("x",)),
-        Block("s2-2", 0, 1, -1, 128, ("x",)),
-        Block("s2-2", 0, 1, 0, 128, ("x",)),
-        Block("s2-2", 0, 1, 1 << 31, 1 << 20, ("x",)),
-        Block("s2-2", 0, 1, 2, 128, ("x",)),  # more rows than are put
-        Block("s2-2", 0, 1, 1, 128, ("y",)),
-        Block("s2-2", 0, 1, 1, 128, ("x", "x")),
-        Block("s2-2", 0, 1, 1, 128, ()),
-        None,
+        ("s2-1", 0, 1, 1, 128, ("x",)),  # somebody else's segment
+        ("s3-1", 0, 1, 1, 128, ("x",)),  # one's own, which is not there
+        ("owner", 0, 1, 1, 0, ("x",)),
+        ("queue", 0, 1, 1, 0, ("x",)),
+        ("../../etc/passwd", 0, 1, 1, 128, ("x",)),
+        ("s3-/../s2-1", 0, 1, 1, 128, ("x",)),
+        ("s3-\0", 0, 1, 1, 128, ("x",)),
+        ("s3-2", 0, 1, 1, 0, ("x",)),  # fewer bytes than rows
+        ("s3-2", 0, 1, 1, 1 << 60, ("x",)),  # more than there are
+        ("s3-2", 1 << 62, 1, 1, 128, ("x",)),
+        ("s3-2", 2**63 - 64, 1, 1, 2**63 - 64, ("x",)),
+        ("s3-2", -64, 1, 1, 128, ("x",)),
+        ("s3-2", 8, 1, 1, 128, ("x",)),
+        ("s3-2", 0, 1, 1, 100, ("x",)),
+        ("s3-2", 0, 0, 1, 128, ("x",)),
+        ("s3-2", 0, 2**64 - 1, 1, 128, ("x",)),
+        ("s3-2", 0, 1, -1, 128, ("x",)),
+        ("s3-2", 0, 1, 0, 128, ("x",)),
+        ("s3-2", 0, 1, 1 << 31, 1 << 20, ("x",)),
+        ("s3-2", 0, 1, 2, 128, ("x",)),  # more rows than are put
+        ("s3-2", 0, 1, 1, 128, ("y",)),
+        ("s3-2", 0, 1, 1, 128, ("x", "x")),
+        ("s3-2", 0, 1, 1, 128, ()),
+        (None,),
     ],
 )
 def test_payload_that_is_not_there_or_not_ones_own(
-    run: Served, hostile: Client, victim: TransferQueue, block: Block | None
+    hostile: RawClient, victim: TransferQueue, block: tuple[Any, ...]
 ) -> None:
-    (run.server.directory.path / "s2-2").write_bytes(bytes(1 << 20))
-    with pytest.raises(PayloadLost if block is not None and block.segment == "s2-1" else SchemaError):
-        ask(hostile, cmd.Put(groups=1, group_size=1, columns=X), block)
+    with pytest.raises(PayloadLost if block[0] == "s3-1" else SchemaError):
+        hostile.send(cmd.Put(groups=1, group_size=1, columns=X), *block)
     unharmed(victim)
 
 
@@ -105,11 +97,10 @@ def test_payload_that_is_not_there_or_not_ones_own(
     "command",
     [
         cmd.Join(name="again"),
-        Hello("again", 0, "", "0.0.0"),
         cmd.Lease(task="work", count=-1),
         cmd.Lease(task="no such", count=1),
         cmd.Lease(task="other", count=1, timeout_s=float("nan")),
-        cmd.Complete(token=1, columns={}),
+        cmd.Complete(token=10**6, columns={}),
         cmd.Complete(token=-(2**63), columns={}, index=b"abc"),
         cmd.GiveBack(token=2**62, index=b"\xff" * 4),
         cmd.Put(groups=2**61, group_size=2**61, columns={}),
@@ -130,86 +121,92 @@ def test_payload_that_is_not_there_or_not_ones_own(
         cmd.Configure(keep_versions=0),
         cmd.Configure(quorum=-1),
         cmd.Configure(max_swapping=-1),
-        cmd.Declare(task=TaskSpec(name="work", needs=("y",))),
-        cmd.Declare(task=TaskSpec(name="nan", needs=("x",), lease_s=float("nan"))),
-        cmd.Declare(task=TaskSpec(name="many", needs=tuple(f"c{i}" for i in range(70)))),
+        cmd.Declare(task=cmd.TaskSpec(name="work", needs=("y",))),
+        cmd.Declare(task=cmd.TaskSpec(name="nan", needs=("x",), lease_s=float("nan"))),
+        cmd.Declare(task=cmd.TaskSpec(name="many", needs=tuple(f"c{i}" for i in range(70)))),
         cmd.AwaitVersion(after=5, timeout_s=-1.0),
     ],
 )
 def test_commands_that_make_no_sense_are_refused(
-    hostile: Client, victim: TransferQueue, command: Any, caplog: pytest.LogCaptureFixture
+    hostile: RawClient, victim: TransferQueue, command: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ask(hostile, cmd.Declare(task=TaskSpec(name="other", needs=("never",))))
     with pytest.raises(AsyncFlowError):
-        ask(hostile, command)
+        hostile.send(command)
     unharmed(victim)
     assert caplog.records == []  # each by a check, none by an accident
 
 
-def test_another_session_cannot_use_a_lease(run: Served, hostile: Client, victim: TransferQueue) -> None:
+def test_another_session_cannot_use_a_lease(hostile: RawClient, victim: TransferQueue) -> None:
     batch = victim.get("work", 1)
     for command in (
         cmd.GiveBack(token=batch.token), cmd.Renew(token=batch.token), cmd.Complete(token=batch.token, columns={}),
     ):  # fmt: skip
         with pytest.raises(AsyncFlowError, match="is not held by hostile"):
-            ask(hostile, command)
-    batch.complete({"y": [2.0]})
+            hostile.send(command)
+    batch.give_back()
 
 
-@pytest.mark.parametrize("body", [b"x", b"\xc0", msgspec.msgpack.encode([1, 2, 3]), pack_ids(np.arange(9))])
-def test_bodies_that_no_server_can_read(hostile: Client, victim: TransferQueue, body: bytes) -> None:
+def test_rows_said_to_be_unread_that_can_be_read_are_given_to_others(hostile: RawClient, victim: TransferQueue) -> None:
+    for _ in range(5):  # no attempt is counted
+        lease = hostile.send(cmd.Lease(task="work", count=1))
+        hostile.send(cmd.GiveBack(token=lease.token, unread=True))
+    unharmed(victim)
+
+
+def test_a_lease_rides_with_a_completion_only(hostile: RawClient, victim: TransferQueue) -> None:
+    lease = cmd.Lease(task="work", count=1)
+    for command in (cmd.GetAudit(), lease, cmd.End(), cmd.Leave()):
+        with pytest.raises(ProtocolError, match="rides with a completion"):
+            hostile.send(command, then=lease)
+    unharmed(victim)
+
+
+@pytest.mark.parametrize("body", [b"x", b"\xc0", msgspec.msgpack.encode([1, 2, 3]), np.arange(9).tobytes()])
+def test_bodies_that_no_server_can_read(hostile: RawClient, victim: TransferQueue, body: bytes) -> None:
     with pytest.raises(ProtocolError, match="cannot read this call"):
-        decode_answer(hostile.ask(body, 5)).raise_error()
+        hostile.send_bytes(body)
     unharmed(victim)
 
 
 def test_nothing_is_done_before_hello_or_for_another_version(run: Served, victim: TransferQueue) -> None:
-    client = Client(run.address, insecure=True)
-    with pytest.raises(ProtocolError, match="say hello first"):
-        ask(client, cmd.GetAudit())
-    with pytest.raises(ProtocolError, match="say hello first"):
-        ask(client, cmd.Put(groups=1, group_size=1, columns=X), Block("s1-1", 0, 1, 1, 128, ("x",)))
-    with pytest.raises(ProtocolError, match=r"served by asyncflow-sdk .*; old has 0\.0\.1"):
-        ask(client, Hello("old", 0, "", "0.0.1"))
+    client = RawClient(run.address, sdk=None)
+    for command, block in (
+        (cmd.GetAudit(), (None,)),
+        (cmd.Put(groups=1, group_size=1, columns=X), ("s2-1", 0, 1, 1, 128, ("x",))),
+    ):
+        with pytest.raises(ProtocolError, match="say hello first"):
+            client.send(command, *block)
     client.close()
+    with pytest.raises(ProtocolError, match=r"served by asyncflow-sdk .*; old has 0\.0\.1"):
+        RawClient(run.address, "old", sdk="0.0.1")
     unharmed(victim)
 
 
-@pytest.mark.parametrize("command", [None, cmd.GetAudit(), Hello("stranger", 0, "", "0.0.1")])
-def test_events_are_taken_only_after_hello(command: Any) -> None:
-    # given
-    seen: list[Event] = []
-    with running("tcp", on_event=seen.append) as run:
-        client = Client(run.address, run.key)
-        forged = encode(Call(command, None, (Note(time_s=0.0, text="forged"),)))
+def test_events_are_taken_only_after_hello() -> None:
+    seen: list[af.Event] = []
+    with running(on_event=seen.append) as run:
         # when a session that has not said hello sends an event
-        answer = decode_answer(client.ask(forged, 5))
-        # then its call is refused, and the event with it
-        with pytest.raises(ProtocolError, match=r"say hello first|served by asyncflow-sdk"):
-            answer.raise_error()
-        # and after hello the same event is taken
-        ask(client, Hello("known", 0, "", __version__))
-        decode_answer(client.ask(encode(Call(None, None, (Note(time_s=0.0, text="reported"),))), 5)).raise_error()
+        stranger = RawClient(run.address, sdk=None)
+        for command in (None, cmd.GetAudit()):
+            with pytest.raises(ProtocolError, match=r"say hello first|served by asyncflow-sdk"):
+                stranger.send(command, events=(Note(time_s=0.0, text="forged"),))
+        stranger.close()
+        # and after hello the same
+        known = RawClient(run.address)
+        known.send(None, events=(Note(time_s=0.0, text="reported"),))
+        # then only that is taken
         assert [event.text for event in seen if isinstance(event, Note)] == ["reported"]
-        client.close()
-
-
-def test_a_client_of_another_version_is_refused_by_name(run: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "__version__", "0.0.1")
-    with pytest.raises(ProtocolError, match="asyncflow-sdk"):
-        Connection(run.address, "old", insecure=True)
+        known.close()
 
 
 def test_listeners_that_raise_are_logged_and_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    # given
     def fail(*what: object) -> None:
         raise RuntimeError("no disk")
 
-    with caplog.at_level(logging.CRITICAL), running("ipc", on_event=fail, on_step=fail) as run:
+    with caplog.at_level(logging.CRITICAL), running(on_event=fail, on_step=fail) as run:
         queue = run.queue()
         queue.declare("train", needs=["x"], batch_rows=2)
         queue.put({"x": [1.0, 2.0]})
-        # when / then
         queue.get("train").ack()
         assert queue.audit().consumed == 2
 
@@ -218,26 +215,20 @@ def test_a_bad_address_leaves_nothing() -> None:
     mine = f"asyncflow-*-{os.getpid()}-*"
     before = set(Path("/dev/shm").glob(mine))
     with pytest.raises(AsyncFlowError, match="is served with keys only"):
-        QueueServer(["tcp://0.0.0.0:0"])
+        af.serve(address="tcp://0.0.0.0:0")
     assert set(Path("/dev/shm").glob(mine)) == before
 
 
-def test_the_same_frame_of_a_put_adds_its_rows_once(run: Served, victim: TransferQueue) -> None:
-    # given a put, as it lies on the wire
-    sender = Connection(run.address, "sender", insecure=True)
-    numbering = sender.wire._numbering
-    block, _ = write(sender.arena, pack_columns({"x": np.array([3.0])}))
-    put = numbering.frame(numbering.begin(), encode(Call(cmd.Put(groups=1, group_size=1, columns=X), block)))
-    # when it is sent over several sockets, several times
-    for _ in range(3):
-        raw = zmq.Context.instance().socket(zmq.DEALER)
-        raw.connect(run.address)
-        for _ in range(3):
-            raw.send(put)
-        for _ in range(3):
-            assert raw.poll(30_000)
-            raw.recv()
-        raw.close(linger=0)
-    # then
-    assert victim.audit().put == 2
-    sender.close()
+def test_requests_that_arrive_several_times_have_their_effect_once() -> None:
+    with running() as run:
+        # given a client each of whose messages arrives three times
+        _, queue = run.relayed(changed=lambda message: [message] * 3)
+        queue.declare("work", needs=["x"], max_attempts=1)
+        queue.put({"x": [1.0]})
+        queue.put({"x": [2.0]})
+        batch = queue.get("work", 2)
+        batch.ack()
+        with pytest.raises(LeaseLost):
+            batch.renew()
+        audit = run.run.audit()
+        assert (audit.put, audit.consumed, audit.failed) == (2, 2, 0)

@@ -1,30 +1,25 @@
 """Teams over a real queue: ranks in threads and processes, one lease for all of them."""
 
-from __future__ import annotations
-
-import functools
-import multiprocessing
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from queue_runs import Run, in_threads, running
-from waiting import until
+from children import Child
+from queue_children import train_as_rank
+from queue_runs import Served, in_threads, running
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost
-from asyncflow_sdk.queue import Connection, TransferQueue, open_queue
+from asyncflow_sdk.errors import DeadlineExceeded, Ended
+from asyncflow_sdk.queue import TransferQueue
 
 SIZE = 4
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
-    with running("ipc") as run:
+def run() -> Iterator[Served]:
+    with running() as run:
         yield run
 
 
@@ -54,93 +49,49 @@ def train(queue: TransferQueue, rank: int, **more: Any) -> list[tuple[int, list[
 
 
 @pytest.mark.parametrize("shards", [0, 2])
-def test_ranks_train_the_steps_together_each_its_shard(run: Served, shards: int) -> None:
-    queue = prepared(run, 5, sampler=("token_balanced", {"column": "x"}))
-    queues = [run.queue(f"rank-{r}") for r in range(SIZE)]
-    done = in_threads(SIZE, lambda rank: train(queues[rank], rank, shards=shards))
-    for step in range(5):
-        rows = [done[rank][step][1] for rank in range(SIZE)]
-        if shards:
-            assert rows[0] == rows[1]
-            assert rows[2] == rows[3]
-            rows = [rows[0], rows[2]]
-        assert sorted(i for part in rows for i in part) == list(range(8 * step, 8 * step + 8))
-        assert len({len(part) for part in rows}) == 1
-        assert len({done[rank][step][2] for rank in range(SIZE)}) == 1
-        assert done[0][step][2] < 0.5
-    assert queue.audit().consumed == 40
-
-
-def test_a_step_is_told_once_with_all_of_its_rows() -> None:
+def test_ranks_train_the_steps_together_each_its_shard_and_each_step_is_told_once(shards: int) -> None:
     told: list[tuple[int, list[int]]] = []
-    with running("ipc", on_step=lambda step, read: told.append((step, read().ids.tolist()))) as run:
-        prepared(run, 2)
+    with running(on_step=lambda step, read: told.append((step, sorted(read().ids.tolist())))) as run:
+        queue = prepared(run, 3, sampler=("token_balanced", {"column": "x"}))
         queues = [run.queue(f"rank-{r}") for r in range(SIZE)]
-        in_threads(SIZE, lambda rank: train(queues[rank], rank))
-    assert [(step, sorted(ids)) for step, ids in told] == [(0, list(range(8))), (1, list(range(8, 16)))]
-
-
-def rank_process(address: str, rank: int, holds: Any, answers: Any) -> None:
-    """Train; but with ``holds`` say so after the second step is leased, and stay there."""
-    connection = Connection(address, f"rank-{rank}")
-    queue = open_queue(connection)
-    done: list[int] = []
-    lost = 0
-    while True:
-        try:
-            batch = queue.get("train", team="dp", rank=rank, world_size=2, timeout_s=30)
-        except Ended:
-            break
-        if holds is not None and len(done) == 1:
-            holds.set()
-            signal.pause()
-        if rank == 0 and batch.index == 1 and not lost:
-            until(functools.partial(_is_lost, batch), "the other rank's death is known")
-        try:
-            batch.ack()
-            done.append(batch.index)
-        except LeaseLost:
-            lost += 1
-    answers.put((rank, done, lost))
-    connection.close()
-
-
-def _is_lost(batch: Any) -> bool:
-    try:
-        batch.renew()
-    except LeaseLost:
-        return True
-    return False
+        done = in_threads(SIZE, lambda rank: train(queues[rank], rank, shards=shards))
+        for step in range(3):
+            rows = [done[rank][step][1] for rank in range(SIZE)]
+            if shards:
+                assert rows[0] == rows[1]
+                assert rows[2] == rows[3]
+                rows = [rows[0], rows[2]]
+            assert sorted(i for part in rows for i in part) == list(range(8 * step, 8 * step + 8))
+            assert len({len(part) for part in rows}) == 1
+            assert len({done[rank][step][2] for rank in range(SIZE)}) == 1
+            assert done[0][step][2] < 0.5
+        assert queue.audit().consumed == 24
+    assert told == [(step, list(range(8 * step, 8 * step + 8))) for step in range(3)]
 
 
 def test_a_killed_rank_takes_the_step_from_all_and_is_restarted(run: Served) -> None:
-    # given two ranks as processes, one of which is killed with a step in hand
+    # given two ranks as processes, one of which is killed with the second step in hand
     queue = prepared(run, 4)
-    context = multiprocessing.get_context("spawn")
-    holds, answers = context.Event(), context.Queue()
-    processes = [
-        context.Process(target=rank_process, args=(run.address, rank, holds if rank else None, answers))
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    assert holds.wait(60)
-    assert processes[1].pid is not None
-    os.kill(processes[1].pid, signal.SIGKILL)
-    # when it is started again
-    again = context.Process(target=rank_process, args=(run.address, 1, None, answers))
-    again.start()
-    # then both train that step and the rest, and every row once
-    results = {rank: (done, lost) for rank, done, lost in [answers.get(timeout=60), answers.get(timeout=60)]}
-    for process in (*processes, again):
-        process.join(30)
-    assert results[0] == ([0, 1, 2, 3], 1)
-    assert results[1][0] == [1, 2, 3]
+    with Child(train_as_rank, run.address, 0, 1) as first:
+        with Child(train_as_rank, run.address, 1, 1) as second:
+            for child in (first, second):
+                assert [child.hear() for _ in range(2)] == [0, 1]
+            second.kill()
+        # when it is started again
+        with Child(train_as_rank, run.address, 1, 9) as second:
+            first.say("go on")
+            # then both train that step and the rest, and every row once
+            assert first.hear() == "lost"
+            assert second.hear() == 1
+            assert first.hear() == 1
+            first.say("go on")
+            for child in (first, second):
+                assert [child.hear() for _ in range(3)] == [2, 3, "over"]
     audit = queue.audit()
     assert (audit.consumed, audit.live) == (32, 0)
 
 
-def test_a_cancelled_request_of_a_rank_lets_it_ask_again(run: Served) -> None:
+def test_a_rank_whose_request_was_too_late_asks_again(run: Served) -> None:
     prepared(run, 1)
     queues = [run.queue(f"rank-{r}") for r in range(2)]
     with pytest.raises(DeadlineExceeded, match="rank 1 of 2 of team 'dp' have not asked"):
@@ -197,32 +148,26 @@ def test_a_rank_without_rows_goes_on_like_the_others(run: Served) -> None:
 
 
 def test_ranks_iterate_over_the_steps_of_a_run() -> None:
-    with af.serve(samplers={"mine": Newest}) as run:
-        run.queue.declare("note", needs=["x"], sampler="mine")
-        run.queue.put({"x": [np.arange(n + 1) for n in range(16)]})
-        run.queue.end()
-        others = [af.connect(run.address) for _ in range(2)]
+    with running(samplers={"mine": Newest}) as run:
+        queue = run.queue()
+        queue.declare("note", needs=["x"], sampler="mine")
+        queue.put({"x": [np.arange(n + 1) for n in range(16)]})
+        queue.end()
+        others = [run.client(f"rank-{rank}") for rank in range(2)]
 
         def work(rank: int) -> list[tuple[int, int, int]]:
-            steps = others[rank].consumer(
-                "train",
-                batch_size=8,
-                needs=("x",),
-                sampler=("token_balanced", {"column": "x"}),
-                rank=rank,
-                world_size=2,
-            )
+            balanced = ("token_balanced", {"column": "x"})
             done = []
-            for step in steps:
+            for step in others[rank].consumer(
+                "train", batch_size=8, needs=("x",), sampler=balanced, rank=rank, world_size=2
+            ):
                 done.append((step.index, step.rank, step.rows))
                 step.ack()
             return done
 
         assert in_threads(2, work) == [[(0, r, 4), (1, r, 4)] for r in range(2)]
-        with run.queue.get("note", 3) as batch:
+        with queue.get("note", 3) as batch:
             assert batch.ids.tolist() == [15, 14, 13]
-        for other in others:
-            other.close()
 
 
 class Newest(af.Sampler):

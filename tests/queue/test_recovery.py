@@ -1,226 +1,192 @@
-"""A server that comes back is the one that died: any commands, killed anywhere, beside a twin that never dies."""
+"""A server that comes back is the one that died: any commands, a kill after any of them, and all that can be seen is the same.
 
+``HYPOTHESIS_PROFILE=long pytest tests/queue/test_recovery.py`` looks longer.
+"""
+
+import asyncio
+import contextlib
+import itertools
 import os
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from recovery_bench import Bench, Client, differs, state
+from queue_runs import Durable
 
-from asyncflow_sdk.ledger import TaskSpec
-from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import PolicySpec, SamplerSpec
+import asyncflow_sdk as af
+from asyncflow_sdk.errors import AsyncFlowError
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
-ROLLOUT = TaskSpec(name="rollout", needs=("prompt",), gives=("response",), lease_s=10, max_attempts=2, admits=True)
-REWARD = TaskSpec(name="reward", needs=("response",), gives=("reward",), lease_s=6, max_attempts=2)
-SIDE = TaskSpec(name="side", needs=("prompt",), lease_s=8, partitions=("", "eval"))
-TRAIN = TaskSpec(name="train", needs=("response", "reward"), lease_s=20, batch_rows=4)
-TASKS = [ROLLOUT, REWARD, SIDE, TRAIN]
-SAMPLERS = {
-    "rollout": SamplerSpec("shuffled", {"seed": 1, "window": 8}),
-    "reward": SamplerSpec("length_bucketed", {"column": "response", "window": 8}),
-    "side": SamplerSpec("by_column", {"column": "prompt"}),
-    "train": SamplerSpec("token_balanced", {"column": "response"}),
+TASKS: dict[str, dict[str, Any]] = {
+    "rollout": {"needs": ["prompt"], "gives": ["response"], "max_attempts": 2, "admits": True},
+    "reward": {"needs": ["response"], "gives": ["reward"], "max_attempts": 2},
+    "side": {"needs": ["prompt"], "partitions": ["", "eval"]},
+    "train": {"needs": ["response", "reward"], "batch_rows": 4},
 }
-COLUMNS = {"rollout": "response", "reward": "reward"}
+SAMPLERS: dict[str, Any] = {
+    "rollout": ("shuffled", {"seed": 1, "window": 8}),
+    "reward": ("length_bucketed", {"column": "response", "window": 8}),
+    "side": ("by_column", {"column": "prompt"}),
+    "train": ("token_balanced", {"column": "response"}),
+}
+GIVES = {"rollout": "response", "reward": "reward"}
+PASSING = {"age_s", "held_s", "since_s", "left_s", "time_s", "weights_s", "prepares_s", "version_age_s", "announced_s",
+           "pid", "host", "held_bytes", "written_bytes", "garbage", "why", "parked", "waiting", "oldest", "versions"}  # fmt: skip
+
+
+def lasting(value: Any) -> Any:
+    """What of a status does not depend on the time, nor on which process answers."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    if isinstance(value, dict):
+        return {name: lasting(part) for name, part in value.items() if name not in PASSING}
+    return [lasting(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 class Chance:
-    """Says what the clients of a bench do next."""
+    """Clients of a run that do what chance says: each request goes on its way, and is answered, waits, or is taken back."""
 
-    def __init__(self, bench: Bench, seed: int) -> None:
-        self.bench, self.random = bench, random.Random(seed)
-        self.joined = self.version = 0
-        admin = self.join()
-        limits = cmd.Configure(
-            max_staleness=self.random.choice([0, 1, 3]), capacity_rows=60,
-            staleness=self.random.choice([None, PolicySpec("drop"), PolicySpec("count")]), keep_versions=self.random.choice([1, 2, 3]),
-            max_swapping=self.random.choice([0, 1]), quorum=self.random.choice([0, 0, 2]),
-        )  # fmt: skip
-        tasks = [
-            msgspec.structs.replace(task, sampler=self.random.choice([None, SAMPLERS[task.name]])) for task in TASKS
-        ]
-        unknown = msgspec.structs.replace(SIDE, name="nobody", sampler=SamplerSpec("nobody"))
-        for command in [limits, *(cmd.Declare(task=task) for task in [*tasks, unknown])]:
-            bench.send(admin, admin.call(command))
-        self.publish(admin)
+    def __init__(self, run: Durable, seed: int) -> None:
+        self.run, self.random = run, random.Random(seed)
+        self.clients = [run.client(f"client-{number}") for number in range(3)]
+        self.batches: list[Any] = []
+        self.waiting: list[asyncio.Task[None]] = []
+        self.keys = itertools.count()
+        self.publisher = self.clients[0].weight_publisher()
+        self.version = 0
 
-    def join(self) -> Client:
-        self.joined += 1
-        return self.bench.join(f"client-{self.joined}")
+    @property
+    def queue(self) -> Any:
+        return self.random.choice(self.clients).queue.aio
 
-    def publish(self, client: Client) -> None:
-        part = cmd.Part(manifest=b"m", transport="t", where=b"", outlives=self.random.random() < 0.5)
-        said = [cmd.OpenPublisher(), cmd.Announce(version=self.version), cmd.Publish(version=self.version, part=part)]
-        self.version += 1
-        for command in [*said, cmd.ClosePublisher(), cmd.Loaded(version=self.version - 1)]:
-            self.bench.send(client, client.call(command))
+    async def declare(self, lease_s: float) -> None:
+        for name, task in TASKS.items():
+            sampler = self.random.choice([None, SAMPLERS[name]])
+            await self.queue.declare(name, **task, sampler=sampler, lease_s=lease_s)
 
-    def about_versions(self) -> Any:
-        """What a replica says of the newest version, or of one before; a rank of two; or a rollback."""
-        version = self.bench.server.ledger.version
-        near = version - self.random.choice([0, 0, 0, 1, 2])
-        part = cmd.Part(manifest=b"m", transport="t", where=b"", outlives=self.random.random() < 0.5)
-        rank = self.random.choice([0, 1])
-        commands = [
-            cmd.AwaitVersion(after=near, timeout_s=20), cmd.Staged(version=near), cmd.Swap(version=near, timeout_s=20),
-            cmd.Loaded(version=max(near, 0)), cmd.NotLoaded(version=near, reason="it would not"),
-            cmd.OpenPublisher(rank=rank, world_size=2), cmd.Announce(version=version + 1, timeout_s=20),
-            cmd.Publish(version=version + 1, part=part), cmd.Withdraw(version=version + 1), cmd.ClosePublisher(),
-            cmd.Rollback(version=version - 1), cmd.Retire(), cmd.AwaitLost(timeout_s=20), cmd.Restored(version=version),
-        ]  # fmt: skip
-        self.version = max(self.version, version + 3)
-        return self.random.choices(commands, [3, 4, 4, 2, 1, 2, 2, 2, 0.5, 1, 1, 0.5, 3, 2])[0]
+    async def put(self) -> None:
+        draw = self.random
+        values = {"prompt": np.arange(draw.randint(1, 4)) + draw.random()}
+        key, partition = draw.choice(["", "a", str(next(self.keys))]), draw.choice(["", "", "eval"])
+        wait_s = draw.choice([0.0, 100.0])
+        await self.queue.put(
+            values, group_size=2, key=key, partition=partition, priority=draw.choice([0, 1]), timeout_s=wait_s
+        )
 
-    def step(self) -> None:
-        bench, draw = self.bench, self.random
-        clients = list(bench.clients.values())
-        if not clients:
-            self.join()
-            return
-        client = draw.choice(clients)
-        what = draw.choices(
-            ["put", "lease", "use", "again", "drop", "news", "tick", "gone", "join", "publish", "rare", "version"],
-            [6, 10, 12, 3, 2, 2, 3, 0.4, 0.4, 1, 1, 3],
-        )[0]
-        if what == "put":
-            key = draw.choice(["", "", "a", "b", str(draw.random())])
-            more: dict[str, Any] = {"priority": draw.choice([0, 0, 1]), "partition": draw.choice(["", "", "eval"])}
-            wait = draw.choice([0.0, 5.0, 50.0])
-            values = {"prompt": np.arange(draw.randint(1, 4)) + draw.random()}
-            bench.send(client, bench.put(client, values, group_size=2, key=key, timeout_s=wait, **more))
-        elif what == "lease":
-            task = draw.choice(TASKS).name
-            count = draw.randint(1, 6)
-            lease = cmd.Lease(
-                task=task,
-                count=count,
-                timeout_s=draw.choice([0.0, 5.0, 50.0]),
-                at_least=draw.choice([0, 0, 0, count]),
+    async def lease(self) -> None:
+        task, count = self.random.choice(list(TASKS)), self.random.randint(1, 6)
+        wait_s = self.random.choice([0.0, 0.0, 100.0])
+        self.batches.append(await self.queue.get(task, count, timeout_s=wait_s))
+
+    async def lease_as_ranks(self) -> None:
+        task, shards = self.random.choice(["side", "train"]), self.random.choice([0, 1])
+        ranks = (
+            self.clients[rank].queue.aio.get(
+                task, 4, team="t", rank=rank, world_size=2, shards=shards, timeout_s=100.0
             )
-            if draw.random() < 0.4:  # a team, whose other rank is soon to ask
-                rank = draw.randint(0, 1)
-                for each in (rank, 1 - rank)[: draw.randint(1, 2)]:
-                    team = msgspec.structs.replace(
-                        lease, count=4, at_least=0, timeout_s=50.0, team="t", rank=each, world_size=2,
-                        shards=draw.choice([0, 0, 1]),
-                    )  # fmt: skip
-                    bench.send(client, client.call(team))
-                    client = draw.choice(clients)
-            else:
-                bench.send(client, client.call(lease))
-        elif what == "use" and client.leases:
-            self.use(client, client.leases[draw.choice(list(client.leases))])
-        elif what == "again" and client.open:
-            bench.send(client, draw.choice(list(client.open)), again=True)
-        elif what == "drop" and client.open:
-            seq = draw.choice(list(client.open))
-            client.numbering.drop(seq)
-            del client.open[seq]
-            bench.send(client, 0)
-        elif what == "news":
-            bench.send(client, client.call(draw.choice([None, cmd.GetAudit(), cmd.GetStatus()])))
-        elif what == "tick":
-            bench.tick(draw.choice([0.1, 1.0, 4.0, 9.0, 21.0]))
-        elif what == "gone":
-            bench.gone(client)
-        elif what == "join" and len(clients) < 4:
-            self.join()
-        elif what == "publish":
-            self.publish(client)
-        elif what == "version":
-            bench.send(client, client.call(self.about_versions()))
-        elif what == "rare":
-            commands = [
-                cmd.AwaitVersion(after=self.version, timeout_s=20), cmd.Wanted(), cmd.Loaded(version=0),
-                cmd.Cancel(key="a"), cmd.Cancel(partition="eval"), cmd.End(partition="eval"), cmd.Leave(),
-                cmd.Dismiss(),
-            ]  # fmt: skip
-            command = draw.choices(commands, [3, 3, 3, 1, 1, 0.3, 0.3, 0.3])[0]
-            bench.send(client, client.call(command))
-            if isinstance(command, cmd.Leave):
-                bench.settle()
-                del bench.clients[client.name]
+            for rank in range(2)
+        )
+        self.batches += await asyncio.gather(*ranks)
 
-    def use(self, client: Client, lease: cmd.Leased) -> None:
-        bench, draw = self.bench, self.random
-        count, rank = len(lease.ids) // 8, lease.rank
-        if not count:
+    async def work(self) -> None:
+        if not self.batches:
             return
-        index = sorted(draw.sample(range(count), draw.randint(1, count)))
-        packed = None if len(index) == count else np.array(index, "<i4").tobytes()
-        how = draw.choices(["complete", "give back", "renew"], [8, 1, 1])[0]
-        del client.leases[lease.token]
-        if how == "renew":
-            client.leases[lease.token] = lease
-            bench.send(client, client.call(cmd.Renew(token=lease.token, rank=rank)))
-        elif how == "give back":
-            back = cmd.GiveBack(token=lease.token, index=packed, blame=draw.random() < 0.5, rank=rank)
-            bench.send(client, client.call(back))
-        elif lease.task in COLUMNS:
-            filtered = np.array([0], "<i4").tobytes() if draw.random() < 0.1 else None
-            command = cmd.Complete(token=lease.token, columns={}, index=packed, filtered=filtered, rank=rank)
-            bench.send(client, bench.put(client, {COLUMNS[lease.task]: np.random.rand(len(index))}, command=command))
+        draw, batch = self.random, self.batches.pop(self.random.randrange(len(self.batches)))
+        how = draw.choice(["complete", "complete", "complete", "a part", "give back", "renew", "drop some"])
+        values = {GIVES[batch.task]: np.array([draw.random() for _ in batch.ids])} if batch.task in GIVES else {}
+        if how == "give back":
+            await batch.give_back(blame=draw.random() < 0.5)
+        elif how == "renew":
+            self.batches.append(batch)
+            await batch.renew()
+        elif how == "a part" and batch.rows:
+            self.batches.append(batch)
+            await batch.complete({name: column[:1] for name, column in values.items()}, index=[0])
         else:
-            then = cmd.Lease(task=lease.task, count=2, timeout_s=3.0) if draw.random() < 0.5 else None
-            bench.send(client, client.call(cmd.Complete(token=lease.token, columns={}, rank=rank), None, then))
+            drops = np.arange(batch.rows) == (0 if how == "drop some" else -1)
+            await batch.complete(values, filtered=drops)
+
+    async def publish(self) -> None:
+        """Or go back to an earlier version, or say that a replica has loaded one."""
+        how = self.random.choice(["publish", "publish", "roll back", "loaded"])
+        if how == "publish":
+            self.version += 1
+            with contextlib.suppress(AsyncFlowError):
+                self.publisher.publish(self.version, [("w", np.full(10, self.version))]).wait()
+        elif how == "loaded":
+            await self.queue.loaded(self.version)
+        elif self.version:
+            self.version = self.clients[0].rollback(max(self.version - 1, 0)).version
+            self.clients[0].restored(self.version)
+
+    async def rare(self) -> None:
+        what = self.random.choice(["cancel", "leave", "look"])
+        if what == "cancel":
+            await self.queue.cancel(**self.random.choice([{"key": "a"}, {"partition": "eval"}]))
+        elif what == "leave":
+            number = self.random.randrange(1, 3)
+            if not self.waiting:
+                self.clients[number].close()
+                self.clients[number] = self.run.client(f"client-{next(self.keys)}")
+        else:
+            await self.queue.audit()
+            await self.queue.failed()
+
+    async def step(self) -> None:
+        verbs = [self.put, self.lease, self.work, self.lease_as_ranks, self.publish, self.rare]
+        verb = self.random.choices(verbs, [6, 10, 14, 1, 1, 1])[0]
+        task = asyncio.create_task(self.tried(verb))
+        self.waiting.append(task)
+        await asyncio.wait([task], timeout=0.02)
+        if len(self.waiting) > 4:
+            self.waiting[0].cancel()
+            await asyncio.wait(self.waiting[:1])
+        self.waiting = [task for task in self.waiting if not task.done()]
+
+    async def tried(self, verb: Any) -> None:
+        with contextlib.suppress(AsyncFlowError):
+            await verb()
+
+    def seen(self) -> Any:
+        """All that can be seen of the run."""
+        queue = self.clients[0].queue
+        return lasting(queue.status()), queue.audit(), queue.failed()
+
+
+async def live(chance: Chance, run: Durable, steps: int, kills: float, lease_s: float) -> None:
+    await chance.declare(lease_s)
+    for _ in range(steps):
+        await chance.step()
+        if chance.random.random() < kills:
+            before = chance.seen() if lease_s > 100 and not chance.waiting else None
+            found = run.again()
+            assert (found["differing"], found["lost"], found["cut"], found["damaged"]) == (0, 0, 0, "")
+            after = chance.seen()
+            assert before is None or after == before
+    for task in chance.waiting:
+        task.cancel()
+    await asyncio.gather(*chance.waiting, return_exceptions=True)
 
 
 @pytest.mark.timeout(3600 if LONG else 300)
-@settings(max_examples=1000 if LONG else 15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 2**32), rate=st.sampled_from([0.02, 0.1, 0.3]), small=st.booleans())
-def test_a_server_killed_anywhere_is_what_its_twin_is(seed: int, rate: float, small: bool) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # where syncing costs nothing
-        bench = Bench(Path(folder) / "journal")
-        try:
-            chance = Chance(bench, seed)
-            for _ in range(120):
-                chance.step()
-                fate = chance.random.random()
-                if small and fate < 0.05:
-                    bench.server._keeping.home._least = 0  # type: ignore[union-attr] - a snapshot at the next settling
-                if fate > 0.6:
-                    bench.settle()
-                if chance.random.random() < rate:
-                    pending = len(bench.server._keeping.journal._buffer)  # type: ignore[union-attr]
-                    bench.kill(torn=chance.random.choice([0, 0, chance.random.randint(0, max(pending - 1, 0))]))
-                    parts = ("server", "ledger", "places", "files", "gauges")
-                    assert state(bench.server, *parts) == state(bench.twin, *parts), differs(
-                        bench.server, bench.twin, *parts
-                    )
-            # when it is killed once more, with nothing under way
-            bench.settle()
-            before = state(bench.server, "server", "ledger", "places", "files", "gauges")
-            bench.kill()
-            # then it is the same in everything, and so is its twin
-            assert state(bench.server, *before) == before
-            audit = bench.server.ledger.audit()
-            assert audit == bench.twin.ledger.audit()
-            assert audit.balanced
-        finally:
-            bench.close()
-
-
-def test_a_look_that_was_taken_back_before_it_came_is_replayed(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "journal")
-    try:
-        # given a request that changes nothing, and word over another socket that nobody waits for it, which comes first
-        client = bench.join("client")
-        seq = client.call(cmd.GetAudit())
-        client.numbering.drop(seq)
-        bench.send(client, 0)
-        bench.send(client, seq)
-        bench.settle()
-        # when
-        bench.kill()
-        # then it was carried out as it was: kill() compares
-        assert bench.kills == 1
-    finally:
-        bench.close()
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("lease_s", [1000.0, 0.1])
+@pytest.mark.parametrize("seed", range(100 if LONG else 2))
+def test_a_server_killed_after_any_command_is_what_it_was(tmp_path: Path, seed: int, lease_s: float) -> None:
+    draw = random.Random(seed)
+    limits = {
+        "max_staleness": draw.choice([0, 1, 3]), "capacity_rows": 60, "keep_versions": draw.choice([2, 3]),
+        "staleness_policy": draw.choice(["wait", "drop", "count"]), "on_failure": "stop",
+    }  # fmt: skip
+    with Durable(tmp_path / "run", **limits) as run:
+        chance = Chance(run, seed)
+        asyncio.run(live(chance, run, 120, 0.08, lease_s))
+        audit = chance.clients[0].audit()
+        assert audit.balanced
+        assert audit.put > 20
+        chance.publisher.close()
+        for client in chance.clients:
+            client.close()

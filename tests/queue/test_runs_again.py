@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
-from journal_children import values_of
+from queue_children import values_of
+from queue_runs import memory_of
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, ServerLost
-from asyncflow_sdk.wire import client
 
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "RESEND_S", 0.1)
+pytestmark = [pytest.mark.usefixtures("soon"), pytest.mark.fast]
 
 
 def test_a_run_is_gone_on_with_after_an_error_and_after_its_end(tmp_path: Path) -> None:
@@ -53,7 +49,7 @@ def test_a_run_is_gone_on_with_after_an_error_and_after_its_end(tmp_path: Path) 
         assert (run.audit().put, run.audit().consumed, run.audit().live) == (6, 5, 1)
         run.queue.get("work").ack()
         run.queue.end()
-        memory = run.queue._port.connection.directory
+        memory = memory_of(run.addresses)
     assert not memory.exists()
     with af.serve(run_directory, durability="process") as run:  # what is over is over: this is another run
         assert run.recovered is None
@@ -82,26 +78,19 @@ def test_what_durability_cannot_be(tmp_path: Path) -> None:
         af.serve(tmp_path, durability="disk")  # type: ignore[arg-type]
 
 
-def test_a_snapshot_whose_clean_up_fails_counts_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # given a server that makes a new snapshot, and cannot remove the old one
-    unlink = Path.unlink
-
-    def unwilling(path: Path, missing_ok: bool = False) -> None:
-        if path.name.startswith(("journal-", "snapshot-")) and path.exists():
-            raise PermissionError(errno.EPERM, "not permitted", str(path))
-        unlink(path, missing_ok)
-
+def test_a_snapshot_whose_clean_up_fails_counts_all_the_same(tmp_path: Path) -> None:
+    # given a server that makes a new snapshot, and cannot remove all that is old
     run_directory = tmp_path / "run"
     with af.serve(run_directory, durability="process") as run:
         run.queue.declare("work", needs=["x"])
         run.queue.put({"x": values_of(0, 3)})
-    monkeypatch.setattr(Path, "unlink", unwilling)
+    (run_directory / "journal" / "journal-000000").mkdir()
     with af.serve(run_directory) as run:
         run.queue.put({"x": values_of(3, 4)})
-    monkeypatch.undo()
     # then what came after it is there
     with af.serve(run_directory) as run:
         assert run.audit().put == 7
+        (run_directory / "journal" / "journal-000000").rmdir()
         run.queue.end(cancel=True)
 
 
