@@ -29,7 +29,7 @@ run = runs_over(*KINDS)
 @pytest.mark.usefixtures("soon")
 def test_over_connections_that_break_all_the_time_each_verb_has_its_effect_once() -> None:
     # given three clients behind a proxy that cuts every connection after some pieces
-    with running("tcp", insecure=True) as run:
+    with running("remote", insecure=True) as run:
         queue = run.queue()
         queue.declare("work", needs=["x"], gives=["y"])
         queue.declare("check", needs=["y"])
