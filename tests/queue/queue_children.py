@@ -9,7 +9,7 @@ import numpy as np
 from children import hear, say
 
 import asyncflow_sdk as af
-from asyncflow_sdk.wire import client as WAITS  # noqa: N812 - its constants
+from asyncflow_sdk.wire import client as WAITS
 
 
 def asking_again_soon() -> None:

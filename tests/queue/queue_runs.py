@@ -43,9 +43,8 @@ class Served:
 
     def relayed(self, name: str = "test", **options: Any) -> tuple["Relay", TransferQueue]:
         """A client behind a relay."""
-        relay = Relay(self.run.addresses[1], **options)
-        self._relays.append(relay)
-        return relay, self.queue(name, address=relay.address, insecure=True)
+        self._relays.append(relay := Relay(self.run.addresses[1]))
+        return relay, self.queue(name, address=relay.address, insecure=True, **options)
 
     def held_bytes(self) -> int:
         """Bytes of shared memory that the run takes."""
@@ -123,10 +122,9 @@ class Relay:
     """Stands between a client and a server, message by message: counts ``requests``, sends what ``changed`` makes of each,
     and brings no answers back while ``answering`` is not set."""
 
-    def __init__(
-        self, address: str, changed: Callable[[list[bytes]], Iterable[list[bytes]]] = lambda message: [message]
-    ) -> None:
-        self.requests, self.changed, self.answering = 0, changed, threading.Event()
+    def __init__(self, address: str) -> None:
+        self.requests, self.answering = 0, threading.Event()
+        self.changed: Callable[[list[bytes]], Iterable[list[bytes]]] = lambda message: [message]
         self.answering.set()
         self._server, self._closed = address, False
         self._front = zmq.Context.instance().socket(zmq.ROUTER)

@@ -10,12 +10,16 @@ from asyncflow_sdk.wire import Client
 class RawClient:
     """``sdk``: the version that its hello names; None: it says none."""
 
-    def __init__(self, address: str, name: str = "raw", *, sdk: str | None = __version__, insecure: bool = False) -> None:
+    def __init__(
+        self, address: str, name: str = "raw", *, sdk: str | None = __version__, insecure: bool = False
+    ) -> None:
         self._client = Client(address, insecure=insecure)
         if sdk is not None:
             self.send(Hello(name, 0, "", sdk))
 
-    def send(self, command: Any, segment: str | None = None, *place: Any, events: tuple[Any, ...] = (), **more: Any) -> Any:
+    def send(
+        self, command: Any, segment: str | None = None, *place: Any, events: tuple[Any, ...] = (), **more: Any
+    ) -> Any:
         """The reply to a command, of which the payload lies in ``segment``, at ``place``: start, serial, rows, bytes, columns.
         Raises what the server reports."""
         block = None if segment is None else Block(segment, *place)

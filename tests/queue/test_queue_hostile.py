@@ -146,7 +146,9 @@ def test_another_session_cannot_use_a_lease(hostile: RawClient, victim: Transfer
     batch.give_back()
 
 
-def test_rows_said_to_be_unread_that_can_be_read_are_given_to_others(hostile: RawClient, victim: TransferQueue) -> None:
+def test_rows_said_to_be_unread_that_can_be_read_are_given_to_others(
+    hostile: RawClient, victim: TransferQueue
+) -> None:
     for _ in range(5):  # no attempt is counted
         lease = hostile.send(cmd.Lease(task="work", count=1))
         hostile.send(cmd.GiveBack(token=lease.token, unread=True))
@@ -222,7 +224,8 @@ def test_a_bad_address_leaves_nothing() -> None:
 def test_requests_that_arrive_several_times_have_their_effect_once() -> None:
     with running() as run:
         # given a client each of whose messages arrives three times
-        _, queue = run.relayed(changed=lambda message: [message] * 3)
+        relay, queue = run.relayed()
+        relay.changed = lambda message: [message] * 3
         queue.declare("work", needs=["x"], max_attempts=1)
         queue.put({"x": [1.0]})
         queue.put({"x": [2.0]})

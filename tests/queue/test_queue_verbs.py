@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from queue_runs import Durable
 
-import asyncflow_sdk as af
 from asyncflow_sdk.errors import AsyncFlowError
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"

@@ -189,7 +189,7 @@ def offsets_of(block: bytes) -> int:
     return int(struct.unpack_from("<q", block, 80)[0]) // 8
 
 
-HOSTILE = {
+DAMAGES = {
     "none": lambda block: b"",
     "a byte less": lambda block: block[:-1],
     "more": lambda block: block + bytes(64),
@@ -208,15 +208,15 @@ def test_payload_that_is_not_what_was_said_of_it_is_refused(run: Served) -> None
     attacker = RawClient(run.run.addresses[1])
     for rows in (2, 40):  # in one message, and in fragments
         put = cmd.Put(groups=rows, group_size=1, columns=RAGGED, timeout_s=1)
-        for how, damage in HOSTILE.items():
+        for damage in DAMAGES.values():
+            damaged = damage(image(rows))
             with pytest.raises(SchemaError):
-                attacker.send_inline(put, rows, damage(image(rows)))
-                pytest.fail(f"{how} was taken")
+                attacker.send_inline(put, rows, damaged)
         for count in (-1, 0, 1, 3, 2**62):
             with pytest.raises((SchemaError, ProtocolError)):
                 attacker.send_inline(put, count, image(rows))
-        with pytest.raises(SchemaError):  # columns of another shape
-            other = RAGGED | {"x": ColumnSpec("fixed", "float64", (-1,))}
+        other = RAGGED | {"x": ColumnSpec("fixed", "float64", (-1,))}
+        with pytest.raises(SchemaError):
             attacker.send_inline(cmd.Put(groups=rows, group_size=1, columns=other), rows, image(rows))
     for command in (cmd.Lease(task="t", count=1, timeout_s=0), cmd.Put(groups=2, group_size=1, columns={})):
         with pytest.raises(af.AsyncFlowError):
