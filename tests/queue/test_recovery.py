@@ -33,7 +33,7 @@ SAMPLERS: dict[str, Any] = {
 }
 GIVES = {"rollout": "response", "reward": "reward"}
 PASSING = {"age_s", "held_s", "since_s", "left_s", "time_s", "weights_s", "prepares_s", "version_age_s", "announced_s",
-           "pid", "host", "held_bytes", "written_bytes", "garbage", "why", "parked", "waiting", "oldest", "versions"}  # fmt: skip
+           "pid", "host", "session_count", "held_bytes", "written_bytes", "garbage", "why", "parked", "waiting", "oldest", "versions"}  # fmt: skip
 
 
 def lasting(value: Any) -> Any:
@@ -152,7 +152,9 @@ class Chance:
     def seen(self) -> Any:
         """All that can be seen of the run."""
         queue = self.clients[0].queue
-        return lasting(queue.status()), queue.audit(), queue.failed()
+        status = lasting(queue.status())
+        status["sessions"] = [session for session in status["sessions"] if session["name"] != "driver"]  # its own
+        return status, queue.audit(), queue.failed()
 
 
 async def live(chance: Chance, run: Durable, steps: int, kills: float, lease_s: float) -> None:
