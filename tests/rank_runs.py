@@ -11,12 +11,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types.events import Event, Note, Span, StepTrained, WorkerState
 
-STEPS, ROWS = 6, 16
+STEPS, ROWS = 4, 16
 
 
 def odd_tokens(response_ids: Any) -> list[float]:
@@ -44,26 +46,35 @@ def hold(engine: Any, gates: str) -> None:
     engine.train_step, engine.backward = train_step, held
 
 
+def rollout(model: str) -> af.Rollout:
+    """In a thread of the test's process, which has torch already."""
+    sampling = af.Sampling(max_tokens=6)
+    return af.Rollout(
+        "transformers", model=model, prompt="prompt_ids", group_size=4, sampling=sampling, launcher="thread"
+    )
+
+
 def run_with_a_rank_killed_in_a_collective(engine: str, model: str, directory: Path, **options: Any) -> None:
-    """``engine``: by its path; it takes ``gates``, for `hold`. It is killed in its last step; the checkpoint is of the one before."""
-    gates, events = directory / "gates", list[Event]()
+    """``engine``: by its path; it takes ``gates``, for `hold`. Rank 1 is killed in the last step; the checkpoint is of the one before.
+    It is PPO with a critic, and versions go by files, of which each is a folder that transformers loads."""
+    gates, events, versions = directory / "gates", list[Event](), directory / "versions"
     gates.mkdir()
     (gates / str(STEPS - 1)).touch()
 
     def kill() -> None:
-        until((gates / "there").exists, "the rank in its backward pass", seconds=200.0)
+        until((gates / "there").exists, "the rank in its backward pass", seconds=250.0)
         os.kill(int((gates / "there").read_text()), signal.SIGKILL)
         (gates / str(STEPS - 1)).unlink()
 
     probe = af.Probe(((5, 6, 7, 14), (8, 9, 14)), ((10, 11, 12), (13, 2)), tolerance=1e-4)
     workflow = af.Workflow(
         prompts={"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]},
-        rollout=af.Rollout(
-            "transformers", model=model, prompt="prompt_ids", group_size=4, sampling=af.Sampling(max_tokens=6), threads=1
+        rollout=rollout(model), reward=odd_tokens,
+        train=af.Train(
+            engine, model=model, algorithm=af.PPO(), lr=1e-3, critic_lr=3e-3, threads=1, world_size=2, max_restarts=1,
+            gates=str(gates), **options,
         ),
-        reward=odd_tokens,
-        train=af.Train(engine, model=model, lr=1e-3, threads=1, world_size=2, max_restarts=1, gates=str(gates), **options),
-        weights=af.Weights(probe=probe, verify=["probe"]),
+        weights=af.Weights(probe=probe, verify=["probe"], transport="file", options={"path": str(versions)}),
         batch_size=ROWS, steps=STEPS, checkpoint=af.Checkpoint(every=2), staleness=af.Staleness(max_staleness=0),
     )  # fmt: skip
     killed = in_thread(kill)
@@ -79,27 +90,36 @@ def run_with_a_rank_killed_in_a_collective(engine: str, model: str, directory: P
     assert [e.worker for e in restarts] == ["train-0 rank 0", "train-0 rank 1"]
     assert "rank 1 was killed by SIGKILL" in restarts[0].detail
     assert any(f"training goes on with step {STEPS - 2}" in e.text for e in events if isinstance(e, Note))
-    trained = [e.step for e in events if isinstance(e, StepTrained)]
-    assert trained == [*range(STEPS - 1), STEPS - 2, STEPS - 1]
-    drifts = [e.metrics["logprob_drift"] for e in events if isinstance(e, StepTrained)]
-    assert max(drifts) < 1e-4, (
+    steps = [e for e in events if isinstance(e, StepTrained)]
+    assert [e.step for e in steps] == [*range(STEPS - 1), STEPS - 2, STEPS - 1]
+    assert max(e.metrics["logprob_drift"] for e in steps) < 1e-4, (
         "steps trained again come to the weights that generated the rows of the steps after them"
     )
+    for name in ("value_loss", "critic_grad_norm", "grad_norm"):
+        assert min(e.metrics[name] for e in steps) > 0
+    assert list((directory / "run").rglob("critic/optimizer.safetensors"))
+    check_version_folders(versions, directory / "run" / "model", model)
+
+
+def check_version_folders(versions: Path, exported: Path, model: str) -> None:
+    """The newest version is a Hugging Face model folder, of the weights that were exported in the end."""
+    newest = max(each for each in versions.iterdir() if each.is_dir())
+    loaded, wanted = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (newest, exported))
+    assert loaded.keys() == wanted.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
+    assert (newest / "config.json").exists()
+    assert {each.name for each in Path(model).glob("tokenizer*")} <= {each.name for each in newest.iterdir()}
 
 
 def run_under_a_launcher(launcher: list[str], engine: str, model: str, directory: Path, **options: Any) -> None:
-    """``launcher``: what stands before the command of each rank."""
+    """``launcher``: the command that starts the command of each rank."""
     events: list[Event] = []
     with af.serve(directory / "run", steps=2, on_event=events.append) as run:
-        run.start(
-            af.Rollout(
-                "transformers", model=model, prompt="prompt_ids", group_size=4, sampling=af.Sampling(max_tokens=6), threads=1
-            )
-        )  # fmt: skip
-        run.start(af.Stage(odd_tokens, task="reward"))
+        run.start(rollout(model))
+        run.start(af.Stage(odd_tokens, task="reward", launcher="thread"))
         run.feed({"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]}, group_size=4, column="prompt_ids")
-        worker = [sys.executable, "-m", "asyncflow_sdk.cli", "worker", str(directory / "run"), "train"]
-        asked = [
+        command = [*launcher, sys.executable, "-m", "asyncflow_sdk.cli", "worker", str(directory / "run"), "train"]
+        command += [
             "--engine",
             engine,
             "--model",
@@ -110,10 +130,8 @@ def run_under_a_launcher(launcher: list[str], engine: str, model: str, directory
             str(directory / "model"),
         ]
         for name, value in {"lr": 1e-3, "threads": 1, **options}.items():
-            asked += ["--set", f"{name}={value}"]
-        done = subprocess.run(
-            [*launcher, *worker, *asked], cwd=directory, capture_output=True, text=True, timeout=200, check=False
-        )
+            command += ["--set", f"{name}={value}"]
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert [f"rank {rank} joins" in done.stdout for rank in (0, 1)] == [True, True], done.stdout
         until(lambda: run.audit().live == 0, "the end of all rows")

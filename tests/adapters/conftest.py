@@ -1,28 +1,29 @@
-"""Tiny random models as Hugging Face folders, rows drawn from them, weight updates without a transport, receivers."""
+"""Tiny random models as Hugging Face folders, rows drawn from them, weight updates without a transport, forward passes."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-from collections.abc import Awaitable, Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from dist_ends import Crew, Receiver
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncflow_sdk.interfaces import Completion, Request, WeightUpdate
 from asyncflow_sdk.interfaces.weights import TensorType
+from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import Batch, Sampling
 from asyncflow_torch.demo.model import tokenizer
-from asyncflow_torch.rollout import TransformersEngine
-from asyncflow_torch.train import TorchEngine
 
 torch.set_num_threads(1)
+TransformersEngine: Any = registry().get("rollout", "transformers").load()
+TorchEngine: Any = registry().get("train", "torch").load()
+LIMIT_S = 60.0
+VOCABULARY = 43
 
 
 def write_model(folder: Path, seed: int = 0, **options: Any) -> str:
@@ -30,7 +31,7 @@ def write_model(folder: Path, seed: int = 0, **options: Any) -> str:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = Qwen3Config(
-            vocab_size=43,
+            vocab_size=VOCABULARY,
             hidden_size=64,
             num_hidden_layers=2,
             num_attention_heads=2,
@@ -79,7 +80,9 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("learned")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = GPT2Config(vocab_size=43, n_positions=128, n_embd=64, n_layer=2, n_head=2, initializer_range=0.2)
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_positions=128, n_embd=64, n_layer=2, n_head=2, initializer_range=0.2
+        )
         config.bos_token_id = config.eos_token_id = None
         GPT2LMHeadModel(config).save_pretrained(folder)
     return str(folder)
@@ -144,22 +147,65 @@ def generate() -> Callable[[TransformersEngine, list[Request]], list[list[Comple
     return collect
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for what happens in the decode thread."""
-    while not condition():
-        await asyncio.sleep(0.001)  # spinning would keep the interpreter's lock from it
+class Passes:
+    """The forward passes of a model in an engine's thread, and a gate before some of them.
+
+    ``shapes``: (rows, tokens) that each pass has read. A pass in ``hold``, counted from 1, waits for `go_on`.
+    """
+
+    def __init__(self, *hold: int) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self._hold, self._reached, self._open = set(hold), threading.Event(), threading.Event()
+        self._errors: dict[int, Exception] = {}
+
+    def before(self, module: torch.nn.Module, args: Any) -> None:
+        """Called by torch before each module; the embedding of tokens is the first of a model's."""
+        if isinstance(module, torch.nn.Embedding) and module.num_embeddings == VOCABULARY:
+            self.shapes.append(tuple(args[0].shape))
+            if len(self.shapes) in self._hold:
+                self._reached.set()
+                assert self._open.wait(LIMIT_S)
+                self._open.clear()
+            if error := self._errors.pop(len(self.shapes), None):
+                raise error
+
+    async def reached(self) -> None:
+        """Wait until a pass stands at the gate."""
+        assert await asyncio.to_thread(self._reached.wait, LIMIT_S)
+        self._reached.clear()
+
+    def go_on(self) -> None:
+        self._open.set()
+
+    def hold(self, passes: int) -> None:
+        """Hold so many passes from now on."""
+        self._hold.add(len(self.shapes) + passes)
+
+    def fail_at(self, number: int, error: Exception) -> None:
+        """Raise in a later pass, once."""
+        self._errors[number] = error
+
+    async def load(self, engine: Any, *updates: Any) -> set[str]:
+        """Load between the pass at the gate and the next one. Returns the names of the last update."""
+        loading = [asyncio.ensure_future(engine.load_weights(update)) for update in updates]
+        await asyncio.sleep(0)  # each load is queued, and so is whatever else the test has begun
+        self.go_on()
+        return (await asyncio.gather(*loading))[-1]
 
 
-@pytest.fixture(scope="session")
-def busy() -> Callable[[TransformersEngine], Awaitable[None]]:
-    """Waits until an engine decodes something."""
-    return lambda engine: until(lambda: engine._thread._decoder.rows)
+@pytest.fixture
+def passes() -> Iterator[Callable[..., Passes]]:
+    """Watches the passes of the engine that is used next, until the test ends."""
+    hooks = []
 
+    def watch(*hold: int) -> Passes:
+        made = Passes(*hold)
+        hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(made.before))
+        return made
 
-@pytest.fixture(scope="session")
-def idle() -> Callable[[TransformersEngine], Awaitable[None]]:
-    """Waits until an engine decodes nothing."""
-    return lambda engine: until(lambda: not engine._thread._decoder.rows)
+    yield watch
+    for hook in hooks:
+        hook.remove()
 
 
 @pytest.fixture(scope="session")
@@ -194,21 +240,3 @@ def batch(tiny: str, prompts: list[np.ndarray[Any, Any]]) -> Batch:
 def trainer(tiny: str) -> Callable[..., TorchEngine]:
     """Makes train engines of the tiny model, with a learning rate that shows in one step."""
     return lambda folder=tiny, **options: TorchEngine(folder, **{"lr": 1e-3} | options)
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    """So many receivers, which live on for the next test unless they died in this one, or it failed."""
-    everybody: list[Receiver] = []
-
-    def alive(count: int) -> list[Receiver]:
-        for lost in [each for each in everybody if each.owes or each.child._process.poll() is not None]:
-            everybody.remove(lost)
-            lost.child.kill()
-        while len(everybody) < count:
-            everybody.append(stack.enter_context(Receiver(f"r{next(numbers)}")))
-        return everybody[:count]
-
-    numbers = itertools.count()
-    with contextlib.ExitStack() as stack:
-        yield alive

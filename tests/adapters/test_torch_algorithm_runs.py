@@ -25,7 +25,7 @@ def test_ppo_with_a_critic_a_reference_and_a_correction_trains_in_a_workflow(tin
         rollout=af.Rollout("transformers", model=tiny, group_size=1, sampling=af.Sampling(max_tokens=5, seed=0), **HERE),
         reward=exact_match,
         stages=[af.Stage(af.Logprobs("torch", model=tiny), gives=["ref_logprobs"], **HERE)],
-        train=af.Train("torch", model=tiny, algorithm=algorithm, lr=1e-3, updates=2),
+        train=af.Train("torch", model=tiny, algorithm=algorithm, lr=1e-3, updates=2, **HERE),
         batch_size=16, steps=3, staleness=af.Staleness(max_staleness=1),
         checkpoint=af.Checkpoint(every=2),
     )  # fmt: skip

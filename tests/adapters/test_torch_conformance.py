@@ -10,18 +10,22 @@ import numpy as np
 import pytest
 
 import asyncflow_sdk as af
-from asyncflow_sdk.testing.kit.conformance import BoundCheck, Conformance
+from asyncflow_sdk.plugins import registry
+from asyncflow_sdk.testing.kit.conformance import BoundCheck, Conformance, checks_of
 from asyncflow_sdk.testing.kit.precision import follows
 from asyncflow_torch.reference import HuggingFacePolicy
-from asyncflow_torch.rollout import TransformersEngine
 
-rollout = Conformance("rollout", "transformers", options={"threads": 1, "max_rows": 32})
-any_order = Conformance(
-    "rollout", "transformers", options={"threads": 1, "max_rows": 32}, only=["any_order"], limit_s=40.0
-)
+TransformersEngine: Any = registry().get("rollout", "transformers").load()
+
+CHECKS = [
+    each.name
+    for each in checks_of("rollout")
+    if each.tier in ("basic", "full") or each.name in ("any_order", "killed")
+]
+rollout = Conformance("rollout", "transformers", options={"threads": 1, "max_rows": 32}, only=CHECKS, limit_s=40.0)
 half = Conformance(
     "rollout", "transformers", dtype="bfloat16", options={"threads": 1, "max_rows": 32, "dtype": "bfloat16"},
-    only=["greedy", "company", "logprobs", "stops", "update", "stale_cache", "update_in_flight", "interrupted", "holds"],
+    only=["greedy", "logprobs", "update", "update_in_flight", "interrupted", "holds"],
 )  # fmt: skip
 train = Conformance("train", "torch", options={"threads": 1, "lr": 1e-3})
 parts = Conformance(
@@ -39,7 +43,7 @@ def test_the_rollout_engine_conforms_in_bfloat16(check: BoundCheck) -> None:
     check()
 
 
-class IgnoresTemperature(TransformersEngine):
+class IgnoresTemperature(TransformersEngine):  # type: ignore[misc]
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
         plain = replace(
             request, sampling=replace(request.sampling, temperature=float(request.sampling.temperature > 0))
@@ -48,16 +52,19 @@ class IgnoresTemperature(TransformersEngine):
             yield got
 
 
-class TakesAllButTheHead(TransformersEngine):
-    def _load(self, update: af.WeightUpdate) -> set[str]:
-        kept = self._model.lm_head.weight.clone()
-        taken = super()._load(update)
-        self._model.lm_head.weight.data.copy_(kept)
+class TakesAllButTheHead(TransformersEngine):  # type: ignore[misc]
+    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
+        head = dict(self.held_weights())["lm_head.weight"]
+        kept = head.clone()
+        taken: set[str] = await super().load_weights(update)
+        head.copy_(kept)
         return taken
 
 
-@pytest.mark.parametrize(("engine", "check"), [(IgnoresTemperature, "logprobs"), (TakesAllButTheHead, "update")])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("engine", "check", "dtype"),
+    [(IgnoresTemperature, "logprobs", "bfloat16"), (TakesAllButTheHead, "update", "float16")],
+)
 def test_what_is_wrong_is_caught_in_lower_precision_too(engine: type[Any], check: str, dtype: str) -> None:
     report = Conformance("rollout", engine, dtype=dtype, options={"threads": 1, "dtype": dtype}, only=[check]).run()
 
@@ -78,11 +85,6 @@ def test_a_choice_that_rounding_decides_is_right_and_another_is_not() -> None:
     assert not follows(policy, 0, prompt, other, 3.9 * float(second[at]))
 
 
-@any_order.parametrize
-def test_the_rollout_engine_conforms_in_any_order(check: BoundCheck) -> None:
-    check()
-
-
 @train.parametrize
 def test_the_train_engine_conforms(check: BoundCheck) -> None:
     check()
@@ -91,9 +93,3 @@ def test_the_train_engine_conforms(check: BoundCheck) -> None:
 @parts.parametrize
 def test_the_train_engine_conforms_in_micro_batches(check: BoundCheck) -> None:
     check()
-
-
-def test_the_rollout_engine_in_a_real_run_whose_replicas_are_killed() -> None:
-    report = Conformance("rollout", "transformers", options={"threads": 1}, only=["killed"]).run()
-
-    assert report.ok, report.to_dict()

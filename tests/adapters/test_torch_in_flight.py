@@ -14,20 +14,23 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow_sdk.errors import EngineError, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import Completion, Request
+from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import Batch, Sampling
-from asyncflow_torch import reading
-from asyncflow_torch.policy import named_weights
-from asyncflow_torch.rollout import TransformersEngine
-from asyncflow_torch.train import TorchEngine
 
-Make = Callable[..., TransformersEngine]
+Make = Callable[..., Any]
+Watch = Callable[..., Any]
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 LIMIT_S = 60
 
 
+def _trainer(folder: str) -> Any:
+    engine: Any = registry().get("train", "torch").load()
+    return engine(folder)
+
+
 def _versions(folder: str, count: int) -> list[dict[str, Any]]:
     """The folder's weights, and ``count`` versions that are clearly others."""
-    first = {n: t.clone() for n, t in named_weights(AutoModelForCausalLM.from_pretrained(folder))}
+    first = {n: t.detach().clone() for n, t in _trainer(folder).named_weights()}
     made = [first]
     for seed in range(count):
         generator = torch.Generator().manual_seed(seed)
@@ -35,55 +38,21 @@ def _versions(folder: str, count: int) -> list[dict[str, Any]]:
     return made
 
 
-class Gate:
-    """Holds the decode thread before chosen steps until the test lets it go on."""
-
-    def __init__(self, engine: TransformersEngine, steps: Sequence[int]) -> None:
-        self._decoder = engine._thread._decoder
-        self._engine, self._step, self._left = engine, self._decoder.step, set(steps)
-        self._count = 0
-        self._reached, self._open = threading.Event(), threading.Event()
-        self._decoder.step = self._gated
-
-    def _gated(self) -> Any:
-        self._count += 1
-        if self._count in self._left:
-            self._reached.set()
-            assert self._open.wait(LIMIT_S)
-            self._open.clear()
-        return self._step()
-
-    async def reached(self) -> None:
-        assert await asyncio.to_thread(self._reached.wait, LIMIT_S)
-        self._reached.clear()
-
-    async def load(self, *updates: Any) -> set[str]:
-        """Load between this step and the next; the names of the last."""
-        loading = [asyncio.ensure_future(self._engine.load_weights(update)) for update in updates]
-        await asyncio.sleep(0)  # they are on their way, and so is whatever else the test has begun
-        self.go_on()
-        return (await asyncio.gather(*loading))[-1]
-
-    def go_on(self) -> None:
-        self._open.set()
-
-
 @pytest.fixture
-def swapped(make_update: Any) -> Callable[..., list[list[Completion]]]:
-    """Runs requests on an engine, and after given steps loads versions 1, 2, ...; completions by request."""
+def swapped(make_update: Any, passes: Watch) -> Callable[..., list[list[Completion]]]:
+    """Runs requests on an engine, and loads versions 1, 2, ..., each so many passes after the last; completions by request."""
 
     def run(
-        engine: TransformersEngine, requests: list[Request], versions: list[dict[str, Any]], steps: list[int]
+        engine: Any, requests: list[Request], versions: list[dict[str, Any]], after: list[int]
     ) -> list[list[Completion]]:
-        async def one(request: Request) -> list[Completion]:
-            return sorted([c async for got in engine.generate(request) for c in got.each()], key=lambda c: c.index)
-
         async def scenario() -> list[list[Completion]]:
-            gate = Gate(engine, steps)
-            running = [asyncio.ensure_future(one(request)) for request in requests]
-            for number in range(1, len(steps) + 1):
+            gate = passes(after[0])
+            running = [asyncio.ensure_future(_all(engine, request)) for request in requests]
+            for number in range(1, len(after) + 1):
+                if number > 1:
+                    gate.hold(after[number - 1])
                 await gate.reached()
-                taken = await gate.load(make_update(versions[number], version=number))
+                taken = await gate.load(engine, make_update(versions[number], version=number))
                 assert taken == versions[number].keys()
             return await asyncio.gather(*running)
 
@@ -105,7 +74,7 @@ def _check_logprobs(
     """Every token's log-prob is what the trainer computes with the version that its span names."""
     rows = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
     batch = Batch.of({"prompt_ids": [p for p, _ in rows], "response_ids": [c.token_ids for _, c in rows]})
-    trainer = TorchEngine(folder)
+    trainer = _trainer(folder)
     for version, weights in enumerate(versions):
         with torch.no_grad():
             for name, tensor in trainer.named_weights():
@@ -134,8 +103,8 @@ def test_after_a_swap_rows_go_on_as_the_new_version_alone_would(
     versions = _versions(endless, 1)
     requests = [Request(p, Sampling(temperature=0, max_tokens=30)) for p in prompts]
 
-    # when version 1 comes after the tenth step
-    groups = swapped(rollout(endless), requests, versions, [10])
+    # when version 1 comes after the pass over the prompts and ten more
+    groups = swapped(rollout(endless), requests, versions, [11])
 
     # then each has eleven tokens of version 0, and goes on from them as version 1 alone does
     for prompt, (c,) in zip(prompts, groups, strict=True):
@@ -147,13 +116,11 @@ def test_after_a_swap_rows_go_on_as_the_new_version_alone_would(
     _check_logprobs(endless, versions, prompts, groups)
 
 
-@pytest.mark.parametrize("pass_tokens", [16384, 40])
 @pytest.mark.parametrize("folder", ["tiny", "tied", "windowed", "learned"])
 def test_every_log_prob_is_that_of_its_version_over_several_swaps(
-    folder: str, pass_tokens: int, request: Any, rollout: Make, swapped: Any, monkeypatch: Any, prompts: list[Ids]
+    folder: str, request: Any, rollout: Make, swapped: Any, prompts: list[Ids]
 ) -> None:
     # given more groups than fit, of many lengths, so that rows end, join and wait at any step
-    monkeypatch.setattr(reading, "PASS_TOKENS", pass_tokens)
     path = request.getfixturevalue(folder)
     versions = _versions(path, 4)
     requests = [
@@ -164,7 +131,7 @@ def test_every_log_prob_is_that_of_its_version_over_several_swaps(
     ]
 
     # when four versions come
-    groups = swapped(rollout(path, max_rows=14), requests, versions, [2, 9, 10, 23])
+    groups = swapped(rollout(path, max_rows=14), requests, versions, [3, 7, 1, 13])
 
     # then the spans of each response are whole, some responses are of several versions, and all log-probs right
     completions = [c for group in groups for c in group]
@@ -182,7 +149,7 @@ def test_what_waits_in_line_starts_under_the_new_version(endless: str, rollout: 
     versions = _versions(endless, 1)
 
     # when
-    first, second = swapped(rollout(endless, max_rows=4), requests, versions, [3])
+    first, second = swapped(rollout(endless, max_rows=4), requests, versions, [4])
 
     # then
     assert {c.spans for c in first} == {((0, 0, 4), (1, 4, 20))}
@@ -195,22 +162,39 @@ def test_the_folders_weights_may_count_as_another_version(tiny: str, rollout: Ma
     assert list(one.spans) == [(7, 0, len(one.token_ids))]
 
 
-def test_the_prompt_of_a_group_is_read_again_once(endless: str, rollout: Make, swapped: Any) -> None:
-    # given a model that tells what it is given
-    engine = rollout(endless)
-    shapes: list[Any] = []
-    engine._model.model.embed_tokens.register_forward_hook(lambda _l, args, _o: shapes.append(tuple(args[0].shape)))
-
-    # when eight rows have drawn five tokens each
+def test_prompts_are_read_once_for_a_group_and_again_once_for_a_version(
+    endless: str, rollout: Make, swapped: Any, passes: Watch
+) -> None:
+    # given two groups of eight of one prompt, and one of another
     prompt = np.arange(10, 20, dtype=np.int32)
-    swapped(engine, [Request(prompt, Sampling(max_tokens=6), n=8)], _versions(endless, 1), [4])
+    requests = [Request(ids, Sampling(max_tokens=6), n=8) for ids in (prompt, prompt, prompt[:4])]
+    watched = passes()
 
-    # then the prompt is read once more, and four tokens of each row
-    assert shapes == [(1, 10), *[(8, 1)] * 4, (1, 10), (8, 4), (8, 1)]
+    # when a version comes after the pass over the prompts and four more
+    swapped(rollout(endless), requests, _versions(endless, 1), [5])
+
+    # then both prompts are read once more, and four tokens of each row
+    assert watched.shapes == [(2, 10), *[(24, 1)] * 4, (2, 10), (24, 4), (24, 1)]
+
+
+def test_more_rows_than_one_pass_reads_are_read_again(
+    endless: str, rollout: Make, swapped: Any, passes: Watch
+) -> None:
+    versions = _versions(endless, 1)
+    requests = [Request(np.arange(3, 13 + i, dtype=np.int32), Sampling(max_tokens=75), n=128) for i in range(2)]
+    watched = passes()
+
+    groups = swapped(rollout(endless, max_rows=256), requests, versions, [73])
+
+    again = [shape for shape in watched.shapes[73:] if shape[1] > 1]
+    assert sum(rows for rows, tokens in again if tokens > 64) == 256
+    assert len(again) > 3, "prompts, and parts of the rows"
+    assert {c.spans for group in groups for c in group} == {((0, 0, 73), (1, 73, 75))}
+    _check_logprobs(endless, versions, [r.prompt_ids for r in requests], [group[:2] for group in groups])
 
 
 def test_a_version_that_does_not_fit_leaves_what_runs_alone(
-    endless: str, rollout: Make, generate: Any, make_update: Any
+    endless: str, rollout: Make, generate: Any, make_update: Any, passes: Watch
 ) -> None:
     # given a running request
     engine = rollout(endless)
@@ -218,12 +202,12 @@ def test_a_version_that_does_not_fit_leaves_what_runs_alone(
     ((*wanted,),) = generate(engine, [request])
 
     async def scenario() -> list[Completion]:
-        gate = Gate(engine, [5])
+        gate = passes(6)
         running = asyncio.ensure_future(_all(engine, request))
         await gate.reached()
         # when
         with pytest.raises(WeightMismatch, match="nothing was loaded"):
-            await gate.load(make_update({"lm_head.weight": torch.zeros(1)}))
+            await gate.load(engine, make_update({"lm_head.weight": torch.zeros(1)}))
         return await running
 
     # then it is what it would have been
@@ -232,12 +216,12 @@ def test_a_version_that_does_not_fit_leaves_what_runs_alone(
     assert {c.spans for c in got} == {((0, 0, 20),)}
 
 
-async def _all(engine: TransformersEngine, request: Request) -> list[Completion]:
+async def _all(engine: Any, request: Request) -> list[Completion]:
     return sorted([c async for got in engine.generate(request) for c in got.each()], key=lambda c: c.index)
 
 
 def test_a_swap_that_breaks_off_ends_what_runs_and_waits_until_a_version_is_whole(
-    endless: str, rollout: Make, make_update: Any
+    endless: str, rollout: Make, make_update: Any, passes: Watch
 ) -> None:
     # given a request that runs, one that could begin at the next step, and one that waits
     engine = rollout(endless, max_rows=4)
@@ -246,14 +230,14 @@ def test_a_swap_that_breaks_off_ends_what_runs_and_waits_until_a_version_is_whol
     broken = versions[1] | {"model.norm.weight": torch.zeros(1)}
 
     async def scenario() -> list[Completion]:
-        gate = Gate(engine, [5])
+        gate = passes(6)
         tasks = [asyncio.ensure_future(_all(engine, request))]
         await gate.reached()
         tasks += [asyncio.ensure_future(_all(engine, request)) for _ in range(2)]
 
         # when a version breaks off half-way
         with pytest.raises(WeightError, match="written in part"):
-            await gate.load(make_update(broken, promised=versions[1]))
+            await gate.load(engine, make_update(broken, promised=versions[1]))
 
         # then all get an error of their own, and nothing is begun
         errors = await asyncio.gather(*tasks, return_exceptions=True)
@@ -273,30 +257,21 @@ def test_a_swap_that_breaks_off_ends_what_runs_and_waits_until_a_version_is_whol
 
 
 def test_when_what_runs_cannot_be_read_again_it_ends_and_the_version_is_loaded(
-    endless: str, rollout: Make, make_update: Any
+    endless: str, rollout: Make, make_update: Any, passes: Watch
 ) -> None:
-    # given a request that runs, one that waits, and a model with no room for a third prompt
+    # given a request that runs, one that waits, and a model that fails when it reads again
     engine = rollout(endless, max_rows=2)
     versions = _versions(endless, 1)
     request = Request(np.array([5, 6], np.int32), Sampling(max_tokens=50), n=2)
 
-    def fail(_layer: Any, args: Any) -> None:
-        raise RuntimeError("out of memory")
-
     async def scenario() -> list[Completion]:
-        gate = Gate(engine, [5])
+        gate = passes(6)
         first, second = (asyncio.ensure_future(_all(engine, request)) for _ in range(2))
         await gate.reached()
-        decoder, read_again = engine._thread._decoder, engine._thread._decoder.read_again
-
-        def without_memory(prompts: Any) -> Any:
-            with engine._model.model.embed_tokens.register_forward_pre_hook(fail):
-                return read_again(prompts)
-
-        decoder.read_again = without_memory
+        gate.fail_at(7, RuntimeError("out of memory"))
 
         # when
-        assert await gate.load(make_update(versions[1])) == versions[1].keys()
+        assert await gate.load(engine, make_update(versions[1])) == versions[1].keys()
 
         # then what ran says why, and what waited is served by the new version
         with pytest.raises(EngineError, match="version 1 was loaded, but what ran .*out of memory"):
@@ -309,7 +284,7 @@ def test_when_what_runs_cannot_be_read_again_it_ends_and_the_version_is_loaded(
 
 
 def test_a_request_aborted_during_a_swap_is_gone_and_the_others_go_on(
-    endless: str, rollout: Make, make_update: Any, idle: Any
+    endless: str, rollout: Make, make_update: Any, passes: Watch
 ) -> None:
     # given two requests that run, and an update whose tensors the test hands out
     engine = rollout(endless)
@@ -324,10 +299,10 @@ def test_a_request_aborted_during_a_swap_is_gone_and_the_others_go_on(
             return super().__iter__()
 
     async def scenario() -> list[Completion]:
-        gate = Gate(engine, [5])
+        gate = passes(6)
         doomed, kept = (asyncio.ensure_future(_all(engine, request)) for request in requests)
         await gate.reached()
-        loading = asyncio.ensure_future(gate.load(Slow(versions[1])))
+        loading = asyncio.ensure_future(gate.load(engine, Slow(versions[1])))
         assert await asyncio.to_thread(writing.wait, LIMIT_S)
 
         # when one is cancelled while the weights are written
@@ -338,8 +313,9 @@ def test_a_request_aborted_during_a_swap_is_gone_and_the_others_go_on(
 
         # then the other is whole, and nothing is left behind
         got = await kept
-        await idle(engine)
-        assert not engine._thread._jobs
+        gate.shapes.clear()
+        await _all(engine, Request(np.array([5], np.int32), Sampling(max_tokens=3)))
+        assert gate.shapes == [(1, 1)] * 3
         return got
 
     got = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
@@ -347,20 +323,23 @@ def test_a_request_aborted_during_a_swap_is_gone_and_the_others_go_on(
     _check_logprobs(endless, versions, [requests[1].prompt_ids], [got])
 
 
-def test_loads_without_a_token_between_leave_no_empty_span(endless: str, rollout: Make, make_update: Any) -> None:
+def test_loads_without_a_token_between_leave_no_empty_span(
+    endless: str, rollout: Make, make_update: Any, passes: Watch
+) -> None:
     # given a running request
     engine = rollout(endless)
     versions = _versions(endless, 2)
     request = Request(np.array([5, 6], np.int32), Sampling(max_tokens=20), n=2)
 
     async def scenario() -> list[Completion]:
-        gate = Gate(engine, [5, 9])
+        gate = passes(6)
         running = asyncio.ensure_future(_all(engine, request))
         await gate.reached()
         # when version 1 and version 2 come at once, and version 2 once more later
-        await gate.load(*(make_update(versions[v], version=v) for v in (1, 2)))
+        await gate.load(engine, *(make_update(versions[v], version=v) for v in (1, 2)))
+        gate.hold(2)
         await gate.reached()
-        await gate.load(make_update(versions[2], version=2))
+        await gate.load(engine, make_update(versions[2], version=2))
         return await running
 
     # then
@@ -370,14 +349,14 @@ def test_loads_without_a_token_between_leave_no_empty_span(endless: str, rollout
 
 
 def test_responses_are_scored_between_two_tokens_of_what_runs(
-    endless: str, rollout: Make, make_update: Any, trainer: Any
+    endless: str, rollout: Make, trainer: Any, passes: Watch
 ) -> None:
     # given a request that runs
     engine = rollout(endless)
     request = Request(np.array([5, 6], np.int32), Sampling(max_tokens=50), n=2)
 
     async def scenario() -> tuple[Any, list[Completion]]:
-        gate = Gate(engine, [5])
+        gate = passes(6)
         running = asyncio.ensure_future(_all(engine, request))
         await gate.reached()
         scoring = asyncio.ensure_future(engine.logprobs([[5, 6]], [[7, 8, 9]]))

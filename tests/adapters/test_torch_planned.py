@@ -9,7 +9,6 @@ import pytest
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.workflow.text import Text, with_stop_ids
 
 
 def workflow(
@@ -63,12 +62,5 @@ def test_a_stop_of_several_tokens_is_refused_and_one_of_one_token_ends_responses
         workflow(tiny, stages=[af.Stage(judge, needs=["prompt"], gives=["verdict"])])
     sampling = af.Sampling(max_tokens=4, stop="=", stop_ids=(7,))
     workflow(tiny, rollout={"sampling": sampling})
-
-    # an engine is asked with its token, and never with the text
-    text = Text(f"{tiny}/tokenizer.json")
-    (token,) = text.encode(["="], special=False)[0]
-    assert with_stop_ids(sampling, text) == af.Sampling(max_tokens=4, stop_ids=(7, int(token)))
-    with pytest.raises(ConfigError, match="there is no tokenizer to encode it"):
-        with_stop_ids(sampling, None)
     with pytest.raises(ConfigError, match="a request has token ids to stop at"):
         af.Request(np.array([1], np.int32), sampling)

@@ -1,9 +1,10 @@
-"""The plugin: found through its entry point, and light until an engine is made."""
+"""The plugin: found through its entry point, light until an engine is made, and true of its engine."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 from asyncflow_sdk.plugins import registry
 
@@ -28,3 +29,11 @@ def test_listing_the_plugin_and_the_demo_task_import_no_torch() -> None:
         "heavy = {'torch', 'transformers', 'numpy'} & sys.modules.keys(); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_engine_on_transformers_can_what_its_adapter_declares(tiny: str, rollout: Any) -> None:
+    declared, has = registry().get("rollout", "transformers").spec, rollout(tiny).capabilities
+    assert set(declared.said("swap") or ()) == has.swap
+    assert set(declared.said("has") or ()) == {
+        flag for flag in ("token_versions", "logprobs", "held_weights") if getattr(has, flag)
+    }

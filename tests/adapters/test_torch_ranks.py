@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -21,107 +22,66 @@ from asyncflow_torch.schedules import go_to, make_schedule
 _CHILD = Path(__file__).with_name("ranks_children.py")
 
 
-class Started:
-    """So many processes, as a launcher starts them; they begin when all of them are there."""
-
-    def __init__(self, what: str, size: int, **env: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(_CHILD), what], stdout=subprocess.PIPE, text=True,
-                env={**os.environ, **place, "RANK": str(rank), **env},
-            )
-            for rank in range(size)
-        ]  # fmt: skip
-
-    def said(self, rank: int) -> Any:
-        text, _ = self.processes[rank].communicate(timeout=100)  # only ends a test that would hang
-        return json.loads(text.splitlines()[-1]) if text else None
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+@contextlib.contextmanager
+def started(folder: Path, dies: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes, as a launcher starts them. The rank ``dies`` ends in the last call."""
+    folder.mkdir()
+    command = [sys.executable, str(_CHILD), str(folder), str(dies), *(str(free_port()) for _ in range(4))]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with contextlib.ExitStack() as stack:
+        made = []
+        for rank in (0, 1):
+            env = {**os.environ, **place, "RANK": str(rank)}
+            made.append(stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)))
+            stack.callback(made[-1].kill)
+        yield made
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    made: list[Started] = []
-
-    def begin(what: str, size: int = 2, **env: str) -> Started:
-        met = tmp_path / f"met-{len(made)}"
-        met.mkdir()
-        made.append(Started(what, size, MET=str(met), **env))
-        return made[-1]
-
-    yield begin
-    for each in made:
-        each.close()
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
-def test_all_hear_what_each_says(start: Any) -> None:
-    ranks = start("words", 3)
-
-    heard = [ranks.said(rank)[0] for rank in range(3)]
-
-    assert heard == [[{"rank": r, "text": "ü" * r, "odd": [None, float("inf")]} for r in range(3)]] * 3
+def heard(process: subprocess.Popen[str]) -> list[Any]:
+    text, _ = process.communicate(timeout=250)  # only ends a test that would hang
+    return [json.loads(line) for line in text.splitlines()]
 
 
-def test_what_one_refuses_all_refuse_and_go_on(start: Any) -> None:
-    ranks = start("one_refuses")
+def test_ranks_go_on_together_or_end_together_and_say_who_it_was(tmp_path: Path) -> None:
+    with started(tmp_path / "ranks", dies=1) as processes:
+        first, second = (heard(process) for process in processes)
 
-    assert [ranks.said(rank)[0] for rank in (0, 1)] == [["rank 1: rows 7 are odd", 0], ["rows 7 are odd", 1]]
+    # what each says, all hear; what one refuses, all refuse and go on; a file is whole when every rank has written
+    words = [{"rank": r, "text": "ü" * r, "odd": [None, float("inf")]} for r in range(2)]
+    assert first[0] == second[0] == [words, "went on"]
+    assert first[1] == ["SchemaError: rank 1: rows 7 are odd", "went on"]
+    assert second[1] == ["SchemaError: rows 7 are odd", "went on"]
+    assert first[2] == second[2] == [[[0.0], [1.0]], "went on"]
 
-
-def test_what_fails_on_one_rank_ends_the_call_on_all_with_its_traceback(start: Any, tmp_path: Path) -> None:
-    # neither its end nor the time of a collective does: it lives on
-    ranks = start("one_fails", TIMEOUT_S="600", TOLD=str(tmp_path / "told"))
-
-    for rank in (0, 1):
-        found, again = ranks.said(rank)
-        assert found.startswith("EngineError: rank 1 of 2 failed in third():")
+    # what fails on one ends the call on all with its traceback, and so the write of a file
+    for found, again in (first[3], second[3]):
+        assert found.startswith("EngineError: rank 1 of 2 failed in failed():")
         assert "Traceback" in found
         assert "MemoryError: no room for gradients" in found
-        assert again.startswith("another() is not possible: rank 1 of 2 failed in third()")
+        assert again.startswith("EngineError: another() is not possible: rank 1 of 2 failed in failed()")
+    assert ["no space left" in said[4][0] for said in (first, second)] == [True, True], (first[4], second[4])
+
+    # one that hangs is named when the time is out, and one that dies at once
+    assert first[5][0].startswith("EngineError: rank 1 of 2 has ended or hangs; rank 0 waited for it in hangs()")
+    assert "rank 1 of 2" in first[6][0]
+    assert "in dies()" in first[6][0]
+    assert (len(second), processes[1].returncode) == (6, 3)
 
 
-@pytest.mark.parametrize("folder", ["whole", "full"])
-def test_a_file_is_whole_when_every_rank_has_written_or_it_fails_on_all(
-    start: Any, folder: str, tmp_path: Path
-) -> None:
-    (tmp_path / folder).mkdir()
-    ranks = start("one_cannot_write", FOLDER=str(tmp_path / folder))
+def test_the_first_rank_which_holds_the_store_is_named_too_when_it_dies(tmp_path: Path) -> None:
+    with started(tmp_path / "ranks", dies=0) as processes:
+        said = [heard(process) for process in processes]
 
-    found = [ranks.said(rank)[0] for rank in (0, 1)]
-
-    if folder == "whole":
-        assert found == [[[0.0], [1.0]]] * 2
-    else:
-        assert ["no space left" in words for words in found] == [True, True], found
-
-
-@pytest.mark.parametrize("dies", [0, 1])
-def test_a_rank_that_dies_is_named(start: Any, dies: int) -> None:
-    ranks = start("one_dies", DIES=str(dies))
-
-    found, _ = ranks.said(1 - dies)
-
-    assert f"rank {dies} of 2" in found
-    assert "in fourth()" in found
-    assert ranks.processes[dies].wait(10) == 3
-
-
-def test_a_rank_that_hangs_is_named_when_the_time_is_out(start: Any) -> None:
-    ranks = start("one_hangs", TIMEOUT_S="3")
-
-    found, _ = ranks.said(0)
-
-    assert found.startswith("EngineError: rank 1 of 2 has ended or hangs; rank 0 waited for it in fifth()")
+    ((found, _),) = said[1]
+    assert "rank 0 of 2" in found
+    assert "in dies()" in found
+    assert (said[0], processes[0].returncode) == ([], 3)
 
 
 def test_half_an_environment_is_refused_and_ranks_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,12 +90,10 @@ def test_half_an_environment_is_refused_and_ranks_that_never_come(monkeypatch: p
     with pytest.raises(ConfigError, match="has RANK, WORLD_SIZE and not MASTER_ADDR, MASTER_PORT"):
         Ranks.join("cpu", timeout_s=5)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("MASTER_PORT", str(port))
-    with pytest.raises(EngineError, match=f"rank 0 of 2 has not met the others at 127.0.0.1:{port} within 2 s"):
-        Ranks.join("cpu", timeout_s=2)
+    with pytest.raises(EngineError, match=f"rank 0 of 2 has not met the others at 127.0.0.1:{port} within 0.5 s"):
+        Ranks.join("cpu", timeout_s=0.5)
 
 
 def test_rates_rise_and_fall_and_go_on_where_they_were() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import Request
+from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import Batch, Sampling
-from asyncflow_torch import decode_thread
-from asyncflow_torch.rollout import TransformersEngine
 
-Make = Callable[..., TransformersEngine]
-LIMIT_S = 30
+Make = Callable[..., Any]
+Watch = Callable[..., Any]
+TransformersEngine: Any = registry().get("rollout", "transformers").load()
+LIMIT_S = 60
 
 
 def test_greedy_equals_transformers_own_generate(
@@ -79,27 +83,28 @@ def test_completions_say_which_they_are_and_why_they_ended(tiny: str, rollout: M
         assert (c.token_ids.dtype, c.logprobs.dtype) == (np.int32, np.float32)
 
 
-@pytest.mark.parametrize(("together_s", "parts"), [(3600.0, 1), (-1.0, 4)])
-def test_rows_of_a_request_that_end_one_after_another_come_together_if_it_is_soon(
-    tiny: str, rollout: Make, monkeypatch: pytest.MonkeyPatch, together_s: float, parts: int
-) -> None:
-    # given
-    monkeypatch.setattr(decode_thread, "TOGETHER_S", together_s)
-    engine, came = rollout(tiny), []
+def test_rows_that_ended_come_before_others_of_their_request(tiny: str, rollout: Make, passes: Watch) -> None:
+    # given a request whose rows end with different tokens, held up after some have ended
+    engine, request = rollout(tiny), Request(np.array([5, 6], np.int32), Sampling(max_tokens=6), n=64, seed=0)
 
-    # when some rows end with each of four tokens
-    async def run() -> None:
-        request = Request(np.array([5, 6], np.int32), Sampling(max_tokens=6), n=64, seed=0)
-        came.extend([list(completed.each()) async for completed in engine.generate(request)])
+    async def scenario() -> list[list[Any]]:
+        gate = passes(4)
+        stream = engine.generate(request)
+        first = asyncio.ensure_future(anext(stream))
+        await gate.reached()
+        await asyncio.sleep(0.1)  # longer than rows wait for others
+        gate.hold(1)
+        gate.go_on()
+        # when the fourth pass is over and the fifth is not: then they are there
+        parts = [list((await first).each())]
+        gate.go_on()
+        return [*parts, *[list(each.each()) async for each in stream]]
 
-    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
-
-    # then all come once, whole, in as many parts as were to be waited for
-    group = sorted((each for part in came for each in part), key=lambda completion: completion.index)
+    parts = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    group = sorted((each for part in parts for each in part), key=lambda completion: completion.index)
     assert [completion.index for completion in group] == list(range(64))
-    assert len({len(completion.token_ids) for completion in group}) == 4
+    assert {len(completion.token_ids) for completion in parts[0]} <= {1, 2, 3, 4}
     assert all(len(c.token_ids) == 6 or c.token_ids[-1] == 2 for c in group)
-    assert len(came) == parts
 
 
 def test_a_seeded_request_repeats_its_tokens_in_any_company(
@@ -122,115 +127,97 @@ def test_a_seeded_request_repeats_its_tokens_in_any_company(
     assert len({tuple(ids) for ids in wanted}) > 1
 
 
-def test_more_rows_than_fit_wait_their_turn(tiny: str, rollout: Make, generate: Any) -> None:
+def test_more_rows_than_fit_wait_their_turn(tiny: str, rollout: Make, generate: Any, passes: Watch) -> None:
     # given room for 8 rows and 10 requests of 3
-    engine = rollout(tiny, max_rows=8)
-    most = 0
-    model = engine._model
-    model.lm_head.register_forward_hook(lambda _l, _i, out: _note(out.shape[0]))
+    watched = passes()
 
-    def _note(rows: int) -> None:
-        nonlocal most
-        most = max(most, rows)
-
-    # when
-    groups = generate(engine, [Request(np.array([5 + i]), Sampling(max_tokens=5), n=3) for i in range(10)])
+    groups = generate(
+        rollout(tiny, max_rows=8), [Request(np.array([5 + i]), Sampling(max_tokens=5), n=3) for i in range(10)]
+    )
 
     # then all are served, and never more than fit at once
     assert [len(group) for group in groups] == [3] * 10
-    assert 3 < most <= 8
+    assert 3 < max(rows for rows, _ in watched.shapes) <= 8
 
 
-def test_a_late_request_is_served_while_an_earlier_one_runs(endless: str, rollout: Make, busy: Any) -> None:
+def _counted(engine: Any, prompt: int, tokens: int, n: int = 1) -> Any:
+    """A task: how many responses came."""
+
+    async def count() -> int:
+        request = Request(np.array([prompt], np.int32), Sampling(max_tokens=tokens), n=n)
+        return len([c async for got in engine.generate(request) for c in got.each()])
+
+    return asyncio.ensure_future(count())
+
+
+def test_a_late_request_is_served_while_an_earlier_one_runs(endless: str, rollout: Make, passes: Watch) -> None:
     engine = rollout(endless)
-    long = Request(np.array([5, 6, 7], np.int32), Sampling(max_tokens=120))
-    short = Request(np.array([8], np.int32), Sampling(max_tokens=2))
 
-    async def scenario() -> list[str]:
-        ended: list[str] = []
-
-        async def run(name: str, request: Request) -> None:
-            ended.extend([name async for _ in engine.generate(request)])
-
+    async def scenario() -> bool:
         # given a request that has begun
-        first = asyncio.create_task(run("long", long))
-        await busy(engine)
+        gate = passes(2)
+        long = _counted(engine, 5, 120)
+        await gate.reached()
         # when another comes
-        await asyncio.gather(first, run("short", short))
-        return ended
+        short = _counted(engine, 8, 2)
+        await asyncio.sleep(0)
+        gate.hold(3)
+        gate.go_on()
+        # then it ends first
+        assert await short == 1
+        gate.go_on()
+        assert not long.done()
+        return await long == 1
 
-    # then it ends first
-    assert asyncio.run(asyncio.wait_for(scenario(), LIMIT_S)) == ["short", "long"]
+    assert asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
 
 
-def test_cancelling_one_generation_aborts_its_rows_and_no_others(endless: str, rollout: Make, busy: Any) -> None:
+def test_cancelling_one_generation_aborts_its_rows_and_no_others(endless: str, rollout: Make, passes: Watch) -> None:
     engine = rollout(endless, max_rows=4)
 
-    async def scenario() -> int:
-        # given two running requests that fill the engine, one to be cancelled, and one that waits for room
-        async def count(n: int, tokens: int) -> int:
-            request = Request(np.array([5], np.int32), Sampling(max_tokens=tokens), n=n)
-            return len([c async for got in engine.generate(request) for c in got.each()])
-
-        doomed = asyncio.create_task(count(3, 127))
-        kept = asyncio.create_task(count(1, 127))
-        waiting = asyncio.create_task(count(2, 3))
-        await busy(engine)
-        assert engine._thread._decoder.rows == 4
+    async def scenario() -> None:
+        # given two running requests that fill the engine, one to be cancelled, and two that wait for room
+        gate = passes(2)
+        doomed, kept = _counted(engine, 5, 127, 3), _counted(engine, 5, 127)
+        waiting, never = _counted(engine, 6, 3, 2), _counted(engine, 7, 127, 2)
+        await gate.reached()
+        assert gate.shapes == [(1, 1), (4, 1)]
 
         # when
         doomed.cancel()
+        never.cancel()
+        await asyncio.wait([doomed, never])
+        gate.hold(7)
+        gate.go_on()
 
-        # then the one that waited gets the room before the other long one ends, and nothing is left running
+        # then the one that waited gets the room before the other long one ends, and the other is never read
+        await gate.reached()
         assert await waiting == 2
-        assert not kept.done()
+        gate.go_on()
         assert await kept == 1
-        with pytest.raises(asyncio.CancelledError):
-            await doomed
-        return engine._thread._decoder.rows
+        assert set(gate.shapes[9:]) == {(1, 1)}
+        assert doomed.cancelled()
+        assert never.cancelled()
 
-    assert asyncio.run(asyncio.wait_for(scenario(), LIMIT_S)) == 0
-
-
-def test_a_request_cancelled_while_it_waits_is_never_decoded(endless: str, rollout: Make, busy: Any) -> None:
-    engine = rollout(endless, max_rows=1)
-
-    async def scenario() -> int:
-        # given a full engine and two requests that wait
-        async def count(tokens: int) -> int:
-            request = Request(np.array([5], np.int32), Sampling(max_tokens=tokens))
-            return len([c async for got in engine.generate(request) for c in got.each()])
-
-        first, doomed, last = (asyncio.create_task(count(tokens)) for tokens in (40, 127, 1))
-        await busy(engine)
-        passes: list[Any] = []
-        engine._model.register_forward_pre_hook(lambda *_: passes.append(1))
-
-        # when
-        doomed.cancel()
-        assert (await first, await last) == (1, 1)
-        return len(passes)
-
-    # then no pass was spent on it
-    assert asyncio.run(asyncio.wait_for(scenario(), LIMIT_S)) <= 41
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
 
 
-def test_leaving_the_iteration_early_aborts_the_rest(endless: str, rollout: Make, busy: Any, idle: Any) -> None:
+def test_leaving_the_iteration_early_aborts_the_rest(endless: str, rollout: Make, passes: Watch) -> None:
     engine = rollout(endless)
 
     async def scenario() -> None:
-        # given two responses of which one is wanted
+        # given two responses of which none is wanted any more
+        gate = passes(2)
         stream = engine.generate(Request(np.array([5], np.int32), Sampling(max_tokens=100), n=2))
-        requests = [Request(np.array([6], np.int32), Sampling(max_tokens=1))]
-        other = [c async for got in engine.generate(requests[0]) for c in got.each()]
         pending = asyncio.ensure_future(anext(stream))
-        await busy(engine)
+        await gate.reached()
         # when
         pending.cancel()
         await asyncio.wait([pending])
-        # then
-        await idle(engine)
-        assert len(other) == 1
+        gate.go_on()
+        # then the engine reads what comes next alone
+        await _counted(engine, 6, 3)
+        assert gate.shapes == [(1, 1), (2, 1), *[(1, 1)] * 3]
 
     asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
 
@@ -258,26 +245,13 @@ def test_a_request_that_cannot_run_fails_alone(
     assert len(one.token_ids) <= 28
 
 
-def test_an_error_in_the_decode_thread_reaches_everyone_who_waits(tiny: str, rollout: Make) -> None:
-    # given a model that fails at its third pass
+def test_an_error_in_a_pass_reaches_everyone_who_waits(tiny: str, rollout: Make, passes: Watch) -> None:
+    # given a model that fails in its third pass, when two requests run and two wait for room
     engine = rollout(tiny, max_rows=4)
-    passes = 0
-
-    def fail(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
-        if passes == 3:
-            raise RuntimeError("out of luck")
-
-    hook = engine._model.register_forward_pre_hook(fail)
-    requests = [Request(np.array([5 + i], np.int32), Sampling(max_tokens=100), n=2) for i in range(4)]
+    passes().fail_at(3, RuntimeError("out of luck"))
 
     async def scenario() -> list[Any]:
-        async def one(request: Request) -> int:
-            return len([c async for got in engine.generate(request) for c in got.each()])
-
-        # when two requests run and two wait for room
-        return await asyncio.gather(*(one(r) for r in requests), return_exceptions=True)
+        return await asyncio.gather(*(_counted(engine, 5 + i, 100, 2) for i in range(4)), return_exceptions=True)
 
     outcomes = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
 
@@ -286,38 +260,38 @@ def test_an_error_in_the_decode_thread_reaches_everyone_who_waits(tiny: str, rol
     assert len({id(outcome) for outcome in outcomes}) == 4
     assert all("out of luck" in str(outcome) for outcome in outcomes)
     assert isinstance(outcomes[0].__cause__, RuntimeError)
-    hook.remove()
     assert asyncio.run(asyncio.wait_for(scenario(), LIMIT_S)) == [2] * 4
 
 
 def test_broken_weights_are_an_error_and_not_a_response(tiny: str, rollout: Make, generate: Any) -> None:
     engine = rollout(tiny)
-    engine._model.lm_head.weight[7] = float("nan")
+    dict(engine.held_weights())["lm_head.weight"][7] = float("nan")
     with pytest.raises(EngineError, match="not finite"):
         generate(engine, [Request(np.array([5], np.int32), Sampling(max_tokens=3))])
 
 
-def test_closing_ends_what_runs_and_refuses_what_comes(endless: str, busy: Any) -> None:
-    engine = TransformersEngine(endless)
-    request = Request(np.array([5], np.int32), Sampling(max_tokens=127), n=8)
-
-    async def one() -> int:
-        return len([c async for got in engine.generate(request) for c in got.each()])
+def test_closing_ends_what_runs_and_refuses_what_comes(endless: str, rollout: Make, passes: Watch) -> None:
+    before = set(threading.enumerate())
+    engine = rollout(endless)
 
     async def scenario() -> None:
         # given a request that runs
-        running = asyncio.create_task(one())
-        await busy(engine)
+        gate = passes(2)
+        running = _counted(engine, 5, 127, 8)
+        await gate.reached()
         # when
-        await engine.close()
+        closing = asyncio.ensure_future(engine.close())
+        await asyncio.sleep(0)
+        gate.go_on()
+        await closing
         # then
         with pytest.raises(EngineError, match="closed"):
             await running
         with pytest.raises(EngineError, match="closed"):
-            await one()
+            await _counted(engine, 5, 1)
 
     asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
-    assert not engine._thread._thread.is_alive()
+    assert set(threading.enumerate()) <= before
 
 
 def test_what_is_no_model_folder_is_refused_with_its_path(tmp_path: Any, tiny: str) -> None:
@@ -332,6 +306,80 @@ def test_what_is_no_model_folder_is_refused_with_its_path(tmp_path: Any, tiny: s
         TransformersEngine(tiny, dtype="int8")
     with pytest.raises(ConfigError, match="device 'nonsense'"):
         TransformersEngine(tiny, device="nonsense")
+
+
+def test_tokens_come_with_the_frequencies_of_the_distribution(
+    endless: str, rollout: Make, generate: Any, prompts: list[np.ndarray]
+) -> None:
+    # given what the model says comes after a prompt
+    model, count = AutoModelForCausalLM.from_pretrained(endless).eval(), 2000
+    with torch.no_grad():
+        logits = model(torch.tensor(prompts[0][None], dtype=torch.int64)).logits[0, -1].double()
+    engine = rollout(endless, max_rows=count)
+    likeliest = torch.argsort(-logits).tolist()
+    held = torch.softmax(logits, 0)[likeliest].cumsum(0).tolist()
+    fewest = next(n for n, share in enumerate(held, 1) if share >= 0.6)
+
+    for cut, kept in (
+        ({}, 43),
+        ({"temperature": 0.5}, 43),
+        ({"top_k": 2}, 2),
+        ({"top_p": 1e-6}, 1),
+        ({"top_p": 0.6}, fewest),
+        ({"top_p": 0.99999, "top_k": 3}, 3),
+    ):
+        # when as many responses of one token are drawn
+        sampling = Sampling(max_tokens=1, **cut)
+        (group,) = generate(engine, [Request(prompts[0], sampling, n=count, seed=0)])
+
+        # then frequencies fit (six standard deviations), nothing that was cut is drawn, and log-probs are under the whole vocabulary
+        full = torch.log_softmax(logits / sampling.temperature, 0).numpy()
+        wanted = np.where(np.isin(np.arange(43), likeliest[:kept]), np.exp(full), 0)
+        wanted /= wanted.sum()
+        drawn = np.concatenate([c.token_ids for c in group])
+        shares = np.bincount(drawn, minlength=43) / count
+        assert (np.abs(shares - wanted) <= 6 * np.sqrt(wanted * (1 - wanted) / count) + 1e-9).all(), cut
+        assert set(drawn.tolist()) <= set(likeliest[:kept])
+        np.testing.assert_allclose(np.concatenate([c.logprobs for c in group]), full[drawn], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "stops"),
+    [([4, 9], 2, {4, 9}), (9, 2, {9}), (None, 2, {2}), (None, None, set())],
+)
+def test_end_tokens_come_from_the_generation_configuration_first(
+    tiny: str, rollout: Make, generate: Any, tmp_path: Any, generation: Any, config: Any, stops: set[int]
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    for name, ends in (("generation_config.json", generation), ("config.json", config)):
+        said = json.loads((folder / name).read_text()) | {"eos_token_id": ends}
+        (folder / name).write_text(json.dumps(said))
+
+    request = Request(np.array([5, 6], np.int32), Sampling(max_tokens=20), n=64, seed=0)
+    (group,) = generate(rollout(str(folder)), [request])
+
+    assert {int(c.token_ids[-1]) for c in group if c.finish_reason == "stop"} == stops
+
+
+def test_long_and_short_rows_together_have_the_log_probs_of_the_train_engine(
+    windowed: str, learned: str, rollout: Make, generate: Any, trainer: Any, passes: Watch
+) -> None:
+    """Where a layer looks back a few tokens only, and where positions end: a row that ended must not run out of them."""
+    for folder in (windowed, learned):
+        requests = [
+            Request(np.resize(np.arange(3, 40), length).astype(np.int32), Sampling(max_tokens=tokens), n=n)
+            for length, tokens, n in ((120, 4, 3), (3, 100, 2), (30, 20, 2))
+        ]
+        groups = generate(rollout(folder), requests)
+        rows = [(r.prompt_ids, c) for r, group in zip(requests, groups, strict=True) for c in group]
+        batch = Batch.of({"prompt_ids": [p for p, _ in rows], "response_ids": [c.token_ids for _, c in rows]})
+        wanted = trainer(folder).logprobs(batch).values
+        np.testing.assert_allclose(np.concatenate([c.logprobs for _, c in rows]), wanted, atol=1e-4)
+
+    # and rows that have ended are dropped
+    watched = passes()
+    generate(rollout(learned), requests[:2])
+    assert watched.shapes[-1] == (2, 1)
 
 
 def test_a_folder_that_lacks_weights_is_refused_by_their_names(tmp_path: Any, tiny: str) -> None:

@@ -1,10 +1,8 @@
-"""Whole runs of the torch engines, in real processes, with versions loaded while requests run."""
+"""Whole runs of the torch engines, with versions loaded while requests run or between them."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rank_runs import check_version_folders
 from safetensors.torch import load_file
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WeightMismatch
+from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import VERSION_SPANS, token_staleness, token_versions
-from asyncflow_torch.rollout import TransformersEngine
-from asyncflow_torch.train import TorchEngine
+from asyncflow_sdk.types.events import Loaded, WeightState
 
-STEPS, GROUP = 8, 4
+TransformersEngine: Any = registry().get("rollout", "transformers").load()
+TorchEngine: Any = registry().get("train", "torch").load()
+
+STEPS, GROUP = 6, 4
 LIMIT_S = 60
 
 
@@ -38,13 +40,13 @@ def _workflow(folder: str, weights: af.Weights, **options: Any) -> af.Workflow:
             model=folder,
             group_size=GROUP,
             prompt="prompt_ids",
-            sampling=af.Sampling(max_tokens=100),
+            sampling=af.Sampling(max_tokens=60),
             max_rows=24,
-            env={"OMP_NUM_THREADS": "1"},
+            launcher="thread",
             **options,
         ),
         reward=_odd,
-        train=af.Train("torch", model=folder, lr=1e-2, env={"OMP_NUM_THREADS": "1"}),
+        train=af.Train("torch", model=folder, lr=1e-2, launcher="thread"),
         batch_size=2 * GROUP,
         steps=STEPS,
         staleness=af.Staleness(max_staleness=2),
@@ -94,11 +96,26 @@ def test_a_run_swaps_in_flight_and_every_token_is_what_its_version_gives(endless
             of = token_versions(batch.ragged(VERSION_SPANS)).values == version
             wanted = trainer.logprobs(batch).values
             np.testing.assert_allclose(batch.ragged("logprobs").values[of], wanted[of], atol=1e-4)
+    check_version_folders(tmp_path / "versions", tmp_path / "run" / "model", endless)
+
+
+def test_every_version_is_proven_where_requests_end_first(endless: str, tmp_path: Path) -> None:
+    events: list[Any] = []
+    probe = af.Probe(((1, 5, 6), (7, 8)), ((9, 10, 11), (12, 13, 14, 15)))
+
+    weights = af.Weights(swap="boundary", verify=["probe", "held"], probe=probe)
+    result = _workflow(endless, weights).run(tmp_path / "run", on_event=events.append)
+
+    assert (result.summary["balanced"], result.summary["steps"]) == (True, STEPS)
+    assert not [e for e in events if isinstance(e, WeightState) and e.state == "failed"]
+    assert max(e.version for e in events if isinstance(e, Loaded)) >= STEPS - 3  # else the last step were too stale
+    late = af.staleness_of(tmp_path / "run").values
+    assert 0 <= late.min() <= late.max() <= 2
 
 
 @pytest.mark.parametrize("folder", ["tiny", "tied"])
 def test_float32_masters_are_published_and_held_in_bfloat16(
-    folder: str, request: Any, rollout: Callable[..., TransformersEngine], trainer: Any, batch: Any
+    folder: str, request: Any, rollout: Callable[..., Any], trainer: Any, batch: Any
 ) -> None:
     # given a trainer in float32 and an engine in bfloat16
     path = request.getfixturevalue(folder)
@@ -133,31 +150,18 @@ def test_float32_masters_are_published_and_held_in_bfloat16(
         assert all(torch.equal(tensor, before[name]) for name, tensor in other.held_weights())
 
 
-class Breaking(TransformersEngine):
-    """Stops before its fifth step until version ``breaks`` comes, whose load breaks off half-way, the first time."""
+class Breaking(TransformersEngine):  # type: ignore[misc]
+    """Its first load of version 1 breaks off half-way, between the pass at the gate and the next one."""
 
-    def __init__(self, *args: Any, breaks: int, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._breaks = breaks
-        self._come = threading.Event()
-        self.under_way, self.stopped = 0, False
-        self._steps = itertools.count()
-        decoder = self._thread._decoder
-        self._step, decoder.step = decoder.step, self._gated
-
-    def _gated(self) -> Any:
-        if next(self._steps) == 4:
-            self.stopped = True
-            assert self._come.wait(LIMIT_S)
-        return self._step()
+    gate: Any = None
 
     async def load_weights(self, update: Any) -> set[str]:
-        if update.version != self._breaks or self._come.is_set():
+        if update.version != 1 or self.gate is None:
             return await super().load_weights(update)
-        self.under_way = self._thread._decoder.rows
+        gate, self.gate = self.gate, None
         loading = asyncio.ensure_future(super().load_weights(_Half(update)))
         await asyncio.sleep(0)
-        self._come.set()
+        gate.go_on()
         return await loading
 
 
@@ -174,9 +178,12 @@ class _Half:
             yield item
 
 
-def test_a_load_that_breaks_off_in_flight_costs_no_row_and_no_blame(endless: str, trainer: Any, batch: Any) -> None:
+def test_a_load_that_breaks_off_in_flight_costs_no_row_and_no_blame(
+    endless: str, trainer: Any, batch: Any, passes: Any
+) -> None:
     # given twelve groups that run when the load of version 1 breaks off
-    engine = Breaking(endless, breaks=1, max_rows=64)
+    engine = Breaking(endless, max_rows=64)
+    engine.gate = gate = passes(5)
     train = trainer(endless, lr=0.01)
     events: list[Any] = []
     with af.serve(max_staleness=4, steps=3, on_event=events.append) as run:
@@ -193,11 +200,10 @@ def test_a_load_that_breaks_off_in_flight_costs_no_row_and_no_blame(endless: str
 
             async def scenario() -> None:
                 producer = af.Producer(
-                    replica.queue, engine, sampling=af.Sampling(max_tokens=100), swap="in_flight", verify=["held"]
+                    replica.queue, engine, sampling=af.Sampling(max_tokens=60), swap="in_flight", verify=["held"]
                 )
                 running = asyncio.ensure_future(producer.run())
-                while not engine.stopped:
-                    await asyncio.sleep(0.001)
+                await gate.reached()
                 # when
                 publisher.publish(1, train.named_weights())
                 await running
@@ -205,6 +211,6 @@ def test_a_load_that_breaks_off_in_flight_costs_no_row_and_no_blame(endless: str
             asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
 
         # then every row was generated in the end, and no prompt was held to be at fault
-        assert engine.under_way == 48
+        assert gate.shapes[4] == (48, 1)
         assert run.queue.status().step == 3
     assert not [e for e in events if getattr(e, "level", "") == "warning" and "refused" in e.text]

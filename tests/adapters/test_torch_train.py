@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncflow_sdk.algorithms import GRPO
-from asyncflow_sdk.errors import ConfigError, EngineError, SchemaError
+from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.types import Batch
 
 
@@ -72,12 +72,12 @@ def test_micro_batches_make_the_step_of_the_whole_batch(trainer: Any, batch: Bat
     # when
     one, many = whole.train_step(batch), parts.train_step(batch)
 
-    # then metrics agree, and so do the gradients left behind
+    # then metrics agree, and so do the weights
     assert one.metrics["clip_fraction"] > 0
     for name, value in one.metrics.items():
         assert many.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6)
-    for (name, p), q in zip(whole._model.named_parameters(), parts._model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-6, msg=name)
+    for (name, p), (_, q) in zip(whole.named_weights(), parts.named_weights(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6, msg=name)
 
 
 def test_rows_without_advantage_change_nothing_but_the_token_count(trainer: Any, batch: Batch) -> None:
@@ -107,24 +107,10 @@ def test_a_batch_without_any_advantage_makes_no_step(trainer: Any, batch: Batch)
     assert _equal(_weights(engine), before)
 
 
-def test_bad_rows_are_refused_before_anything_changes(trainer: Any, batch: Batch) -> None:
-    engine = trainer()
-    before = _weights(engine)
-    reward = batch.array("reward").copy()
-    reward[5] = np.nan
-    bad = Batch.of({n: batch[n] for n in batch} | {"reward": reward}, groups=batch.groups)
-    with pytest.raises(SchemaError, match="rows 5 have a reward"):
-        engine.train_step(bad)
-    with pytest.raises(SchemaError, match="no column 'logprobs'"):
-        engine.train_step(Batch.of({n: batch[n] for n in ("prompt_ids", "response_ids", "reward")}))
-    assert _equal(_weights(engine), before)
-
-
 def test_a_gradient_that_is_not_finite_makes_no_step(trainer: Any, batch: Batch) -> None:
     # given a model that gives nonsense for one token
     engine = trainer()
-    with torch.no_grad():
-        engine._model.lm_head.weight[7] = float("inf")
+    dict(engine.named_weights())["lm_head.weight"][7] = float("inf")
     before = _weights(engine)
 
     # when / then
