@@ -1,7 +1,9 @@
-"""Runs whose trainer is a real engine of two ranks: one is killed in a collective, or both are started by a launcher of the field."""
+"""Train engines of two ranks: what it takes to give weights away, and runs in which one rank is killed in a collective, or a launcher
+of the field starts both."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
+from asyncflow_sdk.types import Shard
 from asyncflow_sdk.types.events import Event, Note, Span, StepTrained, WorkerState
 
 STEPS, ROWS = 4, 16
@@ -27,13 +31,17 @@ def odd_tokens(response_ids: Any) -> list[float]:
 
 def hold(engine: Any, gates: str) -> None:
     """Rank 1 waits in the backward pass of a step of which there is a file in ``gates``, where it writes its process number: the others
-    are in that pass's collectives, or come to them."""
+    are in that pass's collectives, or come to them. What a step raises stands there too, in a file for each rank."""
     step, backward, place, index = engine.train_step, engine.backward, Path(gates), -1
 
     def train_step(batch: Any) -> Any:
         nonlocal index
         index = batch.index
-        return step(batch)
+        try:
+            return step(batch)
+        except Exception as error:
+            (place / f"raised by {os.environ['RANK']}").write_text(str(error))
+            raise
 
     def held(loss: Any, *, last: bool) -> None:
         if os.environ["RANK"] == "1" and (place / str(index)).exists():
@@ -44,6 +52,56 @@ def hold(engine: Any, gates: str) -> None:
         backward(loss, last=last)
 
     engine.train_step, engine.backward = train_step, held
+
+
+def count_giving(engine: Any, path: Path) -> None:
+    """Note into a folder what each way of giving an engine's weights away takes, and which collectives it calls."""
+    path.mkdir(exist_ok=True)
+    said: dict[str, Any] = {"given": 0}
+
+    def give() -> None:
+        for _, tensor in engine.named_weights():
+            piece = tensor.tensor if isinstance(tensor, Shard) else tensor
+            said["given"] += piece.numel() * piece.element_size()
+            del tensor, piece  # as a publisher does
+
+    export = type(engine).__mro__[1].export  # of a class that calls this in its own
+    for name, call in (
+        ("named_weights", give),
+        ("export", lambda: export(engine, path / "model")),
+        ("save", lambda: engine.save(path / "state")),
+        ("load", lambda: engine.load(path / "state")),
+    ):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+            call()
+        collectives = [e.key for e in prof.key_averages() if "gloo" in e.key or "c10d" in e.key]
+        said[name] = {"peak": _peak_bytes(prof), "collectives": collectives}
+    (path / f"{os.environ['RANK']}.json").write_text(json.dumps(said))
+
+
+def _peak_bytes(prof: Any) -> int:
+    """The most memory that torch had beyond that of the beginning."""
+    held = peak = 0
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def check_giving(folder: Path, elements: int, largest: int, bucket_bytes: int) -> None:
+    """By what two ranks noted: they gave each of ``elements`` once, in bfloat16, asked no other rank, and no way took more than
+    buckets, beside which the largest weight is large."""
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert sum(said["given"] for said in found) == 2 * elements
+    assert 4 * largest > 16 * bucket_bytes
+    for said in found:
+        assert said["named_weights"]["collectives"] == []
+        assert said["load"]["collectives"] != []  # so that these would be seen
+        assert said["named_weights"]["peak"] <= bucket_bytes
+        # float32, and what ranks say to each other; the optimizer has no state yet
+        for call in ("export", "save", "load"):
+            assert said[call]["peak"] <= 2 * bucket_bytes + 16384, (call, said)
 
 
 def rollout(model: str) -> af.Rollout:
@@ -89,6 +147,8 @@ def run_with_a_rank_killed_in_a_collective(engine: str, model: str, directory: P
     restarts = [e for e in events if isinstance(e, WorkerState) and e.state == "restarting"]
     assert [e.worker for e in restarts] == ["train-0 rank 0", "train-0 rank 1"]
     assert "rank 1 was killed by SIGKILL" in restarts[0].detail
+    raised = (gates / "raised by 0").read_text()
+    assert "rank 1 of 2 has ended or hangs; rank 0 waited for it in train_step()" in raised
     assert any(f"training goes on with step {STEPS - 2}" in e.text for e in events if isinstance(e, Note))
     steps = [e for e in events if isinstance(e, StepTrained)]
     assert [e.step for e in steps] == [*range(STEPS - 1), STEPS - 2, STEPS - 1]

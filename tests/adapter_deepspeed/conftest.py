@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deepspeed_parts import RANKS
 
 ASKED = os.environ.get("ASYNCFLOW_TEST_DEEPSPEED", "")
 """Where DeepSpeed must be: "here", or nowhere."""
@@ -26,7 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left_in_shared_memory() -> Iterator[None]:
+def _nothing_is_left_in_shared_memory() -> Iterator[None]:
     left = set(Path("/dev/shm").glob("deepspeed*"))
     yield
+    RANKS.close()
     assert not set(Path("/dev/shm").glob("deepspeed*")) - left

@@ -11,24 +11,24 @@ from typing import Any
 import deepspeed_parts
 import numpy as np
 import pytest
-from deepspeed_parts import options
+from deepspeed_parts import RANKS, Faulty, FaultyPPO, options
+from rank_runs import check_giving
 
 from asyncflow_sdk.algorithms import GRPO, PPO, Critic
 from asyncflow_sdk.errors import AsyncFlowError, EngineError
-from asyncflow_sdk.testing.kit.check import CheckFailed
-from asyncflow_sdk.testing.kit.ranks import Ranks
 from asyncflow_sdk.testing.kit.train_lab import TrainLab, distance, unlike
 
 
 @contextmanager
 def started(made: Any, world_size: int, policy: Any, **given: Any) -> Iterator[TrainLab]:
-    """Engines of so many ranks, as the kit has them."""
-    ranks = Ranks(made, world_size)
-    lab = TrainLab(ranks, policy, {"algorithm": GRPO(), **given})
+    """Engines of two ranks, in the same two processes for all tests, or of one in this process."""
+    RANKS.path = f"{made.__module__}:{made.__qualname__}"
+    lab = TrainLab(RANKS if world_size == 2 else made, policy, {"algorithm": GRPO(), **given})
     try:
         yield lab
     finally:
-        ranks.close()
+        lab.close()
+        lab.end()
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_steps_are_those_of_the_plain_engine(policy: Any, stage: int) -> None:
     assert apart < 1e-3
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 1)])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (2, 2), (3, 2), (3, 1)])
 def test_a_policy_and_its_critic_make_the_plain_engines_steps(
     policy: Any, stage: int, ranks: int, tmp_path: Path
 ) -> None:
@@ -94,7 +94,7 @@ def test_a_policy_and_its_critic_make_the_plain_engines_steps(
     wanted = [plain.step(batch).metrics for batch in batches[:3]]
     after = weights(plain, tmp_path / "after")
 
-    with started(deepspeed_parts.with_critic, ranks, policy, **options(stage, **given)) as lab:
+    with started(deepspeed_parts.engine_of, ranks, policy, **options(stage, **given)) as lab:
         lab.start()
         begins = lab.tensors()
         have = [lab.step(batch).metrics for batch in batches[:3]]
@@ -104,11 +104,11 @@ def test_a_policy_and_its_critic_make_the_plain_engines_steps(
         lab.load(tmp_path / "have")
         assert lab.step(batches[3]).metrics == goes_on
         for which, says in (("policy", r"\bgrad_norm is (inf|nan)"), ("critic", "critic_grad_norm is (inf|nan)")):
-            lab.start(infinite=which)
+            lab.start(algorithm=FaultyPPO(critic=Critic(decay=0.9), infinite=which), micro_batch_tokens=None)
             with pytest.raises(EngineError, match=f"{says}.*no step was made"):
                 lab.step(batches[0])
             assert not unlike(lab.tensors(), begins)
-            assert lab.step(batches[0]).metrics == have[0], "and so of what the critic expects"
+            assert lab.step(batches[0]).metrics == pytest.approx(have[0], rel=1e-4, abs=1e-5), "of the critic, too"
 
     assert any(name.startswith("critic/") and (before[name] != array).any() for name, array in after.items())
     for got, want in zip(have, wanted, strict=True):
@@ -121,7 +121,7 @@ def test_a_policy_and_its_critic_make_the_plain_engines_steps(
 def test_of_several_updates_one_whose_gradient_is_not_finite_is_left_out(policy: Any, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
-    with started(deepspeed_parts.not_finite, 2, policy, **options(2, updates=3)) as lab:
+    with started(deepspeed_parts.engine_of, 2, policy, **options(2, updates=3, algorithm=Faulty())) as lab:
         lab.start()
         metrics = lab.step(lab.batch((4, 3, 4))).metrics
         lab.engine.save(tmp_path)
@@ -131,17 +131,16 @@ def test_of_several_updates_one_whose_gradient_is_not_finite_is_left_out(policy:
     assert np.isfinite(list(metrics.values())).all()
 
 
-def test_what_is_published_saved_and_exported_is_not_gathered(policy: Any, tmp_path: Path) -> None:
-    with started(deepspeed_parts.looking, 2, policy, **options(3)) as lab:
+def test_giving_saving_and_exporting_weights_takes_a_bucket_and_asks_no_rank_for_its_part(
+    policy: Any, tmp_path: Path
+) -> None:
+    bucket = 512
+    with started(deepspeed_parts.counting, 2, policy, **options(3, dtype="bfloat16", bucket_bytes=bucket)) as lab:
         lab.start()
-        lab.step(lab.batch((4, 3)))
+        lab.engine.export(tmp_path)
 
-        tensors = lab.tensors()
-        lab.engine.save(tmp_path / "saved")
-        lab.engine.export(tmp_path / "model")
-
-    assert tensors.keys() == policy.tensors(0).keys()
-    assert not unlike(policy.read(tmp_path / "model"), tensors)
+    sizes = [array.size for array in policy.tensors(0).values()]
+    check_giving(tmp_path, sum(sizes), max(sizes), bucket)
 
 
 def test_another_number_of_ranks_another_stage_and_the_plain_engine_go_on(policy: Any, tmp_path: Path) -> None:
@@ -171,8 +170,8 @@ def test_another_number_of_ranks_another_stage_and_the_plain_engine_go_on(policy
         assert not unlike(lab.tensors(), wanted), "what has no moments yet is gone on from without those of before"
 
     for made, size, given in (
-        (deepspeed_parts.engine_of, 3, options(2, **rising)),
-        (deepspeed_parts.engine_of, 1, options(0, **rising)),
+        (deepspeed_parts.engine_of, 1, options(2, **rising)),
+        (deepspeed_parts.engine_of, 2, options(0, **rising)),
         (TorchEngine, 1, {"threads": 1, "lr": 1e-3, **rising}),
     ):
         with started(made, size, policy, **given) as other:
@@ -183,22 +182,10 @@ def test_another_number_of_ranks_another_stage_and_the_plain_engine_go_on(policy
             other.expect_same(wanted, other.tensors(), f"{size} ranks")
 
 
-def test_a_rank_that_dies_is_named_by_the_others(policy: Any) -> None:
-    with started(deepspeed_parts.dying, 2, policy, **options(3)) as lab:
-        lab.start()
-        lab.step(lab.batch((4, 3)))
-
-        with pytest.raises(CheckFailed, match="rank 1 ended in the call"):
-            lab.step(lab.batch((4, 3)))
-
-        (survivor, _) = lab.make._ranks
-        said = survivor.answer()
-    assert said["error"] == "EngineError"
-    assert "rank 1 of 2 has ended or hangs; rank 0 waited for it in train_step()" in said["text"]
-
-
 def test_after_a_step_that_broke_off_none_is_made(policy: Any) -> None:
-    with started(deepspeed_parts.failing_once, 1, policy, **options(2, micro_batch_tokens=64)) as lab:
+    with started(
+        deepspeed_parts.engine_of, 1, policy, **options(2, micro_batch_tokens=64, algorithm=Faulty(raises=True))
+    ) as lab:
         batch = lab.batch((4, 3))
         lab.start()
         with pytest.raises((AsyncFlowError, RuntimeError), match="told to fail"):
@@ -208,9 +195,7 @@ def test_after_a_step_that_broke_off_none_is_made(policy: Any) -> None:
             lab.step(batch)
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "float32"), (0, "bfloat16")]
-)
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "float32")])
 def test_no_step_is_made_with_a_gradient_that_is_not_finite(policy: Any, stage: int, dtype: str) -> None:
     given = options(stage, dtype=dtype, weight_decay=0.1)
     with started(deepspeed_parts.engine_of, 2, policy, **given) as lab:
@@ -220,7 +205,7 @@ def test_no_step_is_made_with_a_gradient_that_is_not_finite(policy: Any, stage: 
         lab.step(batch)
         wanted = lab.tensors()
 
-    with started(deepspeed_parts.not_finite, 2, policy, **given) as lab:
+    with started(deepspeed_parts.engine_of, 2, policy, **given, algorithm=Faulty()) as lab:
         lab.start()
         with pytest.raises(EngineError, match="no step was made"):
             lab.step(batch)

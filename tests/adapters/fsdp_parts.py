@@ -2,60 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rank_runs import hold
+from rank_runs import count_giving, hold
 from torch.distributed.fsdp import FSDPModule
-from torch.profiler import ProfilerActivity, profile
 
 from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.interfaces import PackedTokens
 from asyncflow_sdk.plugins import registry
-from asyncflow_sdk.types import Shard
 
 FsdpEngine: Any = registry().get("train", "fsdp").load()
 
 
-def peak_bytes(prof: Any) -> int:
-    """The most memory that torch had beyond that of the beginning."""
-    held = peak = 0
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
 class Counting(FsdpEngine):  # type: ignore[misc]
-    """`export` notes into the folder what each way of giving weights away takes, and whether ranks were asked. The metrics of a step
-    say how many modules are in shards of their own."""
+    """`export` only counts. The metrics of a step say how many modules are in shards of their own."""
 
     def export(self, path: Path) -> None:
-        path.mkdir(exist_ok=True)
-        said: dict[str, Any] = {"given": 0}
-
-        def give() -> None:
-            for _, tensor in self.named_weights():
-                piece = tensor.tensor if isinstance(tensor, Shard) else tensor
-                said["given"] += piece.numel() * piece.element_size()
-                del tensor, piece  # as a publisher does
-
-        for name, call in (
-            ("named_weights", give),
-            ("export", lambda: super(Counting, self).export(path / "model")),
-            ("save", lambda: self.save(path / "state")),
-            ("load", lambda: self.load(path / "state")),
-        ):
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-                call()
-            collectives = [e.key for e in prof.key_averages() if "gloo" in e.key or "c10d" in e.key]
-            said[name] = {"peak": peak_bytes(prof), "collectives": collectives}
-        (path / f"{os.environ['RANK']}.json").write_text(json.dumps(said))
+        count_giving(self, path)
 
     def train_step(self, batch: Any) -> Any:
         wrapped: set[int] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from algorithm_parts import InfiniteValues
 from conftest import write_model
 from fsdp_parts import Counting, FsdpEngine, Infinite
+from rank_runs import check_giving
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -168,16 +168,7 @@ def test_giving_saving_and_exporting_weights_takes_a_bucket_and_asks_no_rank_for
 
     with safe_open(f"{tiny}/model.safetensors", "np") as file:
         sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    assert sum(said["given"] for said in found) == 2 * sum(sizes)  # all there is, in bfloat16
-    assert 4 * max(sizes) > 16 * bucket
-    for said in found:
-        assert said["named_weights"]["collectives"] == []
-        assert said["load"]["collectives"] != []  # so that these would be seen
-        assert 0 < said["named_weights"]["peak"] <= bucket
-        # float32, and what ranks say to each other; the optimizer has no state yet
-        for call in ("export", "save", "load"):
-            assert said[call]["peak"] <= 2 * bucket + 16384, (call, said)
+    check_giving(tmp_path, sum(sizes), max(sizes), bucket)
     engine.close()
 
 

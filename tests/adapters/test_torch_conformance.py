@@ -22,7 +22,7 @@ CHECKS = [
     for each in checks_of("rollout")
     if each.tier in ("basic", "full") or each.name in ("any_order", "killed")
 ]
-rollout = Conformance("rollout", "transformers", options={"threads": 1, "max_rows": 32}, only=CHECKS, limit_s=40.0)
+rollout = Conformance("rollout", "transformers", options={"threads": 1, "max_rows": 32}, only=CHECKS)
 half = Conformance(
     "rollout", "transformers", dtype="bfloat16", options={"threads": 1, "max_rows": 32, "dtype": "bfloat16"},
     only=["greedy", "logprobs", "update", "update_in_flight", "interrupted", "holds"],
