@@ -1,14 +1,12 @@
-"""With which options DeepSpeed is made in tests, engines of two ranks, and algorithms that fail."""
+"""With which options DeepSpeed is made in tests, and engines of two ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rank_runs import count_giving, hold
 
-from asyncflow_sdk.algorithms import GRPO, PPO
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing.kit.ranks import Ranks
 
@@ -37,37 +35,6 @@ def counting(**given: Any) -> Any:
             count_giving(self, path)
 
     return Counting(**given)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Faulty(GRPO):
-    """The gradient of its first pass is infinite, or its second pass ``raises``."""
-
-    raises: bool = False
-    passes: list[int] = field(default_factory=list, compare=False)
-
-    def loss(self, tokens: Any) -> Any:
-        loss, metrics = super().loss(tokens)
-        self.passes.append(1)
-        if self.raises and len(self.passes) == 2:
-            raise ArithmeticError("told to fail")
-        return loss * (float("inf") if len(self.passes) == 1 and not self.raises else 1.0), metrics
-
-
-@dataclass(frozen=True, kw_only=True)
-class FaultyPPO(PPO):
-    """In its first pass the gradient of the policy's log-probs or of the critic's values is infinite."""
-
-    infinite: str = "policy"
-    passes: list[int] = field(default_factory=list, compare=False)
-
-    def loss(self, tokens: Any) -> Any:
-        loss, metrics = super().loss(tokens)
-        self.passes.append(1)
-        if len(self.passes) == 1:
-            given = tokens.logprobs if self.infinite == "policy" else tokens.values
-            loss = loss + (given - given.detach()).sum() * float("inf")
-        return loss, metrics
 
 
 def held(*, gates: str, **given: Any) -> Any:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from asyncflow_sdk.interfaces import Completion, Request, WeightUpdate
-from asyncflow_sdk.interfaces.weights import TensorType
+from asyncflow_sdk.interfaces import Completion, Request
 from asyncflow_sdk.plugins import registry
+from asyncflow_sdk.testing.kit.updates import HeldUpdate
 from asyncflow_sdk.types import Batch, Sampling
-from asyncflow_torch.demo.model import tokenizer
+from asyncflow_sdk.types.dtypes import from_torch
+from asyncflow_torch.reference import tiny_model
 
 torch.set_num_threads(1)
 TransformersEngine: Any = registry().get("rollout", "transformers").load()
@@ -26,66 +27,49 @@ LIMIT_S = 60.0
 VOCABULARY = 43
 
 
-def write_model(folder: Path, seed: int = 0, **options: Any) -> str:
-    """A random Qwen3 of hidden size 64 with two layers, and the demo's tokenizer."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=128,
-            initializer_range=0.2,  # far from uniform, so that drawing and cutting have something to show
-            pad_token_id=0,
-            bos_token_id=1,
-            **{"tie_word_embeddings": False, "eos_token_id": 2, "intermediate_size": 96} | options,
-        )
-        Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model folder."""
-    return write_model(tmp_path_factory.mktemp("tiny"))
+    """A model folder: a random Llama of hidden size 64 with two layers and a context of 128 tokens."""
+    return tiny_model(tmp_path_factory.mktemp("tiny"), ends=True, max_position_embeddings=128)
 
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model folder whose model knows no end token: every response is as long as it may be."""
-    return write_model(tmp_path_factory.mktemp("endless"), eos_token_id=None)
+    return tiny_model(tmp_path_factory.mktemp("endless"), max_position_embeddings=128)
 
 
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model folder whose output layer is its embedding."""
-    return write_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+    folder = tmp_path_factory.mktemp("tied")
+    return tiny_model(folder, ends=True, max_position_embeddings=128, tie_word_embeddings=True)
+
+
+def _saved(folder: Path, make: Callable[[], Any]) -> str:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        make().save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model folder whose second layer looks back eight tokens only."""
-    layers = ["full_attention", "sliding_attention"]
-    folder = tmp_path_factory.mktemp("windowed")
-    return write_model(folder, use_sliding_window=True, sliding_window=8, layer_types=layers)
+    """A model folder of another family, whose second layer looks back eight tokens only."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=128, initializer_range=0.2, use_sliding_window=True,
+        sliding_window=8, layer_types=["full_attention", "sliding_attention"], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return _saved(tmp_path_factory.mktemp("windowed"), lambda: Qwen3ForCausalLM(config))
 
 
 @pytest.fixture(scope="session")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model folder of another family: learned positions, which end at the context, and tied weights."""
-    folder = tmp_path_factory.mktemp("learned")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = GPT2Config(
-            vocab_size=VOCABULARY, n_positions=128, n_embd=64, n_layer=2, n_head=2, initializer_range=0.2
-        )
-        config.bos_token_id = config.eos_token_id = None
-        GPT2LMHeadModel(config).save_pretrained(folder)
-    return str(folder)
+    """A model folder of a third family: learned positions, which end at the context, and tied weights."""
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=64, n_layer=2, n_head=2, initializer_range=0.2)
+    config.bos_token_id = config.eos_token_id = None
+    return _saved(tmp_path_factory.mktemp("learned"), lambda: GPT2LMHeadModel(config))
 
 
 @pytest.fixture
@@ -102,32 +86,20 @@ def rollout() -> Iterator[Callable[..., TransformersEngine]]:
         asyncio.run(engine.close())
 
 
-class Update(WeightUpdate):
-    """A version at hand; it announces ``tensors`` unless ``promised`` says otherwise."""
+def an_update(tensors: dict[str, Any], version: int = 1, promised: dict[str, Any] | None = None) -> HeldUpdate:
+    """A version in memory. It announces ``tensors`` unless ``promised`` says otherwise."""
 
-    root = ""
+    def held(given: dict[str, Any]) -> HeldUpdate:
+        return HeldUpdate(version, {name: from_torch(tensor) for name, tensor in given.items()})
 
-    def __init__(self, tensors: dict[str, Any], version: int = 1, promised: dict[str, Any] | None = None) -> None:
-        self.version = version
-        self.tensors = {
-            name: TensorType(str(t.dtype).removeprefix("torch."), tuple(t.shape))
-            for name, t in (promised or tensors).items()
-        }
-        self._tensors = tensors
-
-    def arrays(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-        return ((name, tensor.numpy()) for name, tensor in self._tensors.items())
-
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        return iter(self._tensors.items())
-
-    def release(self) -> None:
-        pass
+    made = held(tensors)
+    made.tensors = held(promised or tensors).tensors
+    return made
 
 
 @pytest.fixture(scope="session")
-def make_update() -> type[Update]:
-    return Update
+def make_update() -> Callable[..., HeldUpdate]:
+    return an_update
 
 
 def collect(engine: TransformersEngine, requests: list[Request]) -> list[list[Completion]]:

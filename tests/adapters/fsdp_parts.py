@@ -1,8 +1,8 @@
-"""Engines and algorithms that tests of FSDP have in their ranks."""
+"""Engines that tests of FSDP have in their ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,6 @@ import torch
 from rank_runs import count_giving, hold
 from torch.distributed.fsdp import FSDPModule
 
-from asyncflow_sdk.algorithms import GRPO
-from asyncflow_sdk.interfaces import PackedTokens
 from asyncflow_sdk.plugins import registry
 
 FsdpEngine: Any = registry().get("train", "fsdp").load()
@@ -31,19 +29,6 @@ class Counting(FsdpEngine):  # type: ignore[misc]
         result = super().train_step(batch)
         hook.remove()
         return replace(result, metrics={**result.metrics, "wrapped": float(len(wrapped))})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Infinite(GRPO):
-    """Its gradient is not finite on ranks that have a row of the highest reward, or it ``raises`` there."""
-
-    raises: bool = False
-
-    def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
-        loss, metrics = super().loss(tokens)
-        if self.raises and tokens.advantages.max() > 1.4:
-            raise KeyError("a column that is not there")
-        return loss * torch.where(tokens.advantages.max() > 1.4, float("inf"), 1.0), metrics
 
 
 class Held(FsdpEngine):  # type: ignore[misc]

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from algorithm_parts import InfiniteValues
-from conftest import write_model
-from fsdp_parts import Counting, FsdpEngine, Infinite
+from faulty import Faulty, FaultyPPO
+from fsdp_parts import Counting, FsdpEngine
 from rank_runs import check_giving
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -28,6 +27,7 @@ from asyncflow_sdk.testing.kit.ranks import Ranks
 from asyncflow_sdk.testing.kit.train_lab import Tensors, copied, distance
 from asyncflow_sdk.types import Batch, Ragged
 from asyncflow_torch.ranks import Ranks as TorchRanks
+from asyncflow_torch.reference import tiny_model
 
 TorchEngine: Any = registry().get("train", "torch").load()
 RANKS = Ranks(FsdpEngine, 2)
@@ -94,7 +94,7 @@ def _near(have: Any, want: Any, tolerance: float) -> None:
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model folder with weights of a single row: of two ranks one has nothing of them."""
-    return write_model(tmp_path_factory.mktemp("narrow"), intermediate_size=1)
+    return tiny_model(tmp_path_factory.mktemp("narrow"), ends=True, intermediate_size=1)
 
 
 @pytest.mark.parametrize("model", ["tiny", "tied", "learned", "narrow"])
@@ -301,7 +301,9 @@ def test_an_export_is_a_folder_that_transformers_loads_in_one_file_or_in_several
         assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("algorithm", [Infinite(), InfiniteValues()], ids=["policy", "critic"])
+@pytest.mark.parametrize(
+    "algorithm", [Faulty(above=1.4), FaultyPPO(infinite="critic", calls=())], ids=["policy", "critic"]
+)
 def test_a_gradient_that_is_not_finite_on_one_rank_makes_no_step_on_any(
     algorithm: Any, tiny: str, two: Any, batch: Batch
 ) -> None:
@@ -336,9 +338,9 @@ def test_rows_that_no_rank_has_and_rows_that_one_rank_has(tiny: str, two: Any, b
 def test_what_is_raised_in_the_middle_of_a_step_is_told_by_all_with_its_rank(
     tiny: str, two: Any, batch: Batch
 ) -> None:
-    engine = two(tiny, algorithm=Infinite(raises=True), collective_timeout_s=20)
+    engine = two(tiny, algorithm=Faulty(above=1.4, raises=True), collective_timeout_s=20)
 
-    with pytest.raises(EngineError, match=r"(?s)rank \d of 2 failed in train_step\(\):.*KeyError: 'a column"):
+    with pytest.raises(EngineError, match=r"(?s)rank \d of 2 failed in train_step\(\):.*KeyError: 'told to fail"):
         engine.train_step(batch)
     with pytest.raises(EngineError, match=r"logprobs\(\) is not possible: rank \d of 2 failed in train_step"):
         engine.logprobs(batch)
@@ -481,7 +483,7 @@ def test_an_update_whose_gradient_is_not_finite_is_left_out_on_all_ranks(
     tiny: str, two: Any, batch: Batch, tmp_path: Path
 ) -> None:
     # given four updates, of which some have a row of the highest reward on some rank
-    engine = two(tiny, algorithm=Infinite(), updates=4)
+    engine = two(tiny, algorithm=Faulty(above=1.4), updates=4)
     metrics = engine.train_step(batch).metrics
     engine.save(tmp_path)
     engine.close()

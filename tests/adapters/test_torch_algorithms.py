@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import algorithm_parts as parts
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import asyncflow_sdk as af
 from asyncflow_sdk.errors import EngineError, SchemaError
 from asyncflow_sdk.types import Batch, Ragged
+
+
+@dataclass(frozen=True)
+class Reinforce(af.Algorithm):
+    """One number a row, no clip; a penalty by a column of the reference's log-probs."""
+
+    baseline: float = 0.5
+    beta: float = 0.1
+    needs = ("ref_logprobs",)
+
+    def advantages(self, batch):
+        return batch.array("reward") - self.baseline
+
+    def loss(self, tokens):
+        ratio = (tokens.logprobs - tokens.behaviour).exp()
+        penalty = (tokens.logprobs - tokens.columns["ref_logprobs"]).square().sum() / tokens.total_tokens
+        loss = -(ratio * tokens.advantages).sum() / tokens.total_tokens + self.beta * penalty
+        return loss, {"penalty": penalty.detach(), "rows": tokens.row_count}
+
+
+@dataclass(frozen=True)
+class Sequences(af.Algorithm):
+    """Advantages of tokens, a mean over rows, and ratios of whole rows; rows without an advantage are left out."""
+
+    discount: float = 0.9
+    drop_zero_advantage: bool = True
+
+    def advantages(self, batch):
+        lengths = batch.ragged("response_ids").lengths
+        back = np.concatenate([np.arange(n)[::-1] for n in lengths])
+        return af.Ragged.from_lengths(np.repeat(batch.array("reward"), lengths) * self.discount**back, lengths)
+
+    def loss(self, tokens):
+        zeros = tokens.logprobs.new_zeros(tokens.row_count)
+        count = zeros.index_add(0, tokens.rows, tokens.logprobs * 0 + 1)
+        ratio = (zeros.index_add(0, tokens.rows, tokens.logprobs - tokens.behaviour) / count).exp()
+        gain = zeros.index_add(0, tokens.rows, tokens.advantages) / count
+        return -(ratio * gain).sum() / tokens.total_rows, {"share": tokens.row_count / tokens.total_rows}
+
+
+class Bad(Sequences):
+    """Gives what is no advantage: ``discount`` says which."""
+
+    def advantages(self, batch):
+        rows = batch.rows
+        return {0: np.zeros(rows + 1), 1: np.full(rows, np.nan), 2: af.Ragged.of([[1.0]] * rows)}[int(self.discount)]
 
 
 def with_columns(batch: Batch, **more: Any) -> Batch:
@@ -51,7 +98,7 @@ def test_a_penalty_by_a_column_that_the_algorithm_needs(
     given = with_columns(
         batch, logprobs=drifted(batch, 5), ref_logprobs=drifted(batch, 6), loss_mask=Ragged(mask, offsets)
     )
-    engine = trainer(algorithm=parts.Reinforce(baseline=0.25, beta=0.5), micro_batch_tokens=budget, lr=1e-9)
+    engine = trainer(algorithm=Reinforce(baseline=0.25, beta=0.5), micro_batch_tokens=budget, lr=1e-9)
 
     result = engine.train_step(given)
 
@@ -77,7 +124,7 @@ def test_advantages_of_tokens_and_ratios_of_rows(tiny: str, trainer: Any, batch:
     reward = np.random.default_rng(2).normal(size=batch.rows).astype(np.float32)
     reward[::3] = 0.0
     given = with_columns(batch, logprobs=drifted(batch, 7), reward=reward)
-    engine = trainer(algorithm=parts.Sequences(), micro_batch_tokens=budget, lr=1e-9)
+    engine = trainer(algorithm=Sequences(), micro_batch_tokens=budget, lr=1e-9)
 
     result = engine.train_step(given)
 
@@ -101,7 +148,7 @@ def test_advantages_of_tokens_and_ratios_of_rows(tiny: str, trainer: Any, batch:
     [(0, r"Bad.advantages gave an array"), (1, "not finite"), (2, "other lengths than the responses'")],
 )
 def test_what_is_no_advantage_is_refused_by_name(trainer: Any, batch: Batch, how: int, message: str) -> None:
-    engine = trainer(algorithm=parts.Bad(discount=how))
+    engine = trainer(algorithm=Bad(discount=how))
     before = {name: tensor.clone() for name, tensor in engine.named_weights()}
 
     with pytest.raises(EngineError, match=message):
@@ -111,7 +158,7 @@ def test_what_is_no_advantage_is_refused_by_name(trainer: Any, batch: Batch, how
 
 
 def test_a_column_that_is_not_there_or_has_another_form_is_refused(trainer: Any, batch: Batch) -> None:
-    engine = trainer(algorithm=parts.Reinforce())
+    engine = trainer(algorithm=Reinforce())
 
     with pytest.raises(SchemaError, match="needs column 'ref_logprobs', which the batch lacks; say needs="):
         engine.train_step(batch)

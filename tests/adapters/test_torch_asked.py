@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import algorithm_parts as parts
 import numpy as np
 import pytest
 import torch
+from faulty import Faulty, FaultyPPO
 from safetensors.torch import load_file, save_file
 from test_torch_algorithms import drifted, norm_of, row_logprobs, with_columns
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,25 @@ from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import Batch, Ragged
 
 TorchEngine: Any = registry().get("train", "torch").load()
+
+
+@dataclass(frozen=True)
+class Noting(af.Algorithm):
+    """Asks for everything an engine computes, gives a column beside its advantages, and notes what its loss was given."""
+
+    given: list = field(default_factory=list, compare=False)
+    asks = ("proximal_logprobs", "entropy", "values")
+
+    def advantages(self, batch):
+        return {
+            "advantages": batch.array("reward"),
+            "twice": af.Ragged(2 * batch.ragged("values").values, batch.ragged("values").offsets),
+        }
+
+    def loss(self, tokens):
+        self.given.append(tokens)
+        each = tokens.logprobs * tokens.advantages + 0.1 * tokens.entropy + (tokens.values - 1).square()
+        return each.sum() / tokens.total_tokens, {}
 
 
 @pytest.fixture
@@ -161,7 +181,7 @@ def test_an_algorithm_gets_what_it_asks_for_of_each_token_once(
     tiny: str, trainer: Any, stale: Batch, updates: int, tmp_path: Path
 ) -> None:
     # given
-    algorithm = parts.Noting()
+    algorithm = Noting()
     engine = trainer(algorithm=algorithm, micro_batch_tokens=60, updates=updates)
     _, expected = row_values(tiny, give_head(engine, tmp_path), stale)
     before, values = engine.logprobs(stale).values, torch.cat(expected).detach().numpy()
@@ -203,7 +223,7 @@ def test_of_several_updates_those_whose_gradient_is_not_finite_are_left_out(
     trainer: Any, batch: Batch, tmp_path: Path
 ) -> None:
     # given updates of which the second has an infinite gradient
-    algorithm = parts.InfiniteAt(calls=(2,))
+    algorithm = Faulty(calls=(2,))
     engine = trainer(algorithm=algorithm, updates=3)
     before = {name: tensor.clone() for name, tensor in engine.named_weights()}
 
@@ -218,7 +238,7 @@ def test_of_several_updates_those_whose_gradient_is_not_finite_are_left_out(
     assert any(not torch.equal(tensor, before[name]) for name, tensor in trained.items())
 
     # and where none can be made the weights are as before, as of a single one
-    algorithm.infinite.update({4, 5, 6})
+    algorithm.more.update({4, 5, 6})
     with pytest.raises(af.EngineError, match="grad_norm is (inf|nan); no step was made, the weights are as before"):
         engine.train_step(batch)
     assert all(torch.equal(tensor, trained[name]) for name, tensor in engine.named_weights())
@@ -228,7 +248,7 @@ def test_of_several_updates_those_whose_gradient_is_not_finite_are_left_out(
 def test_neither_makes_a_step_where_the_gradient_of_one_is_not_finite(
     trainer: Any, batch: Batch, tmp_path: Path
 ) -> None:
-    engine = trainer(algorithm=parts.InfiniteValues())
+    engine = trainer(algorithm=FaultyPPO(calls=()))
 
     def weights() -> list[bytes]:
         engine.save(tmp_path)
@@ -285,7 +305,7 @@ def test_staleness_is_of_each_token_by_the_version_that_drew_it(trainer: Any, st
     spans = [np.array([[7, 0, 1], [10, 1, n]] if n > 1 else [[10, 0, 1]]) for n in lengths]
     step = with_columns(stale, version_spans=Ragged.of([row.astype(np.int64) for row in spans]))
     step.stretches = ((0, 0), (8, 2))
-    algorithm = dataclasses.replace(parts.Noting(), given=[])
+    algorithm = dataclasses.replace(Noting(), given=[])
     object.__setattr__(algorithm, "asks", ("staleness", "entropy", "values"))
     engine = trainer(algorithm=algorithm, micro_batch_tokens=60)
     with pytest.raises(af.SchemaError, match="no step of a run"):

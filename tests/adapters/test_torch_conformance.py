@@ -25,7 +25,7 @@ CHECKS = [
 rollout = Conformance("rollout", "transformers", options={"threads": 1, "max_rows": 32}, only=CHECKS)
 half = Conformance(
     "rollout", "transformers", dtype="bfloat16", options={"threads": 1, "max_rows": 32, "dtype": "bfloat16"},
-    only=["greedy", "logprobs", "update", "update_in_flight", "interrupted", "holds"],
+    only=["greedy", "company", "logprobs", "stops", "update", "stale_cache", "update_in_flight", "interrupted", "holds"],
 )  # fmt: skip
 train = Conformance("train", "torch", options={"threads": 1, "lr": 1e-3})
 parts = Conformance(

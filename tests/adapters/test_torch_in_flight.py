@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from asyncflow_sdk.errors import EngineError, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import Completion, Request
 from asyncflow_sdk.plugins import registry
+from asyncflow_sdk.testing.kit.updates import HeldUpdate
 from asyncflow_sdk.types import Batch, Sampling
 
 Make = Callable[..., Any]
@@ -286,23 +287,23 @@ def test_when_what_runs_cannot_be_read_again_it_ends_and_the_version_is_loaded(
 def test_a_request_aborted_during_a_swap_is_gone_and_the_others_go_on(
     endless: str, rollout: Make, make_update: Any, passes: Watch
 ) -> None:
-    # given two requests that run, and an update whose tensors the test hands out
+    # given two requests that run, and an update whose tensors come when the test lets them
     engine = rollout(endless)
     versions = _versions(endless, 1)
     requests = [Request(np.array([5 + i], np.int32), Sampling(max_tokens=40), n=2) for i in range(2)]
     writing, go_on = threading.Event(), threading.Event()
 
-    class Slow(make_update):  # type: ignore[misc]
-        def __iter__(self) -> Any:
-            writing.set()
-            assert go_on.wait(LIMIT_S)
-            return super().__iter__()
+    def halfway() -> None:
+        writing.set()
+        assert go_on.wait(LIMIT_S)
+
+    slow = HeldUpdate(1, {name: tensor.numpy() for name, tensor in versions[1].items()}, halfway=halfway)
 
     async def scenario() -> list[Completion]:
         gate = passes(6)
         doomed, kept = (asyncio.ensure_future(_all(engine, request)) for request in requests)
         await gate.reached()
-        loading = asyncio.ensure_future(gate.load(engine, Slow(versions[1])))
+        loading = asyncio.ensure_future(gate.load(engine, slow))
         assert await asyncio.to_thread(writing.wait, LIMIT_S)
 
         # when one is cancelled while the weights are written

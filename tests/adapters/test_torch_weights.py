@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow_sdk.errors import EngineError, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import Request
+from asyncflow_sdk.testing.kit.updates import HeldUpdate
 from asyncflow_sdk.types import Sampling
 
 Make = Callable[..., Any]
@@ -119,27 +120,20 @@ def test_an_update_that_ends_early_is_a_mixture(tiny: str, rollout: Make, make_u
 def test_a_cancelled_load_ends_before_the_caller_may_release_the_update(
     tiny: str, rollout: Make, make_update: Any
 ) -> None:
-    # given an update whose tensors come one by one, the caller cancelling at the first
+    # given an update in the middle of which the caller cancels
     engine = rollout(tiny)
     weights = _moved(_weights(engine))
-    read: list[str] = []
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-
-        class Slow(make_update):  # type: ignore[misc]
-            def __iter__(self) -> Any:
-                loop.call_soon_threadsafe(loading.cancel)
-                for item in super().__iter__():
-                    read.append(item[0])
-                    yield item
-
-        loading = asyncio.ensure_future(engine.load_weights(Slow(weights)))
+        arrays = {name: tensor.numpy() for name, tensor in weights.items()}
+        update = HeldUpdate(1, arrays, halfway=lambda: loop.call_soon_threadsafe(loading.cancel))
+        loading = asyncio.ensure_future(engine.load_weights(update))
         # when
         with pytest.raises(asyncio.CancelledError):
             await loading
         # then the error comes when all are read
-        assert read == list(weights)
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in engine.held_weights())
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
