@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -62,6 +62,41 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+class DeviceMemory:
+    """What the transport asks of CUDA: the device that is current, and memory of it that other processes open."""
+
+    def check(self) -> None:
+        """Raises ConfigError where this process has no CUDA device."""
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"cuda-ipc: torch {torch.__version__} finds no CUDA device in this process; use shm on one host, tcp between"
+                " hosts"
+            )
+
+    def current(self) -> Any:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def settle(self, device: Any) -> None:
+        """Wait until all that was begun on a device is done."""
+        torch.cuda.synchronize(device)
+
+    def share(self, whole: Any, device: Any) -> Handle:
+        _, *shared = whole.untyped_storage()._share_cuda_()
+        return Handle(str(torch.cuda.get_device_properties(device).uuid), *shared)
+
+    def opened(self, handle: Handle) -> Any:
+        """A tensor over a storage of another process. Raises ConfigError where its GPU is not visible."""
+        visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+        if handle.gpu not in visible:
+            raise ConfigError(
+                f"cuda-ipc: the publisher's GPU {handle.gpu} is not visible to this process (CUDA_VISIBLE_DEVICES, or another"
+                " host); use shm on one host, tcp between hosts"
+            )
+        storage = torch.UntypedStorage._new_shared_cuda(visible[handle.gpu], *msgspec.structs.astuple(handle)[1:])
+        device = torch.device("cuda", visible[handle.gpu])
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
 class CudaRoom(Room):
     def __init__(self, whole: Any, nbytes: int) -> None:
         self.whole, self.memory = whole, whole[:nbytes]
@@ -71,25 +106,27 @@ class CudaRoom(Room):
 
 
 class CudaTransport(WeightTransport):
-    """Both ends, by the name ``cuda-ipc``."""
+    """Both ends, by the name ``cuda-ipc``. ``memory``: of the devices; a test without a GPU has another."""
+
+    memory: ClassVar[DeviceMemory] = DeviceMemory()
 
     def check(self) -> None:
-        _needs_cuda()
+        self.memory.check()
 
     def sender(self, host: Host) -> CudaSender:
-        _needs_cuda()
-        return CudaSender(host)
+        self.memory.check()
+        return CudaSender(host, self.memory)
 
     def receiver(self, host: Host) -> CudaReceiver:
-        _needs_cuda()
-        return CudaReceiver()
+        self.memory.check()
+        return CudaReceiver(self.memory)
 
 
 class CudaSender(WeightSender):
     """Holds versions on the GPU that is current where it is made, and answers receivers with handles of them."""
 
-    def __init__(self, host: Host) -> None:
-        self._device = _device()
+    def __init__(self, host: Host, memory: DeviceMemory) -> None:
+        self._memory, self._device = memory, memory.current()
         self._writing: list[CudaRoom] = []
         self._versions: dict[int, tuple[Manifest, list[CudaRoom]]] = {}
         self._sent: int | None = None
@@ -118,7 +155,7 @@ class CudaSender(WeightSender):
             return self._writing[-1]
 
     def send(self, manifest: Manifest) -> bytes:
-        _settle(self._device)  # rooms were written on the trainer's stream, handles are made on another
+        self._memory.settle(self._device)  # rooms were written on the trainer's stream, handles are made on another
         with self._lock:
             self._versions[manifest.version] = manifest, self._writing
             self._writing, self._sent = [], manifest.version
@@ -158,7 +195,11 @@ class CudaSender(WeightSender):
                 raise ProtocolError(
                     f"version {ask.version}: a receiver has another manifest of it than its publisher"
                 )
-            handles = [] if ask.copied else [_share(room.whole, self._device) for room in rooms if len(room.whole)]
+            handles = (
+                []
+                if ask.copied
+                else [self._memory.share(room.whole, self._device) for room in rooms if len(room.whole)]
+            )
         self._service.answer(ticket, msgspec.msgpack.encode(handles))
 
     def gone(self, peer: str) -> None:
@@ -168,7 +209,8 @@ class CudaSender(WeightSender):
 class CudaReceiver(WeightReceiver):
     """Copies versions of a sender on this host to the GPU that is current where it fetches."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
         self._client: ServiceClient | None = None
         self._where = b""
 
@@ -180,14 +222,14 @@ class CudaReceiver(WeightReceiver):
             self._client, self._where = client, where
         ask = Ask(manifest.version, manifest.root)
         handles = handles_of(self._client.call(msgspec.msgpack.encode(ask), timeout_s, what).body, manifest)
-        chunks, device = [], _device()
+        chunks, device = [], self._memory.current()
         try:
             for chunk in manifest.chunks:
                 own = torch.empty(chunk.nbytes, dtype=torch.uint8, device=device)
                 if chunk.nbytes:
-                    own.copy_(_opened(handles.pop(0))[: chunk.nbytes])
+                    own.copy_(self._memory.opened(handles.pop(0))[: chunk.nbytes])
                 chunks.append(own)
-            _settle(device)
+            self._memory.settle(device)
         except torch.cuda.OutOfMemoryError as error:
             raise MemoryFull(f"{what}: {error}") from None
         except AsyncFlowError:
@@ -221,38 +263,3 @@ def handles_of(body: bytes, manifest: Manifest) -> list[Handle]:
     if len(handles) != len(sizes) or not all(h.fits(n) for h, n in zip(handles, sizes, strict=True)):
         raise ProtocolError(f"version {manifest.version}: its handles do not fit its {len(sizes)} chunks")
     return handles
-
-
-def _share(whole: Any, device: Any) -> Handle:
-    _, *shared = whole.untyped_storage()._share_cuda_()
-    return Handle(str(torch.cuda.get_device_properties(device).uuid), *shared)
-
-
-def _opened(handle: Handle) -> Any:
-    """A tensor over a storage of another process. Raises ConfigError where its GPU is not visible."""
-    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    if handle.gpu not in visible:
-        raise ConfigError(
-            f"cuda-ipc: the publisher's GPU {handle.gpu} is not visible to this process (CUDA_VISIBLE_DEVICES, or another"
-            " host); use shm on one host, tcp between hosts"
-        )
-    storage = torch.UntypedStorage._new_shared_cuda(visible[handle.gpu], *msgspec.structs.astuple(handle)[1:])
-    device = torch.device("cuda", visible[handle.gpu])
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def _device() -> Any:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _settle(device: Any) -> None:
-    """All that was begun on a device is done."""
-    torch.cuda.synchronize(device)
-
-
-def _needs_cuda() -> None:
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"cuda-ipc: torch {torch.__version__} finds no CUDA device in this process; use shm on one host, tcp between"
-            " hosts"
-        )

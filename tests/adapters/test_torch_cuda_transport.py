@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,8 +14,7 @@ from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.testing import check_transport
 from asyncflow_sdk.testing.transports import TRANSPORT_CHECKS
 from asyncflow_sdk.types import Chunk, Manifest
-from asyncflow_torch import transport_cuda
-from asyncflow_torch.transport_cuda import CudaTransport, Handle, handles_of
+from asyncflow_torch.transport_cuda import CudaTransport, DeviceMemory, Handle, handles_of
 
 HERE = Host(directory=None, name="here")
 GOOD = Handle("GPU-1", bytes(64), 1 << 20, 512, b"/torch_123_456_7", 0, bytes(64), True)
@@ -76,44 +76,53 @@ def test_what_is_no_list_of_handles_is_refused(body: bytes) -> None:
         handles_of(body, MANIFEST)
 
 
-@pytest.fixture
-def no_device(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Any]:
-    """Memory of the host stands for that of a GPU, and this dictionary for CUDA, which opens what was shared."""
-    shared: dict[bytes, Any] = {}
+class HostMemory(DeviceMemory):
+    """Memory of the host stands for that of a GPU, and a dictionary for CUDA, which opens what was shared."""
 
-    def share(whole: Any, device: Any) -> Handle:
-        name = str(len(shared)).encode()
-        shared[name] = whole
+    def __init__(self) -> None:
+        self.shared: dict[bytes, Any] = {}
+        self.settled: Callable[[], None] = lambda: None
+
+    def check(self) -> None:
+        pass
+
+    def current(self) -> Any:
+        return torch.device("cpu")
+
+    def settle(self, device: Any) -> None:
+        self.settled()
+
+    def share(self, whole: Any, device: Any) -> Handle:
+        name = str(len(self.shared)).encode()
+        self.shared[name] = whole
         return Handle("GPU-0", name, len(whole), 0, b"/torch_1_2_3", 0, b"", False)
 
-    monkeypatch.setattr(transport_cuda, "_needs_cuda", lambda: None)
-    monkeypatch.setattr(transport_cuda, "_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(transport_cuda, "_settle", lambda device: None)
-    monkeypatch.setattr(transport_cuda, "_share", share)
-    monkeypatch.setattr(transport_cuda, "_opened", lambda handle: shared[handle.memory])
-    return shared
+    def opened(self, handle: Handle) -> Any:
+        return self.shared[handle.memory]
+
+
+class WithoutDevice(CudaTransport):
+    memory = HostMemory()
 
 
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS)
-def test_but_for_cuda_itself_it_keeps_to_the_contract(check: str, no_device: dict[bytes, Any]) -> None:
-    check_transport(CudaTransport, CudaTransport, only=[check])
+def test_but_for_cuda_itself_it_keeps_to_the_contract(check: str) -> None:
+    check_transport(WithoutDevice, WithoutDevice, only=[check])
 
 
-def test_a_version_that_goes_while_it_is_copied_is_gone(
-    no_device: dict[bytes, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sender, receiver = CudaTransport().sender(HERE), CudaTransport().receiver(HERE)
+def test_a_version_that_goes_while_it_is_copied_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = WithoutDevice().sender(HERE), WithoutDevice().receiver(HERE)
     try:
         sender.room(1000).memory.zero_()
         manifest = Manifest(1, (), (Chunk(1000),))  # without digests: nothing else would tell
         where = sender.send(manifest)
         assert not receiver.fetch(manifest, where, timeout_s=30.0).chunks[0].any()
 
-        def written_again(device: Any) -> None:
+        def written_again() -> None:
             sender.keep([])
             sender.room(1000).memory.fill_(1)
 
-        monkeypatch.setattr(transport_cuda, "_settle", written_again)
+        monkeypatch.setattr(WithoutDevice.memory, "settled", written_again)
         with pytest.raises(VersionGone, match="version 1 is no longer kept"):
             receiver.fetch(manifest, where, timeout_s=30.0)
     finally:
