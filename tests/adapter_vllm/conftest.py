@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from elsewhere import skip_elsewhere
-from vllm_options import OPTIONS
+from one_vllm import OPTIONS
 
 ASKED = os.environ.get("ASYNCFLOW_TEST_VLLM", "")
 """Where vLLM must be: "here", or the interpreter that has it; "" nowhere."""

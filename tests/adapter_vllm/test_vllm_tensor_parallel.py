@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from engine_ends import cut_short
-from vllm_options import OPTIONS
+from one_vllm import OPTIONS
 
 from asyncflow_sdk.errors import EngineError, WeightError
 from asyncflow_sdk.testing.kit.rollout_lab import RolloutLab

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from engine_ends import below, title, wait_gone
-from vllm_options import OPTIONS
+from one_vllm import OPTIONS
 
 from asyncflow_sdk.errors import EngineGone
 
