@@ -11,6 +11,8 @@ from asyncflow_deepspeed.boxes import boxes
 from asyncflow_deepspeed.config import make_config
 from asyncflow_sdk.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 
 def configured(given: Any = None, **options: Any) -> Any:
     usual = {"stage": 3, "dtype": "bfloat16", "max_grad_norm": 1.0, "offload_optimizer": False}

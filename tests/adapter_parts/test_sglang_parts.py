@@ -21,6 +21,7 @@ from asyncflow_sglang.replies import Meta, Reason, Reply, Span, completion
 from asyncflow_sglang.requests import generate_body, response_seed, token_ids
 
 pytest.importorskip("safetensors")
+pytestmark = pytest.mark.fast
 TENSORS = {
     "odd": np.arange(7, dtype=np.uint8),
     "half": np.arange(6, dtype=np.float32).astype(ml_dtypes.bfloat16).reshape(2, 3),
@@ -37,31 +38,31 @@ def handing() -> Iterator[Handing]:
     made.close()
 
 
-def read(handing: Handing) -> dict[str, Any]:
-    """As SGLang reads it."""
-    from safetensors import safe_open
-
+def read(handing: Handing) -> dict[str, tuple[str, list[int], bytes]]:
+    """Dtype, shape and bytes of each tensor, by the format of safetensors."""
     (file,) = handing.folder.glob("*.safetensors")
-    with safe_open(file, framework="pt") as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    raw = file.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = {name: told for name, told in json.loads(raw[8:start]).items() if name != "__metadata__"}
+    return {
+        name: (told["dtype"], told["shape"], raw[start:][slice(*told["data_offsets"])])
+        for name, told in header.items()
+    }
 
 
 def test_the_file_of_a_version_is_that_version_to_the_bit(handing: Handing) -> None:
-    from asyncflow_sdk.types import from_torch
-
     handing.write(HeldUpdate(1, TENSORS))
 
-    found = read(handing)
-    assert found.keys() == TENSORS.keys()
-    for name, array in TENSORS.items():
-        got = from_torch(found[name])
-        assert (got.dtype, got.shape, got.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    kinds = {"odd": "U8", "half": "BF16", "wide": "F64", "nothing": "F32", "scalar": "F32"}
+    assert read(handing) == {
+        name: (kinds[name], list(array.shape), array.tobytes()) for name, array in TENSORS.items()
+    }
 
 
 def test_a_version_of_another_size_gets_a_file_of_its_size_and_closing_leaves_nothing(handing: Handing) -> None:
     for size in (1000, 10, 500):
         handing.write(HeldUpdate(1, {"w": np.full(size, size, np.int64)}))
-        assert read(handing)["w"].tolist() == [size] * size
+        assert np.frombuffer(read(handing)["w"][2], np.int64).tolist() == [size] * size
 
     handing.close()
     assert not handing.folder.exists()
@@ -85,50 +86,38 @@ def test_a_version_that_breaks_off_raises_what_it_raised(handing: Handing) -> No
 # ---- the folder
 
 
-def folder(tmp_path: Path, *, tied: bool = False, dtype: str = "float32") -> str:
-    torch = pytest.importorskip("torch")
-    from asyncflow_torch.reference import tiny_model
+def checkpoint(at: Path, kind: str = "Llama", dtype: str = "", **tensors: tuple[int, ...]) -> Checkpoint:
+    """Of a folder with float32 tensors of these shapes."""
+    from safetensors.numpy import save_file
 
-    path = tiny_model(tmp_path, tie_word_embeddings=tied)
-    if dtype != "float32":
-        import transformers
-
-        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).save_pretrained(path)
-    return path
-
-
-def tensors(path: str) -> dict[str, Any]:
-    from asyncflow_torch.reference import HuggingFacePolicy
-
-    return dict(HuggingFacePolicy(path).tensors(1))
+    at.mkdir(exist_ok=True)
+    (at / "config.json").write_text(
+        json.dumps({"vocab_size": 9, "architectures": [kind], "tie_word_embeddings": True})
+    )
+    save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, at / "model.safetensors")
+    return Checkpoint(str(at), dtype or None)
 
 
-def test_tied_weights_may_come_once_or_twice(tmp_path: Path) -> None:
-    path = folder(tmp_path, tied=True)
-    given = tensors(path)
-
-    Checkpoint(path).check(HeldUpdate(1, given))
-    Checkpoint(path).check(HeldUpdate(1, given | {"lm_head.weight": given["model.embed_tokens.weight"]}))
+def version(dtype: Any = np.float32, **shapes: tuple[int, ...]) -> HeldUpdate:
+    return HeldUpdate(1, {name.replace("__", "."): np.ones(shape, dtype) for name, shape in shapes.items()})
 
 
-def test_weights_that_are_not_tied_must_come(tmp_path: Path) -> None:
-    path = folder(tmp_path)
-    given = tensors(path)
-    del given["lm_head.weight"]
+def test_tied_weights_may_come_once_or_twice_and_others_must_come(tmp_path: Path) -> None:
+    held = checkpoint(tmp_path, a=(2, 3), b=(4,))
 
-    with pytest.raises(af.WeightMismatch, match=r"lm_head\.weight: missing from the version"):
-        Checkpoint(path).check(HeldUpdate(1, given))
+    held.check(version(a=(2, 3), b=(4,)))
+    held.check(version(a=(2, 3), b=(4,), lm_head__weight=(2, 3)))
+    with pytest.raises(af.WeightMismatch, match="b: missing from the version"):
+        held.check(version(a=(2, 3)))
 
 
 def test_the_servers_dtype_is_the_one_to_publish_in(tmp_path: Path) -> None:
-    path = folder(tmp_path, dtype="bfloat16")
-    single = {name: array.astype(np.float32) for name, array in tensors(path).items()}
-    half = {name: array.astype(ml_dtypes.bfloat16) for name, array in single.items()}
+    held = checkpoint(tmp_path, dtype="bfloat16", a=(2, 3))
 
-    Checkpoint(path).check(HeldUpdate(1, half))
-    Checkpoint(path, "float32").check(HeldUpdate(1, single))
+    held.check(version(ml_dtypes.bfloat16, a=(2, 3)))
+    checkpoint(tmp_path, dtype="float32", a=(2, 3)).check(version(a=(2, 3)))
     with pytest.raises(af.WeightMismatch, match=r"has float32\[.*the server takes bfloat16"):
-        Checkpoint(path).check(HeldUpdate(1, single))
+        held.check(version(a=(2, 3)))
 
 
 @pytest.mark.parametrize(
@@ -141,11 +130,11 @@ def test_the_servers_dtype_is_the_one_to_publish_in(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_that_is_none_is_refused(tmp_path: Path, change: Any, why: str) -> None:
-    path = folder(tmp_path)
+    checkpoint(tmp_path, a=(2, 3))
     change(tmp_path)
 
     with pytest.raises(af.ConfigError, match=why):
-        Checkpoint(path)
+        Checkpoint(str(tmp_path))
 
 
 # ---- what a server is told
@@ -174,15 +163,6 @@ def test_a_server_gets_the_users_options_and_what_this_adapter_needs() -> None:
         assert part in line
     assert "--disable-overlap-schedule" in got
     assert not {"--enable-metrics", "--random-seed"} & set(got)
-
-
-def checkpoint(at: Path, kind: str = "Llama", **tensors: tuple[int, ...]) -> Checkpoint:
-    from safetensors.numpy import save_file
-
-    at.mkdir()
-    (at / "config.json").write_text(json.dumps({"vocab_size": 9, "architectures": [kind]}))
-    save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, at / "model.safetensors")
-    return Checkpoint(str(at))
 
 
 def test_a_server_of_the_same_tensors_is_taken_whatever_their_values_and_dtype_are(tmp_path: Path) -> None:
