@@ -94,7 +94,7 @@ def check_giving(folder: Path, elements: int, largest: int, bucket_bytes: int) -
     for said in found:
         assert said["named_weights"]["collectives"] == []
         assert said["load"]["collectives"] != []  # so that these would be seen
-        assert said["named_weights"]["peak"] <= bucket_bytes
+        assert said["named_weights"]["peak"] <= bucket_bytes, said
         # float32, and what ranks say to each other; the optimizer has no state yet
         for call in ("export", "save", "load"):
             assert said[call]["peak"] <= 2 * bucket_bytes + 16384, (call, said)
