@@ -1,5 +1,5 @@
-"""What makes an order certain on a machine of any speed: trainers that wait at a step until a test has done what it does there,
-replicas that wait with their first responses, and replicas that wait between two tokens until they have loaded a newer version."""
+"""Make the order of a run certain on a machine of any speed: trainers that wait before a step until a test opens it, replicas that
+wait for each other or for a newer version, and kills right after a step."""
 
 from __future__ import annotations
 
@@ -33,111 +33,83 @@ class Gates:
             (folder / str(step)).touch()
 
     def trainer(self, engine: str = "gates:Gated", **options: Any) -> af.Train:
-        return af.Train(engine, gates=str(self.folder), **options)
+        place = {} if {"world_size", "max_restarts"} & options.keys() else {"launcher": "thread"}
+        return af.Train(engine, gates=str(self.folder), **(place | options))
 
     def open(self, *steps: int) -> None:
-        """Those that are open are opened again, without effect."""
+        """Open steps; those that are open stay so."""
         for step in steps:
             (self.folder / str(step)).unlink(missing_ok=True)
 
 
 class Killer:
-    """Kills a worker after each of the given steps, as soon as it has said that it is ready."""
+    """Listen to a run, and kill a worker after each of some steps: ``at`` maps a step to the worker's name. The trainer begins the next
+    step when that is done."""
 
-    def __init__(self, worker: str, at: list[int], gates: Path | None = None) -> None:
-        self.worker, self.at, self.pid, self.step, self.killed = worker, list(at), 0, -1, 0
+    def __init__(self, folder: Path, at: dict[int, str]) -> None:
+        self.at, self.killed, self.step = at, list[str](), -1
         self.events: list[Event] = []
-        self._gates = Gates(gates, *(step + 1 for step in at)) if gates is not None else None
-
-    def trainer(self, engine: str = "gates:Gated", **options: Any) -> af.Train:
-        """A trainer that does not begin the step after one of these before the worker was killed."""
-        assert self._gates is not None
-        return self._gates.trainer(engine, **options)
+        self._pids: dict[str, int] = {}
+        self._gates = Gates(folder, *(step + 1 for step in at))
+        self.trainer = self._gates.trainer
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
-        if isinstance(event, WorkerState) and event.worker == self.worker and event.state == "ready":
-            self.pid = event.pid
+        if isinstance(event, WorkerState) and event.state == "ready":
+            self._pids[event.worker] = event.pid
         if isinstance(event, StepTrained):
             self.step = event.step
-        if self.at and self.step >= self.at[0] and self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            step = self.at.pop(0)
-            self.pid, self.killed = 0, self.killed + 1
-            if self._gates is not None:
-                self._gates.open(step + 1)
+        step = next(iter(self.at), 1 << 30)
+        if self.step >= step and (pid := self._pids.pop(self.at[step], 0)):
+            assert pid != os.getpid(), f"{self.at[step]} is a thread, which cannot be killed"
+            os.kill(pid, signal.SIGKILL)
+            self.killed.append(self.at.pop(step))
+            self._gates.open(step + 1)
+
+    def texts(self, kind: type[Any]) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, kind)]
+
+    def states(self, state: str) -> list[WorkerState]:
+        return [event for event in self.events if isinstance(event, WorkerState) and event.state == state]
 
 
-class Gated(EchoTrain):
+class _Waits:
     """Begins no step of which there is a file in ``gates``, or else in the folder that the variable GATES names."""
 
+    steps: int
+
     def __init__(self, model: str = "", *, gates: str = "", **options: Any) -> None:
-        super().__init__(model, **options)
+        super().__init__(model, **options)  # type: ignore[call-arg]
         self._gates = Path(gates or os.environ.get("GATES", "no gates"))
 
     def train_step(self, batch: Batch) -> StepResult:
-        _pass(self._gates, self.steps)
-        return super().train_step(batch)
-
-
-class GatedRanks(EchoRanks):
-    """The same of several ranks."""
-
-    def __init__(self, model: str = "", *, gates: str, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._gates = Path(gates)
-
-    def train_step(self, batch: Batch) -> StepResult:
-        _pass(self._gates, self.steps)
-        return super().train_step(batch)
-
-
-def _pass(gates: Path, step: int) -> None:
-    while (gates / str(step)).exists():
-        time.sleep(0.01)
-
-
-class Held(EchoRollout):
-    """Answers nothing as long as there is the file ``held``."""
-
-    def __init__(self, model: str = "", *, held: str, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._held_by = Path(held)
-
-    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
-        while self._held_by.exists():
-            await asyncio.sleep(0.01)
-        async for completion in super().generate(request):
-            yield completion
-
-
-class LoadsAtGate(EchoRollout):
-    """Is not made as long as there is the file ``loads``, as one with a large model."""
-
-    def __init__(self, model: str = "", *, loads: str, **options: Any) -> None:
-        while Path(loads).exists():
+        while (self._gates / str(self.steps)).exists():
             time.sleep(0.01)
-        super().__init__(model, **options)
+        return super().train_step(batch)  # type: ignore[misc, no-any-return]
+
+
+class Gated(_Waits, EchoTrain):
+    pass
+
+
+class GatedRanks(_Waits, EchoRanks):
+    pass
 
 
 class Together(EchoRollout):
-    """Answers nothing before another replica was asked, too: see ``meet``."""
+    """Answers nothing before as many replicas were asked: each leaves a file in ``met``. Give each a small ``max_rows``, so that none takes
+    all the prompts."""
 
-    def __init__(self, model: str = "", *, met: str, **options: Any) -> None:
+    def __init__(self, model: str = "", *, met: str, together: int = 2, **options: Any) -> None:
         super().__init__(model, **options)
-        self._met = Path(met)
+        self._met, self._together = Path(met), together
 
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
-        await meet(self._met)
+        (self._met / f"{os.getpid()}-{id(self)}").touch()
+        while len(os.listdir(self._met)) < self._together:
+            await asyncio.sleep(0.01)
         async for completion in super().generate(request):
             yield completion
-
-
-async def meet(folder: Path) -> None:
-    """Wait until two processes are here. Neither may take all the prompts that there are: give each a small ``max_rows``."""
-    (folder / str(os.getpid())).touch()
-    while len(os.listdir(folder)) < 2:
-        await asyncio.sleep(0.01)
 
 
 class Pauses:

@@ -4,6 +4,8 @@ The reward of a response is how many steps the weights that drew it had been tra
 steps that were lost.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import os
@@ -19,10 +21,9 @@ from asyncflow_sdk.interfaces import StepResult
 from asyncflow_sdk.testing import EchoRollout
 from asyncflow_sdk.types import Batch
 
-STEPS, ROWS, GROUP = 36, 16, 4
+STEPS, ROWS, GROUP = 18, 16, 4
 PROMPTS = [[n, n + 1, n + 2] for n in range(STEPS * ROWS // GROUP)]
 """As many as the steps have groups: each is trained once, where none is replaced."""
-Notes = list[dict[str, Any]]
 OUTLASTED = os.environ.get("OUTLASTED", "")
 """A folder in which the trainer names its steps, for engines that wait for some."""
 
@@ -32,7 +33,7 @@ class Noting(Gated):
 
     def __init__(self, model: str = "", **options: Any) -> None:
         super().__init__(model, **options)
-        self.notes: Notes = []
+        self.notes: list[dict[str, Any]] = []
 
     def train_step(self, batch: Batch) -> StepResult:
         result = super().train_step(batch)
@@ -52,32 +53,25 @@ class Noting(Gated):
 
 
 class Uneven(EchoRollout):
-    """Every seventh prompt takes long. With OUTLASTED three of them take three steps when they are first drawn: policy ``drop`` has
-    something to give up."""
+    """With OUTLASTED three prompts take three steps when they are first drawn: policy ``drop`` has something to give up."""
 
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
         first = int(request.prompt_ids[0])
-        if OUTLASTED and first % 49 == 0:
-            await _outlast(Path(OUTLASTED), first)
-        elif first % 7 == 0:
-            await asyncio.sleep(0.1)
+        if OUTLASTED and first % 25 == 0:
+            try:
+                (Path(OUTLASTED) / f"prompt-{first}").touch(exist_ok=False)
+            except FileExistsError:  # drawn before
+                pass
+            else:
+                trained = _steps_named()
+                while _steps_named() < trained + 3:
+                    await asyncio.sleep(0.01)
         async for completion in super().generate(request):
             yield completion
 
 
-async def _outlast(folder: Path, prompt: int) -> None:
-    """Return when three more steps were trained; at once for a prompt that was drawn before."""
-    try:
-        (folder / f"prompt-{prompt}").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    trained = _steps_named(folder)
-    while _steps_named(folder) < trained + 3:
-        await asyncio.sleep(0.01)
-
-
-def _steps_named(folder: Path) -> int:
-    return len(list(folder.glob("step-*")))
+def _steps_named() -> int:
+    return len(list(Path(OUTLASTED).glob("step-*")))
 
 
 def steps_had(logprobs: af.Ragged) -> list[float]:
@@ -85,23 +79,14 @@ def steps_had(logprobs: af.Ragged) -> list[float]:
     return [-float(row[0]) for row in logprobs]
 
 
-def workflow(**changes: Any) -> af.Workflow:
-    arguments: dict[str, Any] = {
-        "prompts": {"prompt_ids": af.Ragged.of(PROMPTS)},
-        "rollout": af.Rollout(
-            "noting_run:Uneven", group_size=GROUP, prompt="prompt_ids", replicas=2, max_rows=8, delay_s=0.01, spread=1.0,
-            max_restarts=1000,
-        ),
-        "reward": steps_had,
-        "train": af.Train("noting_run:Noting", delay_s=0.03, max_restarts=1),
-        "batch_size": ROWS,
-        "steps": STEPS,
-        "checkpoint": af.Checkpoint(every=5, history=True),
-    }  # fmt: skip
-    return echo_workflow(**(arguments | changes))
-
-
-def notes_of(directory: Path) -> Notes:
-    """Of the weights that the run ended with."""
-    found: Notes = json.loads((directory / "model" / "notes.json").read_text())
-    return found
+def workflow(policy: str = "wait") -> af.Workflow:
+    rollout = af.Rollout(
+        "noting_run:Uneven", group_size=GROUP, prompt="prompt_ids", replicas=2, max_rows=8, delay_s=0.005, spread=1.0,
+        max_restarts=1000,
+    )  # fmt: skip
+    return echo_workflow(
+        prompts={"prompt_ids": af.Ragged.of(PROMPTS)}, rollout=rollout,
+        reward=af.Stage(steps_had, task="reward", gives=["reward"], launcher="thread"),
+        train=af.Train("noting_run:Noting", max_restarts=1), batch_size=ROWS, steps=STEPS,
+        checkpoint=af.Checkpoint(every=4, history=True), staleness=af.Staleness(policy=policy),
+    )  # fmt: skip

@@ -1,12 +1,12 @@
 """Conversations: what of them becomes a row, what happens to those that fail, and how they meet new weights."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import agents
 import numpy as np
 import pytest
 from echo_runs import echo_workflow, trained_rows
@@ -14,9 +14,83 @@ from echo_runs import echo_workflow, trained_rows
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.testing import EchoRollout
-from asyncflow_sdk.workflow.agent import Agent
 
 LIMIT_S = 60
+
+# ---- agents; the echo engine answers with what it was asked
+
+
+async def two_turns(turns: Any, length: Any) -> Any:
+    """Two turns, and what an environment says between and after them."""
+    first = await turns.generate(max_tokens=2)
+    second = await turns.generate([90, 91, *first.token_ids.tolist()])
+    turns.observe([99])
+    return {"reward": float(length + len(second.token_ids)), "said": second.token_ids}
+
+
+async def slow_tool(turns: Any) -> float:
+    """Three turns with something slow between them."""
+    for _ in range(3):
+        await turns.generate()
+        await asyncio.sleep(0.005)
+        turns.observe([7])
+    return 1.0
+
+
+async def fails_at_five(turns: Any, prompt_ids: Any) -> float:
+    """Raises for the prompt that begins with 5."""
+    await turns.generate()
+    if prompt_ids[0] == 5:
+        raise LookupError("no such tool")
+    return 1.0
+
+
+async def says_no_text(turns: Any, prompt_ids: Any) -> float:
+    await turns.generate()
+    if prompt_ids[0] == 5:
+        raise ValueError("\ud800" + "x" * 20_000)
+    return 1.0
+
+
+async def never_ends(turns: Any, prompt_ids: Any) -> float:
+    await turns.generate()
+    if prompt_ids[0] == 5:
+        await asyncio.Event().wait()
+    return 1.0
+
+
+async def gives_no_number(turns: Any, prompt_ids: Any) -> Any:
+    await turns.generate()
+    return math.nan if prompt_ids[0] == 5 else 1.0
+
+
+async def gives_text(turns: Any, prompt_ids: Any) -> Any:
+    await turns.generate()
+    return "a" if prompt_ids[0] == 5 else 1.0
+
+
+async def gives_other_columns(turns: Any, prompt_ids: Any) -> Any:
+    await turns.generate()
+    return {"rewards": 1.0} if prompt_ids[0] == 5 else 1.0
+
+
+async def talks_on(turns: Any) -> Any:
+    """Until the context is full, whatever else it is told."""
+    count = 0
+    while not turns.over:
+        turn = await turns.generate()
+        turns.observe(np.arange(1, 500))
+        count += 1
+    assert (await turns.generate()).finish_reason == "length"
+    return {"reward": 1.0, "turns": count, "last": turn.finish_reason}
+
+
+async def silent(turns: Any) -> float:
+    turns.observe([1, 2])
+    return 1.0
+
+
+# ---- tests
 
 
 @pytest.fixture
@@ -25,7 +99,7 @@ def run() -> Iterator[af.Run]:
         yield run
 
 
-def answered(run: af.Run, agent: Agent, prompts: dict[str, Any], engine: Any = None, **options: Any) -> Any:
+def answered(run: af.Run, agent: af.Agent, prompts: dict[str, Any], engine: Any = None, **options: Any) -> Any:
     """All rows that a producer with the agent makes of prompts, in the order of their ids."""
     gives = ["response_ids", "logprobs", "version_spans", "loss_mask", *agent.gives]
     run.queue.declare("rollout", needs=[*prompts], gives=gives)
@@ -56,7 +130,7 @@ def answered(run: af.Run, agent: Agent, prompts: dict[str, Any], engine: Any = N
 
 def test_a_row_is_what_was_drawn_and_observed_token_by_token(run: af.Run) -> None:
     # given an environment that speaks between two turns, and after them
-    agent = Agent(function=agents.two_turns, gives=("reward", "said"))
+    agent = af.Agent(function=two_turns, gives=("reward", "said"))
 
     # when
     (row,) = answered(run, agent, {"prompt_ids": [[1, 2, 3]], "length": [5]}, sampling=af.Sampling(max_tokens=4))
@@ -77,12 +151,12 @@ def test_a_turn_ends_at_a_stop_token(run: af.Run) -> None:
         assert (await turns.generate(stop=[3])).token_ids.tolist() == [1, 2, 3]
         return 1.0
 
-    (row,) = answered(run, Agent(function=stops, gives=("reward",)), {"prompt_ids": [[1, 2, 3]]})
+    (row,) = answered(run, af.Agent(function=stops, gives=("reward",)), {"prompt_ids": [[1, 2, 3]]})
     assert row["response_ids"].tolist() == [1, 2, 1, 2, 3]
 
 
 def test_a_conversation_ends_where_the_context_does(run: af.Run) -> None:
-    agent = Agent(function=agents.talks_on, gives=("reward", "turns", "last"))
+    agent = af.Agent(function=talks_on, gives=("reward", "turns", "last"))
     (row,) = answered(run, agent, {"prompt_ids": [[1] * 3]}, sampling=af.Sampling(max_tokens=50))
     assert 3 + len(row["response_ids"]) == 4096
     assert row["turns"] == 8
@@ -100,6 +174,9 @@ def test_a_conversation_ends_where_the_context_does(run: af.Run) -> None:
         ("says_no_text", 600, ["agent says_no_text() raised ValueError: \\ud800xxx", "xxx ... xxx"]),
         ("never_ends", 0.3, ["agent never_ends() did not end in 0.3 s"]),
         ("silent", 600, ["agent silent(): its model never said anything"]),
+        ("gives_no_number", 600, ["the reward nan; that is one finite number"]),
+        ("gives_text", 600, ["the reward 'a'"]),
+        ("gives_other_columns", 600, ["returned columns ['rewards'], and gives ['reward']"]),
     ],
 )
 def test_an_agent_that_fails_costs_its_own_row_only(
@@ -109,7 +186,7 @@ def test_an_agent_that_fails_costs_its_own_row_only(
     prompts = [[4, 4], [5, 5], [6, 6]] if agent != "silent" else [[5, 5]]
 
     # when
-    work = Agent(function=getattr(agents, agent), gives=("reward",), timeout_s=timeout_s)
+    work = af.Agent(function=globals()[agent], gives=("reward",), timeout_s=timeout_s)
     rows = answered(run, work, {"prompt_ids": prompts})
 
     # then the others are there, and it is told why this one is not, after as many attempts as a stage has
@@ -119,29 +196,9 @@ def test_an_agent_that_fails_costs_its_own_row_only(
     assert len(letter.reasons) == 3
 
 
-@pytest.mark.parametrize(
-    ("returned", "why"),
-    [
-        (float("nan"), "the reward nan; that is one finite number"),
-        ("a", "the reward 'a'"),
-        ({"rewards": 1.0}, r"returned columns \['rewards'\], and gives \['reward'\]"),
-    ],
-)
-def test_what_an_agent_returns_is_checked(returned: Any, why: str) -> None:
-    async def agent(turns: Any) -> Any:
-        return returned
-
-    async def draw(request: Any, deliver: Any) -> None:
-        raise AssertionError
-
-    turns = af.Turns(draw, np.array([1], np.int32), af.Sampling())
-    with pytest.raises(af.errors.AsyncFlowError, match=why):
-        asyncio.run(Agent(function=agent, gives=("reward",)).converse(turns, {}))
-
-
 def test_a_bug_in_every_conversation_ends_the_producer_with_its_traceback(run: af.Run) -> None:
     with pytest.raises(ConfigError, match=r"8 prompts in a row(.|\n)*LookupError: no such tool(.|\n)*line \d+"):
-        answered(run, Agent(function=agents.fails_at_five, gives=("reward",)), {"prompt_ids": [[5]] * 9})
+        answered(run, af.Agent(function=fails_at_five, gives=("reward",)), {"prompt_ids": [[5]] * 9})
 
 
 def test_what_the_engine_refuses_fails_the_row_even_if_the_agent_does_not_mind(run: af.Run) -> None:
@@ -157,7 +214,7 @@ def test_what_the_engine_refuses_fails_the_row_even_if_the_agent_does_not_mind(r
             raise EngineError("not today")
             yield
 
-    answered(run, Agent(function=goes_on, gives=("reward",)), {"prompt_ids": [[5]]}, Refuses())
+    answered(run, af.Agent(function=goes_on, gives=("reward",)), {"prompt_ids": [[5]]}, Refuses())
     (letter,) = run.queue.failed()
     assert "EngineError: not today" in letter.reasons[-1]
 
@@ -170,7 +227,7 @@ async def _in_main(turns: Any) -> float:
     ("changes", "why"),
     [
         ({"agent": lambda turns: 1.0}, "an agent is a coroutine function"),
-        ({"agent": agents.two_turns, "agent_timeout_s": 0}, "agent_timeout_s must be above 0"),
+        ({"agent": two_turns, "agent_timeout_s": 0}, "agent_timeout_s must be above 0"),
         ({"gives": ["reward"]}, "needs= and gives= are an agent's"),
     ],
 )
@@ -192,14 +249,14 @@ def test_an_agent_that_no_worker_can_import_is_refused_with_the_reason(monkeypat
 
 def test_a_workflow_trains_on_conversations_and_the_agents_reward(tmp_path: Path) -> None:
     rollout = af.Rollout(
-        "echo", group_size=4, prompt="prompt_ids", replicas=2, delay_s=0.002, spread=1.0, agent=agents.two_turns,
-        gives=["reward", "said"],
+        "echo", group_size=4, prompt="prompt_ids", replicas=2, delay_s=0.002, spread=1.0, agent=two_turns,
+        gives=["reward", "said"], launcher="thread",
     )  # fmt: skip
     prompts = {"prompt_ids": af.Ragged.of([[1, 2, 3], [4], [5, 6]]), "length": np.array([3, 1, 2])}
 
-    result = echo_workflow(prompts=prompts, rollout=rollout, reward=None, steps=5).run(tmp_path / "run")
+    result = echo_workflow(prompts=prompts, rollout=rollout, reward=None).run(tmp_path / "run")
 
-    assert len(trained_rows(result.directory)) == 5 * 16
+    assert len(trained_rows(result.directory)) == 3 * 16
     for _, batch in af.read_steps(tmp_path / "run"):
         masks, responses = batch.ragged("loss_mask"), batch.ragged("response_ids")
         assert (masks.lengths == responses.lengths).all()
@@ -216,11 +273,18 @@ def test_conversations_meet_new_weights_as_the_policy_says(tmp_path: Path, swap:
         {"token_s": 0.002, swap: True} if swap in ("partial", "in_flight") else {"delay_s": 0.01}
     )
     rollout = af.Rollout(
-        "echo", group_size=4, prompt="prompt_ids", max_rows=8, agent=agents.slow_tool, gives=["reward"], **drawing
+        "echo",
+        group_size=4,
+        prompt="prompt_ids",
+        max_rows=8,
+        agent=slow_tool,
+        gives=["reward"],
+        launcher="thread",
+        **drawing,
     )
 
     echo_workflow(
-        rollout=rollout, reward=None, steps=10, weights=af.Weights(swap=swap), staleness=af.Staleness(max_staleness=2)
+        rollout=rollout, reward=None, steps=6, weights=af.Weights(swap=swap), staleness=af.Staleness(max_staleness=2)
     ).run(tmp_path / "run")  # the train engine refuses rows whose drawn tokens are of other versions than they say
 
     several = 0

@@ -1,28 +1,22 @@
 """What users get wrong: a clear error before anything starts, or at once when it happens, with the data kept."""
 
+from __future__ import annotations
+
+import asyncio
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from echo_runs import echo_workflow
-from functions import (
-    exits,
-    filters_oddly,
-    gives_none_for_the_last,
-    length,
-    nan,
-    raises,
-    says_no_text,
-    too_few,
-    vanishes,
-)
+from echo_runs import declare_rollout, echo_workflow
+from functions import length
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, PluginError, SchemaError, WorkerFailed
-from asyncflow_sdk.types import Batch
-from asyncflow_sdk.workflow.text import token_ids
+from asyncflow_sdk.testing import EchoRollout
 
 
 @pytest.mark.parametrize(
@@ -119,15 +113,6 @@ def test_options_of_the_publisher_itself_pass() -> None:
     )
 
 
-def test_a_device_that_is_not_there_is_missed_before_anything_starts() -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device, so nothing is missed here")
-    for weights in (af.Weights(transport="cuda-ipc"), af.Weights(transport="dist", options={"backend": "nccl"})):
-        with pytest.raises(ConfigError, match="CUDA device.*use .*tcp"):
-            echo_workflow(weights=weights)
-
-
 def test_a_transport_whose_engine_is_not_there_says_what_brings_it_and_which_need_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -148,11 +133,6 @@ def test_a_task_whose_workers_could_have_no_log_of_its_name_is_refused(task: str
         af.Rollout("echo", task=task)
 
 
-def test_what_is_filtered_is_one_bool_a_row(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"filters_oddly.*returned 'filtered' as bool of \(\d+, 1\)"):
-        echo_workflow(reward=af.Stage(filters_oddly, gives=["reward"])).run(tmp_path / "run")
-
-
 def test_a_stage_that_yields_is_refused() -> None:
     def yields(response_ids: Any) -> Any:
         yield from response_ids
@@ -166,8 +146,13 @@ def test_a_stage_that_yields_is_refused() -> None:
     [([[1.5, 2.0]], "holds token ids"), ([[[1]], [[2]]], "holds token ids"), ([[1], [2**40]], "row 1 has")],
 )
 def test_token_ids_that_are_put_by_hand_are_looked_at_too(ids: Any, said: str) -> None:
-    with pytest.raises(SchemaError, match=said):
-        token_ids(Batch.of({"prompt_ids": ids}), "prompt_ids")
+    with af.serve() as run:
+        declare_rollout(run)
+        run.queue.declare("train", needs=["response_ids"], batch_rows=len(ids))
+        run.queue.put({"prompt_ids": ids})
+        run.queue.end()
+        with pytest.raises(SchemaError, match=said):
+            asyncio.run(asyncio.wait_for(af.Producer(run.queue, EchoRollout()).run(), 60))
 
 
 def test_an_unknown_engine_lists_the_known_ones() -> None:
@@ -190,24 +175,43 @@ def test_a_prompt_that_does_not_fit_the_context_is_named(tmp_path: Path) -> None
         )
 
 
+def raises(response_ids: Any) -> Any:
+    raise KeyError("no such answer")
+
+
+def says_no_text(response_ids: Any) -> Any:
+    raise ValueError("\ud800")
+
+
+def gives_none_for_the_last(response_ids: Any) -> Any:
+    return [*length(response_ids)[:-1], None]
+
+
+def filters_oddly(response_ids: Any) -> Any:
+    return {"reward": length(response_ids), "filtered": np.zeros((len(response_ids), 1), bool)}
+
+
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
         (raises, r"raises\(\) raised KeyError: 'no such answer' \(called with response_ids of row"),
-        (nan, r"nan\(\) returned nan for row \d+, given"),
-        (too_few, r"too_few\(\) returned 1 values for"),
+        (lambda response_ids: [math.nan for _ in response_ids], r"<lambda>\(\) returned nan for row \d+, given"),
+        (lambda response_ids: [1.0], r"<lambda>\(\) returned 1 values for"),
         (
             gives_none_for_the_last,
             r"gives_none_for_the_last\(\) returned for row \d+, as column 'reward', None; a column has one number.*given"
             r" {'response_ids'",
         ),
+        (filters_oddly, r"filters_oddly.*returned 'filtered' as bool of \(\d+, 1\)"),
+        (says_no_text, r"says_no_text\(\) raised ValueError: \\ud800"),
+        (lambda response_ids: sys.exit(0), "reward-0"),
     ],
 )
-@pytest.mark.parametrize("local", [False, True])
-def test_a_wrong_reward_function_ends_the_run_at_once(tmp_path: Path, reward: Any, message: str, local: bool) -> None:
-    function = (lambda response_ids: reward(response_ids)) if local else reward
-    with pytest.raises(WorkerFailed, match=message.replace(reward.__name__, ".*") if local else message):
-        echo_workflow(reward=af.Stage(function, task="reward", needs=["response_ids"])).run(tmp_path / "run")
+def test_a_wrong_reward_function_ends_the_run_at_once(tmp_path: Path, reward: Any, message: str) -> None:
+    place = {} if reward.__name__ == "<lambda>" else {"launcher": "thread", "max_restarts": 0}
+    stage = af.Stage(reward, task="reward", needs=["response_ids"], gives=["reward"], **place)
+    with pytest.raises(WorkerFailed, match=message):
+        echo_workflow(reward=stage).run(tmp_path / "run")
 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
@@ -215,14 +219,26 @@ def test_a_wrong_reward_function_ends_the_run_at_once(tmp_path: Path, reward: An
     assert summary["rows_put"] > 0
 
 
-def test_an_option_the_engine_does_not_have_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"delay": 1}, r"engine 'echo' has no option 'delay'; did you mean 'delay_s'\?"),
+        ({"delay_s": "0.1"}, r"engine 'echo', option 'delay_s' must be float, not str: '0.1'"),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_starts(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        echo_workflow(train=options)
+    with pytest.raises(ConfigError, match=message):
+        echo_workflow(stages=[af.Stage(af.Generate("echo", **options), needs=["prompt_ids"], gives=["verdict"])])
+
+
+def test_a_wrong_option_for_another_interpreter_is_named_by_its_worker(tmp_path: Path) -> None:
+    """Nobody knows the engines of that one here."""
     with pytest.raises(
-        ConfigError, match=r"engine 'echo' has no option 'delay'; did you mean 'delay_s'\? It takes: delay_s"
+        WorkerFailed, match=r"engine 'echo' has no option 'delay'; did you mean 'delay_s'\? It takes: delay_s"
     ):
-        echo_workflow(train={"delay": 1})
-    elsewhere = {"delay": 1, "python": sys.executable}  # whose engines nobody knows here
-    with pytest.raises(WorkerFailed, match=r"engine 'echo' has no option 'delay'; did you mean 'delay_s'\?"):
-        echo_workflow(train=elsewhere).run(tmp_path / "run")
+        echo_workflow(train={"delay": 1, "python": sys.executable}).run(tmp_path / "run")
 
 
 def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
@@ -249,21 +265,6 @@ def test_prompts_from_a_file_name_the_bad_line(tmp_path: Path) -> None:
         echo_workflow(prompts=str(file))
     file.write_text('{"prompt_ids": [1, 2]}\n\n{"prompt_ids": [3]}\n')
     assert echo_workflow(prompts=file).data.rows == 2
-
-
-def test_a_function_that_exits_the_process_is_a_failure_and_not_the_end(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match="reward-0"):
-        echo_workflow(reward=af.Stage(exits, task="reward", max_restarts=1)).run(tmp_path / "run")
-
-
-def test_a_process_that_exits_with_status_0_before_the_end_has_failed(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"reward-0.* after 1 restarts\nits process exited with status 0 before"):
-        echo_workflow(reward=af.Stage(vanishes, task="reward", max_restarts=1)).run(tmp_path / "run")
-
-
-def test_what_an_exception_says_need_not_be_unicode(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"says_no_text\(\) raised ValueError: \\ud800"):
-        echo_workflow(reward=af.Stage(says_no_text, task="reward")).run(tmp_path / "run")
 
 
 def test_a_group_larger_than_the_engine_takes_is_named(tmp_path: Path) -> None:
@@ -307,14 +308,3 @@ def test_a_chat_is_refused_with_how_prompts_look(prompts: Any) -> None:
         ConfigError, match=r"prompts: .*entry 0 is a chat.* text, such as .*apply_chat_template\(chat"
     ):
         af.load_prompts(prompts)
-
-
-def test_an_option_of_another_type_is_named_before_anything_starts_or_by_its_worker(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine 'echo', option 'delay_s' must be float, not str: '0.1'"):
-        echo_workflow(rollout={"delay_s": "0.1"})
-    work = af.Stage(af.Generate("echo", delay_s="0.1"), needs=["prompt_ids"], gives=["verdict"])
-    with pytest.raises(ConfigError, match=r"engine 'echo', option 'delay_s' must be float, not str: '0.1'"):
-        echo_workflow(stages=[work])
-    elsewhere = {"delay_s": "0.1", "python": sys.executable}
-    with pytest.raises(WorkerFailed, match=r"engine 'echo', option 'delay_s' must be float, not str: '0.1'"):
-        echo_workflow(rollout=elsewhere).run(tmp_path / "run")

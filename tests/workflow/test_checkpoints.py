@@ -2,33 +2,91 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import os
-import random
-import threading
+import resource
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_children import (
-    serve_until_killed,
-    train_until_killed,
-    write_and_be_killed_at_the_end,
-    write_and_hang,
-    write_on_a_full_disk,
-)
-from children import Child
-from waiting import in_thread, until
+from children import Child, hear, say
+from echo_runs import check_whole, echo_workflow, events_of
+from flaky_proxy import FlakyProxy
+from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import AsyncFlowError, ConfigError, LeaseLost
+from asyncflow_sdk.errors import ConfigError, LeaseLost, MemoryFull
+from asyncflow_sdk.testing.echo_ranks import EchoRanks
 from asyncflow_sdk.types.events import Note
-from asyncflow_sdk.workflow.checkpoint import Checkpoints
-from asyncflow_sdk.workflow.meeting import Meeting
 
-KILLS = int(os.environ.get("ASYNCFLOW_KILLS", "2"))
+# ---- trainers in processes of their own
+
+
+def write_slowly(address: str, key: str, directory: str) -> None:
+    """Say when half of a checkpoint is written; write the rest when told to."""
+
+    def save(path: Path) -> None:
+        (path / "weights").write_text("8")
+        say("writes")
+        hear()
+
+    with af.connect(address, key=key) as run:
+        run.checkpoint(save, directory=directory)
+
+
+def write_on_a_full_disk(directory: str) -> None:
+    """No file may be longer than a megabyte. Say what came of a checkpoint, and what is left of it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def save(path: Path) -> None:
+        (path / "small").write_bytes(b"s" * 1000)
+        (path / "weights").write_bytes(bytes(4 << 20))
+
+    with af.connect(directory) as run:
+        try:
+            run.checkpoint(save, directory=Path(directory) / "checkpoints")
+        except MemoryFull as full:
+            say(str(full))
+        hear()
+
+
+def serve_until_killed(directory: str, rows: int) -> None:
+    """Serve a run with rows for a trainer; or the same once more."""
+    with af.serve(directory, durability="process", checkpoints=True) as run:
+        if run.recovered is None:
+            run.queue.declare("train", needs=["x"], batch_rows=4)
+            run.queue.put({"x": np.arange(float(rows))}, key="all")
+            run.queue.end()
+        say("serves")
+        hear()
+
+
+def train_until_killed(directory: str) -> None:
+    """One's own loop: weights are the numbers they were trained with, in order. Says each step, and makes as many as it is told to."""
+    seen: list[float] = []
+    with af.connect(directory, name="trainer") as run:
+        where = Path(directory) / "checkpoints"
+        point = run.resume(directory=where)
+        if point.path is not None:
+            seen = [float(line) for line in (point.path / "seen").read_text().split()]
+        assert len(seen) == 4 * point.step
+
+        def save(path: Path) -> None:
+            (path / "seen").write_text("\n".join(map(str, seen)))
+
+        for step in run.consumer("train"):
+            say(["step", step.index])
+            hear()
+            seen += step.array("x").tolist()
+            step.ack()
+            if step.index % 2:
+                run.checkpoint(save, directory=where)
+        run.checkpoint(save, directory=where, keep=1)
+        say(["done", seen])
+        hear()
 
 
 class Loop:
@@ -36,7 +94,7 @@ class Loop:
 
     def __init__(self, directory: Path) -> None:
         self.notes: list[str] = []
-        self.run = af.serve(directory, checkpoints=True, on_event=self.hear)
+        self.run = af.serve(directory, checkpoints=True, on_event=self.hear, address="tcp://127.0.0.1:0")
         self.directory = directory / "checkpoints"
         self.run.queue.declare("train", needs=["x"], batch_rows=4)
         self.run.queue.put({"x": np.arange(80.0)})
@@ -169,128 +227,87 @@ def test_without_checkpoints_a_run_keeps_nothing_to_go_on_with(tmp_path: Path) -
                 ask()
 
 
-@pytest.mark.parametrize("in_words", [False, True])
-def test_a_full_disk_costs_the_checkpoint_and_nothing_else(loop: Loop, in_words: bool) -> None:
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(loop: Loop) -> None:
     loop.train(5, every=2)
-    with Child(write_on_a_full_disk, str(loop.run.directory), in_words) as child:
-        text, left = child.hear()
-    assert "no room for a checkpoint" in text
-    assert left == ["step-000002", "step-000004"]
-    assert loop.resume() == 4
-
-
-def test_two_ranks_make_one_checkpoint_of_the_step_that_both_have_acknowledged_or_none(loop: Loop) -> None:
-    def step_of(rank: int) -> Callable[[], Any]:
-        asked: dict[str, Any] = {"team": "train", "rank": rank, "world_size": 2, "timeout_s": 30.0}
-        return in_thread(clients[rank].queue.get, "train", **asked)
-
-    def saved_by(rank: int, error: Exception | None = None) -> Callable[[], Any]:
-        def save(path: Path) -> None:
-            (path / f"rank-{rank}").touch()
-            if error is not None:
-                raise error
-
-        return in_thread(checkpoints[rank].save, save)
-
-    with af.connect(loop.run.directory) as one, af.connect(loop.run.directory) as other:
-        clients = [one, other]
-        checkpoints = [
-            Checkpoints(client.queue, loop.directory, ranks=Meeting(client.queue, "train", rank, 2))
-            for rank, client in enumerate(clients)
-        ]
-        # given a step of which one rank has not said yet that it is through
-        first, second = [held() for held in [step_of(0), step_of(1)]]
-        first.ack()
-        saves = [saved_by(0)]
-        until(lambda: "acknowledgement" in str(loop.run.queue.status().parked), "the first to wait for the second")
-        # when it says so
-        second.ack()
-        saves.append(saved_by(1))
-        paths = [path() for path in saves]
-        # then the checkpoint is of what comes after it, and of both
-        assert paths == [loop.directory / "step-000001" / "engine"] * 2
-        assert sorted(path.name for path in paths[0].iterdir()) == ["rank-0", "rank-1"]
-
-        # and one that a rank cannot write is none for all of them
-        for batch in [held() for held in [step_of(0), step_of(1)]]:
-            batch.ack()
-        saves = [saved_by(1, AsyncFlowError("no more room")), saved_by(0)]
-        failed = [error() for error in saves]
-        assert [type(error) for error in failed] == [AsyncFlowError] * 2, failed
-        assert [str(error) for error in failed] == ["no more room", "rank 1: no more room"]
-        (loop.directory / f".step-000002-{os.getpid()}").touch()  # where the first would make the folder for both
-        saves = [saved_by(0), saved_by(1)]
-        failed = [error() for error in saves]
-        assert ["File exists" in str(error) for error in failed] == [True, True], failed
-        assert "rank 0: " in str(failed[1])
-        (loop.directory / f".step-000002-{os.getpid()}").unlink()
-        assert [path.name for path in loop.directory.iterdir()] == ["step-000001"]
-
-
-def test_what_a_killed_trainer_left_half_written_is_removed(loop: Loop) -> None:
-    loop.train(5, every=2)
-    with Child(write_and_hang, str(loop.run.directory)) as child:
-        assert child.hear() == "writes"
-        child.kill()
-    assert any(path.name.startswith(".step-000005-") for path in loop.directory.iterdir())
-
-    assert loop.resume() == 4
-
+    assert loop.run.directory is not None
+    with Child(write_on_a_full_disk, str(loop.run.directory)) as child:
+        assert "no room for a checkpoint" in child.hear()
     assert sorted(path.name for path in loop.directory.iterdir()) == ["step-000002", "step-000004"]
 
+    def save(path: Path) -> None:
+        raise RuntimeError(f"I/O error: {os.strerror(errno.ENOSPC)} (os error 28)")
 
-def test_a_checkpoint_of_which_nobody_was_told_counts(loop: Loop) -> None:
+    with pytest.raises(MemoryFull, match="no room for a checkpoint"):
+        loop.run.checkpoint(save)
+    assert loop.resume() == 4
+
+
+class FailsToSave(EchoRanks):
+    """Rank 1 cannot write the second checkpoint."""
+
+    def save(self, path: Path) -> None:
+        super().save(path)
+        if self.steps == 2 and self.rank == 1:
+            raise RuntimeError("no more room for rank 1")
+
+
+def test_a_checkpoint_that_a_rank_cannot_write_is_none_for_all_of_them(tmp_path: Path) -> None:
+    train = af.Train("test_checkpoints:FailsToSave", world_size=2)
+    result = echo_workflow(train=train, checkpoint=af.Checkpoint(every=1, keep=9), steps=4).run(tmp_path / "run")
+
+    check_whole(result, 4)
+    made = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert [path.name for path in made] == ["step-000001", "step-000003", "step-000004"]
+    assert all({file.name for file in (path / "engine").iterdir()} == {"rank-0.json", "rank-1.json"} for path in made)
+    notes = [note["text"] for note in events_of(tmp_path / "run", "note")]
+    assert any("no checkpoint was made" in note and "no more room for rank 1" in note for note in notes), notes
+
+
+def test_a_trainer_killed_in_a_checkpoint_leaves_it_whole_or_not_there(loop: Loop) -> None:
+    """Half written it is removed; whole it counts, also if nobody was told of it."""
     loop.train(8, every=3)
-    with Child(write_and_be_killed_at_the_end, str(loop.run.directory)) as child:
-        child.wait()
-
-    assert loop.resume() == 8
+    proxy = FlakyProxy(int(loop.run.address.rpartition(":")[2]))
+    proxy.steady = True
+    for told, goes_on_with in ((False, 6), (True, 8)):
+        with Child(write_slowly, proxy.address, str(loop.run.directory / "run.key"), str(loop.directory)) as child:  # type: ignore[operator]
+            assert child.hear() == "writes"
+            assert any(path.name.startswith(".step-000008-") for path in loop.directory.iterdir())
+            if told:  # the rest is written, and no word of it arrives
+                proxy.halt()
+                child.say("go on")
+                until((loop.directory / "step-000008").exists, "the whole checkpoint")
+            child.kill()
+        proxy.resume()
+        assert loop.resume() == goes_on_with
+        assert not any(path.name.startswith(".step") for path in loop.directory.iterdir())
+        loop.train(8 - goes_on_with)
+    proxy.close()
     loop.train(12)
     assert loop.weights == 20
 
 
-@pytest.mark.timeout(180 + 60 * KILLS)
-@pytest.mark.parametrize("seed", range(KILLS))
-def test_server_and_trainer_of_ones_own_loop_are_killed_at_random(seed: int, tmp_path: Path) -> None:
-    chance, steps, directory = random.Random(seed), 30, str(tmp_path / "run")
-    said: list[Any] = []
+def test_server_and_trainer_of_ones_own_loop_are_killed_in_turns(tmp_path: Path) -> None:
+    directory, steps = str(tmp_path / "run"), 10
     server = Child(serve_until_killed, directory, 4 * steps)
-    server.hear()
-    deaths = 0
-    while not said or said[-1][0] != "done":
-        trainer = Child(train_until_killed, directory, 4)
-        over = threading.Event()
-
-        def listen(trainer: Child = trainer, over: threading.Event = over) -> None:
-            for line in trainer._out:
-                said.append(json.loads(line))
-                if said[-1][0] == "done":
-                    break
-            over.set()
-
-        threading.Thread(target=listen, daemon=True).start()
-        more = chance.randint(1, 6)
-        until = len(said) + more
-        for _ in range(more + 4 if deaths <= 5 else steps):  # it cannot be through before it is killed
+    assert server.hear() == "serves"
+    for steps_made, kills_server in ((0, False), (3, True), (2, False), (1, True)):
+        with Child(train_until_killed, directory) as trainer:
+            for _ in range(steps_made):
+                assert trainer.hear()[0] == "step"
+                trainer.say("go on")
+            if kills_server:
+                trainer.hear()
+                server.kill()
+                server.__exit__()
+                server = Child(serve_until_killed, directory, 4 * steps)
+                assert server.hear() == "serves"
+                trainer.say("go on")
+    with Child(train_until_killed, directory) as trainer:
+        while (said := trainer.hear())[0] == "step":
             trainer.say("go on")
-        while not over.wait(0.01) and (deaths > 5 or len(said) < until):
-            pass
-        if not over.is_set() and chance.random() < 0.5:
-            server.kill()
-            server.__exit__()
-            server = Child(serve_until_killed, directory, 4 * steps)
-            server.hear()
-            deaths += 1
-            over.wait(0.3 * chance.random())
-        if not over.is_set():
-            trainer.kill()
-            deaths += 1
-            assert over.wait(30)
-        trainer.__exit__()
+        assert said[1] == [float(n) for n in range(4 * steps)], "each once, in order, in what survives"
+        trainer.say("end")
+        assert trainer.wait() == 0
     server.say("close")
     assert server.wait() == 0
     server.__exit__()
-    assert deaths > 1
-    assert said[-1][2] == [float(n) for n in range(4 * steps)], "each once, in order, in what survives"
-    resumed = [each for each in said if each[0] == "resumed"]
-    assert all(step * 4 == seen for _, step, seen in resumed)

@@ -1,63 +1,161 @@
-"""Whatever fails while a run or a trainer is closed, the rest of it is closed all the same."""
+"""Runs that are closed while somebody works on them, and of which a part does not close: the rest is closed all the same."""
 
+from __future__ import annotations
+
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from echo_runs import install_plugin, segments
+from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ServerLost
 from asyncflow_sdk.testing import EchoTrain
-from asyncflow_sdk.types import Batch
-from asyncflow_sdk.workflow.roles import train
+
+pytestmark = pytest.mark.fast
+
+PLUGIN = """
+import asyncflow_sdk as af
+@af.hookimpl
+def asyncflow_adapters():
+    return [af.AdapterSpec(kind="launcher", name="stuck", factory="test_closing:Stuck")]
+"""
 
 
-def shout(text: list[str]) -> list[str]:
-    return [each.upper() for each in text]
+class Idle(af.WorkerHandle):
+    """A worker that waits until it is stopped."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+
+    def wait(self) -> af.WorkerEnding:
+        self.stopped.wait()
+        return af.WorkerEnding(0)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    kill = stop
 
 
-class Stuck:
-    """Weight updates that do not close."""
+class Stuck(af.Launcher):
+    """A launcher that does not close."""
+
+    def start(self, order: af.WorkerOrder) -> af.WorkerHandle:
+        return Idle()
 
     def close(self) -> None:
         raise RuntimeError("it does not close")
 
 
-def test_a_run_of_which_a_part_does_not_close_leaves_no_worker_no_server_and_no_memory(tmp_path: Path) -> None:
+def doubled(x: Any) -> Any:
+    return 2 * x
+
+
+def test_a_run_of_which_a_part_does_not_close_leaves_no_worker_no_server_and_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # given
+    install_plugin(tmp_path, monkeypatch, "sticking", PLUGIN)
+    before = segments(os.getpid())
     run = af.serve(tmp_path / "run")
-    (worker,) = run.start(af.Stage(shout, task="shout", gives=["loud"]))
-    memory = run._connection.directory
-    run._updates.append(Stuck())  # type: ignore[arg-type]
+    (worker,) = run.start(af.Stage(doubled, needs=["x"], gives=["y"], launcher="stuck"))
+    assert segments(os.getpid()) - before
     # when
     with pytest.raises(RuntimeError, match="does not close"):
         run.close()
     # then
     assert worker.ended.is_set()
-    assert not memory.exists()
+    assert segments(os.getpid()) <= before
     assert not (tmp_path / "run" / "address").exists()
 
 
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_worker_was_through_with_a_run_that_is_closed_unless_it_holds_rows(tmp_path: Path, holds: bool) -> None:
+    # given a worker of another client than the one that serves
+    entered, opened = threading.Event(), threading.Event()
+
+    def waits(x: Any) -> Any:
+        entered.set()
+        assert opened.wait(60)
+        return x
+
+    run = af.serve(tmp_path / "run")
+    with af.connect(run.address, name="client") as client:
+        (worker,) = client.start(af.Stage(waits, needs=["x"], gives=["y"], max_restarts=0))
+        if holds:
+            run.queue.put({"x": [1.0]})
+            assert entered.wait(60)
+        else:
+            until(lambda: run.queue.status().parked, "that it waits for rows")
+        # when
+        run.close()
+        opened.set()
+        assert worker.ended.wait(60)
+        # then
+        assert worker.lost == holds
+        if holds:
+            with pytest.raises(ServerLost, match="was closed"):
+                client.check()
+
+
 def test_a_trainer_closes_its_engine_also_when_its_run_is_gone(tmp_path: Path) -> None:
-    with af.serve(tmp_path / "run", steps=2) as run:
-        connection = af.connect(tmp_path / "run", name="trainer")
-
-        class Cut(EchoTrain):
-            closed = False
-
-            def train_step(self, batch: Batch) -> af.StepResult:
-                connection._connection.wire.close()
-                return super().train_step(batch)
-
-            def close(self) -> None:
-                self.closed = True
-
-        # given a trainer whose connection is lost in the middle of a step
+    closed.clear()
+    with af.serve(tmp_path / "run", steps=2) as run, af.connect(tmp_path / "run", name="client") as client:
+        # given a trainer whose run is closed in the middle of a step
+        runs.append(run)
         columns = {name: [[0]] for name in af.TRAIN_COLUMNS} | {"reward": [1.0], "logprobs": [[-0.0]]}
         run.queue.declare("train", needs=af.TRAIN_COLUMNS, batch_rows=1)
         run.queue.put(columns | {"version_spans": [[[0, 0, 1]]]})
-        engine = Cut()
         # when
-        with pytest.raises(ServerLost):
-            train(connection.queue, engine)
+        (worker,) = client.start(af.Train("test_closing:Cut", launcher="thread"))
+        assert worker.ended.wait(60)
         # then
-        assert engine.closed
+        assert closed.is_set()
+        assert worker.lost
+
+
+runs, closed = list[af.Run](), threading.Event()
+
+
+class Cut(EchoTrain):
+    """Its run is closed while it trains."""
+
+    def train_step(self, batch: af.Batch) -> af.StepResult:
+        runs.pop().close()
+        return super().train_step(batch)
+
+    def close(self) -> None:
+        closed.set()
+
+
+def test_a_thread_that_does_not_end_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncflow_sdk.workflow.crews.GRACE_S", 0.01)
+    entered, opened = threading.Event(), threading.Event()
+
+    def waits(x: list[float]) -> list[float]:
+        entered.set()
+        assert opened.wait(100)
+        return x
+
+    with af.serve(tmp_path / "run") as run:
+        run.queue.put({"x": [1.0]})
+        (worker,) = run.start(af.Stage(waits, needs=["x"], gives=["y"]))
+        assert entered.wait(100)
+        # when the run is closed in the middle of the call
+        assert in_thread(run.close)() is None
+        # then
+        assert worker.ended.is_set()
+        assert not worker.lost
+        opened.set()
+
+
+def test_an_error_that_a_client_reads_says_that_the_run_was_closed() -> None:
+    run = af.serve()
+    with af.connect(run.address) as client:
+        run.close()
+        with pytest.raises(ServerLost, match="was closed by the process that served it"):
+            client.queue.status()

@@ -2,16 +2,25 @@
 
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from echo_runs import alive
-from functions import length, slow_length
+from functions import length
 from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.types.events import Event, LeaseReturned, WorkerState
+
+THREAD: dict[str, Any] = {"launcher": "thread"}
+
+
+def slow_length(response_ids: Any) -> list[float]:
+    time.sleep(0.02)
+    return length(response_ids)
 
 
 def put(run: af.Run, rows: int) -> None:
@@ -33,7 +42,7 @@ def through(run: af.Run, rows: int) -> set[int]:
 def test_replicas_are_added_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
     events: list[Event] = []
     with af.serve(tmp_path / "run", on_event=events.append) as run:
-        stage = af.Stage(slow_length, task="reward", batch=1)
+        stage = af.Stage(slow_length, task="reward", batch=1, **THREAD)
         (first,) = run.start(stage)
         put(run, 40)
         # when
@@ -53,7 +62,7 @@ def test_replicas_are_added_and_leave_and_nothing_is_lost(tmp_path: Path) -> Non
 
 def test_a_run_that_is_closed_starts_nobody(tmp_path: Path) -> None:
     with af.serve(tmp_path) as run:
-        stage = af.Stage(length, task="reward")
+        stage = af.Stage(length, task="reward", **THREAD)
         (worker,) = run.start(stage)
 
     with pytest.raises(ConfigError, match="no worker of 'reward' can be started: the run is closed"):
@@ -64,14 +73,14 @@ def test_a_run_that_is_closed_starts_nobody(tmp_path: Path) -> None:
 
 def test_scaled_to_none_rows_wait_until_somebody_comes_back(tmp_path: Path) -> None:
     with af.serve(tmp_path / "run") as run:
-        stage = af.Stage(length, task="reward")
+        stage = af.Stage(length, task="reward", **THREAD)
         (first,) = run.start(stage)
         assert run.scale(stage, 0) == []
         until(first.ended.is_set, "the first one's end")
         put(run, 4)
         run.queue.declare("end", needs=["reward"])
         with pytest.raises(af.DeadlineExceeded):
-            run.queue.get("end", timeout_s=0.2)
+            run.queue.get("end", timeout_s=0.05)
 
         (second,) = run.scale(stage, 1)
 
@@ -92,7 +101,7 @@ def test_a_leaver_that_does_not_get_through_is_stopped_and_its_rows_go_to_others
         run.scale(stage, 1)
 
         assert through(run, 1) == {0}
-        frozen.join(5.0)
+        until(frozen.ended.is_set, "its end")
         assert not alive(frozen.pid)
 
 
@@ -105,7 +114,7 @@ def test_a_leaver_that_does_not_get_through_is_stopped_and_its_rows_go_to_others
 )
 def test_what_cannot_be_scaled(tmp_path: Path, which: str, replicas: int, what: str) -> None:
     with af.serve(tmp_path / "run") as run:
-        run.start(af.Stage(length, task="reward"))
+        run.start(af.Stage(length, task="reward", **THREAD))
         with pytest.raises(af.ConfigError, match=what):
             run.scale(which, replicas)
 
@@ -117,9 +126,9 @@ def test_the_run_goes_on_with_others_and_says_so_when_the_last_one_fails(tmp_pat
         run.start(stage)
         first, second = run.scale(stage, 2)
         until(lambda: len(_ready(events)) == 2, "two that work")
-        put(run, 20)
+        put(run, 10)
         os.kill(second.pid, signal.SIGKILL)
-        assert through(run, 20) == set(range(20))
+        assert through(run, 10) == set(range(10))
         until(second.ended.is_set, "the second's end")
         run.check()
         said = "'reward-1' was killed by SIGKILL; the run goes on with reward-0"

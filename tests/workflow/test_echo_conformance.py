@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from echo_runs import echo_weights
 
+import asyncflow_sdk as af
 from asyncflow_sdk.errors import WeightMismatch
-from asyncflow_sdk.testing import Conformance, EchoPolicy, EchoTrain
-from asyncflow_sdk.testing.echo import weights
-from asyncflow_sdk.testing.kit.conformance import BoundCheck
+from asyncflow_sdk.testing import Conformance, EchoPolicy, EchoRollout, EchoTrain
 from asyncflow_sdk.testing.kit.train_lab import TrainLab, changed
 from asyncflow_sdk.testing.kit.updates import HeldUpdate
 from asyncflow_sdk.types import VERSION_SPANS, one_version
+
+
+class IgnoresWeights(EchoRollout):
+    """Says that it took them."""
+
+    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
+        return set(update.tensors)
+
 
 plain = Conformance("rollout", "echo")
 training = Conformance("train", "echo")
@@ -21,22 +30,22 @@ flying = Conformance("rollout", "echo", options={"in_flight": True, "partial": T
 
 
 @plain.parametrize
-def test_echo_conforms(check: BoundCheck) -> None:
+def test_echo_conforms(check: Callable[[], None]) -> None:
     check()
 
 
 @flying.parametrize
-def test_echo_conforms_while_requests_run(check: BoundCheck) -> None:
+def test_echo_conforms_while_requests_run(check: Callable[[], None]) -> None:
     check()
 
 
 @training.parametrize
-def test_the_train_engine_conforms(check: BoundCheck) -> None:
+def test_the_train_engine_conforms(check: Callable[[], None]) -> None:
     check()
 
 
 @two_ranks.parametrize
-def test_the_train_engine_of_two_ranks_conforms(check: BoundCheck) -> None:
+def test_the_train_engine_of_two_ranks_conforms(check: Callable[[], None]) -> None:
     check()
 
 
@@ -77,17 +86,17 @@ def test_a_version_stands_for_the_weights_that_the_engine_loaded_under_its_numbe
     engine = EchoTrain()
     engine.save(tmp_path)
 
-    engine.load_weights(HeldUpdate(3, weights(2)))
+    engine.load_weights(HeldUpdate(3, echo_weights(2)))
     with pytest.raises(WeightMismatch, match="by version 3, which has had 2 steps; .* that have had 0"):
         engine.train_step(renumbered)
     engine.load(tmp_path)
     engine.train_step(renumbered)
-    engine.load_weights(HeldUpdate(4, weights(0)))
+    engine.load_weights(HeldUpdate(4, echo_weights(0)))
     engine.train_step(renumbered)
 
 
 def test_weights_that_are_not_taken_are_seen_in_a_real_run() -> None:
-    report = Conformance("rollout", "functions:IgnoresWeights", only=["killed"]).run()
+    report = Conformance("rollout", "test_echo_conformance:IgnoresWeights", only=["killed"]).run()
 
     assert report.results[0].outcome == "failed"
     assert "are said to be of version" in report.results[0].detail

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.cli.app import app
 from asyncflow_sdk.errors import ConfigError, ProtocolError
 from asyncflow_sdk.workflow import Run
+
+pytestmark = pytest.mark.fast
 
 
 @contextlib.contextmanager
@@ -31,8 +31,7 @@ def test_another_publishes_in_the_place_of_a_trainer_whose_host_is_gone(tmp_path
         with pytest.raises(ConfigError, match=rf"its host is gone, run.evict\({lost.session}\)"):
             run.weight_publisher("tcp")
         # when
-        done = CliRunner().invoke(app, ["evict", str(tmp_path), str(lost.session)])
-        assert done.exit_code == 0, done.output
+        run.evict(lost.session)
         # then
         with run.weight_publisher("tcp") as publisher:
             publisher.publish(1, {"w": np.ones(4)})

@@ -1,4 +1,4 @@
-"""Weights for replicas that do not see the run's memory, and trainers that come after one another."""
+"""Workers and weights for clients that do not see the run's memory, and trainers that come after one another."""
 
 import asyncio
 import threading
@@ -7,24 +7,22 @@ from typing import Any
 
 import functions
 import pytest
+from echo_runs import PROMPTS, declare_rollout
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.testing import EchoRollout
-from asyncflow_sdk.testing.echo import weights
 from asyncflow_sdk.types.events import Note, Published
 
-PROMPTS = {"prompt_ids": af.Ragged.of([[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]])}
+pytestmark = pytest.mark.fast
 
 
 def begin(run: af.Run, **train: Any) -> None:
     """Everything of a run but its replicas."""
-    run.queue.declare("train", needs=af.interfaces.TRAIN_COLUMNS, batch_rows=16, lease_s=86400.0)  # type: ignore[attr-defined]
-    run.queue.declare(
-        "rollout", needs=["prompt_ids"], gives=["response_ids", "logprobs", "version_spans"], admits=True
-    )
-    run.start(af.Stage(functions.length, task="reward", gives=["reward"]))
-    run.start(af.Train("echo", **train))
+    run.queue.declare("train", needs=af.TRAIN_COLUMNS, batch_rows=16, lease_s=86400.0)
+    declare_rollout(run)
+    run.start(af.Stage(functions.length, task="reward", gives=["reward"], launcher="thread"))
+    run.start(af.Train("echo", launcher="thread", **train))
     run.feed(PROMPTS, group_size=4, column="prompt_ids", chunk=4)
 
 
@@ -66,27 +64,6 @@ def test_shared_memory_is_refused_there_with_what_to_use_instead(tmp_path: Path)
         assert "tcp" in str(failures[0])
 
 
-def test_a_replica_that_comes_late_has_the_newest_version_before_its_first_prompt(tmp_path: Path) -> None:
-    """Its own weights count as version 0; by now that is one nobody generates with any more."""
-    engine = EchoRollout()
-    with af.serve(tmp_path, max_staleness=100) as run, run.weight_publisher() as publisher:
-        run.queue.declare("train", needs=["response_ids"], batch_rows=4)
-        run.queue.declare(
-            "rollout", needs=["prompt_ids"], gives=["response_ids", "logprobs", "version_spans"], admits=True
-        )
-        for version in range(4):
-            publisher.publish(version, weights(version).items())
-        publisher.flush()
-        run.queue.put(PROMPTS, group_size=1)
-        run.queue.end()
-        with af.connect(run.address, name="late") as late:
-            asyncio.run(af.Producer(late.queue, engine).run())
-        with run.queue.get("train") as batch:
-            assert set(batch.ragged("response_ids").lengths) == {1, 2, 3, 4}
-            batch.ack()
-    assert engine._held == 3.0
-
-
 def test_a_trainer_that_comes_after_another_goes_on_from_what_is_current(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +80,7 @@ def test_a_trainer_that_comes_after_another_goes_on_from_what_is_current(
             current = run.queue.status().version
             assert current == 3
             # when
-            first.start(af.Train("echo"))
+            first.start(af.Train("echo", launcher="thread"))
             thread.join(60)
             # then
             assert not failures
@@ -118,3 +95,23 @@ def test_a_second_publisher_is_refused(tmp_path: Path) -> None:
         with af.connect(run.address, name="other") as other:
             with pytest.raises(ConfigError, match="one publisher at a time"):
                 other.weight_publisher()
+
+
+def test_workers_started_near_and_from_afar_work_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a run served with keys, and a client that sees none of its memory
+    monkeypatch.chdir(tmp_path)  # where the far client's workers log
+    with af.serve(tmp_path / "run", address="tcp://0.0.0.0:0") as run:
+        address = run.address.replace("0.0.0.0", "127.0.0.1")
+        with af.connect(address, key=tmp_path / "run" / "run.key", shared_memory=False) as far:
+            far.queue.put({"response_ids": [[1, 2], [3], [4, 5, 6]]})
+            # when: those started by the server need no key, those started from afar have one
+            far.start(af.Stage(functions.length, task="reward", launcher="thread"))
+            run.start(af.Stage(functions.doubled, task="double", gives=["twice"], launcher="thread"))
+            # then
+            run.queue.declare("end", needs=["reward", "twice"])
+            seen = {}
+            while len(seen) < 3:
+                with far.queue.get("end", 3, timeout_s=60) as batch:
+                    seen.update(zip(batch.ids.tolist(), batch.array("twice").tolist(), strict=True))
+                    batch.ack()
+            assert seen == {0: 4.0, 1: 2.0, 2: 6.0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, WriteOnceError
 from asyncflow_sdk.queue import LeasedBatch
 from asyncflow_sdk.types import events as ev
-from asyncflow_sdk.workflow.stages import stage
+
+pytestmark = pytest.mark.fast
 
 ROWS, BATCH = 40, 8
 
@@ -23,32 +24,9 @@ def given_rows(run: af.Run) -> None:
     run.queue.put({"x": np.arange(float(ROWS))})
 
 
-def requests_of(run: af.Run, work: Callable[[], Any]) -> int:
-    """How many requests ``work`` made over the connection of ``run``."""
-    numbering = run._connection.wire._numbering
-    before = numbering._last
-    work()
-    return numbering._last - before
-
-
 def finish_all(consumer: Iterable[LeasedBatch], *columns: str) -> None:
     for batch in consumer:
         batch.finish({name: batch.array("x") for name in columns})
-
-
-def test_a_batch_of_a_stage_is_one_request() -> None:
-    with af.serve() as run, af.connect(run.address) as own:
-        given_rows(run)
-        run.queue.end()
-
-        def work() -> None:
-            stage(own.queue, lambda x: x * 2, task="double", needs=("x",), gives=("y",), batch=BATCH)
-
-        # one for each batch, the last with its last word and the end of the stream, and the events that were left
-        assert requests_of(own, work) == ROWS // BATCH + 1 + 1
-        with run.queue.get("train", ROWS) as batch:
-            assert (batch.array("y") == np.arange(ROWS) * 2).all()
-            batch.ack()
 
 
 def test_what_a_stage_says_too_late_costs_its_rows_only() -> None:
@@ -64,7 +42,7 @@ def test_what_a_stage_says_too_late_costs_its_rows_only() -> None:
                 run.queue.cancel(np.arange(BATCH, 2 * BATCH))
             return x * 2
 
-        stage(own.queue, double, task="double", needs=("x",), gives=("y",), batch=BATCH)
+        af.Stage(double, task="double", needs=["x"], gives=["y"], batch=BATCH, lease_s=600.0).run(own.queue)
 
         run.queue.end(cancel=True)
         audit = run.audit()
@@ -80,8 +58,14 @@ def test_a_consumer_sends_what_was_finished_with_its_next_request() -> None:
     with af.serve() as run, af.connect(run.address) as own:
         given_rows(run)
         run.queue.end()
+        leases = list[int]()
 
-        assert requests_of(own, lambda: finish_all(own.consumer("double", count=BATCH), "y")) == ROWS // BATCH + 1
+        for batch in own.consumer("double", count=BATCH):
+            batch.finish({"y": batch.array("x")})
+            leases.append(run.queue.status().passed.get("double", 0))
+
+        assert leases == [BATCH * before for before in range(ROWS // BATCH)], "not before the next request"
+        assert run.queue.status().passed["double"] == ROWS
 
 
 def test_rows_whose_last_word_is_refused_are_given_back_and_the_loop_can_go_on() -> None:

@@ -1,11 +1,10 @@
 """Which lengths are trained, of those that were generated."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from echo_runs import echo_workflow
+from echo_runs import echo_workflow, events_of
 
 import asyncflow_sdk as af
 
@@ -24,13 +23,8 @@ def heavy_tailed(policy: str, token_s: float) -> af.Workflow:
     )
 
 
-def notes(directory: Path) -> list[str]:
-    lines = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
-    return [line["text"] for line in lines if line["event"] == "note" and line.get("level") == "warning"]
-
-
 def test_a_run_that_gives_long_responses_up_says_so(tmp_path: Path) -> None:
-    result = heavy_tailed("drop", 0.01).run(tmp_path / "run")
+    result = heavy_tailed("drop", 0.004).run(tmp_path / "run")
 
     lengths = result.summary["lengths"]
     assert result.summary["rows"]["expired"] > 0
@@ -41,7 +35,7 @@ def test_a_run_that_gives_long_responses_up_says_so(tmp_path: Path) -> None:
     assert expired["unfinished"]["mean"] > lengths["trained"]["p50"]
     (said,) = [warning for warning in result.summary["warnings"] if "what is trained is shorter" in warning]
     assert "standard errors; most of the others ended expired (older than max_staleness 1 (policy 'drop'))" in said
-    assert said in notes(tmp_path / "run")
+    assert said in [note["text"] for note in events_of(tmp_path / "run", "note") if note.get("level") == "warning"]
 
 
 def test_a_run_that_trains_what_it_generates_has_a_ratio_of_one(tmp_path: Path) -> None:
@@ -71,8 +65,7 @@ def test_staleness_is_told_apart_by_where_it_came_from(tmp_path: Path) -> None:
     assert said["total"]["max"] == result.summary["staleness_max"]
     assert flying.any()  # steps were published while long responses were generated
     assert list(result.summary["publish_lag"]) == ["rollout-0"]
-    lines = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
-    steps = {line["step"]: line["metrics"] for line in lines if line["event"] == "step"}
+    steps = {event["step"]: event["metrics"] for event in events_of(tmp_path / "run", "step")}
     assert {
         step: metrics.items() >= ages[step].metrics().items() for step, metrics in steps.items()
     } == dict.fromkeys(ages, True)

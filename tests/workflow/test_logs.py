@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from functions import doubled, raises
+from functions import doubled, raises_below
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
@@ -47,7 +47,7 @@ def test_the_log_of_a_worker_that_failed_stays(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     with af.serve() as run:
         run.queue.put({"response_ids": [[1]]})
-        (worker,) = run.start(af.Stage(raises, task="after", needs=["response_ids"], gives=["again"]))
+        (worker,) = run.start(af.Stage(raises_below, task="after", needs=["response_ids"], gives=["again"]))
         with pytest.raises(WorkerFailed):
             run.wait(worker, timeout_s=100)
 

@@ -9,15 +9,19 @@ from functions import length
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import EchoTrain
 
+pytestmark = pytest.mark.fast
+
 PROMPTS = {"prompt_ids": af.Ragged.of([[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]])}
-ROLLOUT = {"prompt": "prompt_ids", "group_size": 2}
+ROLLOUT = {"prompt": "prompt_ids", "group_size": 2, "launcher": "thread"}
 
 
 def test_a_trainer_of_ones_own_trains_steps_by_five_calls(tmp_path: Path) -> None:
     engine, versions = EchoTrain(), []
     with af.serve(tmp_path, max_staleness=0, steps=2) as run, af.Trainer(run, timeout_s=100) as trainer:
         rollout = af.Rollout("echo", **ROLLOUT)
-        trainer.init_engines(rollout, af.Stage(length, task="reward"), batch_size=4, weights=engine.named_weights())
+        trainer.init_engines(
+            rollout, af.Stage(length, task="reward", launcher="thread"), batch_size=4, weights=engine.named_weights()
+        )
         rows = trainer.put_prompts_data(PROMPTS, group_size=2, column="prompt_ids", key="a")
         again = trainer.put_prompts_data(PROMPTS, group_size=2, column="prompt_ids", key="a")
         for _ in range(2):

@@ -8,20 +8,19 @@ from typing import Any
 import pytest
 
 import asyncflow_sdk as af
+from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import Conformance
-from asyncflow_sdk.testing.kit.conformance import BoundCheck
-from asyncflow_sdk.workflow.launch import ProcessLauncher
 
 processes, threads = Conformance("launcher", "process"), Conformance("launcher", "thread")
 
 
 @processes.parametrize
-def test_processes(check: BoundCheck) -> None:
+def test_processes(check: Callable[[], None]) -> None:
     check()
 
 
 @threads.parametrize
-def test_threads(check: BoundCheck) -> None:
+def test_threads(check: Callable[[], None]) -> None:
     check()
 
 
@@ -57,22 +56,30 @@ class Anew(Lines):
         super().open(run)
 
 
-class NeverStops(ProcessLauncher):
-    """Its workers cannot be stopped."""
+class OfProcesses(af.Launcher):
+    """Starts what the launcher "process" starts."""
 
     def start(self, order: af.WorkerOrder) -> af.WorkerHandle:
-        handle = super().start(order)
-        handle.stop = lambda: None  # type: ignore[method-assign]
+        launcher: af.Launcher = registry().get("launcher", "process").load()()
+        return self.changed(launcher.start(order))
+
+    def changed(self, handle: Any) -> Any: ...
+
+
+class NeverStops(OfProcesses):
+    """Its workers cannot be stopped."""
+
+    def changed(self, handle: Any) -> Any:
+        handle.stop = lambda: None
         return handle
 
 
-class SaysNothing(ProcessLauncher):
+class SaysNothing(OfProcesses):
     """Whatever became of a worker, it was through."""
 
-    def start(self, order: af.WorkerOrder) -> af.WorkerHandle:
-        handle = super().start(order)
+    def changed(self, handle: Any) -> Any:
         wait = handle.wait
-        handle.wait = lambda: af.WorkerEnding(0 * wait().status)  # type: ignore[method-assign]
+        handle.wait = lambda: af.WorkerEnding(0 * wait().status)
         return handle
 
 

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_runs import echo_workflow
+from echo_runs import TOML, echo_workflow, events_of, install_plugin
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
-from asyncflow_sdk.plugins import finding
+from asyncflow_sdk.testing import EchoRollout
 
 SPECS = """
 import asyncflow_sdk as af
 @af.hookimpl
 def asyncflow_adapters():
     def rollout(name, factory, **can):
-        return af.AdapterSpec(kind="rollout", name=name, factory=f"planning_engines:{factory}", can=can)
+        return af.AdapterSpec(kind="rollout", name=name, factory=f"test_planning:{factory}", can=can)
     return [
         rollout("running", "InFlightOnly", swap=["in_flight"]),
         rollout("nothing", "InFlightOnly", swap=[]),
@@ -32,18 +32,30 @@ def asyncflow_adapters():
 """
 
 
+class InFlightOnly(EchoRollout):
+    def __init__(self, model: str = "") -> None:
+        super().__init__(in_flight=True)
+        self.capabilities = af.Capabilities(swap={"in_flight"}, token_versions=True, max_rows=64)
+
+
+class Mute(EchoRollout):
+    """Takes weights in flight, and does not say which version drew what."""
+
+    def __init__(self, model: str = "") -> None:
+        super().__init__()
+        self.capabilities = af.Capabilities(swap={"in_flight"}, max_rows=64)
+
+
+class OnlyByFile(EchoRollout):
+    def __init__(self, model: str = "") -> None:
+        super().__init__()
+        self.capabilities = af.Capabilities(max_rows=64, transports={"file", "tcp"})
+
+
 @pytest.fixture(autouse=True)
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Engines, a launcher and a transport that declare what they can."""
-    info = tmp_path / "site" / "planned-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planned\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[asyncflow_sdk]\nplanned = planned\n")
-    (tmp_path / "site" / "planned.py").write_text(SPECS)
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    finding._registry.cache_clear()
-    yield
-    finding._registry.cache_clear()
+    return install_plugin(tmp_path, monkeypatch, "planned", SPECS)
 
 
 def rollout(engine: str, **options: Any) -> af.Rollout:
@@ -128,9 +140,8 @@ def test_where_nothing_fits_each_one_is_told_why() -> None:
 def test_a_file_is_told_the_place_of_what_cannot_work(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
-        'steps = 1\nbatch_size = 4\nreward = "functions:length"\nprompts = { prompt_ids = [[1], [2]] }\n'
-        'rollout = { engine = "timed", prompt = "prompt_ids", group_size = 4 }\ntrain = { engine = "echo" }\n'
-        '[weights]\nswap = "partial"\ntransport = "pigeon"\n'
+        TOML.replace('rollout = { engine = "echo"', 'rollout = { engine = "timed"')
+        + '[weights]\nswap = "partial"\ntransport = "pigeon"\n'
     )
     with pytest.raises(ConfigError) as error:
         af.load_workflow(file)
@@ -138,33 +149,25 @@ def test_a_file_is_told_the_place_of_what_cannot_work(tmp_path: Path) -> None:
     assert "run.toml:9:1: no transport adapter is named 'pigeon'" in str(error.value)
 
 
-def events(directory: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    return [event for event in found if event["event"] == kind]
-
-
 def test_driver_and_worker_say_what_was_chosen(tmp_path: Path) -> None:
-    flow = echo_workflow(steps=2, rollout=rollout("planning_engines:InFlightOnly"), train=af.Train("echo"))
+    flow = echo_workflow(steps=2, rollout=rollout("test_planning:InFlightOnly", launcher="thread"))
 
     assert flow.run(tmp_path / "run").summary["steps"] == 2
 
-    said = {(e.get("worker", ""), e["what"]): e["chosen"] for e in events(tmp_path / "run", "chosen")}
+    said = {(e.get("worker", ""), e["what"]): e["chosen"] for e in events_of(tmp_path / "run", "chosen")}
     assert said["", "transport"] == "shm"
-    assert said["", "swap of rollout planning_engines:InFlightOnly"] == "auto"
+    assert said["", "swap of rollout test_planning:InFlightOnly"] == "auto"
     assert said["rollout-0", "swap"] == "in_flight"
 
 
-def test_a_broken_plugin_is_a_warning_of_the_run_that_goes_on(tmp_path: Path) -> None:
-    info = tmp_path / "site" / "brittle-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brittle\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[asyncflow_sdk]\nbrittle = brittle\n")
-    (tmp_path / "site" / "brittle.py").write_text("raise RuntimeError('on purpose')\n")
-    threads = {"rollout": rollout("echo", launcher="thread"), "train": af.Train("echo", launcher="thread")}
+def test_a_broken_plugin_is_a_warning_of_the_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin(tmp_path, monkeypatch, "brittle", "raise RuntimeError('on purpose')\n")
 
-    echo_workflow(steps=1, **threads).run(tmp_path / "run")
+    echo_workflow(steps=1).run(tmp_path / "run")
 
-    (text,) = [note["text"] for note in events(tmp_path / "run", "note") if note.get("level") == "warning"]
+    (text,) = [note["text"] for note in events_of(tmp_path / "run", "note") if note.get("level") == "warning"]
     assert text.startswith("plugin 'brittle' of brittle 1.0: RuntimeError: on purpose; pip install -U brittle")
 
 
@@ -183,27 +186,26 @@ def test_a_broken_plugin_is_a_warning_of_the_run_that_goes_on(tmp_path: Path) ->
 def test_what_only_the_engine_knows_it_says_before_the_first_prompt(
     tmp_path: Path, engine: str, weights: dict[str, Any], message: str
 ) -> None:
-    # given: an engine that no plugin declares, under another interpreter as far as the driver knows
-    name = f"planning_engines:{engine}"
-    flow = echo_workflow(rollout=rollout(name, python=sys.executable), weights=af.Weights(**weights))
+    # given: an engine that no plugin declares
+    flow = echo_workflow(rollout=rollout(f"test_planning:{engine}", launcher="thread"), weights=af.Weights(**weights))
 
     with pytest.raises(WorkerFailed, match=message):
         flow.run(tmp_path / "run")
 
-    spans = events(tmp_path / "run", "span")
+    spans = events_of(tmp_path / "run", "span")
     assert not [span for span in spans if span["kind"] == "generate"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 0
 
 
 def test_a_transport_that_the_worker_lacks_is_told_before_the_first_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plugin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # given: the driver has transport "hand" from a plugin; the worker's interpreter does not see it
     flow = echo_workflow(
         rollout=rollout("echo", python=sys.executable, env={"ASYNCFLOW_NO_PLUGINS": "planned"}),
         weights=af.Weights(transport="hand"),
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{':'.join(p for p in sys.path if p)}")
+    monkeypatch.setenv("PYTHONPATH", f"{plugin}:{':'.join(p for p in sys.path if p)}")
 
     with pytest.raises(WorkerFailed, match="no transport adapter is named 'hand'"):
         flow.run(tmp_path / "run")

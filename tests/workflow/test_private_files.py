@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from echo_runs import echo_workflow
+from functions import length
 
 import asyncflow_sdk as af
-from asyncflow_sdk.cli.report import write_report
 from asyncflow_sdk.memory import private_directory
 
 
@@ -43,23 +43,24 @@ def test_a_directory_that_is_made_is_its_owners_alone(umask: int, tmp_path: Path
         private_directory(tmp_path / "file")
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["made by the run", "made by the user"])
-def test_a_run_keeps_its_record_to_its_owner(there: bool, tmp_path: Path) -> None:
+def test_a_run_keeps_its_record_to_its_owner(tmp_path: Path) -> None:
     # given a umask that takes nothing from anybody
     before, out = os.umask(0), tmp_path / "runs" / "mine"
     try:
-        if there:
-            out.mkdir(parents=True, mode=0o755)
         # when a workflow writes all that a workflow writes
         transport = af.Weights(transport="file", options={"path": str(out / "weights")})
-        echo_workflow(steps=2, weights=transport, checkpoint=af.Checkpoint(every=1)).run(out)
-        write_report(out)
+        reward = af.Stage(length, task="reward", gives=["reward"])
+        echo_workflow(steps=2, reward=reward, weights=transport, checkpoint=af.Checkpoint(every=1)).run(out)
+        af.write_report(out)
+        # and another into a directory that was there
+        (tmp_path / "there").mkdir(mode=0o755)
+        echo_workflow(steps=1).run(tmp_path / "there")
     finally:
         os.umask(before)
     # then nobody else reads it
-    assert mode(out) == (0o755 if there else 0o700)
+    assert (mode(out), mode(tmp_path / "there")) == (0o700, 0o755)
     names = {each.name for each in out.iterdir()}
-    assert names >= {
+    record = {
         "events.jsonl",
         "workflow.json",
         "summary.json",
@@ -70,7 +71,8 @@ def test_a_run_keeps_its_record_to_its_owner(there: bool, tmp_path: Path) -> Non
         "model",
         "weights",
     }
-    assert open_to_others(out) == []
+    assert names >= record
+    assert open_to_others(out) == open_to_others(tmp_path / "there") == []
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["made by the run", "made by the user"])

@@ -15,21 +15,19 @@ from gates import Gates
 from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.interfaces import StepResult
 from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.types import events as ev
-from asyncflow_sdk.types.spans import one_version
+from asyncflow_sdk.types import one_version
 from asyncflow_sdk.weights import RolledBack
-from asyncflow_sdk.workflow.checkpoint import Checkpoints
-from asyncflow_sdk.workflow.roles import train
 
 ROWS, STEPS = 4, 5
 LIMIT_S = 30.0
 
 
 class Served:
-    """A run with the rows of all steps, its events, and a trainer in this process."""
+    """A run with the rows of all steps, its events, and trainers in threads of this process."""
 
     def __init__(self, directory: Path) -> None:
         self.events: list[ev.Event] = []
@@ -41,9 +39,13 @@ class Served:
 
     def train(self, engine: EchoTrain, *, every: int = 0) -> None:
         """``every``: steps between checkpoints; 0 for none."""
-        with af.connect(self.run.address, name="trainer") as trainer:
-            checkpoints = Checkpoints(trainer.queue, self.directory, keep=9) if every else None
-            train(trainer.queue, engine, checkpoints=checkpoints, every=every)
+        engines.append(engine)
+        kept = {"checkpoint": af.Checkpoint(every=every, keep=9), "checkpoints": str(self.directory)} if every else {}
+        with af.connect(self.run.address, name="client") as client:
+            (worker,) = client.start(
+                af.Train("test_rolling_back:engine_of_the_test", launcher="thread", needs=["version_spans"]), **kept
+            )
+            client.wait(worker, timeout_s=60)
         self.run.queue.flush()
 
     def roll_back(self, version: int) -> RolledBack:
@@ -62,6 +64,14 @@ def served(tmp_path: Path) -> Iterator[Served]:
     served = Served(tmp_path / "checkpoints")
     with served.run:
         yield served
+
+
+engines: list[EchoTrain] = []
+
+
+def engine_of_the_test(model: str = "", *, algorithm: Any = None) -> EchoTrain:
+    """The engine that a trainer's thread is to use: the one that a test has made."""
+    return engines.pop()
 
 
 class Logged(EchoTrain):
@@ -105,7 +115,12 @@ def test_a_step_in_progress_is_trained_again_from_the_restored_weights(served: S
     (answer,) = engine.answers
     assert (answer.version, answer.optimizer, answer.expired) == (3, "fresh", 0)
     (restored,) = served.told(ev.Restored)
-    assert (restored.version, restored.source, restored.optimizer, restored.worker) == (3, 1, "fresh", "trainer")
+    assert (restored.version, restored.source, restored.optimizer, restored.worker.startswith("train-")) == (
+        3,
+        1,
+        "fresh",
+        True,
+    )
     assert engine.loads == ["weights"]
     assert [(e.step, e.version) for e in served.told(ev.StepTrained)] == [(0, 0), (1, 1), (2, 3), (3, 4), (4, 5)]
     assert [e.version for e in served.told(ev.Published)] == [0, 1, 2, 3, 4, 5, 6]
@@ -235,8 +250,9 @@ def test_another_trainer_restores_what_its_predecessor_did_not(served: Served) -
         served.current(2)
         return served.roll_back(1)
 
-    with pytest.raises(RuntimeError, match="told to die"):
+    with pytest.raises(WorkerFailed, match="train-.* ended with status 1") as died:
         served.train(Dies({2: meanwhile}))
+    assert "told to die" in died.value.detail
     engine = Logged({})
     served.train(engine)
 
@@ -301,7 +317,7 @@ def test_all_ranks_of_a_trainer_load_the_same_version_and_train_the_step_again(t
 
     threads: list[threading.Thread] = []
     workflow = echo_workflow(
-        train=gates.trainer("gates:GatedRanks", world_size=2), weights=af.Weights(keep=4), steps=10
+        train=gates.trainer("gates:GatedRanks", world_size=2), weights=af.Weights(keep=4), steps=7
     )
     result = workflow.run(tmp_path / "run", on_event=listen)
     threads[0].join()
@@ -310,12 +326,12 @@ def test_all_ranks_of_a_trainer_load_the_same_version_and_train_the_step_again(t
     restored = [(e.version, e.source, e.optimizer) for e in events if isinstance(e, ev.Restored)]
     assert restored == [(6, 3, "fresh")]
     trained = [(e.step, e.version) for e in events if isinstance(e, ev.StepTrained)]
-    assert trained == [(step, step) for step in range(5)] + [(step, step + 1) for step in range(5, 10)]
+    assert trained == [(step, step) for step in range(5)] + [(step, step + 1) for step in range(5, 7)]
     spans = [(e.worker, e.version) for e in events if isinstance(e, ev.Span) and e.kind == "train"]
     for rank in range(2):  # the step in progress trained version 5; its result was discarded
-        assert [version for worker, version in spans if worker == f"train-0 rank {rank}"] == list(range(11))
+        assert [version for worker, version in spans if worker == f"train-0 rank {rank}"] == list(range(8))
     assert (result.summary["status"], result.summary["balanced"]) == ("completed", True)
     rows = trained_rows(tmp_path / "run")
-    assert len(set(rows)) == len(rows) == 10 * 16
-    # version 3 has had 3 steps, and steps 5 to 9 followed
-    assert json.loads((tmp_path / "run/model/echo.json").read_text())["steps"] == 3 + 5
+    assert len(set(rows)) == len(rows) == 7 * 16
+    # version 3 has had 3 steps, and steps 5 and 6 followed
+    assert json.loads((tmp_path / "run/model/echo.json").read_text())["steps"] == 3 + 2

@@ -40,7 +40,7 @@ def test_why_a_run_failed_is_told_also_where_nothing_can_be_written(tmp_path: Pa
     given_no_room_for(tmp_path / "run" / "logs" / "train-0.log")
 
     with pytest.raises(WorkerFailed, match="told to fail at step 1"):
-        echo_workflow(train={"fail_at": 1}).run(tmp_path / "run")
+        echo_workflow(train={"fail_at": 1, "launcher": "process"}).run(tmp_path / "run")
 
 
 def test_the_page_of_a_run_that_cannot_be_written_costs_neither_its_summary_nor_its_status(tmp_path: Path) -> None:
@@ -49,13 +49,14 @@ def test_the_page_of_a_run_that_cannot_be_written_costs_neither_its_summary_nor_
         "def length(response_ids):\n    return [float(len(r)) for r in response_ids]\n"
     )
     (tmp_path / "run.toml").write_text(
-        'steps = 2\nbatch_size = 8\nprompts = { prompt_ids = [[1], [2]] }\nreward = "rewards:length"\n'
-        'rollout = { engine = "echo", prompt = "prompt_ids", group_size = 4 }\ntrain = { engine = "echo" }\n'
+        'steps = 2\nbatch_size = 8\nprompts = { prompt_ids = [[1], [2]] }\nreward = { work = "rewards:length", gives = ["reward"], launcher = "thread" }\n'
+        'rollout = { engine = "echo", prompt = "prompt_ids", group_size = 4, launcher = "thread" }\n'
+        'train = { engine = "echo", launcher = "thread" }\n'
     )
     (tmp_path / "out" / "report.html").mkdir(parents=True)
 
     command = [sys.executable, "-m", "asyncflow_sdk.cli", "run", "run.toml", "out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert "no report page: " in done.stdout

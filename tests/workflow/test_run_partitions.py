@@ -16,16 +16,24 @@ GREEDY = af.Sampling(temperature=0, max_tokens=9)
 
 
 def trains(**options: object) -> af.Rollout:
-    return af.Rollout("echo", group_size=4, prompt="prompt_ids", **options)  # type: ignore[arg-type]
+    return af.Rollout("echo", group_size=4, prompt="prompt_ids", launcher="thread", **options)  # type: ignore[arg-type]
 
 
 def evaluates(**options: object) -> af.Rollout:
-    named = {"task": "eval", "partitions": ["eval"], "prompt": "prompt_ids", "sampling": GREEDY} | options
+    named = {
+        "task": "eval",
+        "partitions": ["eval"],
+        "prompt": "prompt_ids",
+        "sampling": GREEDY,
+        "launcher": "thread",
+    } | options
     return af.Rollout("echo", **named)  # type: ignore[arg-type]
 
 
 def scores(**options: object) -> af.Stage:
-    return af.Stage(length, gives=["reward"], **({"task": "reward", "partitions": ["", "eval"]} | options))  # type: ignore[arg-type]
+    return af.Stage(
+        length, gives=["reward"], **({"task": "reward", "partitions": ["", "eval"], "launcher": "thread"} | options)
+    )  # type: ignore[arg-type]
 
 
 def test_an_evaluation_runs_beside_training_and_none_of_its_rows_is_trained(tmp_path: Path) -> None:
@@ -56,7 +64,7 @@ def test_an_evaluation_runs_beside_training_and_none_of_its_rows_is_trained(tmp_
 
 
 def test_a_workflow_shows_what_takes_which_rows() -> None:
-    flow = echo_workflow(rollout=[evaluates(), trains()], reward=scores(), train=af.Train("echo"))
+    flow = echo_workflow(rollout=[evaluates(), trains()], reward=scores(), train={})
     assert flow.rollout.task == "rollout", "whose prompts are fed"
     assert [(e["from"], e["to"]) for e in flow.describe()["edges"] if "eval" in e["from"]] == [
         ("partition eval", "eval"),

@@ -13,28 +13,78 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import zmq
-from children import Child
-from key_children import count_rows, try_as_another_user
+from children import Child, say
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.errors import AccessDenied
-from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.errors import AccessDenied, AsyncFlowError, ServerLost
 from asyncflow_sdk.memory import SharedDirectory
-from asyncflow_sdk.queue.protocol import Call, Hello
-from asyncflow_sdk.queue.protocol import encode as encode_call
-from asyncflow_sdk.testing.ends import Ends, Sent
-from asyncflow_sdk.weights.tcp import TcpTransport
-from asyncflow_sdk.weights.tcp_messages import TcpWhere
-from asyncflow_sdk.wire import RunKey, fresh_keys, offer_key
-from asyncflow_sdk.wire.envelope import PROTOCOL, Request, encode
-from asyncflow_sdk.wire.known_keys import FILE, find_key
+from asyncflow_sdk.wire import RunKey, await_key, fresh_keys, offer_key
 
+NOBODY = 65534
 CUT_OFF = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+def own_sockets(table: str) -> list[list[str]]:
+    """The lines of a table of the kernel that are of sockets of this process."""
+    own = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(link).removeprefix("socket:[").rstrip("]"))
+    lines = [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]]
+    return [line for line in lines if line[6 if table == "unix" else 9] in own]
+
+
+def listening() -> set[str]:
+    """Where this process listens on loopback."""
+    return {f"tcp://127.0.0.1:{int(line[1].partition(':')[2], 16)}" for line in own_sockets("tcp") if line[3] == "0A"}
+
+
+def socket_files() -> set[str]:
+    return {line[7] for line in own_sockets("unix") if len(line) > 7 and line[7].startswith("/")}
+
+
+def is_cut_off(address: str) -> bool:
+    """True if a client that speaks ZeroMQ and has no key is cut off in the handshake; it is given no answer."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger = 0
+        monitor = raw.get_monitor_socket(CUT_OFF)
+        raw.connect(address)
+        raw.send(b"a request")
+        cut = bool(monitor.poll(60_000)) and not raw.poll(0)
+        raw.disable_monitor()
+        return cut
+
+
+def count_rows(address: str) -> None:
+    """In a process of its own: connect with the address alone, and say how many rows were put."""
+    with af.connect(address) as run:
+        say(run.queue.audit().put)
+
+
+def try_as_another_user(address: str, directory: str, weights: str, files: list[str]) -> None:
+    """As the user nobody: say what came of each way to the run's rows and weights."""
+    connect, _ = af.connect, "x".encode("idna")  # what loads lazily, from files that the other user may not see
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    found = {"call the weights without a key": "it is cut off" if is_cut_off(weights) else "it worked"}
+    for name, attempt in {
+        "connect": lambda: connect(address, timeout_s=20.0),
+        "connect without a key": lambda: connect(address, timeout_s=20.0, insecure=True),
+        "connect to the directory": lambda: connect(directory, timeout_s=1.0),
+        "read the key": lambda: Path(directory, "run.key").read_bytes(),
+        "open a socket file": lambda: [os.stat(file) for file in files],
+    }.items():
+        try:
+            attempt()
+            found[name] = "it worked"
+        except (AsyncFlowError, OSError) as error:
+            found[name] = type(error).__name__
+    say(found)
 
 
 @pytest.mark.parametrize(
@@ -57,55 +107,37 @@ def test_the_user_of_a_run_connects_with_its_address_alone(address: str, directo
             with af.connect(known, shared_memory=False) as other:
                 assert other.queue.audit().put == 3
     # and the key is offered no longer than it is served
-    assert find_key(known) is None
+    assert key_of(known) is None
 
 
-def test_a_raw_client_without_a_key_leases_nothing(tmp_path: Path) -> None:
-    with af.serve(tmp_path / "run", address="tcp://127.0.0.1:0") as run:
+def key_of(address: str) -> RunKey | None:
+    """The key that a client of this user finds."""
+    try:
+        return await_key(address, 0.0)
+    except (AccessDenied, ServerLost):
+        return None
+
+
+def test_a_raw_client_without_a_key_leases_nothing_and_gets_no_weight(tmp_path: Path) -> None:
+    before = listening()
+    with af.serve(tmp_path / "run", address="tcp://127.0.0.1:0") as run, run.weight_publisher("tcp") as publisher:
         run.queue.declare("work", needs=["x"])
         run.queue.put({"x": np.arange(3.0)})
-        # given a client that speaks ZeroMQ and the SDK's protocol, and has no key
-        raw = zmq.Context.instance().socket(zmq.DEALER)
-        raw.linger = 0
-        monitor = raw.get_monitor_socket(CUT_OFF)
-        raw.connect(run.address)
-        for seq, command in enumerate((Hello("thief", 0, "", af.__version__), cmd.Lease(task="work", count=3)), 1):
-            raw.send(encode(Request(PROTOCOL, "s", seq, 1, (), (), encode_call(Call(command, inline=True)))))
-        # when it is cut off, in the handshake
-        assert monitor.poll(60_000), "it was not cut off"
-        # then it has no session, no answer and no row
+        publisher.publish(0, {"w": np.arange(1000.0)})
+        assert len(listening() - before) == 2, "one for rows, one for weights"
+        # when clients that speak ZeroMQ have no key, then they are cut off
+        for address in listening() - before:
+            assert is_cut_off(address)
+        # and have no session and no row
         assert [each.name for each in run.queue.status().sessions] == ["driver"]
-        assert not raw.poll(0)
         assert len(run.queue.get("work", 3, at_least=3, timeout_s=30).ids) == 3
-        raw.disable_monitor()
-        raw.close()
         # and a client of ours is told why
         with pytest.raises(AccessDenied, match="needs a key"):
             af.connect(run.address, insecure=True)
-
-
-@contextlib.contextmanager
-def published() -> Iterator[tuple[Ends, Sent]]:
-    """A version at a publisher on loopback."""
-    with Ends(TcpTransport, TcpTransport) as ends:
-        sent = ends.publish(1, {"w": np.arange(1000.0)})
-        ends.keep(1)
-        yield ends, sent
-
-
-def test_weights_on_loopback_have_keys() -> None:
-    with published() as (ends, sent):
-        place = msgspec.msgpack.decode(sent.where, type=TcpWhere)
-        address, key, *process = msgspec.msgpack.decode(place.service)
-        assert address.startswith("tcp://127.0.0.1:")
-        assert key is not None
-        # when they are fetched by somebody who knows all but the key, and does not reach the socket file
-        service = msgspec.msgpack.encode((address, None, *process))
-        without = msgspec.msgpack.encode(msgspec.structs.replace(place, service=service, bulk=None))
-        with pytest.raises(AccessDenied, match="needs a key"):
-            ends.fetch(ends.receiver(), sent, where=without)
-        # then whoever has the key gets them
-        sent.check(ends.fetch(ends.receiver(), sent))
+        # while who has the key gets the weights
+        with af.connect(run.address, shared_memory=False) as other:
+            with next(iter(other.weight_updates(timeout_s=60))) as update:
+                assert [array.sum() for _, array in update.arrays()] == [499500.0]
 
 
 @pytest.fixture
@@ -122,10 +154,15 @@ def open_folder() -> Iterator[Path]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_of_the_host_gets_no_row_and_no_weight(open_folder: Path) -> None:
     # given
-    with af.serve(open_folder / "run", address="tcp://127.0.0.1:0") as run, published() as (_, sent):
+    before, files = listening(), socket_files()
+    with af.serve(open_folder / "run", address="tcp://127.0.0.1:0") as run, run.weight_publisher("tcp") as publisher:
         run.queue.put({"x": np.arange(3.0)})
+        publisher.publish(0, {"w": np.arange(1000.0)})
+        (weights,) = listening() - before - {run.address}
+        assert socket_files() - files
         # when
-        with Child(try_as_another_user, run.address, str(open_folder / "run"), sent.where.hex()) as child:
+        ways = [run.address, str(open_folder / "run"), weights, sorted(socket_files() - files)]
+        with Child(try_as_another_user, *ways) as child:
             found = child.hear()
     # then
     assert found == {
@@ -133,8 +170,8 @@ def test_another_user_of_the_host_gets_no_row_and_no_weight(open_folder: Path) -
         "connect without a key": "AccessDenied",
         "connect to the directory": "ConfigError",
         "read the key": "PermissionError",
-        "call the weights without a key": "AccessDenied",
-        "open the weights' socket file": "PermissionError",
+        "call the weights without a key": "it is cut off",
+        "open a socket file": "PermissionError",
     }
 
 
@@ -171,15 +208,23 @@ def offered(*addresses: str, bound: bool = True, **options: Any) -> Iterator[tup
 )
 def test_the_key_of_an_address_is_found(asked: str, offer: str, port: int) -> None:
     with offered("inproc://x", "ipc:///x", "tcp://127.0.0.1:1"), offered(f"{offer}:{port}") as (_, key):
-        assert find_key(f"{asked}:{port}") == key
+        assert key_of(f"{asked}:{port}") == key
 
 
 def test_the_key_of_another_address_is_not(port: int) -> None:
     with offered(f"tcp://127.0.0.1:{port}"):
         for other in (f"tcp://127.0.0.1:{port - 1}", f"tcp://127.0.0.2:{port}", f"tcp://192.0.2.1:{port}"):
-            assert find_key(other) is None
+            assert key_of(other) is None
     with offered(f"tcp://0.0.0.0:{port}"):
-        assert find_key(f"tcp://192.0.2.1:{port}") is None
+        assert key_of(f"tcp://192.0.2.1:{port}") is None
+
+
+def unlock(*directories: Path) -> None:
+    """Give up the locks of servers' directories, as the end of a process does."""
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if Path(os.readlink(link)).parent in directories or Path(os.readlink(link)) in directories:
+                fcntl.flock(int(link.name), fcntl.LOCK_UN)
 
 
 def test_the_server_that_listens_is_preferred(port: int, tmp_path: Path) -> None:
@@ -187,29 +232,28 @@ def test_the_server_that_listens_is_preferred(port: int, tmp_path: Path) -> None
     address = f"tcp://127.0.0.1:{port}"
     (journal := tmp_path / "journal").mkdir()
     with offered(address, journal=journal) as (kept, of_journal), offered(address) as (gone, _):
-        for each in (kept, gone):
-            fcntl.flock(each._lock, fcntl.LOCK_UN)
-        assert find_key(address) == of_journal
+        unlock(kept.path, gone.path)
+        assert key_of(address) == of_journal
         # when one is about to listen, and another does
         with offered(address, bound=False) as (_, starting):
-            assert find_key(address) == starting
+            assert key_of(address) == starting
             with offered(address) as (_, listening):
-                assert find_key(address) == listening
+                assert key_of(address) == listening
 
 
 def test_an_offer_that_is_none_or_of_another_network_is_passed_over(port: int) -> None:
     address = f"tcp://127.0.0.1:{port}"
     with offered(address) as (directory, key):
-        file = directory.path / FILE
+        (file,) = [each for each in directory.path.iterdir() if "key" in each.name]
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         text = file.read_text()
         for other in ("", "{}", text[:-9], text.replace("net:", "another:")):
             file.write_text(other)
-            assert find_key(address) is None
+            assert key_of(address) is None
         file.write_text(text)
-        assert find_key(address) == key
+        assert key_of(address) == key
         offer_key(directory.path, [], None, bound=True)
-        assert find_key(address) is None
+        assert key_of(address) is None
 
 
 def test_a_server_of_another_user_is_told_at_once_and_one_that_starts_is_waited_for() -> None:

@@ -14,6 +14,8 @@ from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.testing import Decoding, RolloutLatency, TimedRollout, TimedTrain
 
+pytestmark = pytest.mark.fast
+
 FAST = 10_000.0
 
 
@@ -112,7 +114,7 @@ def test_responses_come_as_they_end_and_are_as_long_as_the_model_says() -> None:
 
 
 def test_tokens_after_a_load_in_flight_are_of_the_new_version() -> None:
-    engine = TimedRollout(time_scale=10.0, sigma=0.0, median=1000)  # 2 s each
+    engine = TimedRollout(time_scale=20.0, sigma=0.0, median=1000)  # 1 s each
 
     async def generated() -> list[af.Completion]:
         first = asyncio.create_task(anext(aiter(engine.generate(request(1, 1)))))  # type: ignore[arg-type]
@@ -136,17 +138,24 @@ def test_tokens_after_a_load_in_flight_are_of_the_new_version() -> None:
 
 
 def test_what_is_cancelled_leaves_the_engine() -> None:
-    engine = TimedRollout(time_scale=1.0, median=4000)
+    """Responses that run beside others take longer: those of an engine that was left by some end before those of one with more rows."""
+    model: dict[str, Any] = {"time_scale": 1.0, "median": 10, "sigma": 0.0, "step_s": 1e-6, "step_row_s": 0.02}
+    left, other, order = TimedRollout(**model), TimedRollout(**model), list[str]()
 
-    async def cancelled() -> None:
-        task = asyncio.create_task(anext(aiter(engine.generate(request(1, 4)))))  # type: ignore[arg-type]
+    async def generated(name: str, engine: TimedRollout, n: int) -> None:
+        async for _ in engine.generate(request(1, n)):
+            pass
+        order.append(name)
+
+    async def main() -> None:
+        cancelled = asyncio.create_task(generated("cancelled", left, 8))
         await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await asyncio.get_running_loop().shutdown_asyncgens()
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        await asyncio.gather(generated("left", left, 1), generated("other", other, 5))
 
-    asyncio.run(cancelled())
-    assert engine._decoding.running == 0
+    asyncio.run(main())
+    assert order == ["left", "other"]
 
 
 def test_an_empty_prompt_is_refused() -> None:

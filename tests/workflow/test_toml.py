@@ -1,11 +1,13 @@
 """Workflows as TOML: what Python says can be said there, and what is wrong is told with its place."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from functions import length
+from test_stages import Shouting, busy
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
@@ -27,7 +29,7 @@ delay_s = 0.002
 sampling = { max_tokens = 8, seed = 1 }
 
 [[rollout]]
-engine = "stage_functions:Shouting"
+engine = "test_stages:Shouting"
 prompt = "prompt_ids"
 task = "second"
 group_size = 4
@@ -42,7 +44,7 @@ gives = ["reward"]
 batch = 32
 
 [[stages]]
-work = "stage_functions:slowly_scored"
+work = "test_stages:busy"
 gives = ["busy"]
 concurrency = 2
 
@@ -77,8 +79,6 @@ def given_file(tmp_path: Path, text: str) -> Path:
 
 
 def in_python(tmp_path: Path) -> af.Workflow:
-    from stage_functions import Shouting, slowly_scored
-
     sampling = af.Sampling(max_tokens=8, seed=1)
     return af.Workflow(
         prompts={"prompt_ids": [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]},
@@ -88,7 +88,7 @@ def in_python(tmp_path: Path) -> af.Workflow:
         ],
         reward=af.Stage(length, task="reward", needs=["response_ids"], gives=["reward"], batch=32),
         stages=[
-            af.Stage(slowly_scored, gives=["busy"], concurrency=2),
+            af.Stage(busy, gives=["busy"], concurrency=2),
             af.Stage(af.Logprobs("echo", delay_s=0.0), gives=["ref_logprobs"]),
             af.Stage(
                 af.Generate("echo", sampling=af.Sampling(temperature=0, max_tokens=2)), needs=["response_ids"],
@@ -115,7 +115,9 @@ def test_a_file_says_what_python_says(tmp_path: Path) -> None:
 
 
 def test_a_workflow_of_a_file_runs(tmp_path: Path) -> None:
-    workflow = af.load_workflow(given_file(tmp_path, WHOLE), {"steps": "3", "weights.swap": "drain"})
+    parts = ["rollout.0", "rollout.1", "reward", "stages.0", "stages.1", "stages.2", "train"]
+    threads = {f"{part}.launcher": "thread" for part in parts} | {"rollout.1.env": "{}"}
+    workflow = af.load_workflow(given_file(tmp_path, WHOLE), threads | {"steps": "3", "weights.swap": "drain"})
 
     result = workflow.run(tmp_path / "run")
 
@@ -145,7 +147,7 @@ train = { engine = "echo" }
         ("functions:length", "functions:lenght", ["3:1: reward: 'functions:lenght' cannot be imported"]),
         ("functions:length", "functions", ['3:1: reward: a function is named "module:function"']),
         ("functions:length", "exits_at_once:f", ["3:1: reward: importing 'exits_at_once:f' failed: SystemExit: 3"]),
-        ("{ prompt_ids = [[1], [2]] }", '"functions:raises"', ["4:1: prompts: functions:raises.* raised TypeError"]),
+        ("{ prompt_ids = [[1], [2]] }", '"functions:doubled"', ["4:1: prompts: functions:doubled.* raised TypeError"]),
         ("{ prompt_ids = [[1], [2]] }", "3", ["4:1: Workflow: prompts must be .*, not int: 3"]),
         ('{ engine = "echo", prompt', '"echo" #', ["5:1: Workflow: rollout must be Rollout or a list of Rollout"]),
         ("steps = 3", "steps = 3\nx = " + "[" * 5000 + "]" * 5000, ["is no TOML: .*recursion"]),
@@ -168,6 +170,17 @@ train = { engine = "echo" }
         ),
         ('{ engine = "echo" }', '{ engine = "echo" }\n[[stages]]\nwork = { lopgrobs = "echo" }', ["8:1: stages.0.work: an engine's"]),
         ("steps = 3", "steps = = 3", ["is no TOML: .*line 1, column 9"]),
+        # the place of a key, whatever stands before it
+        (
+            '{ engine = "echo" }', '{ engine = "echo" }\n# x = 1 [[\n[staleness]  # after\n"max_stale" = 2', ["9:1: there is no key staleness.max_stale"],
+        ),
+        (
+            'engine = "echo", prompt', 'engine = "echo", a = [[1], [{ b = "]}", c.d = \'#\' }]], sampling = { x = 2 }, prompt', ["5:81: there is no key rollout.sampling.x"],
+        ),
+        (
+            "steps = 3", 'steps = 3\nseed = """1\n[no]\nsteps = 5 \\"""\n""" # one\n', ["2:1: seed: Expected `int`, got `str`"],
+        ),
+        ('{ engine = "echo" }', '{ engine = "echo" }\n[[stages]]\nwork = "functions:doubled"\n[[stages]]\n"ga in" = 1', ["10:1: there is no key"]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, old: str, new: str, messages: list[str]) -> None:
@@ -221,8 +234,6 @@ def test_a_changed_key_is_named_as_it_was_given(tmp_path: Path, name: str, value
 def test_paths_are_relative_to_the_file_and_its_folder_is_importable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt_ids": [1, 2]}))
     (tmp_path / "beside_the_file.py").write_text("def one(response_ids):\n    return [1.0 for _ in response_ids]\n")
@@ -240,7 +251,9 @@ def test_paths_are_relative_to_the_file_and_its_folder_is_importable(
 
 
 def test_a_run_of_a_file_is_resumed(tmp_path: Path) -> None:
-    text = SMALL + "checkpoint = { every = 1 }\n"
+    text = "checkpoint = { every = 1 }\n" + SMALL.replace(
+        "group_size = 4", 'group_size = 4, launcher = "thread"'
+    ).replace('{ engine = "echo" }', '{ engine = "echo", launcher = "thread" }')
     result = af.load_workflow(given_file(tmp_path, text)).run(tmp_path / "run")
 
     assert af.Workflow.resume(tmp_path / "run").summary == result.summary
@@ -261,8 +274,6 @@ def test_a_function_that_only_another_interpreter_has_is_not_imported_here(tmp_p
 
 
 def test_prompts_may_come_from_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "given_prompts.py").write_text("def load():\n    return {'prompt_ids': [[1], [2], [3]]}\n")
     text = SMALL.replace("{ prompt_ids = [[1], [2]] }", '"given_prompts:load"')

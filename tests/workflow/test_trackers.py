@@ -3,46 +3,87 @@
 from __future__ import annotations
 
 import json
-import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_runs import echo_workflow
-from tracker_parts import Exits, Hangs, Lines
+from echo_runs import TOML, echo_workflow, events_of, install_plugin
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, PluginError
-from asyncflow_sdk.plugins import finding
-from asyncflow_sdk.types import Event
 from asyncflow_sdk.types import events as ev
-from asyncflow_sdk.workflow import tracking
-from asyncflow_sdk.workflow.tracking import Tracking, trackers_of
+
+
+class Lines(af.Tracker):
+    """Writes what it hears into the run's directory."""
+
+    def __init__(self, file: str = "lines", fails: str = "") -> None:
+        if not file:
+            raise af.ConfigError("file is the name of a file")
+        self.file, self.fails = file, fails
+
+    def open(self, run: af.TrackedRun) -> None:
+        self.out = (run.directory / self.file).open("a")
+        self._do("open", run.resumed, run.description.get("steps"), run.description.get("batch_size"))
+
+    def log(self, step: int, version: int, metrics: Any) -> None:
+        self._do("log", step, version, sorted(metrics), metrics["reward"])
+
+    def event(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Published):
+            self._do("published", event.version)
+
+    def close(self) -> None:
+        self._do("close")
+        self.out.close()
+
+    def _do(self, what: str, *said: Any) -> None:
+        self.out.write(json.dumps([what, *said]) + "\n")
+        self.out.flush()
+        if what == self.fails:
+            raise OSError(f"no room to {what}")
+
+
+class Exits(Lines):
+    def log(self, step: int, version: int, metrics: Any) -> None:
+        raise SystemExit("enough")
+
+
+hang = threading.Event()
+
+
+class Hangs(Lines):
+    """Waits where ``at`` says."""
+
+    def __init__(self, at: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.at = at
+
+    def open(self, run: af.TrackedRun) -> None:
+        super().open(run)
+        assert self.at != "open" or hang.wait(60)
+
+    def close(self) -> None:
+        assert self.at != "close" or hang.wait(60)
+        super().close()
+
+
+class NoTracker:
+    pass
 
 
 @pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tracker "lines" is installed."""
-    info = tmp_path / "site" / "lining-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lining\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[asyncflow_sdk]\nlining = lining\n")
-    (tmp_path / "site" / "lining.py").write_text(
-        "import asyncflow_sdk as af\n@af.hookimpl\ndef asyncflow_adapters():\n"
-        "    return [af.AdapterSpec(kind='tracker', name='lines', factory='tracker_parts:Lines')]\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    finding._registry.cache_clear()
-    yield
-    finding._registry.cache_clear()
+    install_plugin(
+        tmp_path, monkeypatch, "lining", "import asyncflow_sdk as af\n@af.hookimpl\ndef asyncflow_adapters():\n"
+        "    return [af.AdapterSpec(kind='tracker', name='lines', factory='test_trackers:Lines')]\n",
+    )  # fmt: skip
 
 
 def workflow(*trackers: Any, **changes: Any) -> af.Workflow:
-    threads: dict[str, Any] = {
-        "rollout": af.Rollout("echo", group_size=4, prompt="prompt_ids", launcher="thread"),
-        "train": af.Train("echo", launcher="thread"),
-    }
-    return echo_workflow(steps=3, trackers=list(trackers), **(threads | changes))
+    return echo_workflow(trackers=list(trackers), **changes)
 
 
 def heard(file: Path) -> list[list[Any]]:
@@ -50,12 +91,11 @@ def heard(file: Path) -> list[list[Any]]:
 
 
 def notes(directory: Path) -> list[str]:
-    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    return [e["text"] for e in events if e["event"] == "note" and e.get("level") == "warning"]
+    return [e["text"] for e in events_of(directory, "note") if e.get("level") == "warning"]
 
 
 def test_all_of_a_workflow_is_heard_by_every_tracker(tmp_path: Path, plugin: None) -> None:
-    flow = workflow("lines", ("lines", {"file": "second"}), (Lines, {"file": "third"}), "tracker_parts:Lines")
+    flow = workflow("lines", ("lines", {"file": "second"}), (Lines, {"file": "third"}), "test_trackers:Lines")
 
     flow.run(tmp_path / "run")
 
@@ -67,7 +107,7 @@ def test_all_of_a_workflow_is_heard_by_every_tracker(tmp_path: Path, plugin: Non
     assert said[-1] == ["close"]
     assert said == heard(tmp_path / "run" / "third")
     assert len(heard(tmp_path / "run" / "lines")) == 2 * len(said), "two write into that one"
-    assert flow.describe()["trackers"] == ["lines", "lines", "Lines", "tracker_parts:Lines"]
+    assert flow.describe()["trackers"] == ["lines", "lines", "Lines", "test_trackers:Lines"]
     assert notes(tmp_path / "run") == []
 
 
@@ -98,30 +138,32 @@ def test_one_that_exits_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 def test_one_that_never_closes_is_left_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "CLOSE_S", 2.0)  # which the other one must not take
-    assert workflow((Hangs, {}), (Lines, {"file": "good"})).run(tmp_path / "run").summary["steps"] == 3
-    assert ["has not closed in 2 s" in note for note in notes(tmp_path / "run")] == [True]
+    monkeypatch.setattr("asyncflow_sdk.workflow.tracking.CLOSE_S", 0.5)  # which the other one must not take
+    hang.clear()
+    assert workflow((Hangs, {"at": "close"}), (Lines, {"file": "good"})).run(tmp_path / "run").summary["steps"] == 3
+    assert ["has not closed in 0.5 s" in note for note in notes(tmp_path / "run")] == [True]
     assert heard(tmp_path / "run" / "good")[-1] == ["close"]
+    hang.set()
 
 
 def test_a_slow_one_gets_every_step_and_not_every_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # given: a tracker that is held, and more events than may wait
-    monkeypatch.setattr(tracking, "MOST_WAITING", 5)
-    said: list[Event] = []
-    listening = Tracking(trackers_of([(Lines, {"file": "slow"})]))
-    for number in range(20):
-        listening(ev.Published(time_s=0.0, version=number, nbytes=1, root=""))
-        listening(ev.StepTrained(time_s=0.0, step=number, version=number, metrics={"reward": 1.0}))
+    # given: a tracker that is held until the last step, and more events than may wait
+    monkeypatch.setattr("asyncflow_sdk.workflow.tracking.MOST_WAITING", 5)
+    hang.clear()
+    heard_by_us: list[ev.Event] = []
 
-    listening.start(af.TrackedRun(directory=tmp_path, description={}), said.append)
-    listening.close()
+    def listen(event: ev.Event) -> None:
+        heard_by_us.append(event)
+        if isinstance(event, ev.StepTrained) and event.step == 9:
+            hang.set()
 
-    done = [each[0] for each in heard(tmp_path / "slow")]
-    assert done.count("log") == 20
-    assert 0 < done.count("published") < 20
-    (note,) = said
-    assert isinstance(note, ev.Note)
-    assert "tracker 'Lines' is slower than the run: events that are no steps are left out" in note.text
+    workflow((Hangs, {"at": "open", "file": "slow"}), steps=10).run(tmp_path / "run", on_event=listen)
+
+    done = [each[0] for each in heard(tmp_path / "run" / "slow")]
+    assert done.count("log") == 10
+    assert done.count("published") < sum(isinstance(event, ev.Published) for event in heard_by_us)
+    (note,) = notes(tmp_path / "run")
+    assert "tracker 'Hangs' is slower than the run: events that are no steps are left out" in note
 
 
 def test_a_served_run_has_them_too(tmp_path: Path) -> None:
@@ -148,10 +190,10 @@ def test_a_served_run_has_them_too(tmp_path: Path) -> None:
         ("nowhere", "no tracker adapter is named 'nowhere'; installed: "),
         (
             (Lines, {"colour": 1}),
-            "tracker 'Lines': got an unexpected keyword argument 'colour'; it takes: file='lines'",
+            "tracker 'Lines': got an unexpected keyword argument 'colour'; it takes: file",
         ),
         (3, "a tracker is a name, a class, or either with options, not 3"),
-        ("tracker_parts:Nothing", "importing 'tracker_parts:Nothing' failed"),
+        ("test_trackers:Nothing", "importing 'test_trackers:Nothing' failed"),
     ],
 )
 def test_what_cannot_be_made_is_told_before_anything_starts(tmp_path: Path, tracker: Any, message: str) -> None:
@@ -163,31 +205,18 @@ def test_what_cannot_be_made_is_told_before_anything_starts(tmp_path: Path, trac
 
 def test_what_is_made_and_is_none_or_refuses_its_options_starts_nothing(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="is a NoTracker, which is no asyncflow_sdk.Tracker"):
-        workflow("tracker_parts:NoTracker").run(tmp_path / "a")
+        workflow("test_trackers:NoTracker").run(tmp_path / "a")
     with pytest.raises(ConfigError, match="file is the name of a file"):
         workflow((Lines, {"file": ""})).run(tmp_path / "b")
 
 
 def test_a_file_names_them(tmp_path: Path, plugin: None) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(
-        'steps = 1\nbatch_size = 4\nreward = "functions:length"\nprompts = { prompt_ids = [[1], [2]] }\n'
-        'trackers = ["lines", { name = "lines", file = "second" }]\n'
-        'rollout = { engine = "echo", prompt = "prompt_ids", group_size = 4 }\ntrain = { engine = "echo" }\n'
-    )
+    file.write_text('trackers = ["lines", { name = "lines", file = "second" }]\n' + TOML)
     assert af.load_workflow(file).trackers == ["lines", ("lines", {"file": "second"})]
     assert af.load_workflow(file, {"trackers": "lines"}).trackers == ["lines"]
     with pytest.raises(ConfigError, match=r"trackers=line: no tracker adapter is named 'line'"):
         af.load_workflow(file, {"trackers": "line"})
     file.write_text(file.read_text().replace('name = "lines"', "names = 1"))
-    with pytest.raises(ConfigError, match=r"run.toml:5:22: trackers.1 is a name, or a table with a name and options"):
+    with pytest.raises(ConfigError, match=r"run.toml:1:22: trackers.1 is a name, or a table with a name and options"):
         af.load_workflow(file)
-
-
-def test_a_run_that_is_resumed_has_them_again(tmp_path: Path) -> None:
-    from asyncflow_sdk.workflow.resuming import again, write_description
-
-    flow = workflow("tracker_parts:Lines", (Lines, {"file": "b"}), checkpoint=af.Checkpoint())
-    write_description(flow, tmp_path)
-    assert [name for name, _ in trackers_of(again(tmp_path).trackers)] == ["tracker_parts:Lines", "Lines"]
-    assert sys.modules["tracker_parts"].Lines is Lines

@@ -7,85 +7,94 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_runs import alive, echo_workflow, trained_rows
+from echo_runs import TOML, alive, check_whole, echo_workflow
 from functions import length
 from gates import Killer
-from test_resuming import STEPS, check, prompts_trained
-from test_resuming import workflow as resumable
 from waiting import until
 
 import asyncflow_sdk as af
+from asyncflow_sdk.cli import main
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
+from asyncflow_sdk.testing import EchoTrain
+from asyncflow_sdk.testing.echo_ranks import EchoRanks
 from asyncflow_sdk.types.events import Balanced, Event, Note, Published, Span, StepTrained, WorkerState
-from asyncflow_sdk.workflow.ranks import own_rank
-from asyncflow_sdk.workflow.waiting import what_stands
 
 RANKS = ("train-0 rank 0", "train-0 rank 1")
 LENGTHS = (9, 1, 2, 8, 3, 7, 4, 6)
 
 
-def two(**options: Any) -> af.Train:
-    return af.Train("echo-ranks", world_size=2, **options)
+class Telling(EchoRanks):
+    """Its model is also what each rank found around it."""
 
+    NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OWN")
 
-def spread(**changes: Any) -> af.Workflow:
-    """Groups of unequal lengths."""
-    prompts = {"prompt_ids": af.Ragged.of([list(range(1, 1 + n)) for n in LENGTHS])}
-    return echo_workflow(prompts=prompts, batch_size=32, **changes)
+    def export(self, path: Path) -> None:
+        super().export(path)
+        path.mkdir(parents=True, exist_ok=True)
+        found = {name: os.environ.get(name) for name in self.NAMES} | {"cpus": sorted(os.sched_getaffinity(0))}
+        (path / str(self.rank)).write_text(repr(found))
 
 
 def test_each_rank_trains_its_share_of_one_lease_and_all_of_them_publish_one_version(tmp_path: Path) -> None:
     events: list[Event] = []
+    prompts = {"prompt_ids": af.Ragged.of([list(range(1, 1 + n)) for n in LENGTHS])}
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    place: dict[str, Any] = {"cpus": cpus} if len(cpus) == 2 else {}
+    train = af.Train("test_train_ranks:Telling", world_size=2, env={"OWN": "1"}, **place)
 
-    result = spread(train=two(), steps=8).run(tmp_path / "run", on_event=events.append)
+    result = echo_workflow(prompts=prompts, batch_size=32, train=train, steps=4).run(
+        tmp_path / "run", on_event=events.append
+    )
 
     # each row once, in whole groups, about as many tokens for each rank
-    rows = trained_rows(tmp_path / "run")
-    assert len(set(rows)) == len(rows) == 8 * 32
+    check_whole(result, 4, rows=32)
     spans = [e for e in events if isinstance(e, Span) and e.kind == "train"]
-    assert Counter(e.worker for e in spans) == dict.fromkeys(RANKS, 8)
-    assert sum(e.rows for e in spans) == 8 * 32
+    assert Counter(e.worker for e in spans) == dict.fromkeys(RANKS, 4)
+    assert sum(e.rows for e in spans) == 4 * 32
     assert all(e.rows % 4 == 0 for e in spans)
-    assert sum(e.tokens for e in spans) == 4 * sum(length * 8 for length in LENGTHS)
+    assert sum(e.tokens for e in spans) == 4 * sum(length * 4 for length in LENGTHS)
     assert max(e.imbalance for e in events if isinstance(e, Balanced)) < 0.3
     # said once, of the whole step
     trained = [e for e in events if isinstance(e, StepTrained)]
-    assert [(e.step, e.worker, e.metrics["rows"]) for e in trained] == [(s, RANKS[0], 32.0) for s in range(8)]
+    assert [(e.step, e.worker, e.metrics["rows"]) for e in trained] == [(s, RANKS[0], 32.0) for s in range(4)]
     recorded = [batch.ages(step).metrics() for step, batch in af.read_steps(tmp_path / "run")]
     told = [{name: value for name, value in e.metrics.items() if name.startswith("staleness")} for e in trained]
     assert told == [pytest.approx(each) for each in recorded]
-    assert result.summary["rows"]["consumed"] == 8 * 32
     assert result.summary["staleness_max"] <= 1
     # versions of both ranks' pieces, which replicas put together, and a model of all
-    assert [e.version for e in events if isinstance(e, Published)] == list(range(9))
-    assert [path.name for path in (tmp_path / "run" / "model").iterdir()] == ["echo.json"]
+    assert [e.version for e in events if isinstance(e, Published)] == list(range(5))
+    assert {path.name for path in (tmp_path / "run" / "model").iterdir()} == {"echo.json", "0", "1"}
     assert {e.worker for e in events if isinstance(e, WorkerState) and "train" in e.worker} == set(RANKS)
+    # each rank has its environment, and its share of the CPUs
+    found = [eval((tmp_path / "run" / "model" / f"{rank}").read_text()) for rank in range(2)]
+    assert [each.pop("cpus") for each in found] == ([cpus[:1], cpus[1:]] if place else [cpus] * 2)
+    assert found[0].pop("MASTER_PORT") == found[1].pop("MASTER_PORT")
+    same = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OWN": "1"}
+    assert found == [{"RANK": str(rank), "LOCAL_RANK": str(rank), **same} for rank in range(2)]
 
 
 def test_a_rank_that_is_killed_ends_the_others_and_all_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
-    whole_run = tmp_path / "whole"
-    resumable(checkpoint=None, train={}).run(whole_run)
     # given ranks that would wait for ever for one that has gone
-    killer = Killer(RANKS[1], at=[3, 12], gates=tmp_path / "gates")
+    killer = Killer(tmp_path / "gates", {3: RANKS[1]})
 
-    train = killer.trainer("gates:GatedRanks", world_size=2, deaf=True, max_restarts=2)
-    result = resumable(train=train).run(tmp_path / "run", on_event=killer)
+    train = killer.trainer("gates:GatedRanks", world_size=2, deaf=True, max_restarts=1)
+    result = echo_workflow(train=train, steps=6, checkpoint=af.Checkpoint(every=2)).run(
+        tmp_path / "run", on_event=killer
+    )
 
-    assert killer.killed == 2
-    check(tmp_path / "run", result.summary, prompts_trained(whole_run))
-    notes = [e.text for e in killer.events if isinstance(e, Note)]
-    assert sum("training goes on with step" in text for text in notes) == 2, notes
-    assert any("training goes on with step 10 from" in text for text in notes), notes
-    restarts = [e for e in killer.events if isinstance(e, WorkerState) and e.state == "restarting"]
-    assert [e.worker for e in restarts] == [*RANKS, *RANKS]
+    assert killer.killed == [RANKS[1]]
+    check_whole(result, 6)
+    assert sum("training goes on with step 2 from" in text for text in killer.texts(Note)) == 1
+    restarts = killer.states("restarting")
+    assert [e.worker for e in restarts] == [*RANKS]
     assert all("rank 1 was killed by SIGKILL; restart" in e.detail for e in restarts)
-    trained = [e.step for e in killer.events if isinstance(e, StepTrained)]
-    assert len(trained) > STEPS, "no step was trained again"
+    assert [e.step for e in killer.events if isinstance(e, StepTrained)] == [0, 1, 2, 3, 2, 3, 4, 5]
     last = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
     assert sorted(path.name for path in (last / "engine").iterdir()) == ["rank-0.json", "rank-1.json"]
 
@@ -93,48 +102,55 @@ def test_a_rank_that_is_killed_ends_the_others_and_all_go_on_from_the_last_check
 def test_without_restarts_it_is_said_which_rank_ended_and_how_and_no_process_is_left(tmp_path: Path) -> None:
     events: list[Event] = []
 
+    train = af.Train("echo-ranks", world_size=3, deaf=True, die_at=1)
     with pytest.raises(WorkerFailed, match=r"worker 'train-0' rank 1 was killed by SIGKILL"):
-        echo_workflow(train=two(deaf=True, die_at=2)).run(tmp_path / "run", on_event=events.append)
+        echo_workflow(train=train).run(tmp_path / "run", on_event=events.append)
 
-    pids = {e.pid for e in events if isinstance(e, WorkerState) and e.worker in RANKS}
-    assert len(pids) == 2
+    pids = {e.pid for e in events if isinstance(e, WorkerState) and e.worker.startswith("train-0")}
+    assert len(pids) == 3
     assert not [pid for pid in pids if alive(pid)]
-    assert len([e for e in events if isinstance(e, StepTrained)]) == 2
+    assert len([e for e in events if isinstance(e, StepTrained)]) == 1
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"worker 'train-0' rank [01] ended with status 1") as caught:
-        echo_workflow(train=two(fail_at=2)).run(tmp_path / "run")
-
-    assert "RuntimeError: told to fail at step 2" in caught.value.detail
+def begin(run: af.Run) -> None:
+    """What a trainer needs beside it."""
+    run.start(af.Rollout("echo", prompt="prompt_ids", group_size=4, launcher="thread"))
+    run.start(af.Stage(length, task="reward", launcher="thread"))
+    run.feed({"prompt_ids": [[1], [2, 3]]}, group_size=4, column="prompt_ids")
 
 
 def test_who_waits_for_a_rank_says_for_which_and_where(tmp_path: Path) -> None:
     # given a rank that hangs in its second step, and another that waits for it where the step ends
     with af.serve(tmp_path / "run", steps=3) as run:
-        train = af.Train("ranks_apart:Apart", world_size=2, slow=1, at=1)
+        train = af.Train("test_train_ranks:Lonely", world_size=2, slow=1)
         run.declare(train, 16)
         begin(run)
         (worker,) = run.start(train)
+        waits = lambda: run.queue.status().waiting.get(RANKS[0], "")  # noqa: E731
+        until(lambda: "did not come to 'the end of step 1'" in waits(), "a rank that waits for the other")
 
-        def stands() -> str:
-            return what_stands(run.queue.status(), *worker.pids)
-
-        until(lambda: "did not come to 'the end of step 1'" in stands(), "a rank that waits for the other")
-        text = stands()
         with pytest.raises(af.DeadlineExceeded) as caught:
             run.wait(worker, timeout_s=0.1)
 
+    text = str(caught.value)
     assert re.search(r"train-0 rank 1 has held \d+ rows of task 'train' for", text)
     assert re.search(r"train-0 rank 0 waits after [\d.]+ s: rank 1 of 2 of team 'train' did not come to", text)
-    assert "train-0 rank 0 waits after" in str(caught.value)
 
 
-def begin(run: af.Run) -> None:
-    """What a trainer needs beside it."""
-    run.start(af.Rollout("echo", prompt="prompt_ids", group_size=4))
-    run.start(af.Stage(length, task="reward"))
-    run.feed({"prompt_ids": [[1], [2, 3]]}, group_size=4, column="prompt_ids")
+class Lonely(EchoTrain):
+    """Ranks that need nothing of each other. Rank ``slow`` hangs in its second step."""
+
+    def __init__(self, model: str = "", *, algorithm: Any = None, slow: int = -1) -> None:
+        super().__init__(model, algorithm=algorithm)
+        self.rank, self._slow = int(os.environ["RANK"]), slow
+
+    def train_step(self, batch: af.Batch) -> af.StepResult:
+        if (self.rank, self.steps) == (self._slow, 1):
+            time.sleep(3600.0)
+        return super().train_step(batch)
+
+    def named_weights(self) -> Any:
+        return super().named_weights() if not self.rank else ()
 
 
 @pytest.mark.parametrize(
@@ -151,38 +167,19 @@ def test_ranks_that_cannot_be_had_are_refused_before_anything_starts(place: dict
         echo_workflow(train=af.Train("echo-ranks", **({"world_size": 2} | place)))
 
 
-def test_each_rank_has_its_share_of_the_cpus_and_its_own_environment(tmp_path: Path) -> None:
-    cpus = sorted(os.sched_getaffinity(0))[:2]
-    if len(cpus) < 2:
-        pytest.skip("one CPU cannot be shared out")
-
-    echo_workflow(train=af.Train("ranks_apart:Telling", world_size=2, cpus=cpus, env={"OWN": "1"}), steps=1).run(
-        tmp_path / "run"
-    )
-
-    told = [eval((tmp_path / "run" / "model" / f"{rank}").read_text()) for rank in range(2)]
-    assert [each.pop("cpus") for each in told] == [[cpus[0]], [cpus[1]]]
-    assert told[0].pop("MASTER_PORT") == told[1].pop("MASTER_PORT")
-    same = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OWN": "1"}
-    assert told == [{"RANK": str(rank), "LOCAL_RANK": str(rank), **same} for rank in range(2)]
-
-
 def test_a_workflow_of_ranks_says_so_and_is_read_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "rewards.py").write_text(
-        "def length(response_ids):\n    return [float(len(r)) for r in response_ids]\n"
-    )
-    (tmp_path / "run.toml").write_text(
-        'steps = 2\nbatch_size = 16\nprompts = { prompt_ids = [[1], [2, 3]] }\nreward = "rewards:length"\n'
-        'rollout = { engine = "echo", group_size = 4, prompt = "prompt_ids" }\n'
-        'train = { engine = "echo-ranks", world_size = 2 }\n'
-    )
+    file = tmp_path / "run.toml"
+    file.write_text(TOML.replace('train = { engine = "echo" }', 'train = { engine = "echo-ranks", world_size = 2 }'))
 
-    flow = af.load_workflow(tmp_path / "run.toml")
+    flow = af.load_workflow(file)
 
     assert "engine echo-ranks × 2 ranks" in str(flow)
     assert flow.describe()["train"]["world_size"] == 2
     with pytest.raises(ConfigError, match="^train.launcher=thread: train: launcher='thread' starts no ranks"):
-        af.load_workflow(tmp_path / "run.toml", {"train.launcher": "thread"})
+        af.load_workflow(file, {"train.launcher": "thread"})
+
+
+WORKER = [sys.executable, "-m", "asyncflow_sdk.cli", "worker"]
 
 
 def test_by_hand_each_process_finds_its_rank_in_the_environment_that_its_launcher_gave_it(tmp_path: Path) -> None:
@@ -190,15 +187,17 @@ def test_by_hand_each_process_finds_its_rank_in_the_environment_that_its_launche
     with af.serve(tmp_path / "run", steps=3, on_event=events.append) as run:
         begin(run)
         # when two processes are started as torchrun does
-        meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [*WORKER, str(tmp_path / "run"), "train", "--engine", "echo-ranks", "--batch-size", "16"]
         by_hand = [
             subprocess.Popen(
-                [sys.executable, "-m", "asyncflow_sdk.cli", "worker", str(tmp_path / "run"), "train", "--engine",
-                 "echo-ranks", "--batch-size", "16"],
-                env={**os.environ, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+                command, env={**os.environ, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=tmp_path,
+                stdout=subprocess.PIPE, text=True,
             ) for rank in range(2)
         ]  # fmt: skip
-        said = [process.communicate(timeout=60)[0] for process in by_hand]
+        said = [process.communicate(timeout=200)[0] for process in by_hand]
         # then
         assert [process.returncode for process in by_hand] == [0, 0], said
         assert [f"rank {rank} joins" in text for rank, text in enumerate(said)] == [True, True]
@@ -209,12 +208,6 @@ def test_by_hand_each_process_finds_its_rank_in_the_environment_that_its_launche
     assert len([e for e in events if isinstance(e, StepTrained)]) == 3
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 @pytest.mark.parametrize(
     ("environment", "what"),
     [
@@ -223,11 +216,20 @@ def free_port() -> str:
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "needs MASTER_PORT too"),
     ],
 )
-def test_an_environment_that_names_no_rank_is_refused(environment: dict[str, str], what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        own_rank(environment)
-
-
-def test_one_process_alone_is_no_rank() -> None:
-    assert own_rank({}) is None
-    assert own_rank({"RANK": "0", "WORLD_SIZE": "1"}) is None
+def test_an_environment_that_names_no_rank_is_refused(
+    tmp_path: Path,
+    environment: dict[str, str],
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with af.serve(tmp_path / "run"):
+        monkeypatch.setattr(
+            sys, "argv", ["asyncflow", *WORKER[-1:], str(tmp_path / "run"), "train", "--engine", "echo"]
+        )
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code
+    assert what in " ".join(capsys.readouterr().err.split())

@@ -25,30 +25,37 @@ def check_frames(text: str, first: str, last: str = "looks_up") -> None:
     assert text.index("KeyError: 'no such answer'") < text.index("Traceback"), "what was wrong comes first"
 
 
-def local(response_ids: Any) -> list[float]:
-    return functions.raises_below(response_ids)  # type: ignore[no-any-return]
+async def raises_awaited(response_ids: Any) -> Any:
+    return functions.raises_below(response_ids)
 
 
-local.__module__ = "__main__"  # so that it runs in a thread of the driver
+async def agent_that_raises(turns: Any) -> None:
+    await turns.generate()
+    functions.looks_up({}, "no such answer")
 
 
 @pytest.mark.parametrize(
-    ("function", "first"),
-    [(functions.raises_below, "raises_below"), (functions.raises_awaited, "raises_awaited"), (local, "local")],
+    ("function", "first", "place"),
+    [
+        (functions.raises_below, "raises_below", {}),
+        (raises_awaited, "raises_awaited", {"launcher": "thread"}),
+        (lambda response_ids: functions.raises_below(response_ids), "<lambda>", {}),
+    ],
 )
-def test_a_stages_error_shows_its_frames_first_and_once(tmp_path: Path, function: Any, first: str) -> None:
-    stage = af.Stage(function, task="reward", gives=["reward"])
+def test_a_stages_error_shows_its_frames_first_and_once(
+    tmp_path: Path, function: Any, first: str, place: dict[str, Any]
+) -> None:
+    stage = af.Stage(function, task="reward", gives=["reward"], **place)
     with pytest.raises(WorkerFailed) as failed:
         echo_workflow(reward=stage).run(tmp_path / "run")
 
     check_frames(str(failed.value), first)
-    log = tmp_path / "run" / "logs" / "reward-0.log"
-    if function is not local:
-        check_frames(log.read_text(), first)
+    if function is functions.raises_below:
+        check_frames((tmp_path / "run" / "logs" / "reward-0.log").read_text(), first)
 
 
 def test_an_agents_error_shows_its_frames_first_and_once(tmp_path: Path) -> None:
-    rollout = {"agent": functions.agent_that_raises, "max_restarts": 0}
+    rollout = {"agent": agent_that_raises, "max_restarts": 0}
     with pytest.raises(WorkerFailed) as failed:
         echo_workflow(rollout=rollout).run(tmp_path / "run")
 

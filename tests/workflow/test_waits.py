@@ -8,23 +8,28 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_children import serve_and_wait
-from children import Child
+from children import Child, hear, say
 from echo_runs import echo_workflow
-from functions import doubled, stuck
-from waiting import in_thread, until
+from functions import doubled
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
-from asyncflow_sdk.queue import connection
-from asyncflow_sdk.wire import client
-from asyncflow_sdk.workflow.waiting import News, Stall
+from asyncflow_sdk.testing import EchoTrain
+
+
+def serve_and_wait(directory: str) -> None:
+    """In a process of its own: serve a run until told to end."""
+    with af.serve(directory, checkpoints=True) as run:
+        say(run.address)
+        hear()
 
 
 @pytest.fixture
@@ -46,30 +51,30 @@ HELD = "1 rows are leased in task 'reward', the oldest by judge for"
 
 
 def publish_a_part(run: af.Run) -> None:
-    with run.weight_publisher(rank=0, world_size=2, timeout_s=0.3) as weights:
+    with run.weight_publisher(rank=0, world_size=2, timeout_s=0.1) as weights:
         for version in range(2):
             weights.publish(version, {"w": np.zeros(3, np.float32)}.items())
 
 
 def follow(run: af.Run) -> None:
-    with run.weight_updates(timeout_s=0.3) as updates:
+    with run.weight_updates(timeout_s=0.1) as updates:
         next(iter(updates))
 
 
 WAITS: list[tuple[str, Callable[[af.Run], Any], list[str]]] = [
-    ("get", lambda run: run.queue.get("train", timeout_s=0.3), [EDGE, HELD]),
-    ("aget", lambda run: asyncio.run(run.queue.aio.get("train", timeout_s=0.3)), [EDGE, HELD]),
-    ("stream", lambda run: next(iter(run.queue.stream("train", timeout_s=0.3))), [EDGE, HELD]),
-    ("consumer", lambda run: next(iter(run.consumer("train", timeout_s=0.3))), [EDGE, HELD]),
-    ("loader", lambda run: next(iter(af.StreamDataLoader(run.queue, "train", timeout_s=0.3))), [EDGE, HELD]),
+    ("get", lambda run: run.queue.get("train", timeout_s=0.1), [EDGE, HELD]),
+    ("aget", lambda run: asyncio.run(run.queue.aio.get("train", timeout_s=0.1)), [EDGE, HELD]),
+    ("stream", lambda run: next(iter(run.queue.stream("train", timeout_s=0.1))), [EDGE, HELD]),
+    ("consumer", lambda run: next(iter(run.consumer("train", timeout_s=0.1))), [EDGE, HELD]),
+    ("loader", lambda run: next(iter(af.StreamDataLoader(run.queue, "train", timeout_s=0.1))), [EDGE, HELD]),
     (
         "team",
-        lambda run: run.queue.get("train", team="t", rank=0, world_size=2, timeout_s=0.3),
+        lambda run: run.queue.get("train", team="t", rank=0, world_size=2, timeout_s=0.1),
         ["rank 1 of 2 of team 't' have not asked"],
     ),
     (
         "put",
-        lambda run: run.queue.put({"prompt": ["c"] * 3}, timeout_s=0.3),
+        lambda run: run.queue.put({"prompt": ["c"] * 3}, timeout_s=0.1),
         ["3 more rows do not fit: the queue has 2 of 4 rows", HELD],
     ),
     ("weight_updates", follow, ["no version newer than -1; no version was published yet"]),
@@ -80,24 +85,10 @@ WAITS: list[tuple[str, Callable[[af.Run], Any], list[str]]] = [
     ),
     (
         "connect",
-        lambda run: af.connect("ipc:///tmp/nobody-serves-here", timeout_s=0.3),
+        lambda run: af.connect("ipc:///tmp/nobody-serves-here", timeout_s=0.1),
         ["/tmp/nobody-serves-here"],
     ),
 ]
-
-
-def test_news_reach_everybody_who_looked_before_them() -> None:
-    news = News()
-    seen = news.count
-    news.set()
-
-    waiting = [threading.Thread(target=news.wait, args=(seen, 60.0)) for _ in range(2)]
-    for each in waiting:
-        each.start()
-    for each in waiting:
-        each.join(10)
-
-    assert not any(each.is_alive() for each in waiting)
 
 
 @pytest.mark.parametrize(("call", "says"), [w[1:] for w in WAITS], ids=[w[0] for w in WAITS])
@@ -108,7 +99,7 @@ def test_a_wait_that_ends_says_for_what(run: af.Run, call: Callable[[af.Run], An
     text = str(raised.value)
     for said in says:
         assert re.search(said, text), text
-    assert re.search(r"after \d+\.\d s|within|no answer|0\.3 s", text), text
+    assert re.search(r"after \d+\.\d s|within|no answer|0\.1 s", text), text
 
 
 def test_who_waits_is_said_while_it_waits(run: af.Run) -> None:
@@ -170,17 +161,13 @@ def test_a_run_whose_server_is_frozen_is_named_by_what_asks_it(
             (worker,) = run.start(af.Stage(doubled, task="after", needs=["reward"], gives=["again"]))
             server.stop()
             with monkeypatch.context() as impatient:
-                impatient.setattr(connection, "CALL_S", 0.2)
-                impatient.setattr(client, "GRACE_S", 0.3)
+                impatient.setattr("asyncflow_sdk.queue.connection.CALL_S", 0.2)
+                impatient.setattr("asyncflow_sdk.wire.client.GRACE_S", 0.3)
                 for call in (lambda: run.checkpoint(lambda path: None, directory=tmp_path), run.audit):
-                    with pytest.raises(
-                        ServerLost,
-                        match=re.escape(address) + rf" gave no answer in \d\.\d s; its process {server.pid} lives",
-                    ):
+                    no_answer = rf" gave no answer in \d\.\d s; its process {server.pid} lives"
+                    with pytest.raises(ServerLost, match=re.escape(address) + no_answer):
                         call()
-
                 assert run.scale("after", 0, grace_s=0.1) == []
-
                 assert worker.ended.wait(60)
             server.resume()
         server.say("end")
@@ -188,41 +175,36 @@ def test_a_run_whose_server_is_frozen_is_named_by_what_asks_it(
 
 
 def test_a_run_in_which_nothing_is_trained_ends_and_says_why(tmp_path: Path) -> None:
-    with pytest.raises(
-        DeadlineExceeded, match=r"nothing was trained for 8 s, after 0 steps \(stall_timeout_s\)"
-    ) as raised:
-        # engines in threads: only the one that gets stuck has to start a process in that time
-        echo_workflow(
-            reward=stuck, stall_timeout_s=8, rollout={"launcher": "thread"}, train={"launcher": "thread"}
-        ).run(tmp_path / "run")
+    ended = threading.Event()
 
+    def stuck(response_ids: Any) -> Any:
+        ended.wait(100)
+        return [1.0 for _ in response_ids]
+
+    with pytest.raises(
+        DeadlineExceeded, match=r"nothing was trained for 3 s, after 0 steps \(stall_timeout_s\)"
+    ) as raised:
+        echo_workflow(reward=stuck, stall_timeout_s=3).run(tmp_path / "run")
+
+    ended.set()
     assert "which task 'reward' gives" in str(raised.value)
     assert "rows are leased in task 'reward', the oldest by reward-0 for" in str(raised.value)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["error"]) == ("failed", str(raised.value))
 
 
-def test_what_comes_after_the_last_step_is_no_stall(run: af.Run) -> None:
-    # given a worker that still works when the only step is trained
-    go_on = threading.Event()
+class Lasting(EchoTrain):
+    """Exports its model for longer than a run may be without a step."""
 
-    def slow(prompt: Any) -> Any:
-        go_on.wait(60)
-        return prompt
+    def export(self, path: Path) -> None:
+        time.sleep(4.0)
+        super().export(path)
 
-    (worker,) = run.start(af.Stage(slow, task="save", needs=["prompt"], gives=["saved"]))
-    until(lambda: run.queue.status().rows["save"]["leased"], "its rows")
-    stall = Stall(0.2)
-    with pytest.raises(DeadlineExceeded, match="nothing was trained for 0.2 s"):
-        run.wait(worker, stall=stall)
-    run.queue.end(cancel=True)
-    # when
-    seen = in_thread(lambda: (until(lambda: stall.through, "that the last step is seen to be over"), go_on.set()))
-    run.wait(worker, stall=stall)
-    seen()
-    # then
-    assert stall.through
-    assert "after the last of 0 steps the trainer has not ended" in str(stall)
+
+def test_what_comes_after_the_last_step_is_no_stall(tmp_path: Path) -> None:
+    train = af.Train("test_waits:Lasting", launcher="thread")
+    result = echo_workflow(train=train, steps=1, stall_timeout_s=3.0, rollout={"delay_s": 0.0}).run(tmp_path / "run")
+    assert result.summary["status"] == "completed"
 
 
 def test_a_limit_that_would_end_every_run_is_refused() -> None:
