@@ -11,17 +11,18 @@ from __future__ import annotations
 import _thread
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 
 
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
-    """The first signal stops the work; one that arrives while the run is closed makes the closing hurry. In any thread but the
+    """The first signal stops the work; one that arrives afterwards makes the closing hurry. In any thread but the
     main one, which alone gets signals, it does nothing."""
 
     hurried = False
-    """True if a signal arrived during the closing."""
+    """True if a signal arrived after the one that stopped the work."""
 
     def __init__(self) -> None:
         self._hurry: tuple[Callable[[], None], ...] | None = None
@@ -38,14 +39,20 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             signal.signal(number, handler)
 
     def closing(self, *hurry: Callable[[], None]) -> None:
-        """From now on a signal calls each of ``hurry``, in a thread of its own. They must not raise, and are called once for every
-        signal."""
+        """From now on a signal calls each of ``hurry``, in a thread of its own; so does one that arrived since the work was stopped.
+        They must not raise, and are called once for every signal."""
         self._hurry = hurry
+        if self.hurried:
+            self._call()
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if self._hurry is None:
+        # Hazard: two signals at once. The second must not raise in the handling of the first, which would skip the closing.
+        if self._hurry is None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             raise KeyboardInterrupt
         self.hurried = True
-        for each in self._hurry:
+        self._call()
+
+    def _call(self) -> None:
+        for each in self._hurry or ():
             # Hazard: the main thread may hold any lock here, also those of threading.Thread. This call takes none.
             _thread.start_new_thread(each, ())
