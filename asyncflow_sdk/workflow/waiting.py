@@ -13,6 +13,8 @@ MOST = 5
 """So many who wait are named."""
 ENDING_S = 3600.0
 """What a trainer may take after its last step, for a last checkpoint and its model, where a stall is not given longer."""
+LOOK_S = 1.0
+"""How long a wait for news lasts at most before the next look (seconds)."""
 
 
 def what_stands(report: StatusReport, *workers: str) -> str:
@@ -60,8 +62,11 @@ class News:
             self._changed.notify_all()
 
     def wait(self, seen: int, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
         with self._changed:
-            self._changed.wait_for(lambda: self.count != seen, min(timeout_s, threading.TIMEOUT_MAX))
+            # Hazard: a signal that arrives while the main thread falls asleep does not wake it. It is handled at the next look.
+            while self.count == seen and (left_s := until - time.monotonic()) > 0:
+                self._changed.wait(min(left_s, LOOK_S))
 
 
 class Stall:
