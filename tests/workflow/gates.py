@@ -1,5 +1,5 @@
 """Make the order of a run certain on a machine of any speed: trainers that wait before a step until a test opens it, replicas that
-wait for each other or for a newer version, and kills right after a step."""
+wait for each other, and kills right after a step."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Set
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from waiting import until
-
 import asyncflow_sdk as af
-from asyncflow_sdk.interfaces import StepResult, WeightUpdate
+from asyncflow_sdk.interfaces import StepResult
 from asyncflow_sdk.testing import EchoRollout, EchoTrain
 from asyncflow_sdk.testing.echo_ranks import EchoRanks
-from asyncflow_sdk.types import Batch, VersionSpan
+from asyncflow_sdk.types import Batch
 from asyncflow_sdk.types.events import Event, StepTrained, WorkerState
 
 
@@ -110,78 +106,3 @@ class Together(EchoRollout):
             await asyncio.sleep(0.01)
         async for completion in super().generate(request):
             yield completion
-
-
-class Pauses:
-    """Make a replica with the engine ``gates:Pausing`` pause in the middle of its next request until it has loaded a newer version.
-
-    Call `request`, wait with `begun`, publish the newer version, wait with `ended`; then the next pause can be requested.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-
-    def rollout(self, **options: Any) -> af.Rollout:
-        return af.Rollout("gates:Pausing", pauses=str(self.folder), **options)
-
-    def request(self) -> None:
-        for state in ("taken", "begun", "ended"):
-            (self.folder / state).unlink(missing_ok=True)
-        (self.folder / "requested").touch()
-
-    def begun(self) -> None:
-        until((self.folder / "begun").exists, "a replica that pauses between two tokens")
-
-    def ended(self) -> None:
-        until((self.folder / "ended").exists, "the end of the responses of the replica that pauses")
-
-
-class Pausing(EchoRollout):
-    """Take each requested pause in one request of one replica: draw the first token of its responses, wait until a newer version
-    was loaded, and draw the other tokens. ``pauses``: the folder of `Pauses`."""
-
-    def __init__(self, model: str = "", *, pauses: str, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._pauses, self._loaded = Path(pauses), -1
-
-    async def load_weights(self, update: WeightUpdate) -> Set[str]:
-        taken = await super().load_weights(update)
-        self._loaded = update.version
-        return taken
-
-    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
-        try:
-            (self._pauses / "requested").rename(self._pauses / "taken")
-        except FileNotFoundError:
-            async for completion in super().generate(request):
-                yield completion
-            return
-        try:
-            one = replace(request, sampling=replace(request.sampling, max_tokens=1))
-            begun = {completion.index: completion async for completion in super().generate(one)}
-            newest = max(span.version for completion in begun.values() for span in completion.spans)
-            (self._pauses / "begun").touch()
-            while self._loaded <= newest:
-                await asyncio.sleep(0.01)
-            rest = replace(  # an echo's responses to one prompt are equal
-                request,
-                prompt_ids=np.concatenate([request.prompt_ids, begun[0].token_ids]),
-                sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - 1),
-                drawn=request.drawn + 1,
-            )
-            async for completion in super().generate(rest):
-                yield _joined(begun[completion.index], completion)
-        finally:
-            (self._pauses / "ended").touch()
-
-
-def _joined(first: af.Completion, second: af.Completion) -> af.Completion:
-    """Return the response whose two parts different versions drew."""
-    at = len(first.token_ids)
-    return replace(
-        second,
-        token_ids=np.concatenate([first.token_ids, second.token_ids]),
-        logprobs=np.concatenate([first.logprobs, second.logprobs]),
-        spans=[*first.spans, *(VersionSpan(span.version, at + span.start, at + span.end) for span in second.spans)],
-    )

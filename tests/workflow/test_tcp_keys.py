@@ -51,11 +51,11 @@ def is_cut_off(address: str) -> bool:
     """True if a client that speaks ZeroMQ and has no key is cut off in the handshake; it is given no answer."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
         raw.linger = 0
-        monitor = raw.get_monitor_socket(CUT_OFF)
-        raw.connect(address)
-        raw.send(b"a request")
-        cut = bool(monitor.poll(60_000)) and not raw.poll(0)
-        raw.disable_monitor()
+        with raw.get_monitor_socket(CUT_OFF) as monitor:
+            raw.connect(address)
+            raw.send(b"a request")
+            cut = bool(monitor.poll(60_000)) and not raw.poll(0)
+            raw.disable_monitor()
         return cut
 
 

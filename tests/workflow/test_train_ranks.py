@@ -81,7 +81,7 @@ def test_each_rank_trains_its_share_of_one_lease_and_all_of_them_publish_one_ver
 
 def test_a_rank_that_is_killed_ends_the_others_and_all_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     # given ranks that would wait for ever for one that has gone
-    killer = Killer(tmp_path / "gates", {3: RANKS[1]})
+    killer = Killer(tmp_path / "gates", {2: RANKS[1]})
 
     train = killer.trainer("gates:GatedRanks", world_size=2, deaf=True, max_restarts=1)
     result = echo_workflow(train=train, steps=6, checkpoint=af.Checkpoint(every=2)).run(
@@ -94,7 +94,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_all_go_on_from_the_last_check
     restarts = killer.states("restarting")
     assert [e.worker for e in restarts] == [*RANKS]
     assert all("rank 1 was killed by SIGKILL; restart" in e.detail for e in restarts)
-    assert [e.step for e in killer.events if isinstance(e, StepTrained)] == [0, 1, 2, 3, 2, 3, 4, 5]
+    assert [e.step for e in killer.events if isinstance(e, StepTrained)] == [0, 1, 2, 2, 3, 4, 5]
     last = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
     assert sorted(path.name for path in (last / "engine").iterdir()) == ["rank-0.json", "rank-1.json"]
 
