@@ -5,10 +5,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from echo_runs import check_whole, echo_workflow
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import EchoRollout
+
+pytestmark = pytest.mark.fast
 
 
 def remove(pattern: str) -> None:

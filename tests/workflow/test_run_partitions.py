@@ -12,6 +12,8 @@ from waiting import in_thread, until
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 GREEDY = af.Sampling(temperature=0, max_tokens=9)
 
 
