@@ -62,6 +62,8 @@ class KeyedPuts:
     """Puts by their keys, in order of their rows, and what of them was lost and may be put again. ``limit``: of keys whose
     rows have ended."""
 
+    TRANSIENT = frozenset({"_limit"})
+
     def __init__(self, limit: int = KEYS) -> None:
         self._limit = limit
         self._puts: dict[str, KeyedPut] = {}
