@@ -206,7 +206,7 @@ class _Fetch:
         self._base: Fetched | None = None
         self._until = until
         self._began = time.monotonic()
-        self._buckets = list(manifest.buckets())
+        self._buckets: list[Bucket] = []
         self._todo: deque[_Span] = deque()
         self._stride = max(1, min(AT_ONCE, FEW_BYTES // manifest.bucket_bytes))
         self._many = max(1, min(MOST_BUCKETS, MANY_BYTES // manifest.bucket_bytes))
@@ -228,6 +228,7 @@ class _Fetch:
     def begin(self, chunks: Sequence[Bytes], base: Fetched | None, came: Came | None) -> None:
         """Into ``chunks``, some of which came already. ``base``: a version that fits."""
         self._chunks, self._base = chunks, base
+        self._buckets = list(self.manifest.buckets())  # not before there is memory: a manifest may claim any size
         whole, first = base is None, 0
         for number, bucket in enumerate(self._buckets):
             if came is None or not came.has(self.manifest, bucket):
