@@ -21,6 +21,7 @@ from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseL
 from asyncflow_sdk.ledger import TERMINAL, Effects, Ledger, TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import events as ev
+from asyncflow_sdk.types.spans import steps_of
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Row:
     holder: dict[str, int] = field(default_factory=dict)  # task → token of its newest lease
     version: int | None = None  # loaded by the replica that completed it, when it leased it
     step: int | None = None
-    begun: bool = False  # leased by a replica before
+    versions: set[int] = field(default_factory=set)  # loaded by each replica that leased it
 
 
 @dataclass
@@ -77,6 +78,7 @@ class CheckedLedger:
         self.deadlines: dict[int, float] = {}
         self.steps: dict[int, list[int]] = {}  # rows of each step that was leased
         self.acknowledged: set[int] = set()
+        self.unsettled: set[int] = set()  # steps that may be filled again, since payload of one was lost
         self.ended: Counter[str] = Counter()
         self.version = -1
         self.publishers: dict[int, int] = {}  # rank → session
@@ -136,7 +138,11 @@ class CheckedLedger:
 
     def lose(self, ids: list[int], now: float, reason: str) -> Effects:
         self.now = now
-        self._reopen({step for step in self.steps if step not in self.acknowledged}, forget=True)
+        groups = {member for i in ids for member in self.rows[i].group}
+        waiting = [step for step in self.steps if step not in self.acknowledged]
+        first = min((step for step in waiting if groups & set(self.steps[step])), default=1 << 62)
+        self.unsettled |= {step for step in waiting if step >= first}
+        self._doubt_steps()
         return self._feed(lambda ledger: ledger.lose(np.array(ids, np.int64), now, reason))
 
     def audit(self) -> cmd.Audit:
@@ -343,9 +349,9 @@ class CheckedLedger:
             got = set(ids)
             for i in ids:
                 group = self.rows[i].group
-                assert got >= set(group) or any(self.rows[m].begun for m in group), "a group is begun as a whole"
+                assert got >= set(group) or any(self.rows[m].versions for m in group), "a group is begun as a whole"
             for i in ids:
-                self.rows[i].begun = True
+                self.rows[i].versions.add(reply.version)
         elif reply.world_size == 1 and not self._groups_whole(task):
             assert len(ids) <= command.count
             assert len(ids) >= command.at_least or self._has_ended(reply.partition)
@@ -355,24 +361,28 @@ class CheckedLedger:
     def _leased_step(self, task: TaskSpec, reply: cmd.Leased, ids: list[int]) -> None:
         step, rows = reply.step, [self.rows[i] for i in ids]
         assert len(set(ids)) == len(ids) == task.batch_rows, "a step is whole"
-        if step in self.steps:
+        if step in self.unsettled:
+            assert step not in self.acknowledged, "a step is trained once"
+            for i in self.steps[step]:  # those that are not in it any more may be in another
+                self.rows[i].step = None
+        elif step in self.steps:
             assert sorted(self.steps[step]) == sorted(ids), "a step comes again with the same rows"
             assert step not in self.acknowledged, "a step is trained once"
         else:
             assert step == max(self.steps, default=-1) + 1, "steps come in order"
             assert {i for row in rows for i in row.group} == set(ids), "of whole groups"
-        assert all(row.step in (None, step) for row in rows), "a row is in one step"
+        assert all(row.step in {None, step, *self.unsettled} for row in rows), "a row is in one step"
         for earlier in range(step):
             held = any(row.holder.get(task.name) for i in self.steps.get(earlier, ()) if (row := self.live.get(i)))
-            assert earlier in self.acknowledged or earlier not in self.steps or held, "the oldest step comes first"
+            settled = earlier in self.steps and earlier not in self.unsettled
+            assert earlier in self.acknowledged or not settled or held, "the oldest step comes first"
         self.steps[step] = ids
+        self.unsettled.discard(step)
         for row in rows:
             row.step = step
             if row.version is not None and (self.limits.staleness is None or self.limits.staleness.name != "count"):
-                shift = max(
-                    ((first, shift) for first, shift in reply.stretches if first <= row.version), default=(0, 0)
-                )[1]
-                assert step - (row.version - shift) <= (self.limits.max_staleness or 0), "a token is too old"
+                made = steps_of(np.array(sorted(row.versions)), reply.stretches).max()
+                assert step - made <= (self.limits.max_staleness or 0), "a token is too old"
 
     def _on_completed(self, session: int, command: cmd.Complete, reply: cmd.Completed) -> None:
         lease = self.leases[command.token]
@@ -483,7 +493,7 @@ class CheckedLedger:
     def _on_resumed(self, _: int, command: cmd.Resume, reply: cmd.Resumed) -> None:
         assert reply.step == command.step
         self._rewound = True
-        self._reopen({step for step in self.steps if step >= command.step}, forget=False)
+        self._reopen(command.step)
 
     def _on_met(self, _: int, command: cmd.Meet, reply: cmd.Met) -> None:
         assert len(reply.words) == command.world_size
@@ -512,20 +522,20 @@ class CheckedLedger:
             ):
                 self.open.pop(token).over = True
 
-    def _reopen(self, steps: set[int], *, forget: bool) -> None:
-        """These steps are to be leased again; ``forget``: with what rows is not known."""
+    def _reopen(self, step: int) -> None:
+        """Steps from this one on are to be leased again, with the rows that they had."""
         train = next((task for task in self.tasks.values() if task.batch_rows is not None), None)
-        self.acknowledged -= steps
-        for lease in self.open.values():
-            lease.unsure |= train is not None and lease.task == train.name
-        for step in steps if train is not None else ():
-            for i in self.steps[step]:
+        self.acknowledged = {each for each in self.acknowledged if each < step}
+        for each in self.steps if train is not None else ():
+            for i in self.steps[each] if each >= step else ():
                 self.rows[i].done.discard(train.name)
                 self.rows[i].holder.pop(train.name, None)
-                if forget:
-                    self.rows[i].step = None
-            if forget:
-                del self.steps[step]
+        self._doubt_steps()
+
+    def _doubt_steps(self) -> None:
+        """Leases of steps may have ended."""
+        for lease in self.open.values():
+            lease.unsure |= self.tasks[lease.task].batch_rows is not None
 
     def _is_over(self, lease: Lease) -> bool:
         return lease.over or lease.unsure or lease.expires <= self.now

@@ -51,7 +51,7 @@ def late(audit: cmd.Audit, staleness: int) -> int:
     return audit.reasons.get(f"expired: older than max_staleness {staleness} (policy 'drop')", 0)
 
 
-@schedules(60)
+@schedules(30)
 @given(
     seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 4), steps=st.integers(1, 6),
     replicas=st.integers(1, 4), mortality=MORTALITY, tight=st.booleans(), policy=POLICIES,
@@ -107,7 +107,7 @@ def test_drop_never_starves_and_gives_up_no_more_than_was_under_way(staleness: i
     assert (audit.expired > 0) == (staleness > 0)  # with stragglers like these some are
 
 
-@schedules(25)
+@schedules(15)
 @given(
     seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 4), steps=st.integers(1, 6),
     mortality=st.sampled_from([0.0, 0.05]), tight=st.booleans(), disasters=st.integers(1, 4),
@@ -131,7 +131,7 @@ def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
     assert audit.reasons.get("failed: payload lost", 0) >= sum(lost)
 
 
-@schedules(25)
+@schedules(15)
 @given(
     seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 3), steps=st.integers(2, 9),
     replicas=st.integers(1, 4), mortality=MORTALITY, deaths=st.sampled_from([0.05, 0.15, 0.3]),
@@ -172,7 +172,7 @@ def sampled(world_seed: int, task: TaskSpec, *names: str) -> TaskSpec:
     return msgspec.structs.replace(task, sampler=SamplerSpec(name, options[name]) if name else None)
 
 
-@schedules(25)
+@schedules(15)
 @given(
     seed=SEEDS, staleness=STALENESS, size=SIZES, groups=st.integers(1, 4), steps=st.integers(1, 5),
     ranks=st.sampled_from([(2, 2), (2, 1), (3, 3), (4, 2), (4, 4)]), mortality=MORTALITY, tight=st.booleans(),
