@@ -472,7 +472,7 @@ class QueueServer(Carrying):
             self._wire.answer(ticket, encode(Answer(error=failure(reply), freed=freed)), at_once=True)
         else:
             waits = self._keeping.try_again_s is not None  # a look need not
-            self._wire.answer(ticket, encode(Answer(reply)), at_once=waits)  # type: ignore[arg-type]
+            self._wire.answer(ticket, encode(Answer(reply)), at_once=waits, recorded=False)  # type: ignore[arg-type]
 
     def _record(self, record: Record) -> None:
         """An input was carried out."""

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 
@@ -86,6 +86,15 @@ class Handler(Protocol):
         called again after the next round."""
 
 
+class _Outgoing(NamedTuple):
+    """An answer that leaves at the end of the round; ``starts``: of the fragments that were asked for, or none."""
+
+    session: Remembered
+    seq: int
+    starts: tuple[int, ...] = ()
+    recorded: bool = True
+
+
 class Server:
     """Binds to ``addresses`` (inproc, ipc, tcp) and runs ``handler`` in a thread.
 
@@ -112,7 +121,7 @@ class Server:
     ) -> None:
         self._handler = handler
         self._hold = hold
-        self._outbox: list[tuple[Remembered, int, tuple[int, ...]]] = []  # with the fragments asked for, or none
+        self._outbox: list[_Outgoing] = []
         self._uploads = Uploads(handler.sink, max_bytes)
         self._next_sweep = 0.0
         self._sessions: dict[str, Remembered] = {}
@@ -180,6 +189,7 @@ class Server:
         body: bytes,
         made: bool = False,
         at_once: bool = False,
+        recorded: bool = True,
         make: Callable[[], tuple[bytes, Sequence[Any]]] | None = None,
     ) -> None:
         """Answer a request. In the server's thread; a ticket nobody waits for any more is ignored.
@@ -188,7 +198,8 @@ class Server:
         arrived, or nobody waits for it; what it gives, until that is on its way.
 
         ``made``: what is sent is what the handler makes of it then.
-        ``at_once``: it rests on nothing that has to be settled.
+        ``at_once``: it rests on nothing that has to be settled. ``recorded``: the request is; False: its answer leaves also
+        when the round could not be settled.
         """
         session_id, seq = self._by_ticket.pop(ticket, ("", 0))
         session = self._sessions.get(session_id)
@@ -203,7 +214,7 @@ class Server:
         if at_once:
             self._send(session, seq)
         else:
-            self._outbox.append((session, seq, ()))
+            self._outbox.append(_Outgoing(session, seq, recorded=recorded))
 
     def numbers(self, ticket: int) -> tuple[int, int]:
         """Of a request that is under way: its seq, and below which all of its session are over."""
@@ -396,7 +407,7 @@ class Server:
             session.routes[seq] = route
         if isinstance(part, Pull):
             if seq in session.answers:
-                self._outbox.append((session, seq, part.starts))
+                self._outbox.append(_Outgoing(session, seq, part.starts))
             return
         asked, number = (0, 0) if part is None else (part.upload, getattr(part, "number", 0))
         download = session.downloads.get(seq)
@@ -404,7 +415,7 @@ class Server:
         if part is not None or answer is not None:
             self._tell(route, seq, Progress(True, asked, asked, ALL_THERE, query=number, answer=answer))
         if seq in session.answers and answer is None and not getattr(part, "answering", False):
-            self._outbox.append((session, seq, ()))
+            self._outbox.append(_Outgoing(session, seq))
 
     def _add(self, route: Route, request: Request, fragment: Fragment, data: Any) -> None:
         """A fragment of a request that is not whole yet."""
@@ -485,11 +496,12 @@ class Server:
         except Exception:
             _log.exception("the server failed to keep what its answers rest on")
             return
-        if settled and self._outbox:
-            outbox, self._outbox = self._outbox, []
-            for session, seq, starts in outbox:
-                if seq in session.answers:
-                    self._send(session, seq, starts)
+        if not self._outbox:
+            return
+        outbox, self._outbox = self._outbox, [each for each in self._outbox if each.recorded and not settled]
+        for each in outbox:
+            if (settled or not each.recorded) and each.seq in each.session.answers:
+                self._send(each.session, each.seq, each.starts)
 
     def _send(self, session: Remembered, seq: int, starts: tuple[int, ...] = ()) -> None:
         """Send an answer, or fragments of it, where its request came from last; one that came to an earlier server is asked

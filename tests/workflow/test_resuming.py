@@ -76,7 +76,7 @@ def check(result: af.Result, whole: Counter[tuple[int, ...]]) -> None:
 @pytest.fixture
 def gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gates:
     """Steps of a run that a driver makes: what is done to it before them is done in its midst."""
-    gates = Gates(tmp_path / "gates", 6, 10, 14)
+    gates = Gates(tmp_path / "gates", 6, 10, 12)
     monkeypatch.setenv("GATES", str(gates.folder))
     return gates
 
@@ -124,11 +124,11 @@ def test_a_run_that_is_killed_as_a_whole_again_and_again_trains_what_it_would_ha
         gates.open(gate)
     # when it is resumed to its end, and a replica joins in the midst of it
     ending = in_thread(af.resume, directory)
-    until(lambda: len(list(directory.glob("steps/*"))) >= 14, "the step before the last gate", seconds=200)
+    until(lambda: len(list(directory.glob("steps/*"))) >= 12, "the step before the last gate", seconds=200)
     with af.connect(directory) as there:
         (guest,) = there.start(af.Rollout("echo", launcher="thread", swap="in_flight", **REPLICA))
         until(lambda: sum(each.replica for each in there.queue.status().sessions) == 2, "the one that joins")
-        gates.open(14)
+        gates.open(12)
         result = ending()
         assert guest.ended.wait(60)
     # then
