@@ -113,7 +113,7 @@ def test_one_batch_is_leased_ahead_and_waits_in_the_background(run: Served) -> N
 def test_a_batch_that_waited_ahead_for_too_long_is_left_to_others(run: Served) -> None:
     # given a short lease and a slow step
     queue, other = run.queue(), run.queue("other")
-    queue.declare("train", needs=["x"], lease_s=0.3, max_attempts=10)
+    queue.declare("train", needs=["x"], lease_s=1.0, max_attempts=10)
     queue.put({"x": np.arange(6.0)})
     loader: Any = af.StreamDataLoader(queue, "train", count=2, prefetch=1)
     batches = iter(loader)

@@ -42,7 +42,7 @@ def test_rows_of_a_killed_consumer_come_again(run: Served) -> None:
 def test_a_frozen_consumer_loses_its_rows_and_keeps_its_view(run: Served) -> None:
     # given a consumer that is frozen past its lease
     queue = run.queue()
-    queue.declare("work", needs=["x"], gives=["y"], lease_s=0.5)
+    queue.declare("work", needs=["x"], gives=["y"], lease_s=1.5)
     queue.declare("end", needs=["y"])
     rows = 3000  # so many that they are viewed and not copied
     queue.put({"x": values_of(0, rows)})

@@ -34,11 +34,11 @@ def left_s(queue: TransferQueue) -> float:
 
 def test_a_lease_is_renewed_by_itself_and_also_while_its_work_gets_on(run: Served) -> None:
     queue, other = worker(run, 1000.0), run.queue()
-    queue.declare("work", needs=["x"], lease_s=0.6)
+    queue.declare("work", needs=["x"], lease_s=3.0)
     queue.put({"x": [1, 2]})
     batch = queue.get("work", 2)
     # when the work takes longer than the lease
-    for _ in range(4):
+    for _ in range(2):
         left = left_s(other)
         until(lambda left=left: left_s(other) > left, "a renewal")  # type: ignore[misc]
     # then nobody else gets its rows
@@ -50,7 +50,7 @@ def test_a_lease_is_renewed_by_itself_and_also_while_its_work_gets_on(run: Serve
 
 def test_a_lease_of_work_that_hangs_is_anothers_and_what_comes_late_has_no_effect(run: Served) -> None:
     queue, other = worker(run, 0.0), run.queue()
-    queue.declare("work", needs=["x"], lease_s=0.3)
+    queue.declare("work", needs=["x"], lease_s=1.0)
     queue.put({"x": [1]})
     batch = queue.get("work")
     with other.get("work", timeout_s=60) as again:
@@ -62,7 +62,7 @@ def test_a_lease_of_work_that_hangs_is_anothers_and_what_comes_late_has_no_effec
 
 def test_a_batch_that_nobody_has_any_more_is_not_renewed(run: Served) -> None:
     queue, other = worker(run, 1000.0), run.queue()
-    queue.declare("work", needs=["x"], lease_s=0.3)
+    queue.declare("work", needs=["x"], lease_s=1.0)
     queue.put({"x": [1]})
     queue.get("work")  # and drops it
     assert other.get("work", timeout_s=60)["x"].tolist() == [1]
