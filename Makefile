@@ -72,7 +72,7 @@ test: install
 
 # Only modules that have such tests are imported.
 test-fast: install
-	$(BIN)/python -m pytest -m fast $$(grep -rl --include='test_*.py' pytest.mark.fast tests) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m fast $$(grep -rl --include='test_*.py' pytest.mark.fast tests) $(ARGS)
 
 test-engines: test-ray test-contrib test-vllm test-sglang test-both test-deepspeed
 
