@@ -59,7 +59,7 @@ def test_whoever_is_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
         producer, put = Heard(put_all, run.address, 0, PUTS, SIZE), 0
         workers = {task: [Heard(work_all, run.address, task)] for task in ("work", "last")}
         # when the server is killed at random moments, and sometimes a client
-        while not producer.done:
+        while kills < 2 or not producer.done:
             progress = len(producer.said) + numbers.randint(1, 10)
             until(lambda: len(producer.said) >= progress or producer.done, "progress")  # noqa: B023
             if clients_die and numbers.random() < 0.5:
@@ -85,6 +85,5 @@ def test_whoever_is_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
             done = Counter(number for said in batches for number in said["numbers"])
             assert set(done.values()) <= {1}, "a row was completed twice"
             assert clients_die or sorted(done) == list(range(PUTS * SIZE))
-        assert kills > 1
         for worker in (producer, *workers["work"], *workers["last"]):
             worker.end()
