@@ -9,8 +9,6 @@ from waiting import until
 from asyncflow_sdk.errors import DeadlineExceeded, LeaseLost
 from asyncflow_sdk.queue import Connection, Renewing, TransferQueue, open_queue
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture
 def run() -> Iterator[Served]:
