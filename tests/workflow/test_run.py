@@ -36,7 +36,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> af.Result:
     noted = af.Stage(lambda reward: [f"{value:g} tokens" for value in reward], task="noted", gives=["note"])
     flow = echo_workflow(
         processes=True, rollout=rollout, stages=[noted, af.Stage(functions.doubled, gives=["doubled"], launcher="thread")],
-        steps=STEPS, staleness=af.Staleness(max_staleness=2),
+        train={"needs": ["doubled", "note"]}, steps=STEPS, staleness=af.Staleness(max_staleness=2),
     )  # fmt: skip
     return flow.run(folder / "run")
 
