@@ -2,8 +2,8 @@
 
 A seed draws places in all packages. The suite runs once with a probe at each place, which says which tests reach it.
 Then each place is changed alone, in a copy of the project, and the tests that reach it run, the quickest first, until
-one fails. `make mutants` does all of it and writes the table; how many were caught must not fall when the tests or the
-code are redrawn.
+one fails. It must fail again alone; if not, it failed by chance. `make mutants` does all of it and writes the table;
+how many were caught must not fall when the tests or the code are redrawn.
 
     python tests/mutants.py reach            # one run of the suite: which tests reach which place
     python tests/mutants.py run              # every mutant, in two processes
@@ -262,6 +262,23 @@ class Outcome:
     caught_by: str
 
 
+def first_failure(copy: Path, suite: str, tests: list[str]) -> str | None:
+    """The first of these tests that fails in this copy of the project; None: all pass."""
+    (copy / "chosen.txt").write_text("\n".join(tests))
+    command = [*pytest_of(suite), "-x", "-q", "--timeout=120", "-rf", "@chosen.txt"]
+    said = copy / "said.txt"
+    with said.open("w") as out:
+        ended = subprocess.run(
+            command, cwd=copy, env=environment_of(copy, suite), stdout=out, stderr=out, check=False,
+            start_new_session=True,
+        )  # fmt: skip
+    if ended.returncode == 0:
+        return None
+    lines = said.read_text(errors="replace").splitlines()
+    named = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return named[0] if named else f"the suite {suite} ended with status {ended.returncode}"
+
+
 def run_one(mutant: Mutant, tests: list[tuple[float, str, str]]) -> Outcome:
     chosen, total = [], 0.0
     for seconds, suite, test in tests:
@@ -276,25 +293,14 @@ def run_one(mutant: Mutant, tests: list[tuple[float, str, str]]) -> Outcome:
         caught = ""
         for suite in SUITES:
             named = [test for of, test in chosen if of == suite]
-            if not named or caught:
-                continue
-            (copy / "chosen.txt").write_text("\n".join(named))
-            command = [*pytest_of(suite), "-x", "-q", "-p", "no:randomly", "--timeout=120", "-rf", "@chosen.txt"]
-            said = Path(folder) / "said.txt"
-            with said.open("w") as out:
-                ended = subprocess.run(
-                    command,
-                    cwd=copy,
-                    env=environment_of(copy),
-                    stdout=out,
-                    stderr=out,
-                    check=False,
-                    start_new_session=True,
-                )
-            if ended.returncode != 0:
-                lines = said.read_text(errors="replace").splitlines()
-                failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-                caught = failed[0] if failed else f"the suite {suite} ended with status {ended.returncode}"
+            while named and not caught:
+                failed = first_failure(copy, suite, named)
+                if failed is None:
+                    break
+                if failed not in named or first_failure(copy, suite, [failed]) is not None:
+                    caught = failed
+                else:  # by chance, and not because of the mutant
+                    named = named[named.index(failed) + 1 :]
     return Outcome(mutant.path, mutant.line, mutant.before, mutant.after, len(tests), len(chosen), caught)
 
 
