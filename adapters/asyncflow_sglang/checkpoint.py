@@ -7,21 +7,13 @@ the model's folder before the server hears of it.
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 from asyncflow_sdk.errors import ConfigError, WeightMismatch
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
+from asyncflow_sdk.types.safetensors import CODES, read_header
 
-HEADER_BYTES = 100 << 20
-METADATA = "__metadata__"
-SAFETENSORS = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "float16": "F16",
-    "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
-"""How safetensors writes a dtype."""
-_DTYPES = {code: name for name, code in SAFETENSORS.items()}
 _TIED = "lm_head.weight"
 _SHOWN = 10
 
@@ -59,7 +51,7 @@ class Checkpoint:
                 problems.append(
                     f"{name}: the version has {given.dtype}{list(given.shape)}, the server takes {wanted}"
                 )
-            if given.dtype not in SAFETENSORS:
+            if given.dtype not in CODES:
                 problems.append(f"{name}: safetensors has no dtype {given.dtype}")
         missing = self._tensors.keys() - update.tensors.keys()
         problems += [
@@ -144,16 +136,10 @@ def _tensors(path: Path) -> dict[str, TensorType]:
         names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else None
         files = [file for file in sorted(path.glob("*.safetensors")) if names is None or file.name in names]
         for file in files:
-            with file.open("rb") as read:
-                (size,) = struct.unpack("<Q", read.read(8))
-                if size > HEADER_BYTES:
-                    raise ValueError(f"{file.name} is no safetensors file")
-                header = json.loads(read.read(size))
-            for name, entry in header.items():
-                if name != METADATA:
-                    dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
-                    found[name] = TensorType(dtype, tuple(entry["shape"]))
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            with file.open("rb") as opened:
+                tensors = read_header(opened).tensors
+            found |= {name: TensorType(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"the weights in {str(path)!r} cannot be read: {error}") from None
     if not found:
         raise ConfigError(

@@ -10,11 +10,8 @@ so that its pages are there already.
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import mmap
 import os
-import struct
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,10 +20,9 @@ import numpy as np
 
 from asyncflow_sdk.errors import MemoryFull, WeightMismatch
 from asyncflow_sdk.interfaces import WeightUpdate
-from asyncflow_sdk.types import carrier, dtype_name
+from asyncflow_sdk.types import dtype_name
+from asyncflow_sdk.types.safetensors import plan
 from asyncflow_sdk.weights.staging import Staging
-
-from .checkpoint import METADATA, SAFETENSORS
 
 _ALIGN = 64
 
@@ -47,17 +43,17 @@ class Handing:
     def write(self, update: WeightUpdate) -> None:
         """Blocking; one at a time. Raises MemoryFull, WeightMismatch for tensors that are not what the update announced, and what
         the update raises: then the file is of no version."""
-        header, places, size = _layout(update)
-        memory = self._room(size)
-        memory[: len(header)] = np.frombuffer(header, np.uint8)
-        left = set(places)
+        layout = plan({name: (kind.dtype, kind.shape) for name, kind in update.tensors.items()}, align=_ALIGN)
+        memory = self._room(layout.nbytes)
+        memory[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
+        left = set(layout.offsets)
         for name, array in update.arrays():
             given, wanted = (dtype_name(array.dtype), array.shape), update.tensors.get(name)
             if wanted is None or given != tuple(wanted):
                 raise WeightMismatch(
                     f"version {update.version}: {name} came as {given[0]}{list(given[1])}, not as announced"
                 )
-            place = places[name]
+            place = layout.offsets[name]
             memory[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             left.discard(name)
         if left:
@@ -95,19 +91,3 @@ class Handing:
                     f"no room for a version of {size} bytes in {self.folder}: {error.strerror}"
                 ) from None
         return np.frombuffer(self._map, np.uint8)
-
-
-def _layout(update: WeightUpdate) -> tuple[bytes, dict[str, int], int]:
-    """The head of the file, where in it each tensor begins, and how long it is."""
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}
-    offsets: dict[str, int] = {}
-    end = 0
-    # safetensors allows no holes: those of wide elements first, so that each is aligned
-    for name in sorted(update.tensors, key=lambda name: -carrier(update.tensors[name].dtype).itemsize):
-        dtype, shape = update.tensors[name]
-        offsets[name], end = end, end + math.prod(shape) * carrier(dtype).itemsize
-        header[name] = {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": (offsets[name], end)}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGN)
-    front = struct.pack("<Q", len(text)) + text
-    return front, {name: len(front) + offset for name, offset in offsets.items()}, len(front) + end

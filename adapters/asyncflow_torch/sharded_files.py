@@ -11,9 +11,7 @@ directory. Nothing is pickled.
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,16 +20,12 @@ import numpy as np
 import torch
 
 from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.types.safetensors import plan, read_header
 
 from .ranks import Ranks
 
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 Kind = tuple[Any, tuple[int, ...]]
 """A tensor's dtype and shape, whole."""
-_ALIGN = 8
 
 
 def nbytes_of(kind: Kind) -> int:
@@ -44,20 +38,20 @@ def write_together(
 ) -> None:  # fmt: skip
     """Write the file ``path`` of ``tensors``, the same on all ranks; each rank gives its ``pieces``, of which all ranks' make the
     whole: name, tensor, number of the element at which it begins. A collective; what fails on one rank is raised on all."""
-    header, places = _layout(tensors)
-    whole = len(header) + sum(map(nbytes_of, tensors.values()))
+    ordered = {name: (_name(dtype), shape) for name, (dtype, shape) in sorted(tensors.items())}
+    layout = plan(ordered)
 
     def begin() -> None:
         if ranks.first:
             with open(path, "wb") as file:
-                file.write(header)
-                file.truncate(whole)
+                file.write(layout.header)
+                file.truncate(layout.nbytes)
 
     def fill() -> None:
         with open(path, "r+b", buffering=0) as file:
             for name, tensor, start in pieces:
                 dtype, _ = tensors[name]
-                at = places[name] + start * dtype.itemsize
+                at = layout.offsets[name] + start * dtype.itemsize
                 for part in buckets(tensor.reshape(-1), dtype, bucket_bytes):
                     raw = memoryview(part.cpu().view(torch.uint8).numpy())
                     _write_all(file.fileno(), raw, at)
@@ -84,20 +78,14 @@ class Reader:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         try:
-            (length,) = struct.unpack("<Q", self._file.read(8))
-            said = json.loads(self._file.read(length))
-        except (struct.error, ValueError, OverflowError, MemoryError) as error:
+            found = read_header(self._file).tensors
+        except ValueError as error:
             self._file.close()
-            raise ConfigError(f"{path} is no safetensors file: {error}") from error
-        said.pop("__metadata__", None)
-        names = {name: dtype for dtype, name in DTYPES.items()}
-        begin = 8 + length
-        self.kinds: dict[str, Kind] = {name: (names.get(t["dtype"]), tuple(t["shape"])) for name, t in said.items()}
-        self._places = {name: begin + t["data_offsets"][0] for name, t in said.items()}
-        ends = max((begin + t["data_offsets"][1] for t in said.values()), default=begin)
-        if os.fstat(self._file.fileno()).st_size < ends:
-            self._file.close()
-            raise ConfigError(f"{path} is cut short: it should have {ends} bytes")
+            raise ConfigError(f"{path} is no safetensors file, or not whole: {error}") from error
+        self.kinds: dict[str, Kind] = {
+            name: (getattr(torch, tensor.dtype, None), tensor.shape) for name, tensor in found.items()
+        }
+        self._places = {name: tensor.start for name, tensor in found.items()}
 
     def read(self, name: str, into: Any, start: int = 0, *, bucket_bytes: int = 64 << 20) -> None:
         """Fill a tensor of this name's dtype with the elements from number ``start`` on."""
@@ -127,22 +115,8 @@ class Reader:
         self.close()
 
 
-def _layout(tensors: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
-    """The header, and where in the file each tensor begins. Larger elements first, so that each lies at a multiple of its size."""
-    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset, offsets = 0, {}
-    for name, kind in sorted(tensors.items(), key=lambda each: (-each[1][0].itemsize, each[0])):
-        offsets[name] = offset
-        said[name] = {
-            "dtype": DTYPES[kind[0]],
-            "shape": list(kind[1]),
-            "data_offsets": [offset, offset + nbytes_of(kind)],
-        }
-        offset += nbytes_of(kind)
-    text = json.dumps(said).encode()
-    text += b" " * (-len(text) % _ALIGN)
-    header = struct.pack("<Q", len(text)) + text
-    return header, {name: len(header) + offset for name, offset in offsets.items()}
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _write_all(fd: int, raw: memoryview, at: int) -> None:

@@ -9,17 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
 
 from asyncflow_sdk.errors import ConfigError, WeightMismatch
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
 from asyncflow_sdk.types.dtypes import FLOATS
-
-_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
+from asyncflow_sdk.types.safetensors import read_header
 
 
 class Checkpoint:
@@ -35,11 +29,12 @@ class Checkpoint:
             raise ConfigError(f"model folder {folder!r} {what}; new weights are compared with what it has")
         self.tensors: dict[str, TensorType] = {}
         for file in files:
-            with safe_open(file, framework="np") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    tensor = tensors.get_slice(name)
-                    kind = tensor.get_dtype()
-                    self.tensors[name] = TensorType(_DTYPES.get(kind, kind), tuple(tensor.get_shape()))
+            try:
+                with file.open("rb") as opened:
+                    found = read_header(opened).tensors
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{file} cannot be read: {error}") from None
+            self.tensors |= {name: TensorType(tensor.dtype, tensor.shape) for name, tensor in found.items()}
 
     def check(self, update: WeightUpdate) -> dict[str, str]:
         """Raises WeightMismatch, listing all, for tensors that are missing, too many, of another shape or dtype. Returns

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.interfaces.weights import FilePlace
 from asyncflow_sdk.types import carrier, to_torch
+from asyncflow_sdk.types.safetensors import read_header
 
 from .checkpoint import Checkpoint
 
@@ -26,14 +25,11 @@ class FolderWeights(WeightUpdate):
         self._places: dict[str, FilePlace] = {}
         for file in sorted(Path(folder).resolve().glob("*.safetensors")):
             try:
-                with file.open("rb") as read:
-                    (size,) = struct.unpack("<Q", read.read(8))
-                    header = json.loads(read.read(size))
-            except (OSError, ValueError, struct.error) as error:
+                with file.open("rb") as opened:
+                    found = read_header(opened).tensors
+            except (OSError, ValueError) as error:
                 raise ConfigError(f"{file} cannot be read: {error}") from None
-            for name, entry in header.items():
-                if name in self.tensors:
-                    self._places[name] = FilePlace(str(file), 8 + size + entry["data_offsets"][0])
+            self._places |= {name: FilePlace(str(file), found[name].start) for name in found if name in self.tensors}
 
     def place(self, name: str) -> FilePlace | None:
         """None for one that lies across the grain of its dtype, which safetensors allows."""

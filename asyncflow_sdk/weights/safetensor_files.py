@@ -12,10 +12,9 @@ import bisect
 import itertools
 import json
 import math
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +22,10 @@ import xxhash
 
 from ..errors import WeightMismatch
 from ..types import Manifest, TensorInfo, carrier
+from ..types.safetensors import METADATA, Entry, dtype_metadata, encode_header, entry
 
 INDEX = "model.safetensors.index.json"
-METADATA = "__metadata__"
 ALIGN = 64  # of a file's first tensor
-_NAMES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
-    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}  # fmt: skip
-
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -156,7 +148,8 @@ def index(version: int, root: str, files: Iterable[TensorFile]) -> bytes:
 
 
 def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFiles:
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    header: dict[str, Entry] = {}
+    metadata = {"format": "pt"}
     own: list[tuple[int, int, int]] = []  # bytes of the chunk, and where in the file's data
     shared: dict[str, TensorFile] = {}
     pieces: list[Run] = []
@@ -183,18 +176,17 @@ def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFil
                 shared[tensor.name] = _shared_file(tensor)
             pieces += _runs(tensor, shared[tensor.name])
             continue
-        header[tensor.name] = _entry(tensor, tensor.shape, size)
-        if tensor.dtype not in _NAMES:
-            header[METADATA][f"dtype of {tensor.name}"] = tensor.dtype
+        header[tensor.name] = entry(tensor.dtype, tensor.shape, size)
+        metadata |= dtype_metadata(tensor.name, tensor.dtype)
         if tensor.nbytes:
             own.append((tensor.offset, end, size))
             size += tensor.nbytes
     if tied:
-        header[METADATA]["tied"] = json.dumps(tied)
-    held = tuple(name for name in header if name != METADATA)
+        metadata["tied"] = json.dumps(tied)
+    held = tuple(header)
     files = list(shared.values())
     if held or not files:
-        front = _front(header)
+        front = encode_header(header, metadata, ALIGN)
         mine = TensorFile(file, front, len(front) + size, held, {a: n for a, n in tied.items() if n in held})
         files.insert(0, mine)
         pieces += [Run(low, high, mine, len(front) + at) for low, high, at in own]
@@ -203,9 +195,9 @@ def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFil
 
 def _shared_file(tensor: TensorInfo) -> TensorFile:
     """The file of a whole tensor, of which this is a piece: the same for every rank."""
-    metadata = {"format": "pt"} | ({} if tensor.dtype in _NAMES else {f"dtype of {tensor.name}": tensor.dtype})
+    metadata = {"format": "pt"} | dtype_metadata(tensor.name, tensor.dtype)
     size = math.prod(tensor.whole) * carrier(tensor.dtype).itemsize
-    front = _front({METADATA: metadata, tensor.name: _entry(tensor, tensor.whole, 0)})
+    front = encode_header({tensor.name: entry(tensor.dtype, tensor.whole, 0)}, metadata, ALIGN)
     name = f"model-tensor-{xxhash.xxh3_64_hexdigest(tensor.name.encode())}.safetensors"
     return TensorFile(name, front, len(front) + size, (tensor.name,), {}, shared=True)
 
@@ -236,22 +228,5 @@ def _lies_in_whole(tensor: TensorInfo) -> bool:
     return all(0 <= a <= a + n <= w for a, n, w in zip(tensor.start, tensor.shape, tensor.whole, strict=True))
 
 
-def _front(header: dict[str, Any]) -> bytes:
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGN)
-    return struct.pack("<Q", len(text)) + text
-
-
 def _place(tensor: TensorInfo) -> tuple[int, int]:
     return tensor.offset, tensor.nbytes
-
-
-def _entry(tensor: TensorInfo, shape: tuple[int, ...], at: int) -> dict[str, Any]:
-    """A dtype that safetensors has no name for goes as bytes, in one more dimension."""
-    known, itemsize = _NAMES.get(tensor.dtype), carrier(tensor.dtype).itemsize
-    nbytes = math.prod(shape) * itemsize
-    return {
-        "dtype": known or "U8",
-        "shape": shape if known else (*shape, itemsize),
-        "data_offsets": (at, at + nbytes),
-    }
