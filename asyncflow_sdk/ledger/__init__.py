@@ -12,8 +12,8 @@ from .commands import (
     unpack_ids,
 )
 from .ledger import Ledger
-from .records import Effects
-from .window import Window
+from .state.context import Effects
+from .state.window import Window
 
 __all__ = [
     "TERMINAL",

@@ -20,7 +20,7 @@ from ..errors import AsyncFlowError
 from ..ledger import Ledger, pack_ids, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
-from ..ledger.records import Held
+from ..ledger.state.grants import Grant
 from ..memory import Hold, Mapper, blocks_there
 from ..types import Batch, ColumnSpec, Event
 from ..wire import Server
@@ -150,9 +150,9 @@ class Carrying:
         elif isinstance(reply, cmd.Completed):
             self._place_completion(pending, unpack_ids(reply.revoked + reply.again))
         elif isinstance(reply, (cmd.Published, cmd.RolledBack)):
-            self._files.keep_weights(self.ledger.weight_sessions())
+            self._files.keep_weights(self.ledger.state.versions.sessions())
         elif isinstance(reply, cmd.Leased):
-            needs = self.ledger.tasks[reply.task].spec.needs
+            needs = self.ledger.state.tasks[reply.task].spec.needs
             if isinstance(pending.command, cmd.Lease) and pending.command.columns is not None:
                 needs = pending.command.columns
             located, schema = self._locate(unpack_ids(reply.ids), needs)
@@ -207,7 +207,7 @@ class Carrying:
             lost, waiting = self._lost(there)
             return msgspec.msgpack.encode((pack_ids(lost), waiting))
 
-        if found := self.ledger.outside(look):
+        if found := self.ledger.state.context.log.record(look):
             lost, waiting = msgspec.msgpack.decode(found, type=tuple[bytes, list[int]])
             self.ledger.lose(unpack_ids(lost), now, LOST, waiting)
 
@@ -228,7 +228,7 @@ class Carrying:
             if pending.owner == remote.OWNER and pending.block is not None:
                 self._free(remote.OWNER, pending.block)
         self._gauges.went(number)
-        self._files.ended(number, self._places.segments_of(session), self.ledger.weight_sessions())
+        self._files.ended(number, self._places.segments_of(session), self.ledger.state.versions.sessions())
 
     def _answer(self, ticket: int, session: str, answer: Answer, made: bool = False) -> None:
         """The answer to a call that is recorded, with the news of freed memory. ``made``: see ``make``."""
@@ -236,7 +236,7 @@ class Carrying:
         if freed:
             answer = msgspec.structs.replace(answer, freed=freed)
         body = encode(answer)
-        if self.ledger.outside.keep or self._replaying:
+        if self.ledger.state.context.log.keep or self._replaying:
             self._keeping.telling(body)
         self._wire.answer(ticket, body, made)
 
@@ -245,18 +245,18 @@ class Carrying:
 
     # ---- rows to read
 
-    def _trained(self, lease: Held | None, ids: Ids | None) -> tuple[int, Ids, Ids, Ids] | None:
+    def _trained(self, lease: Grant | None, ids: Ids | None) -> tuple[int, Ids, Ids, Ids] | None:
         """Step, rows, groups and ages of rows of a step that are acknowledged now, of a team's all of its rows."""
         if lease is None or ids is None:
             return None
-        ids = ids if lease.crew is None else lease.ids
-        rows, at = self.ledger.rows, self.ledger.rows.at(ids)
+        ids = ids if lease.shards is None else lease.ids
+        rows, at = self.ledger.state.rows, self.ledger.state.rows.at(ids)
         return lease.step, ids, rows.first[at], rows.current[at]
 
     def _tell_again(self) -> None:
         """Acknowledged steps whose rows are held: whoever was told of them may have died with its server before it had read them."""
-        rows = self.ledger.rows
-        for step, ids in self.ledger.acknowledged_steps() if self._on_step is not None else ():
+        rows = self.ledger.state.rows
+        for step, ids in self.ledger.state.steps.acknowledged() if self._on_step is not None else ():
             at = rows.at(ids)
             self._tell_step(step, ids, rows.first[at], rows.current[at])
 
@@ -276,9 +276,9 @@ class Carrying:
         """
         columns_of = self._places.columns_of(ids)
         located = self._places.locate(ids, columns_of)
-        schema = {name: self.ledger.schema[name] for name in columns_of}
+        schema = {name: self.ledger.state.columns.specs[name] for name in columns_of}
         held: list[Hold] = []
-        stretches = self.ledger.lineage.told
+        stretches = self.ledger.state.versions.lineage.offsets
 
         def read() -> Batch:
             columns = remote.read(self._reader, located, schema)
@@ -300,13 +300,17 @@ class Carrying:
 
     def _locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[tuple[Located, ...], dict[str, ColumnSpec]]:
         if not len(ids):  # a rank of a team without rows: what they would be
-            return (), {name: self.ledger.schema[name] for name in columns if name in self.ledger.schema}
-        have = self.ledger.rows.columns[self.ledger.rows.at(ids)]
+            return (), {
+                name: self.ledger.state.columns.specs[name]
+                for name in columns
+                if name in self.ledger.state.columns.specs
+            }
+        have = self.ledger.state.rows.columns[self.ledger.state.rows.at(ids)]
         common = int(np.bitwise_and.reduce(have)) if len(have) else 0
         schema = self._schemas.get((columns, common))
         if schema is None:
-            here = [name for name in columns if common >> self.ledger._places[name] & 1]
-            schema = self._schemas[columns, common] = {name: self.ledger.schema[name] for name in here}
+            here = [name for name in columns if self.ledger.state.columns.contains(common, name)]
+            schema = self._schemas[columns, common] = {name: self.ledger.state.columns.specs[name] for name in here}
         return self._places.locate(ids, tuple(schema)), schema
 
     # ---- who listens

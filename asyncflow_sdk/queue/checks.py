@@ -62,10 +62,10 @@ def completed(ledger: Ledger, command: cmd.AnyCommand, block: Block | None) -> t
     """The rows that a completion names, and their step."""
     if not isinstance(command, cmd.Complete):
         return None, -1
-    lease = ledger.leases.get(command.token)
+    lease = ledger.state.leases.by_token.get(command.token)
     if lease is None:
         return None, -1  # the ledger refuses it
-    if lease.crew is not None and not 0 <= command.rank < lease.crew.size:
+    if lease.shards is not None and not 0 <= command.rank < lease.shards.size:
         return None, -1  # the ledger refuses it
     ids = lease.part(command.rank)
     if command.index is not None:

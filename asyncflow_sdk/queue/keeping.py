@@ -67,10 +67,10 @@ class Keeping:
         except MemoryFull as full:
             if recovered is None or recovered.damaged:
                 raise
-            self.journal = self.home.go_on(server.ledger.outside.take(), self.told)
+            self.journal = self.home.go_on(server.ledger.state.context.log.take(), self.told)
             recovered = replace(recovered, full=str(full))
-        server.ledger.outside.take()
-        server.ledger.outside.keep = True
+        server.ledger.state.context.log.take()
+        server.ledger.state.context.log.keep = True
         self.told = 0
         return recovered
 
@@ -98,7 +98,7 @@ class Keeping:
         """An input was carried out."""
         if self.journal is not None:
             told, self.told = self.told, 0
-            self.journal.append(record, server.ledger.outside.take(), told)
+            self.journal.append(record, server.ledger.state.context.log.take(), told)
 
     def telling(self, answer: bytes) -> None:
         """An answer to what is recorded."""

@@ -37,7 +37,7 @@ class Measuring:
     def fill(self, command: cmd.AnyCommand, block: Block | None) -> cmd.AnyCommand:
         """The command with its measures. Never takes them from a client."""
         if isinstance(command, (cmd.Put, cmd.Complete)):
-            known = self._ledger.rows.measures
+            known = self._ledger.state.rows.measures
             names = [n for n, s in command.columns.items() if n in known and s.measurable] if known else []
             if block is not None and names:
                 measures = {name: self._of_block(block, name, command.columns[name]) for name in names}
@@ -56,7 +56,7 @@ class Measuring:
             np.int32(0).tobytes(),
             np.int32(block.rows).tobytes(),
         )
-        return self._ledger.outside.guarded(lambda: self._read(whole, name, spec))
+        return self._ledger.state.context.log.record_or_raise(lambda: self._read(whole, name, spec))
 
     def _read(self, located: Located, name: str, spec: ColumnSpec) -> bytes:
         return measure(self._reader.read(located, {name: spec})[name]).tobytes()
@@ -68,14 +68,14 @@ class Measuring:
     def _declared(self, command: cmd.Declare) -> cmd.Declare:
         """A sampler that comes after rows: what they have is read now."""
         ledger, spec = self._ledger, command.task
-        name = ledger.sampling_of(spec).measure if spec.name not in ledger.tasks else ""
-        known = ledger.schema.get(name)
-        if known is None or not known.measurable or name in ledger.rows.measures:
+        name = ledger.samplers.describe(spec).measure if spec.name not in ledger.state.tasks else ""
+        known = ledger.state.columns.specs.get(name)
+        if known is None or not known.measurable or name in ledger.state.rows.measures:
             return msgspec.structs.replace(command, measures=b"") if command.measures else command
-        there = ledger.having(name)
+        there = ledger.state.columns.having(name)
 
         def read() -> bytes:
             parts = [there[start : start + ROWS] for start in range(0, len(there), ROWS)]
             return b"".join(self._of_rows(ids, name, known) for ids in parts)
 
-        return msgspec.structs.replace(command, measures=ledger.outside.guarded(read))
+        return msgspec.structs.replace(command, measures=ledger.state.context.log.record_or_raise(read))

@@ -169,7 +169,7 @@ class Home:
         if self.head is None:
             return None
         restore(server, self._state)
-        self._state = None
+        self._state = b""
         recorded = Recorded(self._file("journal", self._number))
         try:
             differing, now = replay(server, recorded, self.head.now)
@@ -179,7 +179,7 @@ class Home:
         finally:
             recorded.close()
         server._clock.resume(now)
-        server.ledger.outside.keep = True  # should there be no room for a snapshot
+        server.ledger.state.context.log.keep = True  # should there be no room for a snapshot
         damaged = ""
         if behind:
             aside = self.path / f"damaged-{self._number:06d}-at-{recorded.end}"
@@ -294,13 +294,13 @@ def replay(
     """Carry out what was recorded. ``after`` is told of each record that was. Returns how many records gave other answers than
     before, and the ledger's time."""
     differing = 0
-    outside = server.ledger.outside
+    log = server.ledger.state.context.log
     server._replaying = server._files.replaying = True
     try:
         for entry in recorded.entries():
             record = entry.record
             server._clock.fixed = now = record.now
-            outside.replay(entry.notes)
+            log.replay(entry.notes)
             if isinstance(record, Asked):
                 server._wire.replay(record.session, record.seq, record.done, record.ticket, record.body)
             elif isinstance(record, Dropped):
@@ -311,7 +311,7 @@ def replay(
                 _serve_again(server, record)
             else:
                 server.tick(record.now)
-            used = outside.replay(None)
+            used = log.replay(None)
             differing += not used or server._keeping.told != entry.told
             server._keeping.told = 0
             if after is not None:
@@ -322,14 +322,15 @@ def replay(
     return differing, now
 
 
-def state_of(server: QueueServer) -> dict[str, Any]:
+def state_of(server: QueueServer) -> bytes:
     """Everything that a server's next answers depend on."""
-    return {name: snapshot.attributes(part) for name, part in _parts(server).items()}
-
-
-def restore(server: QueueServer, state: dict[str, Any]) -> None:
     parts = _parts(server)
-    for name, attributes in state.items():
+    return snapshot.encode({name: snapshot.attributes(part) for name, part in parts.items()}, parts)
+
+
+def restore(server: QueueServer, state: bytes) -> None:
+    parts = _parts(server)
+    for name, attributes in snapshot.decode(state, parts).items():
         vars(parts[name]).update(attributes)
     server._wire.replayed()
 
@@ -337,7 +338,7 @@ def restore(server: QueueServer, state: dict[str, Any]) -> None:
 def _parts(server: QueueServer) -> dict[str, Any]:
     return {
         "server": server,
-        "ledger": server.ledger,
+        **{f"ledger.{name}": part for name, part in server.ledger.parts().items()},
         "places": server._places,
         "files": server._files,
         "gauges": server._gauges,
@@ -345,7 +346,7 @@ def _parts(server: QueueServer) -> dict[str, Any]:
     }
 
 
-def _newest(path: Path) -> tuple[int, Head | None, Any]:
+def _newest(path: Path) -> tuple[int, Head | None, bytes]:
     """Number, head and state of the newest snapshot; (0, None, None) where there is none yet."""
     numbers = sorted(int(found.name[-6:]) for found in path.glob("snapshot-??????"))
     failed = ""
@@ -362,7 +363,7 @@ def _newest(path: Path) -> tuple[int, Head | None, Any]:
             return number, head, state
     if numbers:
         raise ConfigError(f"{path} holds a run that cannot be read: {failed}. Move it away to begin anew")
-    return 0, None, None
+    return 0, None, b""
 
 
 def _take(path: Path) -> tuple[int, dict[str, str]]:

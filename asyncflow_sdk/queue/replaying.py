@@ -31,8 +31,9 @@ from .server import QueueServer
 if TYPE_CHECKING:
     from ..memory import SharedDirectory
 
-UNTOLD = ("_now", "_lease_ends", "_request_ends")
-"""Of a ledger: the clock, and what timers have yet to skip, which differ between one that ran on and one that was taken up."""
+NOT_COMPARED = ("now", "deadlines")
+"""Attributes of a ledger's parts that differ between a ledger that ran on and one that was recovered: the clock, and the timers, which
+may still hold entries of things that are gone."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,12 @@ def replay(directory: str | Path, told: Callable[[Cut], None] | None = None) -> 
 
 def digest_of(ledger: Ledger) -> str:
     """Of all of a ledger's state but its clock: equal for equal ledgers."""
-    state = {name: value for name, value in snapshot.attributes(ledger).items() if name not in UNTOLD}
-    return xxhash.xxh3_128_hexdigest(snapshot.encode(state))
+    parts = ledger.parts()
+    state = {
+        name: {key: value for key, value in snapshot.attributes(part).items() if key not in NOT_COMPARED}
+        for name, part in parts.items()
+    }
+    return xxhash.xxh3_128_hexdigest(snapshot.encode(state, parts))
 
 
 class _Watch:
@@ -105,10 +110,10 @@ class _Watch:
 
     def cut(self, what: str, now: float) -> None:
         ledger = self._server.ledger
-        step = ledger._next_to_train() if ledger.steps is not None else 0
+        step = ledger.state.steps.next_to_train() if ledger.state.steps.declared else 0
         if not self.cuts:
             self._began = now
-        self.cuts.append(Cut(now - self._began, what, step, ledger.version, ledger.audit()))
+        self.cuts.append(Cut(now - self._began, what, step, ledger.state.versions.current, ledger.audit()))
         if self._told is not None:
             self._told(self.cuts[-1])
 
@@ -147,7 +152,7 @@ def _parts(directory: Path) -> list[tuple[Path, Path]]:
     return pairs
 
 
-def _read(path: Path) -> tuple[Head, dict[str, dict[str, object]]]:
+def _read(path: Path) -> tuple[Head, bytes]:
     try:
         head_bytes, state = snapshot.read(path)
         head = msgspec.msgpack.decode(head_bytes, type=Head)

@@ -19,7 +19,7 @@ from ..errors import AsyncFlowError, MemoryFull, ProtocolError, WireError, by_na
 from ..interfaces import Sampler, StalenessPolicy
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
-from ..ledger.making import make_policy, make_sampler
+from ..ledger.factory import make_policy, make_sampler
 from ..types import Batch, Event
 from ..types import events as ev
 from ..wire import MAX_BYTES, KeyPair, PayloadSink, Server, has_ended, offer_key, process_key
@@ -83,8 +83,8 @@ class QueueServer(Carrying):
         start: bool = True,
     ) -> None:
         super().__init__(Keeping(journal, durability, history), on_event, on_step, on_final)
-        self.ledger.make_sampler = functools.partial(make_sampler, own=samplers)
-        self.ledger.make_policy = functools.partial(make_policy, own=policies)
+        self.ledger.samplers.make_sampler = functools.partial(make_sampler, own=samplers)
+        self.ledger.staleness.make_policy = functools.partial(make_policy, own=policies)
         # the name of an inproc socket is free a while after its server is gone
         self.here = f"inproc://{self.directory.path.name}-{secrets.token_hex(4)}"
         addresses = [self.here, f"ipc://{self.directory.path}/queue", *addresses]
@@ -105,7 +105,9 @@ class QueueServer(Carrying):
             self._note_or_log(self.directory.warning, "warning")
         try:
             self.recovered = self._keeping.recover(self)
-            self.ledger.make_policy(self.ledger.rule.spec)  # one that is not there any more is an error now
+            self.ledger.staleness.make_policy(
+                self.ledger.staleness.rule.spec
+            )  # one that is not there any more is an error now
         except BaseException:
             self._wire.stop()
             self._mapper.close()
@@ -269,13 +271,13 @@ class QueueServer(Carrying):
                 return
             answer = encode(Answer(freed=request.call.block.packed_serial))
         now = self._clock()
-        had = self.ledger.outside(lambda: answer or b"")
+        had = self.ledger.state.context.log.record(lambda: answer or b"")
         if had:
             unread = decode_answer(had)
             if unread.freed:
                 self._free_later(session, unread.freed)
-            if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self.ledger.leases:
-                lease = self.ledger.leases[unread.reply.token]
+            if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self.ledger.state.leases.by_token:
+                lease = self.ledger.state.leases.by_token[unread.reply.token]
                 rank = unread.reply.rank
                 back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled", rank=rank)
                 self.ledger.apply(lease.session_of(rank), back, now, 0)
@@ -419,7 +421,11 @@ class QueueServer(Carrying):
             if isinstance(command, (cmd.Put, cmd.Complete)):
                 command = msgspec.structs.replace(command, nbytes=block.nbytes if block else 0)
             command = self._measuring.fill(command, block)
-            lease = self.ledger.leases.get(command.token) if isinstance(command, cmd.Complete) and step >= 0 else None
+            lease = (
+                self.ledger.state.leases.by_token.get(command.token)
+                if isinstance(command, cmd.Complete) and step >= 0
+                else None
+            )
             unread = self._unread(command)
             trained = self._trained(lease, ids)
             if call.then is not None and not isinstance(command, (cmd.Complete, cmd.GiveBack)):
@@ -435,22 +441,28 @@ class QueueServer(Carrying):
             if block is not None and owns(writer, block.segment):
                 self._free(owner, block)
             raise
-        if lease is not None and lease.crew is not None and len(lease.crew.done) < lease.crew.size:
+        if lease is not None and lease.shards is not None and len(lease.shards.done) < lease.shards.size:
             trained = None  # other ranks have not acknowledged yet
         self._flush(trained)
         if isinstance(command, (cmd.Leave, cmd.Dismiss)):
-            for left in [each for each, number in self._sessions.items() if number not in self.ledger.sessions]:
+            for left in [
+                each for each, number in self._sessions.items() if number not in self.ledger.state.sessions.by_id
+            ]:
                 self._close_session(left, self._sessions.pop(left))
 
     def _unread(self, command: cmd.AnyCommand) -> Ids:
         """Rows that their holder gives back because it cannot read them."""
-        if isinstance(command, cmd.GiveBack) and command.unread and (lease := self.ledger.leases.get(command.token)):
+        if (
+            isinstance(command, cmd.GiveBack)
+            and command.unread
+            and (lease := self.ledger.state.leases.by_token.get(command.token))
+        ):
             return lease.ids
         return np.empty(0, np.int64)
 
     def _check(self, number: int, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
         """Raises what is wrong with the payload, which only the files tell; a replay is told what was found."""
-        if not self.ledger.outside.noting:
+        if not self.ledger.state.context.log.active:
             return check_call(self.ledger, self.rows, number, command, block)
         found: list[tuple[Ids | None, int]] = []
 
@@ -461,7 +473,7 @@ class QueueServer(Carrying):
                 return encode(failure(error))
             return b""
 
-        if refused := self.ledger.outside(look):
+        if refused := self.ledger.state.context.log.record(look):
             raise by_name(*msgspec.msgpack.decode(refused, type=tuple[str, str]))
         return found[0] if found else completed(self.ledger, command, block)
 

@@ -1,11 +1,12 @@
 """Snapshot: the whole state of a queue server as bytes, and back, without pickle.
 
-    data = encode(state)            # dicts, lists, sets, deques, arrays, numbers, and objects of our own rooms
-    state = decode(data)            # the same, objects that were one object being one again
+    data = encode(state, parts)     # dicts, lists, sets, deques, arrays, numbers, and objects of our own packages
+    state = decode(data, parts)     # equal, with the same object wherever it was the same
 
-It is structural: every attribute of every object is carried, also one that was added yesterday. What must not be is
-named in ``TRANSIENT`` of its class, and made anew by the constructor. Only classes of the rooms below are made; nothing
-is imported and nothing is called but a constructor without arguments.
+It is structural: every attribute of every object is written, also one that was added yesterday. Attributes named in ``TRANSIENT`` of
+a class are not; the constructor makes them anew. ``parts`` are objects that outlive a snapshot, by name: a reference to one is
+written as its name. Only classes of the packages below are made; nothing is imported, and nothing is called but a constructor
+without arguments.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import os
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -36,25 +38,24 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 
 
-def encode(state: Any) -> bytes:
-    """Raises TypeError that names what cannot be carried, and where it is."""
-    return _pack(_Encoder().node(state, "state"))
+def encode(state: Any, parts: Mapping[str, object] = MappingProxyType({})) -> bytes:
+    """Raises TypeError that names the object that cannot be written, and where it is."""
+    return _pack(_Encoder(parts).node(state, "state"))
 
 
-def decode(data: bytes) -> Any:
-    """Raises ProtocolError for what ``encode`` did not make."""
+def decode(data: bytes, parts: Mapping[str, object] = MappingProxyType({})) -> Any:
+    """Raises ProtocolError for bytes that ``encode`` did not make."""
     try:
-        return _Decoder().value(_unpack(data))
+        return _Decoder(parts).value(_unpack(data))
     except AsyncFlowError:
         raise
     except Exception as error:
         raise ProtocolError(f"this is no snapshot: {error!r}") from error
 
 
-def write(path: Path, head: bytes, state: Any) -> None:
-    """A file that is whole or not there, also when the host dies. Raises OSError."""
+def write(path: Path, head: bytes, body: bytes) -> None:
+    """Write a file that is whole or not there, also if the host dies. Raises OSError."""
     part = path.with_suffix(".part")
-    body = encode(state)
     try:
         with os.fdopen(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(MAGIC)
@@ -69,8 +70,8 @@ def write(path: Path, head: bytes, state: Any) -> None:
         part.unlink(missing_ok=True)
 
 
-def read(path: Path) -> tuple[bytes, Any]:
-    """The head and the state. Raises ProtocolError when the file is damaged, or of another format."""
+def read(path: Path) -> tuple[bytes, bytes]:
+    """The head and the encoded state. Raises ProtocolError if the file is damaged, or of another format."""
     data = path.read_bytes()
     if data[: len(MAGIC)] != MAGIC and data[: len(MAGIC) - 2] == MAGIC[:-2]:
         raise ProtocolError(
@@ -86,7 +87,7 @@ def read(path: Path) -> tuple[bytes, Any]:
             raise ProtocolError(f"{path} is damaged")
         found.append(content)
         at += _LENGTH.size + length
-    return found[0], decode(found[1])
+    return found[0], found[1]
 
 
 def attributes(thing: Any) -> dict[str, Any]:
@@ -106,7 +107,8 @@ def attributes(thing: Any) -> dict[str, Any]:
 
 
 class _Encoder:
-    def __init__(self) -> None:
+    def __init__(self, parts: Mapping[str, object]) -> None:
+        self._parts = {id(part): name for name, part in parts.items()}
         self._known: dict[int, int] = {}
         self._kept: list[Any] = []  # ids are those of living objects
 
@@ -117,6 +119,8 @@ class _Encoder:
             return thing
         if kind is tuple:
             return ["tuple", *self._all(thing, where)]
+        if (part := self._parts.get(id(thing))) is not None:
+            return ["part", part]
         if (known := self._known.get(id(thing))) is not None:
             return ["same", known]
         self._known[id(thing)] = len(self._kept)
@@ -166,7 +170,8 @@ class _Encoder:
 
 
 class _Decoder:
-    def __init__(self) -> None:
+    def __init__(self, parts: Mapping[str, object]) -> None:
+        self._parts = parts
         self._known: list[Any] = []
         self._types: dict[str, type] = {}
 
@@ -176,6 +181,8 @@ class _Decoder:
         kind, rest = node[0], node[1:]
         if kind == "tuple":
             return tuple(self.value(each) for each in rest)
+        if kind == "part":
+            return self._parts[rest[0]]
         if kind == "same":
             return self._known[rest[0]]
         if kind in ("array", "number", "struct"):

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from ..errors import ConfigError
 from ..interfaces import StalenessPolicy
 from ..ledger.commands import PolicySpec
-from ..ledger.making import make_policy
+from ..ledger.factory import make_policy
 from ..plugins import import_name
 from ..queue.client import policy_spec
 from ..types import Staleness

@@ -64,10 +64,10 @@ class LedgerOfToday:
         return {
             "audit": plain(ledger.audit()),
             "status": plain(ledger.status()),
-            "version": ledger.version,
+            "version": ledger.state.versions.current,
             "ended": ledger.ended,
-            "weight_sessions": sorted(ledger.weight_sessions()),
-            "acknowledged_steps": [[step, sorted(ids.tolist())] for step, ids in ledger.acknowledged_steps()],
+            "weight_sessions": sorted(ledger.state.versions.sessions()),
+            "acknowledged_steps": [[step, sorted(ids.tolist())] for step, ids in ledger.state.steps.acknowledged()],
         }
 
 

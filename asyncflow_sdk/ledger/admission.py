@@ -1,0 +1,208 @@
+"""Admission: which session gets which rows, of which step, for which version."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from ..errors import Ended, SchemaError
+from . import commands as cmd
+from .commands import Ids, pack_ids
+from .sampling import TaskSamplers
+from .staleness import Staleness
+from .state import LedgerState
+from .state.grants import ShardedLease
+from .state.rows import LEASED, NONE, READY, SELECTED
+from .state.sessions import Session
+from .state.tasks import Task
+from .training import Training
+
+
+class Admission:
+    """Grants leases. A request returns None if it has to wait."""
+
+    def __init__(self, state: LedgerState, training: Training, staleness: Staleness, samplers: TaskSamplers) -> None:
+        self._context, self._rows, self._partitions, self._limits = (
+            state.context,
+            state.rows,
+            state.partitions,
+            state.limits,
+        )
+        self._tasks, self._steps, self._versions, self._training = state.tasks, state.steps, state.versions, training
+        self._staleness, self._samplers, self._leases, self._metrics = (
+            staleness,
+            samplers,
+            state.leases,
+            state.metrics,
+        )
+
+    def check(self, task: Task, command: cmd.Lease) -> None:
+        """Raise SchemaError for a request that can never be granted."""
+        if command.count < 1:
+            raise SchemaError(f"a lease needs a count of 1 or more, not {command.count}")
+        if command.partition is not None and not task.spec.takes(command.partition):
+            takes = ", ".join(map(repr, task.spec.partitions))
+            raise SchemaError(
+                f"task {command.task!r} takes no rows of partition {command.partition!r}, only of {takes}"
+            )
+        self._check_at_least(task, command)
+        for column in command.columns or ():
+            if column not in task.spec.needs:
+                needs = ", ".join(map(repr, task.spec.needs))
+                raise SchemaError(
+                    f"task {task.spec.name!r} is not declared to need column {column!r}; it needs: {needs}"
+                )
+
+    def check_open(self, session: Session, task: Task, command: cmd.Lease) -> None:
+        """Raise Ended if this session, or every one, will get no further row of the task; PluginError if the policy has failed."""
+        if session.dismissed:
+            raise Ended(f"{session.name} was told to leave, and is given no more rows")
+        if self._tasks.exhausted(task, command.partition):
+            where = "" if command.partition is None else f" of partition {command.partition!r}"
+            raise Ended(f"task {command.task!r} has had every row{where} it will get")
+        if task.spec.grouped:
+            self._staleness.check()
+
+    def lease_rows(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:
+        """Lease rows that no staleness rule admits; of a task that makes the steps, one whole step."""
+        found = self.find(task, command, 1)
+        return None if found is None else self.grant(session, task, *found)
+
+    def lease_prompts(self, session: Session, task: Task, command: cmd.Lease, *, swapping: bool) -> cmd.Reply | None:
+        """Lease whole groups as the staleness rule allows for the version that the replica has loaded. ``swapping``: it may load another
+        one now."""
+        count = command.count
+        if command.most:
+            if swapping:
+                return None  # it would have to give these rows back; other replicas can begin them now
+            held = sum(grant.left for grant in session.leases.values() if grant.task == command.task)
+            count = max(count, command.most - held)
+        reply = self._lease_admitted(session, task, command.partition, count)
+        return None if command.most and isinstance(reply, cmd.LoadFirst) else reply
+
+    def find(self, task: Task, command: cmd.Lease, at_least: int) -> tuple[Ids, int] | None:
+        """Remove rows for a lease from their queue, with their step; None if there are too few."""
+        if task.spec.batch_rows is not None:
+            if not self._steps.closed:
+                return None
+            step, ids = self._steps.closed.popleft()
+            return ids, step
+        for partition in self._tasks.next_partitions(task, command.partition):
+            fit, least = task.fit[partition], max(at_least, command.at_least, 1)
+            last = fit > 0 and not task.waiting[partition] and self._partitions.closed(partition)
+            if fit < least and not last:
+                continue
+            least = command.at_least if fit >= command.at_least else 1
+            ids = self._samplers.take(task, task.ready[partition], command.count, least)
+            if len(ids):
+                task.turn = partition + 1
+                return ids, NONE
+        return None
+
+    def grant(
+        self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None,
+        shards: ShardedLease | None = None,
+    ) -> cmd.Leased:  # fmt: skip
+        """Lease rows to a session, or to those of ``shards``. ``version``: loaded by the replica that generates with it."""
+        name, rows = task.spec.name, self._rows
+        at = rows.at(ids)
+        spot = rows.spot(at)
+        task.given += 1
+        if step == NONE:
+            self._tasks.count_fit(task, ids, -1)
+        else:
+            self._training.lease(step)
+        if version is not None:
+            session.claimed = False
+        else:
+            version = NONE if step == NONE else self._training.version_of(step)
+        lineage = self._versions.lineage
+        token = self._leases.add(session, task, ids, step, version, len(lineage.changes), shards).token
+        rows.task(name, "state")[spot] = LEASED
+        rows.task(name, "token")[spot] = token
+        task.move(len(ids), READY if task.spec.batch_rows is None else SELECTED, LEASED)
+        return cmd.Leased(
+            token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
+            step=step, version=version, lease_s=task.spec.lease_s, partition=self._partitions.name_of(ids[:1]),
+            stretches=() if step == NONE else lineage.offsets,
+            completed_at=b"" if step == NONE else self._metrics.note_ages(at, step, lineage),
+        )  # fmt: skip
+
+    def _check_at_least(self, task: Task, command: cmd.Lease) -> None:
+        most = command.count if task.spec.batch_rows is None else task.spec.batch_rows
+        if not 0 <= command.at_least <= most:
+            raise SchemaError(f"at_least is a number of rows up to {most}, not {command.at_least}")
+        if command.at_least > self._limits.capacity_rows:
+            raise SchemaError(
+                f"at_least={command.at_least} rows are never ready together: the queue holds {self._limits.capacity_rows}"
+                " (capacity_rows)"
+            )
+        if command.at_least and task.spec.admits:
+            raise SchemaError(
+                f"task {task.spec.name!r} gives whole groups as the staleness rule allows; at_least is not for it"
+            )
+
+    def _lease_admitted(self, session: Session, task: Task, named: str | None, count: int) -> cmd.Reply | None:
+        """Whole groups: of partitions that are trained, as the staleness rule allows; of others in order."""
+        versions, loaded = self._versions, session.loaded
+        if not self._steps.declared:
+            return None
+        if loaded is None:
+            return cmd.LoadFirst(version=versions.current) if versions.current != NONE else None
+        if self._is_behind(session, loaded):
+            if loaded == versions.current:
+                return None  # it was lost with its trainer, and the next version is not published yet
+            return cmd.LoadFirst(version=versions.committed if loaded < versions.committed else versions.current)
+        reply: cmd.Reply | None = None
+        for partition in self._tasks.next_partitions(task, named):
+            if self._tasks.takes(self._steps.task, partition):
+                reply = reply or self._lease_in_window(session, task, loaded, partition, count)
+            else:
+                ids = self._samplers.take(task, self._tasks.queue(task, partition), count)
+                if len(ids):
+                    self._rows.version[self._rows.at(ids)] = loaded
+                    reply = self.grant(session, task, ids, version=loaded)
+            if isinstance(reply, cmd.Leased):
+                task.turn = partition + 1
+                return reply
+        return reply
+
+    def _is_behind(self, session: Session, loaded: int) -> bool:
+        """True if a replica gets nothing with the version it has loaded, whatever the staleness rule says: the version was given up; a newer
+        one is committed; or the replica joined late with a version 0 of its own."""
+        versions = self._versions
+        claimed = session.claimed and versions.current > 0
+        return loaded < versions.committed or claimed or versions.lineage.given_up(loaded)
+
+    def _lease_in_window(
+        self, session: Session, task: Task, loaded: int, partition: int, count: int
+    ) -> cmd.Reply | None:
+        versions, rows, limit = self._versions, self._rows, self._limits.max_staleness
+        ready, redo = self._tasks.queue(task, partition), task.redo.setdefault(partition, deque())
+        while redo:  # rows of groups that another replica began and lost: they keep their deadline
+            ids = redo[0][ready.is_ready(redo[0])]
+            ids = ids[rows.deadline[rows.at(ids)] != NONE]  # without those whose whole group came back since
+            if not len(ids):
+                redo.popleft()
+                continue
+            begun = np.unique(rows.version[rows.at(ids)]).tolist()
+            if not all(versions.lineage.follows(loaded, version) for version in begun):
+                return cmd.LoadFirst(version=versions.current) if versions.current > loaded else None
+            redo.popleft()
+            return self.grant(session, task, ids, version=loaded)
+        if not ready:
+            return None
+        deadline = versions.lineage.step(loaded) + limit
+        ids = self._samplers.take(task, ready, count, room=self._staleness.admittable(deadline))
+        if len(ids):
+            at = rows.at(ids)
+            rows.version[at] = loaded
+            rows.deadline[at] = deadline
+            self._steps.window.admit(len(ids), deadline)
+            return self.grant(session, task, ids, version=loaded)
+        group = ready.peek_group()
+        deadline = versions.lineage.step(versions.current) + limit
+        if len(group) and versions.current > loaded and self._staleness.admittable(deadline) >= len(group):
+            return cmd.LoadFirst(version=versions.current)
+        return None

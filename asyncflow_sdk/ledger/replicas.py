@@ -1,0 +1,70 @@
+"""Replicas: sessions that take versions of the weights, and the quorum of them that commits a version."""
+
+from __future__ import annotations
+
+from ..types import events as ev
+from .state import LedgerState
+from .state.sessions import Replica, Session
+
+
+class Replicas:
+    """``failing``: replicas whose last fetch or load failed. Both are sets of session numbers, in order."""
+
+    def __init__(self, state: LedgerState) -> None:
+        self._context, self._limits, self._sessions = state.context, state.limits, state.sessions
+        self._tasks, self._versions = state.tasks, state.versions
+        self.numbers: dict[int, None] = {}
+        self.failing: dict[int, None] = {}
+
+    def sessions(self) -> list[Session]:
+        return [self._sessions.by_id[number] for number in self.numbers]
+
+    def add(self, session: Session) -> Replica:
+        """Make a session a replica if it is none. Return its state."""
+        self.numbers[session.id] = None
+        if session.replica is None:
+            session.replica = Replica()
+        return session.replica
+
+    def remove(self, session: int) -> None:
+        self.numbers.pop(session, None)
+        self.failing.pop(session, None)
+
+    def update(
+        self, session: Session, version: int, doing: str, why: str = "", *, seconds: float = 0.0, moved: int = 0,
+        encoding: str = "", skipped: int = 0,
+    ) -> Replica:  # fmt: skip
+        """Set what a replica does about a version, and publish it."""
+        replica = self.add(session)
+        replica.begin(version, doing, self._context.now, why)
+        self.failing.pop(session.id, None)
+        if doing == "failed":
+            self.failing[session.id] = None
+        self._context.publish(
+            ev.WeightState(
+                time_s=self._context.now, worker=session.name, version=version, state=doing, detail=why, seconds=seconds,
+                moved=moved, encoding=encoding, skipped=skipped,
+            )
+        )  # fmt: skip
+        return replica
+
+    def commit(self, *, at_once: bool = False) -> None:
+        """Commit the current version if a quorum of replicas has it staged or loaded, or ``at_once``."""
+        limits, versions = self._limits, self._versions
+        if not limits.quorum or versions.committed == versions.current:
+            return
+        ready = sum(
+            each.replica is not None and versions.current in (each.replica.staged, each.loaded)
+            for each in self.sessions()
+        )
+        if ready >= limits.quorum or at_once:
+            versions.committed = versions.current
+            self._context.publish(ev.Committed(time_s=self._context.now, version=versions.current, staged=ready))
+            self._context.wake("swap")
+            self._tasks.wake_replicas()
+
+    def quorum_changed(self) -> None:
+        """Without a quorum no version is committed."""
+        if not self._limits.quorum:
+            self._versions.committed = -1
+        self.commit()

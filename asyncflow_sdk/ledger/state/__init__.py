@@ -1,0 +1,40 @@
+"""The state of a ledger: parts that own their attributes, from rows to versions. What may happen to them is decided by the rules above."""
+
+from __future__ import annotations
+
+from .budget import Budget, Limits
+from .columns import Columns
+from .context import Context
+from .dead_letters import DeadLetters
+from .idempotency import IdempotencyKeys
+from .leases import Leases
+from .metrics import RowMetrics
+from .parked import ParkedRequests
+from .partitions import Partitions
+from .rows import Rows
+from .sessions import Sessions
+from .steps import Steps
+from .tasks import Tasks
+from .versions import Versions
+
+
+class LedgerState:
+    """``initial_rows``: rows that the arrays hold at first; they grow. ``kept_keys``: keys of puts that are remembered after their rows
+    have ended."""
+
+    def __init__(self, initial_rows: int, kept_keys: int) -> None:
+        self.context = Context()
+        self.rows = Rows(initial_rows)
+        self.partitions = Partitions(self.rows)
+        self.columns = Columns(self.context, self.rows, self.partitions)
+        self.limits = Limits()
+        self.budget = Budget(self.rows, self.limits)
+        self.sessions = Sessions()
+        self.parked = ParkedRequests(self.context, self.sessions)
+        self.tasks = Tasks(self.context, self.rows, self.partitions)
+        self.leases = Leases(self.context, self.rows, self.sessions, self.tasks)
+        self.steps = Steps(self.rows)
+        self.versions = Versions()
+        self.metrics = RowMetrics(self.context, self.rows, self.tasks)
+        self.letters = DeadLetters()
+        self.keys = IdempotencyKeys(kept_keys)

@@ -1,0 +1,67 @@
+"""Dead letters: groups that failed for good, and the reasons of their failed attempts.
+
+The last ``MAX_GROUPS`` are kept, with the last ``MAX_REASONS`` reasons of each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from .. import commands as cmd
+from ..commands import Ids
+
+MAX_GROUPS = 1000
+MAX_REASONS = 16
+REASON_LENGTH = 5000
+
+
+class DeadLetters:
+    """``groups``: the newest failed groups. ``total``: of all failed groups."""
+
+    def __init__(self) -> None:
+        self.groups: deque[cmd.FailedGroup] = deque(maxlen=MAX_GROUPS)
+        self.total = 0
+        self._reasons: dict[int, deque[str]] = {}  # first row of a live group → reasons
+
+    def blame(self, firsts: Ids, reason: str) -> None:
+        """Note why groups, by their first rows, lost a lease."""
+        for first in np.unique(firsts).tolist():
+            self._reasons.setdefault(first, deque(maxlen=MAX_REASONS)).append(reason[:REASON_LENGTH])
+
+    def failed(self, **group: Any) -> None:
+        """Keep a group that failed for good."""
+        self._add(cmd.FailedGroup(reasons=tuple(self._reasons.get(group["first"], ())), **group))
+
+    def _add(self, group: cmd.FailedGroup) -> None:
+        self.total += 1
+        self.groups.append(group)
+
+    def lost(
+        self, key: str, rows: Ids, groups: Ids, partition: Ids, names: dict[int, str], reason: str, now: float
+    ) -> None:
+        """Keep rows of one put whose payload was lost, adjacent ones together. ``partition``: the number of each row's partition;
+        ``names``: of the partitions."""
+        breaks = (np.diff(rows) != 1) | (np.diff(groups) > 1) | (np.diff(partition) != 0)
+        starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+        ends = np.concatenate([starts[1:], [len(rows)]])
+        self.total += len(starts) - min(len(starts), MAX_GROUPS)
+        for start, end in zip(starts[-MAX_GROUPS:].tolist(), ends[-MAX_GROUPS:].tolist(), strict=True):
+            self._add(
+                cmd.FailedGroup(
+                    first=int(rows[start]), rows=end - start, task="", partition=names[int(partition[start])], key=key,
+                    place=int(groups[start]), reasons=(reason[:REASON_LENGTH],), time_s=now,
+                )
+            )  # fmt: skip
+
+    @property
+    def blamed(self) -> bool:
+        """True if any live group lost a lease."""
+        return bool(self._reasons)
+
+    def forget(self, firsts: Ids) -> None:
+        """Forget the reasons of groups that ended."""
+        for first in np.unique(firsts).tolist():
+            self._reasons.pop(first, None)

@@ -1,0 +1,117 @@
+"""Leases: which session holds which rows, and until when."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...errors import LeaseLost, SchemaError
+from ..commands import Ids
+from .context import Context
+from .grants import Grant, ShardedLease
+from .rows import NONE, Rows
+from .sessions import Session, Sessions
+from .tasks import Task, Tasks
+from .timers import Timers
+
+
+class Leases:
+    """``by_token``: all leases, the oldest first."""
+
+    def __init__(self, context: Context, rows: Rows, sessions: Sessions, tasks: Tasks) -> None:
+        self._context, self._rows, self._sessions, self._tasks = context, rows, sessions, tasks
+        self.by_token: dict[int, Grant] = {}
+        self.deadlines = Timers(self.by_token)
+        self._next = 1
+
+    def add(
+        self,
+        session: Session,
+        task: Task,
+        ids: Ids,
+        step: int,
+        newest: int,
+        offsets: int,
+        shards: ShardedLease | None,
+    ) -> Grant:
+        """Lease rows to a session, or to those of ``shards``."""
+        token, self._next = self._next, self._next + 1
+        until = self._context.now + task.spec.lease_s
+        grant = Grant(
+            token, task.spec.name, session.id, ids, self._context.now, until, len(ids), step, shards, offsets, newest
+        )
+        for leases in self._indexes(grant):
+            leases[token] = grant
+        self.deadlines.add(token)
+        return grant
+
+    def held(self, session: Session, token: int, rank: int) -> Grant:
+        """The lease that a session names. Raises LeaseLost."""
+        grant = self.by_token.get(token)
+        if grant is None or not grant.held_by(session.id, rank):
+            raise LeaseLost(
+                f"lease {token} is not held by {session.name}: completed, expired, returned, or its rows ended"
+            )
+        return grant
+
+    def renew(self, grant: Grant) -> None:
+        grant.expires = self._context.now + self._tasks[grant.task].spec.lease_s
+        self.deadlines.add(grant.token)
+
+    def having(self, grant: Grant, ids: Ids) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        """True for each row that the lease still holds."""
+        return self._rows.having(grant.task, "token", grant.token, ids)
+
+    def outstanding(self, grant: Grant) -> Ids:
+        """The rows that the lease still holds."""
+        ids: Ids = grant.ids[self.having(grant, grant.ids)]
+        return ids
+
+    def of_step(self, first: int) -> list[Grant]:
+        """Leases of a step, and of later ones."""
+        return [grant for grant in self.by_token.values() if grant.step >= first]
+
+    def release(self, grant: Grant, count: int) -> None:
+        """``count`` rows of a lease are no longer leased. A lease without rows is over."""
+        grant.left -= count
+        if grant.over:
+            self.remove(grant)
+
+    def remove(self, grant: Grant) -> None:
+        if grant.token not in self.by_token:
+            return
+        for leases in self._indexes(grant):
+            del leases[grant.token]
+        groups = self._tasks[grant.task].group_leases
+        if grant.shards is not None and not groups[grant.shards.group]:
+            del groups[grant.shards.group]
+
+    def lose_rows(self, ids: Ids, tokens: Ids) -> None:
+        """Rows end that are leased under ``tokens`` (NONE: not leased). Their holders are told if they asked for that."""
+        for token, count in zip(*np.unique(tokens[tokens != NONE], return_counts=True), strict=True):
+            grant = self.by_token[int(token)]
+            for number in grant.sessions:
+                session = self._sessions.by_id.get(number)
+                if session is not None and session.lost is not None:
+                    session.lost.append(ids[tokens == token])
+                    self._context.wake("lost")
+            self.release(grant, int(count))
+
+    def _indexes(self, grant: Grant) -> list[dict[int, Grant]]:
+        task, sessions = self._tasks[grant.task], self._sessions.by_id
+        indexes = [self.by_token, task.leases]
+        indexes += [sessions[number].leases for number in grant.sessions if number in sessions]
+        if grant.shards is not None:
+            indexes.append(task.group_leases.setdefault(grant.shards.group, {}))
+        return indexes
+
+
+def positions(index: bytes | None, count: int) -> Ids:
+    """Positions that a client named (int32; None: all ``count``). Raises SchemaError."""
+    if index is None:
+        return np.arange(count)
+    if len(index) % 4:
+        raise SchemaError("positions are packed int32")
+    at = np.frombuffer(index, "<i4")
+    if len(at) and (at.min() < 0 or at.max() >= count or len(np.unique(at)) != len(at)):
+        raise SchemaError(f"positions must lie in 0..{count - 1}, each once")
+    return at.astype(np.int64)

@@ -1,0 +1,93 @@
+"""Parked requests: each waits at a place until what it needs may be there, or its deadline passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .. import commands as cmd
+from .context import Context
+from .sessions import Sessions
+from .timers import Timers
+
+PLACES = {
+    cmd.Put: "put", cmd.AwaitVersion: "version", cmd.Wanted: "wanted", cmd.Announce: "announce", cmd.Swap: "swap",
+    cmd.AwaitLost: "lost",
+}  # fmt: skip
+
+
+@dataclass
+class ParkedRequest:
+    """``place``: where it waits. ``since``, ``expires``: ledger seconds."""
+
+    ticket: int
+    session: int
+    command: Any
+    place: str
+    since: float
+    expires: float
+
+
+def place_of(command: cmd.Command) -> str:
+    """Where a command waits."""
+    if isinstance(command, cmd.Lease):
+        return f"task {command.task}"
+    if isinstance(command, cmd.Meet):
+        return f"meet {command.team}"
+    return PLACES[type(command)]
+
+
+class ParkedRequests:
+    """``by_ticket``: all of them. At each place the oldest comes first."""
+
+    def __init__(self, context: Context, sessions: Sessions) -> None:
+        self._context, self._sessions = context, sessions
+        self.by_ticket: dict[int, ParkedRequest] = {}
+        self._by_place: dict[str, dict[int, ParkedRequest]] = {}
+        self._by_rank: dict[tuple[str, str], dict[int, dict[int, ParkedRequest]]] = {}  # by task and rank group
+        self.deadlines = Timers(self.by_ticket)
+
+    def at(self, place: str) -> list[ParkedRequest]:
+        return list(self._by_place.get(place, {}).values())
+
+    def first(self, place: str) -> ParkedRequest | None:
+        return next(iter(self._by_place.get(place, {}).values()), None)
+
+    def of_group(self, task: str, group: str) -> dict[int, dict[int, ParkedRequest]]:
+        """Lease requests of a rank group, by rank and ticket."""
+        return self._by_rank.get((task, group), {})
+
+    def count(self, place: str) -> int:
+        return len(self._by_place.get(place, {}))
+
+    def add(self, request: ParkedRequest) -> None:
+        self._by_place.setdefault(request.place, {})[request.ticket] = request
+        self.by_ticket[request.ticket] = request
+        self._sessions.by_id[request.session].parked[request.ticket] = None
+        self.deadlines.add(request.ticket)
+        if (key := _group_of(request.command)) is not None:
+            self._by_rank.setdefault(key, {}).setdefault(request.command.rank, {})[request.ticket] = request
+
+    def remove(self, request: ParkedRequest) -> None:
+        del self._by_place[request.place][request.ticket], self.by_ticket[request.ticket]
+        del self._sessions.by_id[request.session].parked[request.ticket]
+        if (key := _group_of(request.command)) is not None:
+            ranks = self._by_rank[key]
+            del ranks[request.command.rank][request.ticket]
+            if not ranks[request.command.rank]:
+                del ranks[request.command.rank]
+            if not ranks:
+                del self._by_rank[key]
+        self._context.wake("put")  # the next in line may go
+
+    def wake_all(self) -> None:
+        """Try every parked request again."""
+        self._context.wake(*self._by_place)
+        self._context.all_woken = True
+
+
+def _group_of(command: cmd.Command) -> tuple[str, str] | None:
+    """The task and the rank group of a lease request; None for other commands."""
+    if not isinstance(command, cmd.Lease) or command.world_size == 1:
+        return None
+    return command.task, command.team

@@ -1,0 +1,106 @@
+"""Version diagnostics: who writes a version, fetches it, may load it, or failed to, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .publication import Publication
+from .replicas import Replicas
+from .state import LedgerState
+from .state.parked import ParkedRequest
+from .state.sessions import Session
+from .weight_updates import WeightUpdates
+
+MAX_NAMED = 5
+"""So many sessions are named in a sentence."""
+
+
+class VersionDiagnostics:
+    """Reads the ledger, and changes nothing."""
+
+    def __init__(
+        self, state: LedgerState, publication: Publication, replicas: Replicas, updates: WeightUpdates
+    ) -> None:
+        self._context, self._limits, self._sessions, self._versions = (
+            state.context,
+            state.limits,
+            state.sessions,
+            state.versions,
+        )
+        self._parked, self._publication, self._replicas, self._updates = state.parked, publication, replicas, updates
+
+    def why_missing(self) -> str:
+        """Why no newer version can be fetched: the current one is gone, one is being written, or replicas failed; "" if none of that."""
+        return "; ".join(
+            part for part in (self._versions.unavailable, self.why_unfinished(), self._failures()) if part
+        )
+
+    def why_unfinished(self) -> str:
+        """Why the announced version, or the last one that was discarded, is not current; "" if there is none."""
+        publication = self._publication
+        said = publication.announced
+        if said is None:
+            return publication.not_coming[1]
+        first, since = self._sessions.name(publication.ranks[min(said.ranks)]), self._context.now - said.since
+        text = f"version {said.version} was announced {since:.1f} s ago by {first}"
+        lacks = [rank for rank in range(publication.world_size) if rank not in said.parts]
+        if publication.world_size == 1:
+            return f"{text}, which has not published it yet"
+        return f"{text} and lacks {named(self._rank(rank) for rank in lacks)}"
+
+    def why_no_swap(self, request: ParkedRequest) -> str:
+        """Why a replica may not load the version it has staged."""
+        version, limits, now = request.command.version, self._limits, self._context.now
+        if limits.quorum and version > self._versions.committed:
+            return self._why_uncommitted(version)
+        loading = named(
+            f"{self._sessions.name(session)} for {now - since:.1f} s"
+            for session, since in self._updates.swapping.items()
+        )
+        earlier = sum(other.since < request.since for other in self._parked.at("swap"))
+        queue = f"; {earlier} waited before it" if earlier else ""
+        return f"at most {limits.max_swapping} at a time (max_swapping), now {loading}{queue}"
+
+    def _failures(self) -> str:
+        """The replicas whose last fetch or load failed, and why."""
+        return named(self._doing(self._sessions.by_id[number]) for number in self._replicas.failing)
+
+    def _why_uncommitted(self, version: int) -> str:
+        quorum, replicas = self._limits.quorum, self._replicas.sessions()
+        lacks = [r for r in replicas if r.replica is not None and version not in (r.replica.staged, r.loaded)]
+        has = len(replicas) - len(lacks)
+        text = f"{has} of the {quorum} replicas that have to (quorum) have it staged"
+        if lacks:
+            text += f"; without it: {named(self._doing(each) for each in lacks)}"
+        if len(replicas) < quorum:
+            text += f"; there are {len(replicas)} replicas, {quorum - len(replicas)} too few"
+        return text
+
+    def _doing(self, session: Session) -> str:
+        text = doing(session)
+        since = session.replica.since if session.replica is not None else session.since
+        if not text:
+            on = "no version" if session.loaded is None else f"version {session.loaded}"
+            return f"{session.name} (on {on})"
+        return f"{session.name} ({text}, for {self._context.now - since:.1f} s)"
+
+    def _rank(self, rank: int) -> str:
+        session = self._publication.ranks.get(rank)
+        return f"rank {rank}, which nobody is" if session is None else f"rank {rank} ({self._sessions.name(session)})"
+
+
+def doing(session: Session) -> str:
+    """What a replica does about a version ("fetching 7"); "" once it generates with it."""
+    replica = session.replica
+    if replica is None or not replica.doing:
+        return ""
+    words = {"waits": "waits to load", "swapping": "loading"}
+    why = f": {replica.why}" if replica.why else ""
+    return f"{words.get(replica.doing, replica.doing)} {replica.version}{why}"
+
+
+def named(things: Iterable[str]) -> str:
+    """The first of some things, and how many more there are."""
+    known = list(things)
+    more = f" and {len(known) - MAX_NAMED} more" if len(known) > MAX_NAMED else ""
+    return ", ".join(known[:MAX_NAMED]) + more

@@ -1,0 +1,212 @@
+"""Weight updates: which version each replica fetches, and when it may load it.
+
+At most ``max_swapping`` replicas load a version at once, those that asked first. With a ``quorum``, no replica loads a version before so
+many live replicas have it staged or loaded. Then it is *committed*, and replicas that have not loaded it are granted no prompts. A
+committed version may still be loaded when a newer one is current that is not committed.
+"""
+
+from __future__ import annotations
+
+from ..errors import ConfigError, Ended, VersionGone
+from ..types import events as ev
+from . import commands as cmd
+from .completion import Completion
+from .replicas import Replicas
+from .state import LedgerState
+from .state.parked import ParkedRequest
+from .state.rows import LIVE, NONE
+from .state.sessions import Session
+from .state.versions import KeptVersion
+from .terminations import EXPIRED, Terminations
+
+
+class WeightUpdates:
+    """``swapping``: replicas that may load a version, with the time since when."""
+
+    def __init__(
+        self, state: LedgerState, replicas: Replicas, terminations: Terminations, completion: Completion
+    ) -> None:
+        self._context, self._rows, self._partitions, self._limits = (
+            state.context,
+            state.rows,
+            state.partitions,
+            state.limits,
+        )
+        self._sessions, self._tasks, self._versions, self._parked = (
+            state.sessions,
+            state.tasks,
+            state.versions,
+            state.parked,
+        )
+        self._leases, self._replicas = state.leases, replicas
+        self._terminations, self._completion = terminations, completion
+        self.swapping: dict[int, float] = {}
+
+    def await_version(self, session: Session, command: cmd.AwaitVersion) -> cmd.Reply | None:
+        """The version to fetch; None while there is no newer one."""
+        if session.replica is None and any(
+            self._parked.by_ticket[each].command is command for each in session.parked
+        ):
+            raise ConfigError(f"{session.name} takes no versions any more: it retired while this request waited")
+        if session.dismissed:
+            raise Ended(f"{session.name} was told to leave, and needs no other version")
+        found = self._to_fetch(session)
+        if found is None or found.version <= max(command.after, NONE):
+            rollout = self._tasks.admitting
+            if self._partitions.ended and (rollout is None or self._tasks.exhausted(rollout)):
+                raise Ended("no rollout will need another version")
+            return None
+        self._replicas.update(session, found.version, "fetching")
+        return cmd.Version(version=found.version, parts=found.parts, source=found.source, probe=found.probe)
+
+    def staged(self, session: Session, command: cmd.Staged) -> cmd.Reply:
+        """A replica has a version ready to load."""
+        self._check_published(command.version)
+        replica = self._replicas.update(
+            session, command.version, "staged", seconds=command.seconds, moved=command.moved,
+            encoding=command.encoding, skipped=command.skipped,
+        )  # fmt: skip
+        replica.staged = command.version
+        self._wake_swap(session)
+        self._replicas.commit()
+        return cmd.Done()
+
+    def swap(self, session: Session, command: cmd.Swap) -> cmd.Reply | None:
+        """Permit a replica to load the version it has staged; None while it may not."""
+        version, versions, limits = command.version, self._versions, self._limits
+        if versions.lineage.given_up(version):
+            raise VersionGone(f"version {version} was rolled back; {versions.current} is current: stage that")
+        if version < 0 or session.replica is None or session.replica.staged != version:
+            raise ConfigError(f"{session.name} has not staged version {version}, so it cannot load it")
+        if version != versions.current and not (limits.quorum and version == versions.committed):
+            since = self._context.now - versions.since
+            raise VersionGone(
+                f"version {version} was replaced by {versions.current}, current since {since:.1f} s: stage that"
+            )
+        if limits.quorum and version > versions.committed:
+            return None
+        full = limits.max_swapping and len(self.swapping) >= limits.max_swapping
+        if full and session.id not in self.swapping:
+            return None
+        self.swapping.setdefault(session.id, self._context.now)
+        self._replicas.update(session, version, "swapping")
+        return cmd.Permitted(version=version)
+
+    def loaded(self, session: Session, command: cmd.Loaded) -> cmd.Reply:
+        """A replica generates with a version from now on."""
+        version, versions = command.version, self._versions
+        self._check_published(version, least=0)
+        session.loaded = version
+        session.claimed = version == 0 != versions.current
+        replica = session.replica
+        if replica is not None and version >= replica.version:
+            replica.begin(version, "", self._context.now)
+            self._replicas.failing.pop(session.id, None)
+        self._return_younger(session, version)
+        for grant in session.leases.values():
+            if self._tasks[grant.task].spec.admits:
+                grant.newest = max(grant.newest, version)
+        if versions.lineage.rolled_back(version):
+            self._expire_held(session, version)
+        if versions.committed != versions.current:
+            self._context.wake("version")  # a version that is not committed may be fetched now
+        self._tasks.wake_replicas()
+        lag = max(versions.current - version, 0)
+        self._context.publish(ev.Loaded(time_s=self._context.now, worker=session.name, version=version, lag=lag))
+        self._end_swap(session.id)
+        self._replicas.commit()
+        return cmd.Done()
+
+    def not_loaded(self, session: Session, command: cmd.NotLoaded) -> cmd.Reply:
+        """A replica could not fetch or load a version."""
+        self._check_published(command.version)
+        replica = self._replicas.update(session, command.version, "failed", command.reason)
+        if replica.staged == command.version:
+            replica.staged = NONE
+        if self._versions.committed != self._versions.current:
+            self._context.wake("version")
+        self._wake_swap(session)
+        self._end_swap(session.id)
+        return cmd.Done()
+
+    def retire(self, session: Session) -> cmd.Reply:
+        """A session is no replica any more."""
+        self._give_up_swap(session, "it is a replica no more")
+        session.replica, session.loaded, session.claimed = None, None, False
+        self._replicas.remove(session.id)
+        self._context.wake("version", "swap")  # its own requests there are refused
+        self._tasks.wake_replicas()
+        return cmd.Done()
+
+    def parked(self, request: ParkedRequest) -> None:
+        """A request for a version, or for permission to load one, waits."""
+        replica = self._replicas.add(self._sessions.by_id[request.session])
+        if isinstance(request.command, cmd.Swap):
+            replica.begin(request.command.version, "waits", self._context.now)
+            self._replicas.failing.pop(request.session, None)
+
+    def unheard(self, session: int, version: int) -> None:
+        """The permission to load a version did not reach the replica: the version is staged, as before."""
+        replica = self._sessions.by_id[session].replica
+        if session in self.swapping and replica is not None and replica.version == version:
+            self._give_up_swap(self._sessions.by_id[session], "it asks no longer")
+            replica.doing, replica.since = "staged", self._context.now
+
+    def session_closed(self, session: Session, reason: str) -> None:
+        self._give_up_swap(session, reason)
+
+    def _to_fetch(self, session: Session) -> KeptVersion | None:
+        """The newest version. While it is not committed, a replica below the committed one gets that first, since it may load no other;
+        unless it failed to load it."""
+        versions, replica = self._versions, session.replica
+        committed, newest = versions.kept.get(versions.committed), versions.newest
+        if committed is None or committed is newest:
+            return newest
+        if session.loaded is not None and session.loaded >= versions.committed:
+            return newest
+        if replica is not None and replica.doing == "failed" and replica.version == versions.committed:
+            return newest
+        return committed
+
+    def _check_published(self, version: int, least: int = NONE) -> None:
+        current = self._versions.current
+        if not 0 <= version <= max(current, least):
+            raise ConfigError(f"version {version} was never published; {current} is the newest")
+
+    def _return_younger(self, session: Session, version: int) -> None:
+        """Return rows that a replica began with a version trained later than the one it has loaded now, which a resumed trainer
+        published: their next tokens would be older than the staleness rule allows."""
+        follows = self._versions.lineage.follows
+        for grant in list(session.leases.values()):
+            admitted = self._tasks[grant.task].spec.admits
+            if admitted and version > grant.newest and not follows(version, grant.newest):
+                self._completion.void(grant, f"version {version} was loaded, which is trained earlier", blame=False)
+
+    def _expire_held(self, session: Session, version: int) -> None:
+        """End rows that a replica generates with a version that was given up while it loaded it."""
+        for grant in [grant for grant in session.leases.values() if self._tasks[grant.task].spec.admits]:
+            ids = self._leases.outstanding(grant)
+            ids = ids[self._rows.state[self._rows.at(ids)] == LIVE]
+            if len(ids):
+                self._terminations.end_groups(ids, EXPIRED, f"version {version} was rolled back")
+
+    def _wake_swap(self, session: Session) -> None:
+        """The session's parked request to load a version may have to be refused."""
+        if any(isinstance(self._parked.by_ticket[ticket].command, cmd.Swap) for ticket in session.parked):
+            self._context.wake("swap")
+
+    def _give_up_swap(self, session: Session, why: str) -> None:
+        """A replica that may load a version does not: another may."""
+        if session.id in self.swapping and session.replica is not None:
+            self._context.publish(
+                ev.WeightState(
+                    time_s=self._context.now, worker=session.name, version=session.replica.version, state="released",
+                    detail=why,
+                )
+            )  # fmt: skip
+        self._end_swap(session.id)
+
+    def _end_swap(self, session: int) -> None:
+        if self.swapping.pop(session, None) is not None:
+            self._context.wake("swap")
+            self._tasks.wake_replicas()  # this one is given rows again
