@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from .plugins import AdapterSpec as AdapterSpec
     from .plugins import hookimpl as hookimpl
     from .queue import StreamDataLoader as StreamDataLoader
-    from .queue.replaying import replay as replay
+    from .queue.replay import replay as replay
     from .service import Trainer as Trainer
     from .types import Batch as Batch
     from .types import Checkpoint as Checkpoint
@@ -178,7 +178,7 @@ _WHERE = {
     "load_prompts": "workflow",
     "load_workflow": "workflow",
     "read_steps": "workflow",
-    "replay": "queue.replaying",
+    "replay": "queue.replay",
     "resume": "workflow",
     "run_worker": "workflow",
     "serve": "workflow",

@@ -17,7 +17,7 @@ from asyncflow_sdk.cli.app import app
 from asyncflow_sdk.cli.live import LiveView
 from asyncflow_sdk.cli.report import write_report
 from asyncflow_sdk.ledger import Audit
-from asyncflow_sdk.queue.replaying import replay
+from asyncflow_sdk.queue.replay import replay
 
 PAGE = Path(__file__).parent / "reference.md"
 HEAD = """# Reference

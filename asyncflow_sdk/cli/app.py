@@ -318,7 +318,7 @@ def replay(
 ) -> None:
     """Carry out again, offline, what a run's journal says, and print what happened. Exit code 1 if it differs."""
     del no_plugin, debug
-    from ..queue.replaying import replay as carry_out
+    from ..queue.replay import replay as carry_out
 
     found = carry_out(run_dir, told=lambda cut: typer.echo(str(cut)))
     typer.echo(f"{found.records} records replayed, {found.differing} with other answers; state {found.digest}")

@@ -26,14 +26,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..errors import AsyncFlowError, DeadlineExceeded, LeaseLost, PayloadLost
+from ..interfaces import Sampler, StalenessPolicy
 from . import commands as cmd
 from .admission import Admission
 from .assembly import StepAssembly
 from .checkpoints import Checkpoints
-from .commands import TERMINAL, Ids
+from .commands import TERMINAL, Ids, PolicySpec, SamplerSpec
 from .completion import Completion
 from .configuration import Configuration
 from .diagnostics import Diagnostics
+from .factory import make_policy, make_sampler
 from .payload_loss import PayloadLoss
 from .publication import Publication
 from .puts import Puts
@@ -61,13 +63,21 @@ class Ledger:
     """Dispatches commands to the parts, parks requests that have to wait, and tries them again. ``now`` is ledger seconds, never falling.
 
     ``initial_rows``: rows that the arrays hold at first; they grow. ``kept_keys``: keys of puts that are remembered after their rows
-    have ended.
+    have ended. ``make_sampler``, ``make_policy``: the sampler or staleness policy of a name; they raise ConfigError for one they do
+    not know.
     """
 
-    def __init__(self, initial_rows: int = 1024, kept_keys: int = MAX_KEYS) -> None:
+    def __init__(
+        self,
+        initial_rows: int = 1024,
+        kept_keys: int = MAX_KEYS,
+        *,
+        make_sampler: Callable[[SamplerSpec], Sampler] = make_sampler,
+        make_policy: Callable[[PolicySpec], StalenessPolicy] = make_policy,
+    ) -> None:
         state = self.state = LedgerState(initial_rows, kept_keys)
-        self.staleness = Staleness(state)
-        self.samplers = TaskSamplers(state)
+        self.staleness = Staleness(state, make_policy)
+        self.samplers = TaskSamplers(state, make_sampler)
         self.terminations = Terminations(state)
         self.assembly = StepAssembly(state, self.staleness, self.terminations)
         self.training = Training(state)

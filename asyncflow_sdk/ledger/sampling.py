@@ -13,7 +13,6 @@ import numpy as np
 from ..errors import ConfigError, PluginError, SchemaError
 from ..interfaces import Candidates, Sampler
 from .commands import Ids, SamplerSpec, Sampling, TaskSpec, pack_ids, unpack_ids
-from .factory import make_sampler
 from .state import LedgerState
 from .state.budget import MAX_NUMBER
 from .state.ready import NOBODY, ReadyQueue
@@ -25,9 +24,9 @@ class TaskSamplers:
 
     TRANSIENT = frozenset({"make_sampler", "_samplers"})
 
-    def __init__(self, state: LedgerState) -> None:
+    def __init__(self, state: LedgerState, make_sampler: Callable[[SamplerSpec], Sampler]) -> None:
         self._context, self._rows, self._columns = state.context, state.rows, state.columns
-        self.make_sampler: Callable[[SamplerSpec], Sampler] = make_sampler
+        self.make_sampler = make_sampler
         self._samplers: dict[str, Sampler] = {}  # made when first needed
 
     def describe(self, spec: TaskSpec) -> Sampling:

@@ -16,7 +16,6 @@ from ..errors import AsyncFlowError, PluginError
 from ..interfaces import Filling, StalenessPolicy
 from ..types import events as ev
 from .commands import PolicySpec
-from .factory import make_policy
 from .state import LedgerState
 from .state.budget import MAX_NUMBER
 
@@ -36,12 +35,12 @@ class Staleness:
 
     TRANSIENT = frozenset({"make_policy", "_policy"})
 
-    def __init__(self, state: LedgerState) -> None:
+    def __init__(self, state: LedgerState, make_policy: Callable[[PolicySpec], StalenessPolicy]) -> None:
         self._context, self._limits, self._parked = state.context, state.limits, state.parked
         self._steps, self._versions = state.steps, state.versions
         self.rule = StalenessRule(PolicySpec("wait"))
         self.failed = ""
-        self.make_policy: Callable[[PolicySpec], StalenessPolicy] = make_policy
+        self.make_policy = make_policy
         self._policy: StalenessPolicy | None = None  # made when first needed
 
     def set_policy(self, spec: PolicySpec) -> None:
@@ -64,6 +63,10 @@ class Staleness:
         text = f"staleness policy {rule.spec.name!r} with max_staleness {self._limits.max_staleness}: {rule.promise}"
         level = "info" if rule.bounded else "warning"
         self._context.publish(ev.Note(time_s=self._context.now, text=text, level=level))
+
+    def check_available(self) -> None:
+        """Raise PluginError, ConfigError if the policy cannot be made here, as in a run that is continued elsewhere."""
+        self.make_policy(self.rule.spec)
 
     def check(self) -> None:
         """Raise PluginError if the policy has failed."""

@@ -2,9 +2,10 @@
 
 from .client import AsyncTransferQueue, Rows, TransferQueue, open_queue
 from .connection import Connection, LoopPort, Port
+from .journal_directory import is_unfinished
 from .leased import AsyncLeasedBatch, LeasedBatch
 from .loader import StreamDataLoader
-from .recovery import Recovered, is_unfinished
+from .recovery import Recovered
 from .renewing import Renewing
 from .server import QueueServer
 

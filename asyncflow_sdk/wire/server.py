@@ -57,19 +57,23 @@ _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 _log = logging.getLogger(__name__)
 
 
-class Handler(Protocol):
-    """What a server calls, always from its one thread."""
+class RequestHandler(Protocol):
+    """Carries out requests, always in one thread."""
 
     def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
         """Carry out a request; ``Server.answer`` may be called now or later. ``payload``: what ``sink`` returned, filled
         unless it has an error; None if none came."""
 
-    def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
-        """Return where the payload of a request goes, which is still to come. Must not raise."""
-
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
         """Nobody waits for a request any more, nor read its answer. ``answer``: what it was; None if there was
         none yet. ``ticket`` 0 and no answer: the request has not come yet."""
+
+
+class Handler(RequestHandler, Protocol):
+    """Called by a server, always from its one thread."""
+
+    def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
+        """Return where the payload of a request goes, which is still to come. Must not raise."""
 
     def make(self, answer: bytes) -> tuple[bytes, Sequence[Any]]:
         """An answer as it is sent, and frames to go beside it: contiguous buffers that are not changed for as long as
@@ -221,23 +225,23 @@ class Server:
         session_id, seq = self._by_ticket[ticket]
         return seq, self._sessions[session_id].done
 
-    def replay(self, session_id: str, seq: int, done: int, ticket: int, body: bytes) -> None:
-        """A request that came to an earlier server. Before ``start``."""
+    def replay(self, handler: RequestHandler, session_id: str, seq: int, done: int, ticket: int, body: bytes) -> None:
+        """Replay a recorded request, which ``handler`` carries out. Call before ``start``."""
         session = self._sessions.setdefault(session_id, Remembered())
         session.raise_done(done)
         session.over(min(done, seq) - 1)
         following, self._next_ticket = self._next_ticket, ticket
-        self._begin(None, session_id, session, seq, body, None)
+        self._begin(handler, None, session_id, session, seq, body, None)
         self._next_ticket = max(following, self._next_ticket)  # one that had to wait came before others that did not
 
-    def replay_drop(self, session_id: str, seq: int) -> None:
-        """Word that came to an earlier server that a request is dropped. Before ``start``."""
+    def replay_drop(self, handler: RequestHandler, session_id: str, seq: int) -> None:
+        """Replay a recorded request cancellation. Call before ``start``."""
         session = self._sessions.setdefault(session_id, Remembered())
         if seq in session.early:  # the request came since, changed nothing, and was taken back
             session.come(seq)
-            self._handler.dropped(session_id, seq, 0, None)
+            handler.dropped(session_id, seq, 0, None)
         else:
-            self._drop(session_id, session, seq)
+            self._drop(handler, session_id, session, seq)
 
     def replayed(self) -> None:
         """Nothing of what was replayed is sent before it is asked for again."""
@@ -381,7 +385,7 @@ class Server:
         if route not in session.heard:
             session.hear(route)
         for dropped in request.dropped:
-            self._drop(request.session, session, dropped)
+            self._drop(self._handler, request.session, session, dropped)
         for settled in request.settled:
             session.settle(settled)
         if request.done > session.done:
@@ -453,11 +457,12 @@ class Server:
         """A request that has come for the first time, and is whole."""
         session, seq = self._sessions[request.session], request.seq
         session.over(min(request.done, seq) - 1)
-        if self._begin(route, request.session, session, seq, request.body, sink):
-            self._drop(request.session, session, seq)
+        if self._begin(self._handler, route, request.session, session, seq, request.body, sink):
+            self._drop(self._handler, request.session, session, seq)
 
     def _begin(
         self,
+        handler: RequestHandler,
         route: Route | None,
         session_id: str,
         session: Remembered,
@@ -470,24 +475,24 @@ class Server:
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         session.routes[seq], session.tickets[seq] = route, ticket
         self._by_ticket[ticket] = (session_id, seq)
-        self._handler.request(session_id, ticket, body, sink)
+        handler.request(session_id, ticket, body, sink)
         return dropped
 
-    def _drop(self, session_id: str, session: Remembered, seq: int) -> None:
+    def _drop(self, handler: RequestHandler, session_id: str, session: Remembered, seq: int) -> None:
         if not session.has(seq):
             self._uploads.release(session_id, seq)
             if seq not in session.early:
                 session.drop_early(seq)
-                self._handler.dropped(session_id, seq, 0, None)
+                handler.dropped(session_id, seq, 0, None)
             return
         session.routes.pop(seq, None)
         ticket = session.tickets.pop(seq, None)
         answer = session.forget(seq)
         if ticket is not None:
             self._by_ticket.pop(ticket, None)
-            self._handler.dropped(session_id, seq, ticket, None)
+            handler.dropped(session_id, seq, ticket, None)
         elif answer is not None:
-            self._handler.dropped(session_id, seq, 0, answer)
+            handler.dropped(session_id, seq, 0, answer)
 
     def _flush(self) -> None:
         """Let answers leave, once what they rest on is kept."""

@@ -64,7 +64,7 @@ class CheckedLedger:
     """The interface of ``Ledger``, but that each input returns its effects. ``twin``: a second ledger gets every input but
     those that failed, and must do all the same: so what fails changes nothing. Not where samplers keep a state."""
 
-    def __init__(self, *, twin: bool = True, **options: int) -> None:
+    def __init__(self, *, twin: bool = True, **options: Any) -> None:
         self.ledger = Ledger(**options)
         self._twin = Ledger(**options) if twin else None
         self.now = 0.0

@@ -37,11 +37,12 @@ class Queue:
         policy: StalenessPolicy | None = None,
         **limits: Any,
     ) -> None:
-        self.ledger = CheckedLedger(twin=sampler is None and policy is None, **(options or {}))
+        made: dict[str, Any] = dict(options or {})
         if sampler is not None:
-            self.ledger.ledger.make_sampler = lambda spec: sampler(**spec.options)
+            made["make_sampler"] = lambda spec: sampler(**spec.options)
         if policy is not None:
-            self.ledger.ledger.make_policy = lambda spec: policy
+            made["make_policy"] = lambda spec: policy
+        self.ledger = CheckedLedger(twin=sampler is None and policy is None, **made)
         self.now = 0.0
         self.tickets = 0
         self.answers: dict[int, Any] = {}

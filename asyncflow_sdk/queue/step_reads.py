@@ -1,4 +1,4 @@
-"""Kept: rows of an acknowledged step that somebody has still to read, in any thread, also after their memory was freed."""
+"""Rows of an acknowledged step that a listener reads later, in any thread, also after their memory was freed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from ..errors import AsyncFlowError
 from ..types import Batch
 
 
-class Kept:
-    """Rows that are read at the first call, once. ``now`` reads them before, where they are about to go. ``unread``: until
-    either. Thread-safe."""
+class DeferredStepRead:
+    """Rows that are read at the first call, once. Thread-safe. ``unread``: True until they are read."""
 
     def __init__(self, read: Callable[[], Batch]) -> None:
         self.unread = True
@@ -27,7 +26,7 @@ class Kept:
             return read()
 
     def now(self) -> None:
-        """Read the rows, unless they were. An error is raised to the caller who asks for them."""
+        """Read the rows before their memory is freed, unless they were read. The later call raises an error of this read."""
         with self._lock:
             if not self.unread or self._read is None:
                 return

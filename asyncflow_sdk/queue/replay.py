@@ -8,11 +8,10 @@ Where a run was served with ``history``, all of it is replayed; else what the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 import msgspec
 import xxhash
@@ -21,15 +20,15 @@ from .._version import __version__
 from ..errors import ConfigError, ProtocolError
 from ..ledger import Audit, Ledger
 from ..ledger import commands as cmd
+from ..wire import PayloadSink, Server
 from . import snapshot
+from .call_executor import CallExecutor, RunMemory
+from .clock import Clock
 from .journal import Asked, Gone, Head, Record, Recorded
+from .listeners import Listeners
+from .payload_manager import PayloadManager
 from .protocol import Hello, decode_call
-from .recovery import replay as carry_out
-from .recovery import restore
-from .server import QueueServer
-
-if TYPE_CHECKING:
-    from ..memory import SharedDirectory
+from .recovery import Replica
 
 NOT_COMPARED = ("now", "deadlines")
 """Attributes of a ledger's parts that differ between a ledger that ran on and one that was recovered: the clock, and the timers, which
@@ -68,28 +67,37 @@ class Replayed:
 
 
 def replay(directory: str | Path, told: Callable[[Cut], None] | None = None) -> Replayed:
-    """Replay the journal of a run directory, also while it is served. ``told`` hears of every cut: the beginning, checkpoints,
-    trainers that went on, ranks and workers whose process ended, and the end. Raises ConfigError for what cannot be replayed."""
+    """Replay the journal of a run directory, also while it is served. ``told`` is called with every cut: the beginning, checkpoints,
+    trainers that resumed, ranks and workers whose process ended, and the end. Raises ConfigError for what cannot be replayed."""
     parts = _parts(Path(directory))
-    server = QueueServer([], start=False)
-    watch = _Watch(server, told)
+    first, _ = _read(parts[0][0])
+    listeners, ledger = Listeners(None, None, None), Ledger()
+    memory = Path(first.directory)
+    rows = Path(first.rows) if first.rows else memory
+    payloads = PayloadManager(ledger.state, rows, memory, synced=False)
+    wire = Server([], _NoHandler())
+    executor = CallExecutor(
+        ledger, payloads, Clock(), listeners, RunMemory(first.directory, first.rows, first.durability), wire.answer,
+        wire.forget,
+    )  # fmt: skip
+    replica, watch = Replica(executor, wire, listeners), _Watch(ledger, told)
     records = differing = torn = 0
     try:
         for number, (whole, journal) in enumerate(parts):
             head, state = _read(whole)
-            restore(server, state)
-            _say_as(server, head)
+            replica.restore(state)
             watch.cut("begins" if not number else "is served again, or its journal was cut short", head.now)
             recorded = Recorded(journal)
             try:
-                now_differing, now = carry_out(server, recorded, head.now, watch.after)
+                now_differing, now = replica.replay(recorded, head.now, watch.after)
                 records, differing, torn = records + recorded.records, differing + now_differing, recorded.cut
             finally:
                 recorded.close()
         watch.cut("ends", now)
-        return Replayed(records, differing, torn, tuple(watch.cuts), server.ledger.audit(), digest_of(server.ledger))
+        return Replayed(records, differing, torn, tuple(watch.cuts), ledger.audit(), digest_of(ledger))
     finally:
-        server.close()
+        wire.stop()
+        payloads.close()
 
 
 def digest_of(ledger: Ledger) -> str:
@@ -102,14 +110,39 @@ def digest_of(ledger: Ledger) -> str:
     return xxhash.xxh3_128_hexdigest(snapshot.encode(state, parts))
 
 
+class _NoHandler:
+    """Nobody calls a server that is never started."""
+
+    def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
+        raise AssertionError
+
+    def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
+        raise AssertionError
+
+    def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
+        raise AssertionError
+
+    def make(self, answer: bytes) -> tuple[bytes, Sequence[Any]]:
+        raise AssertionError
+
+    def gone(self, session: str, reason: str) -> None:
+        raise AssertionError
+
+    def idle(self) -> float | None:
+        raise AssertionError
+
+    def settle(self) -> bool:
+        raise AssertionError
+
+
 class _Watch:
-    def __init__(self, server: QueueServer, told: Callable[[Cut], None] | None) -> None:
-        self._server, self._told = server, told
+    def __init__(self, ledger: Ledger, told: Callable[[Cut], None] | None) -> None:
+        self._ledger, self._told = ledger, told
         self.cuts: list[Cut] = []
         self._began = 0.0
 
     def cut(self, what: str, now: float) -> None:
-        ledger = self._server.ledger
+        ledger = self._ledger
         step = ledger.state.steps.next_to_train() if ledger.state.steps.declared else 0
         if not self.cuts:
             self._began = now
@@ -128,14 +161,6 @@ class _Watch:
                 self.cut(f"a trainer goes on with step {command.step}", record.now)
             elif isinstance(command, Hello):
                 self.cut(f"{command.name} comes as session {record.session}", record.now)
-
-
-def _say_as(server: QueueServer, head: Head) -> None:
-    """Clients were told where their run is: in these words, though nothing of it is touched here."""
-    there = Path(head.directory)
-    server.directory = cast("SharedDirectory", SimpleNamespace(path=there))
-    server.rows = Path(head.rows) if head.rows else there
-    server.durability = head.durability
 
 
 def _parts(directory: Path) -> list[tuple[Path, Path]]:

@@ -1,4 +1,4 @@
-"""Files: the segment files of a run's sessions, for the server: which are whose, and which may go.
+"""The segment files of a run's sessions, for the server: which are whose, and which may go.
 
 Session 7 writes rows into ``s7-*`` and, as rank 0 of a publisher, weights into ``w0.7-*``. While it lives it uses its segments again; when it
 has ended, each is removed as soon as no live row lies in it, and no version that is still kept; but only once
@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 
-class Files:
+class SegmentFiles:
     """Not thread-safe: the server's thread owns it."""
 
     TRANSIENT = frozenset({"_rows", "_weights", "_doomed", "replaying"})

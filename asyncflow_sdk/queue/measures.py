@@ -1,4 +1,4 @@
-"""Measuring: the numbers that samplers choose by, read from payload once, when a column is written.
+"""Measures: the numbers that samplers choose by, read from payload once, when a column is written.
 
 What is read is noted, so that a replay needs no payload.
 """
@@ -28,7 +28,7 @@ def measure(column: Column) -> npt.NDArray[np.float64]:
     return np.asarray(unpack(column)).astype(np.float64)
 
 
-class Measuring:
+class Measures:
     """Fills in what a command brings for samplers. Not thread-safe: the server's thread owns it."""
 
     def __init__(self, ledger: Ledger, places: Places, reader: Reader) -> None:

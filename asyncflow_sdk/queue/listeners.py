@@ -1,0 +1,53 @@
+"""Listeners: the functions that the owner of a queue server wants called, each of which may fail without changing anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ..types import Batch, Event
+from .user_frames import said, user_trace
+
+_log = logging.getLogger(__name__)
+
+
+class Listeners:
+    """``on_event``, ``on_step``, ``on_final``: see ``QueueServer``. ``muted``: True while a journal is replayed; then none is called."""
+
+    def __init__(
+        self,
+        on_event: Callable[[Event], None] | None,
+        on_step: Callable[[int, Callable[[], Batch]], None] | None,
+        on_final: Callable[[int], None] | None,
+    ) -> None:
+        self._on_event, self._on_step, self._on_final = on_event, on_step, on_final
+        self.muted = False
+
+    @property
+    def events(self) -> bool:
+        """True if somebody listens to events."""
+        return self._on_event is not None
+
+    @property
+    def steps(self) -> bool:
+        """True if somebody wants the rows of acknowledged steps."""
+        return self._on_step is not None and not self.muted
+
+    def event(self, event: Event) -> None:
+        self._call(self._on_event, event)
+
+    def step(self, step: int, read: Callable[[], Batch]) -> None:
+        self._call(self._on_step, step, read)
+
+    def final(self, covers: int) -> None:
+        """A checkpoint is about to make the steps before ``covers`` final."""
+        self._call(self._on_final, covers)
+
+    def _call(self, listener: Callable[..., None] | None, *arguments: object) -> None:
+        if listener is None or self.muted:
+            return
+        try:
+            listener(*arguments)
+        except Exception as error:
+            name = getattr(listener, "__qualname__", type(listener).__name__)
+            _log.error("listener %s of the queue server failed: %s\n%s", name, said(error), user_trace(error))
