@@ -26,8 +26,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None
     with open(whole, "wb", opener=private_opener) as file:
         file.write(layout.header)
         for name in sorted(plain, key=layout.offsets.__getitem__):
-            if plain[name].size:  # memory of no bytes has no view of bytes
-                file.write(plain[name].data.cast("B"))
+            file.write(plain[name].reshape(-1).view(np.uint8))
     whole.replace(path)
 
 

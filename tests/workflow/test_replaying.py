@@ -66,8 +66,8 @@ def test_a_whole_run_with_killed_workers_is_replayed_from_its_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # given a run of many short journals, of which workers were killed
-    monkeypatch.setattr("asyncflow_sdk.queue.recovery.LEAST_BYTES", 1 << 12)
-    monkeypatch.setattr("asyncflow_sdk.queue.recovery.GROWTH", 0)
+    monkeypatch.setattr("asyncflow_sdk.queue.journal_directory.LEAST_BYTES", 1 << 12)
+    monkeypatch.setattr("asyncflow_sdk.queue.journal_directory.GROWTH", 0)
     killer = Killer(tmp_path / "gates", {2: "rollout-0"})
     workflow = echo_workflow(
         steps=12,
