@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from today import renew_snapshot
 
 import asyncflow_sdk as af
 
@@ -41,6 +42,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     """Of one test at a time on this host: the journal names the run's directory in shared memory."""
     with tarfile.open(HERE / "run.tar.xz") as file:
         file.extractall(tmp_path, filter="data")
+    renew_snapshot(tmp_path / "run", tmp_path / "fresh")
     with (Path(tempfile.gettempdir()) / "asyncflow-frozen-run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield tmp_path / "run"

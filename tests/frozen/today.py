@@ -6,13 +6,17 @@ The only file here that names classes of the ledger. When the ledger is redrawn,
 from __future__ import annotations
 
 import functools
+import struct
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from asyncflow_sdk import serve
 from asyncflow_sdk.errors import AsyncFlowError
 from asyncflow_sdk.ledger import Ledger, commands
+from asyncflow_sdk.queue import snapshot
 from asyncflow_sdk.types import ColumnSpec
 
 Json = Any
@@ -79,6 +83,25 @@ def effects_of(answers: list[Any], events: list[Any], retired: list[Any]) -> dic
         "retired": sorted(row for ids in retired for row in ids.tolist()),
     }
     return {name: value for name, value in found.items() if value}
+
+
+def renew_snapshot(directory: Path, fresh: Path) -> None:
+    """Replace the snapshot of a recorded run by one in today's format. Its server had served nobody when it made it, so it is that of
+    a run that has just begun, in ``fresh``. The journal stays as it was recorded."""
+    head, _ = _frames(directory / "journal" / "snapshot-000001")
+    with serve(fresh, durability="host"):
+        _, state = _frames(fresh / "journal" / "snapshot-000001")
+    snapshot.write(directory / "journal" / "snapshot-000001", head, state)
+
+
+def _frames(path: Path) -> list[bytes]:
+    """Return head and state of a snapshot of any format: each has its length and a checksum before it."""
+    data, at, found = path.read_bytes(), len(snapshot.MAGIC), []
+    for _ in range(2):
+        length, _checksum = struct.unpack_from("<QQ", data, at)
+        found.append(data[at + 16 : at + 16 + length])
+        at += 16 + length
+    return found
 
 
 def plain(value: Any, field: str = "", *, lean: bool = False) -> Json:
