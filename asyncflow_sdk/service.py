@@ -21,8 +21,7 @@ from typing import Any
 import numpy.typing as npt
 
 from .errors import ConfigError, DeadlineExceeded, Ended, SchemaError
-from .interfaces import TRAIN_COLUMNS
-from .queue import LeasedBatch, Rows
+from .interfaces import TRAIN_COLUMNS, LeasedBatch, PutRows
 from .weights import WeightPublisher
 from .workflow import Rollout, Run, Stage, load_prompts
 from .workflow.data import Prompts
@@ -68,7 +67,7 @@ class Trainer:
         column: str = "prompt",
         key: str = "",
         timeout_s: float | None = None,
-    ) -> Rows:
+    ) -> PutRows:
         """Put each prompt ``group_size`` times: columns by name, records, or the path of a file of them, with ``column``. The same
         ``key`` adds nothing the second time. Waits while the queue is full. Raises what ``queue.put`` raises."""
         data = load_prompts(prompts, column)

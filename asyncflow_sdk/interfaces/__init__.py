@@ -11,6 +11,7 @@ from .launcher import (
     WorkerOrder,
     check_on_failure,
 )
+from .queue import DEFAULT_LEASE_S, DEFAULT_TIMEOUT_S, BatchStream, LeasedBatch, PutRows, TransferQueue
 from .rollout import Capabilities, Completion, Completions, Request, RolloutEngine
 from .sampler import Candidates, Sampler
 from .staleness import Filling, StalenessPolicy
@@ -29,10 +30,13 @@ from .weights import (
 )
 
 __all__ = [
+    "DEFAULT_LEASE_S",
+    "DEFAULT_TIMEOUT_S",
     "FATAL_STATUS",
     "TRAIN_COLUMNS",
     "Advantages",
     "Algorithm",
+    "BatchStream",
     "Candidates",
     "Capabilities",
     "Completion",
@@ -42,9 +46,11 @@ __all__ = [
     "Filling",
     "Host",
     "Launcher",
+    "LeasedBatch",
     "OnFailure",
     "PackedTokens",
     "Place",
+    "PutRows",
     "Request",
     "RolloutEngine",
     "Room",
@@ -55,6 +61,7 @@ __all__ = [
     "TrackedRun",
     "Tracker",
     "TrainEngine",
+    "TransferQueue",
     "WeightReceiver",
     "WeightSender",
     "WeightTransport",

@@ -1,9 +1,9 @@
 """TransferQueue: ledger, shared memory and wire as one queue; the server and its clients."""
 
-from .client import AsyncTransferQueue, Rows, TransferQueue, open_queue
+from .client import AsyncTransferQueue, QueueClient, open_queue
 from .connection import Connection, LoopPort, Port
 from .journal_directory import is_unfinished
-from .leased import AsyncLeasedBatch, LeasedBatch
+from .leased import AsyncLeasedBatch, BlockingBatch
 from .loader import StreamDataLoader
 from .recovery import Recovered
 from .renewing import Renewing
@@ -12,16 +12,15 @@ from .server import QueueServer
 __all__ = [
     "AsyncLeasedBatch",
     "AsyncTransferQueue",
+    "BlockingBatch",
     "Connection",
-    "LeasedBatch",
     "LoopPort",
     "Port",
+    "QueueClient",
     "QueueServer",
     "Recovered",
     "Renewing",
-    "Rows",
     "StreamDataLoader",
-    "TransferQueue",
     "is_unfinished",
     "open_queue",
 ]

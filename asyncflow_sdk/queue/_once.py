@@ -20,11 +20,13 @@ def drive(coroutine: Coroutine[Any, Any, R]) -> R:
     raise AssertionError("a blocking port must not suspend")
 
 
-def sync(verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[Any, P], R]:
-    """The blocking twin of an async method, with its signature and docstring."""
+def sync(
+    verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], promised: Callable[..., Any]
+) -> Callable[Concatenate[Any, P], R]:
+    """Return the blocking form of an async method: the method of an interface that is ``promised``, with its name and docstring."""
 
-    @functools.wraps(verb)
+    @functools.wraps(promised, updated=())  # not that it is abstract
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         return drive(verb(self, *args, **kwargs))
 
-    return call  # type: ignore[return-value]  # wraps() names the first argument
+    return call  # type: ignore[return-value]  # wraps() names another function

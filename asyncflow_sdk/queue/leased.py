@@ -1,4 +1,4 @@
-"""LeasedBatch: rows that are yours until you complete them, give them back, or the lease ends.
+"""Leased batches of a queue client, blocking and for event loops.
 
 with queue.get("reward", count=64) as batch:        # an exception gives the rows back
     batch.complete({"reward": score(batch["response"])})
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AsyncFlowError, LeaseLost, SchemaError
+from ..interfaces import LeasedBatch
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..types import Batch, Column
@@ -37,10 +38,7 @@ _LEFT = "left without completing"
 
 
 class Lease(Batch):
-    """What both kinds of leased batch are. ``token``: the lease's fencing token. ``index``: number of the
-    step, else -1. ``version``: the version of the replica (rollout) or being trained (train), else -1.
-    ``partition``: that the rows were put into. Of a team's lease: ``rank`` of ``world_size``, the number of its
-    ``shard``, and the ``imbalance`` of all shards (how much heavier than the mean the heaviest is; 0 is perfect)."""
+    """The methods of a leased batch, each written once, as coroutines; attributes: see ``LeasedBatch``."""
 
     token: int
     task: str
@@ -74,13 +72,6 @@ class Lease(Batch):
         index: npt.ArrayLike | None = None,
         filtered: npt.ArrayLike | None = None,
     ) -> npt.NDArray[np.int64]:
-        """Write columns and acknowledge the rows, all or nothing.
-
-        ``index``: positions in this batch (or a bool mask of it), of those to complete now (default: all);
-        ``columns`` have one entry for each. ``filtered``: bool, one for each, True for rows to drop.
-        Returns the ids that were no longer this lease's because their group had ended; nothing was written
-        for them. Raises LeaseLost, SchemaError, WriteOnceError; then nothing had an effect.
-        """
         command, packed, count = self._completion(columns, index, filtered)
         if not self.rows:  # a rank without rows has nothing to say
             return self.ids
@@ -100,12 +91,6 @@ class Lease(Batch):
         index: npt.ArrayLike | None = None,
         filtered: npt.ArrayLike | None = None,
     ) -> None:
-        """Like ``complete``, but sent with the request for the next batch: by ``get(..., ack=batch)``, by the
-        ``stream`` that gave this batch, or when its ``with`` block ends. What the server finds wrong with it
-        is raised there. Say it once, as the last word on a batch.
-
-        The values are copied here and now. Raises SchemaError for what can be seen here.
-        """
         if self._last is not None:
             raise SchemaError("this batch is finished already; complete() takes rows in parts, finish() the last")
         command, packed, count = self._completion(columns, index, filtered)
@@ -113,8 +98,11 @@ class Lease(Batch):
             self._last = self._port.write(command, packed), count
 
     @property
+    def left(self) -> int:
+        return self._left
+
+    @property
     def finished(self) -> bool:
-        """Whether what ``finish`` said has still to be sent."""
         return self._last is not None
 
     def _completion(
@@ -167,7 +155,6 @@ class Lease(Batch):
         return answer
 
     async def _give_back(self, *, index: npt.ArrayLike | None = None, reason: str = "", blame: bool = False) -> None:
-        """Return rows for others to take. ``blame``: the attempt counts; after too many the group fails."""
         if not self.rows:
             return
         rows = None if index is None else _positions(index)
@@ -183,11 +170,6 @@ class Lease(Batch):
         self._left -= self.rows if rows is None else len(rows)
 
     async def _renew(self, *, after_s: float = 0.0) -> None:
-        """Start the lease's time again; of a team's, for all ranks. Raises LeaseLost when it is too late.
-
-        ``after_s``: only if it began, or was renewed here, so many seconds ago. So long work may call it wherever it
-        gets on, ``batch.renew(after_s=batch.lease_s / 3)``, as often as it likes; and if it hangs, others get the rows.
-        """
         now = time.monotonic()
         if not self.rows or now - self._since < after_s:
             return
@@ -195,11 +177,6 @@ class Lease(Batch):
         self._since = now
 
     async def _ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
-        """Acknowledge all rows without writing anything: the step is trained.
-
-        ``filtered``: bool (rows,), True for rows that carried no gradient. Raises LeaseLost. Of a team's step this
-        is one rank's word; it takes effect when every rank has given its own.
-        """
         await self._complete(filtered=filtered)
 
     async def _close(self, error: BaseException | None) -> None:
@@ -233,15 +210,19 @@ class AsyncLeasedBatch(Lease):
         await self._close(error)
 
 
-class LeasedBatch(Lease):
-    """A leased batch for ``with``."""
+class BlockingBatch(Lease, LeasedBatch):
+    """A leased batch for threads."""
 
-    complete = sync(Lease._complete)
-    give_back = sync(Lease._give_back)
-    renew = sync(Lease._renew)
-    ack = sync(Lease._ack)
+    def move_to(self, port: Port) -> None:
+        """Send the batch's requests over another port of its connection from now on."""
+        self._port = port
 
-    def __enter__(self) -> LeasedBatch:
+    complete = sync(Lease._complete, LeasedBatch.complete)
+    give_back = sync(Lease._give_back, LeasedBatch.give_back)
+    renew = sync(Lease._renew, LeasedBatch.renew)
+    ack = sync(Lease._ack, LeasedBatch.ack)
+
+    def __enter__(self) -> BlockingBatch:
         return self
 
     def __exit__(

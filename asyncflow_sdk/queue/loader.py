@@ -19,11 +19,11 @@ from concurrent.futures import Future
 from typing import Any, Generic, NoReturn, TypeVar
 
 from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, Ended, LeaseLost, WireError
+from ..interfaces import LeasedBatch
 from ..types import events as ev
-from ._once import drive
-from .client import TransferQueue, Verbs
-from .connection import LoopPort
-from .leased import LeasedBatch
+from .client import QueueClient, Verbs
+from .connection import BlockingPort, LoopPort
+from .leased import BlockingBatch
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class StreamDataLoader(Generic[T]):
 
     def __init__(
         self,
-        queue: TransferQueue,
+        queue: QueueClient,
         task: str,
         columns: Sequence[str] | None = None,
         count: int = 1,
@@ -83,7 +83,7 @@ class StreamDataLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         try:
-            self._queue._port.connection.wire.check()
+            self._queue.connection.wire.check()
         except WireError:
             raise
         except AsyncFlowError:
@@ -101,7 +101,7 @@ class StreamDataLoader(Generic[T]):
 
     def ack(self) -> None:
         """Acknowledge the batch being worked on now, before the next is asked for. Raises LeaseLost."""
-        if self.lease is not None and self.lease._left:
+        if self.lease is not None and self.lease.left:
             self.lease.ack()
 
     def _each(self, ahead: _Ahead | None) -> Iterator[T]:
@@ -129,14 +129,14 @@ class StreamDataLoader(Generic[T]):
                 ahead.close()
 
     def _take(self, last: LeasedBatch | None) -> LeasedBatch:
-        return self._queue.get(**self._ask, ack=last if last is not None and last._left else None)
+        return self._queue.get(**self._ask, ack=last if last is not None and last.left else None)
 
     def _leave(self, error: BaseException | None) -> None:
         """Give back what was not acknowledged. An exception of ``collate`` counts against the rows."""
         lease, self.lease = self.lease, None
         if lease is not None and not isinstance(error, WireError):
             try:
-                drive(lease._close(error))
+                lease.__exit__(None if error is None else type(error), error, None)
             except LeaseLost:
                 if error is None:
                     raise
@@ -144,35 +144,35 @@ class StreamDataLoader(Generic[T]):
     def _report(self, began: float) -> None:
         waited = time.monotonic() - began
         if waited > 0.001:
-            connection = self._queue._port.connection
+            connection = self._queue.connection
             connection.report(ev.Span(time_s=began, worker=connection.name, kind="wait", seconds=waited))
 
 
-class _Asking(Verbs[LeasedBatch, None]):
+class _Asking(Verbs[BlockingBatch, None]):
     """Asks on an event loop for batches that a thread then uses."""
 
-    _batch = LeasedBatch
+    _batch = BlockingBatch
 
 
 class _Ahead:
     """One batch ahead: asked for on an event loop in a thread of its own, since that can take a request back."""
 
-    def __init__(self, queue: TransferQueue, ask: dict[str, Any]) -> None:
+    def __init__(self, queue: QueueClient, ask: dict[str, Any]) -> None:
         self._queue, self._ask = queue, ask
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="asyncflow-ahead", daemon=True)
         self._thread.start()
-        self._asked: asyncio.Task[LeasedBatch] | None = None
+        self._asked: asyncio.Task[BlockingBatch] | None = None
 
     def take(self, last: LeasedBatch | None) -> LeasedBatch:
         """Acknowledge ``last``, give the next batch, and ask for the one after it."""
-        if last is not None and last._left:
+        if last is not None and last.left:
             last.ack()
         while True:
             early = self._asked is not None
             try:
-                batch: LeasedBatch = self._run(self._wait())
-                batch._port = self._queue._port  # from here on this thread's
+                batch: BlockingBatch = self._run(self._wait())
+                batch.move_to(BlockingPort(self._queue.connection))  # from here on this thread's
                 self._asked = None  # not before: a Ctrl-C in the lines above leaves it to close()
                 if early:
                     batch.renew()
@@ -199,10 +199,10 @@ class _Ahead:
         return future.result()
 
     async def _begin(self) -> None:
-        asking = _Asking(LoopPort(self._queue._port.connection))
+        asking = _Asking(LoopPort(self._queue.connection))
         self._asked = asyncio.create_task(asking._get(**self._ask))
 
-    async def _wait(self) -> LeasedBatch:
+    async def _wait(self) -> BlockingBatch:
         if self._asked is None:
             await self._begin()
         assert self._asked is not None
@@ -213,9 +213,9 @@ class _Ahead:
         if asked is not None:
             asked.cancel()
             for batch in await asyncio.gather(asked, return_exceptions=True):
-                if isinstance(batch, LeasedBatch):
+                if isinstance(batch, BlockingBatch):
                     await batch._close(None)
-        await self._queue._port.connection.wire.aclose_loop()
+        await self._queue.connection.wire.aclose_loop()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()

@@ -96,8 +96,8 @@ class Renewing:
 
     def _look(self) -> list[Lease]:
         """What is held still. Fewer rows left than before is progress."""
-        alive = {key: lease for key, ref in self._held.items() if (lease := ref()) is not None and lease._left > 0}
-        left = {key: lease._left for key, lease in alive.items()}
+        alive = {key: lease for key, ref in self._held.items() if (lease := ref()) is not None and lease.left > 0}
+        left = {key: lease.left for key, lease in alive.items()}
         if any(rows < self._left.get(key, rows) for key, rows in left.items()) or self._left.keys() - left.keys():
             self._moved = time.monotonic()
         self._held, self._left = {key: self._held[key] for key in alive}, left

@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 from ..errors import AsyncFlowError, Ended, WireError
+from ..interfaces import BatchStream
 from ._once import drive
-from .leased import AsyncLeasedBatch, Lease, LeasedBatch
+from .leased import AsyncLeasedBatch, BlockingBatch, Lease
 
 B = TypeVar("B", bound=Lease)
 
@@ -74,10 +75,10 @@ class AsyncStream(Stream[AsyncLeasedBatch]):
         await self._close(error)
 
 
-class BlockingStream(Stream[LeasedBatch]):
+class BlockingStream(Stream[BlockingBatch], BatchStream):
     """``for``, also in a ``with``."""
 
-    def __iter__(self) -> Iterator[LeasedBatch]:
+    def __iter__(self) -> Iterator[BlockingBatch]:
         try:
             while True:
                 try:

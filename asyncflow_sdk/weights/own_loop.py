@@ -22,7 +22,7 @@ import numpy as np
 
 from ..errors import AsyncFlowError, DeadlineExceeded, Ended
 from ..interfaces import FilePlace, WeightUpdate
-from ..queue import LoopPort, TransferQueue
+from ..queue import LoopPort, QueueClient
 from ..queue.awaiting import is_set
 from ..types import Probe
 from .prefetch import CLOSE_S, FETCH_S, Staged, said
@@ -113,7 +113,7 @@ class OwnUpdates:
 
     def __init__(
         self,
-        queue: TransferQueue,
+        queue: QueueClient,
         *,
         loaded: int | None = None,
         timeout_s: float = 3600.0,
@@ -203,8 +203,8 @@ class OwnUpdates:
             raise AsyncFlowError("these weight updates are closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _start(self, queue: TransferQueue, loaded: int | None, options: dict[str, Any]) -> None:
-        self._port = LoopPort(queue._port.connection)
+    async def _start(self, queue: QueueClient, loaded: int | None, options: dict[str, Any]) -> None:
+        self._port = LoopPort(queue.connection)
         self._changed = asyncio.Event()
         self._updates = WeightUpdates(queue, loaded, self._changed.set, **options)
         await self._updates.join()

@@ -36,7 +36,7 @@ from ..errors import (
 from ..interfaces.weights import WeightTransport
 from ..ledger import commands as cmd
 from ..plugins import registry
-from ..queue import TransferQueue
+from ..queue import QueueClient
 from ..queue._once import drive
 from ..queue.connection import BlockingPort
 from ..types import Chunk, Manifest, Probe
@@ -99,7 +99,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        queue: TransferQueue,
+        queue: QueueClient,
         transport: str = AUTO,
         *,
         rank: int = 0,
@@ -114,7 +114,7 @@ class WeightPublisher:
     ) -> None:
         if dtype is not None and not callable(dtype):
             check_floating(dtype)
-        self._connection = queue._port.connection
+        self._connection = queue.connection
         self._port = BlockingPort(self._connection)
         self.transport, self.rank, self.world_size, self.timeout_s = transport, rank, world_size, timeout_s
         self._dtype, self._rename, self._digests = dtype, rename, digests

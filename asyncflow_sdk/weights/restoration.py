@@ -18,8 +18,7 @@ import msgspec
 from ..errors import WeightError
 from ..interfaces import WeightUpdate
 from ..ledger import commands as cmd
-from ..queue import TransferQueue
-from ..queue._once import drive
+from ..queue import QueueClient
 from .host import host_of
 from .prefetch import FETCH_S, manifest_of
 from .publisher import transport_named
@@ -32,12 +31,12 @@ class Restoration:
     """``version``: the number to load. ``source``: the number that its bytes were published under. ``checkpoint``: the step of the
     checkpoint with its optimizer state; -1 without one."""
 
-    def __init__(self, queue: TransferQueue, reply: cmd.Restoration) -> None:
+    def __init__(self, queue: QueueClient, reply: cmd.Restoration) -> None:
         self.version, self.source, self.checkpoint = reply.version, reply.source, reply.checkpoint
         self._queue, self._reply = queue, reply
 
     @classmethod
-    def decoded(cls, queue: TransferQueue, packed: bytes) -> Restoration | None:
+    def decoded(cls, queue: QueueClient, packed: bytes) -> Restoration | None:
         """The restoration that another rank has packed; None if it found none."""
         reply = msgspec.msgpack.decode(packed, type=cmd.Restoration)
         return None if reply.version < 0 else cls(queue, reply)
@@ -52,7 +51,7 @@ class Restoration:
             raise WeightError(
                 f"version {self.version} cannot be restored: {self._reply.why or 'it is not kept any more'}"
             )
-        connection, until = self._queue._port.connection, time.monotonic() + timeout_s
+        connection, until = self._queue.connection, time.monotonic() + timeout_s
         with contextlib.ExitStack() as ending:
             fetched = []
             for rank, part in enumerate(self._reply.parts):
@@ -68,16 +67,16 @@ class Restoration:
             yield update
 
 
-def packed_restoration(queue: TransferQueue) -> bytes:
+def packed_restoration(queue: QueueClient) -> bytes:
     """Ask the ledger, and pack its answer for other ranks."""
-    return msgspec.msgpack.encode(drive(queue._port.send(cmd.GetRestoration())))
+    return msgspec.msgpack.encode(queue.send(cmd.GetRestoration()))
 
 
-def restoration(queue: TransferQueue) -> Restoration | None:
+def restoration(queue: QueueClient) -> Restoration | None:
     """The version that the trainer has to load; None if no rollback is pending."""
     return Restoration.decoded(queue, packed_restoration(queue))
 
 
-def restored(queue: TransferQueue, version: int, optimizer: str = "") -> None:
+def restored(queue: QueueClient, version: int, optimizer: str = "") -> None:
     """The trainer has loaded ``version``. Raises ConfigError if another version is current."""
-    drive(queue._port.send(cmd.Restored(version=version, optimizer=optimizer)))
+    queue.send(cmd.Restored(version=version, optimizer=optimizer))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, VersionGone
 from ..ledger import commands as cmd
-from ..queue import Connection, LoopPort, TransferQueue
+from ..queue import Connection, LoopPort, QueueClient
 from .prefetch import ASK_AGAIN_S, CLOSE_S, FETCH_S, Prefetch, Staged
 from .proof import check_names
 
@@ -36,14 +36,14 @@ class WeightUpdates:
 
     def __init__(
         self,
-        queue: TransferQueue,
+        queue: QueueClient,
         loaded: int | None,
         changed: Callable[[], None],
         *,
         rename: Callable[[str], str] | None = None,
         fetch_timeout_s: float = FETCH_S,
     ) -> None:
-        connection = queue._port.connection
+        connection = queue.connection
         self._port = LoopPort(connection)
         self._prefetch = Prefetch(
             connection, -1 if loaded is None else loaded, changed, rename=rename, fetch_timeout_s=fetch_timeout_s

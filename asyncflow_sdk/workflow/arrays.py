@@ -26,7 +26,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None
     with open(whole, "wb", opener=private_opener) as file:
         file.write(layout.header)
         for name in sorted(plain, key=layout.offsets.__getitem__):
-            file.write(plain[name].reshape(-1).view(np.uint8))
+            file.write(plain[name].reshape(-1).view(np.uint8).data)
     whole.replace(path)
 
 

@@ -35,8 +35,7 @@ from .._version import __version__
 from ..errors import ConfigError, MemoryFull
 from ..ledger import commands as cmd
 from ..memory import private_directory, sync_directory
-from ..queue import TransferQueue
-from ..queue._once import drive
+from ..queue import QueueClient
 from ..types import events as ev
 from .meeting import Meeting
 
@@ -81,7 +80,7 @@ class Checkpoints:
     """Those of one run, for its one trainer. ``keep``: so many, the newest; rows are kept for the oldest of them. ``ranks``: of
     a trainer of several, which all call the same at the same time, in a directory that all of them see. Not thread-safe."""
 
-    def __init__(self, queue: TransferQueue, directory: Path, keep: int = 2, ranks: Meeting | None = None) -> None:
+    def __init__(self, queue: QueueClient, directory: Path, keep: int = 2, ranks: Meeting | None = None) -> None:
         if keep < 1:
             raise ConfigError(f"keep must be 1 or more, not {keep}")
         self._queue, self.directory, self._keep = queue, directory, keep
@@ -177,13 +176,13 @@ class Checkpoints:
         return cut
 
     def _send(self, command: cmd.GetCut | cmd.Resume | cmd.Checkpoint) -> Any:
-        return drive(self._queue._port.send(command))
+        return self._queue.send(command)
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
 
     def _say(self, text: str, level: str = "info") -> None:
-        connection = self._queue._port.connection
+        connection = self._queue.connection
         connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level=level))
 
 

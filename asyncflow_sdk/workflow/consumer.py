@@ -17,8 +17,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..errors import AsyncFlowError, Ended, WireError
-from ..queue import LeasedBatch, TransferQueue
-from ..queue._once import drive
+from ..interfaces import LeasedBatch
+from ..queue import QueueClient
 from ..types import events as ev
 
 
@@ -32,7 +32,7 @@ class Consumer:
     """
 
     def __init__(
-        self, source: TransferQueue, task: str, *, count: int = 1, timeout_s: float = 3600.0, ahead: bool = False,
+        self, source: QueueClient, task: str, *, count: int = 1, timeout_s: float = 3600.0, ahead: bool = False,
         ranks: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._queue, self._task, self._count, self._timeout_s = source, task, count, timeout_s
@@ -64,7 +64,7 @@ class Consumer:
         def take(last: LeasedBatch | None) -> LeasedBatch:
             nonlocal coming
             if last is not None:  # the request for the next is under way
-                drive(last._close(None))
+                last.__exit__(None, None, None)
             batch = coming.result()
             coming = Future()
             asked.put(coming)
@@ -77,7 +77,7 @@ class Consumer:
 
     def _each(self, take: Callable[[LeasedBatch | None], LeasedBatch]) -> Iterator[LeasedBatch]:
         """``take`` also sends the last word on the batch before."""
-        connection, last = self._queue._port.connection, None
+        connection, last = self._queue.connection, None
         while True:
             began = time.monotonic()
             try:
@@ -102,7 +102,7 @@ class Consumer:
             raise
         except AsyncFlowError as error:
             if last is not None:  # its last word was refused: the rows are still ours
-                drive(last._close(error))
+                last.__exit__(type(error), error, None)
             raise
 
     def _get(self, last: LeasedBatch | None = None) -> LeasedBatch:

@@ -15,8 +15,7 @@ import msgspec
 from ..errors import AsyncFlowError, ConfigError, ServerLost, WorkerFailed
 from ..interfaces import Launcher, OnFailure, Place, WorkerOrder
 from ..ledger import commands as cmd
-from ..queue import TransferQueue
-from ..queue._once import drive
+from ..queue import QueueClient
 from ..types import Checkpoint, Event, Weights
 from ..types import events as ev
 from ..weights import AUTO
@@ -56,11 +55,11 @@ class Crews:
     from those that other processes start. ``fail`` is told what ends the run. Thread-safe."""
 
     def __init__(
-        self, queue: TransferQueue, near: str, mark: str, logs: Logs, fail: Callable[[BaseException], None],
+        self, queue: QueueClient, near: str, mark: str, logs: Logs, fail: Callable[[BaseException], None],
         on_failure: OnFailure = "stop",
     ) -> None:  # fmt: skip
         self._queue, self._near, self._mark, self._logs, self._fail = queue, near, mark, logs, fail
-        self._connection = queue._port.connection
+        self._connection = queue.connection
         self._on_failure = on_failure
         self._crews: list[Crew] = []
         self._counts: dict[str, int] = {}
@@ -217,7 +216,7 @@ class Crews:
         """The queue gives a worker nothing more; and, once its process has ended, takes back what it held. Returns whether
         there is one."""
         try:
-            return int(drive(self._queue._port.send(cmd.Dismiss(name=name, ended=ended))).count)
+            return int(self._queue.send(cmd.Dismiss(name=name, ended=ended)).count)
         except AsyncFlowError:  # the run is over
             return 0
 

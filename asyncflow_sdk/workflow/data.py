@@ -12,8 +12,7 @@ import numpy as np
 
 from ..errors import ConfigError, DeadlineExceeded, Ended, SchemaError
 from ..ledger import commands as cmd
-from ..queue import TransferQueue
-from ..queue._once import drive
+from ..queue import QueueClient
 from ..types import Batch
 from ..types.columns import CHAT, is_chat
 
@@ -99,7 +98,7 @@ class Feeder:
 
     def __init__(
         self,
-        queue: TransferQueue,
+        queue: QueueClient,
         data: Batch,
         *,
         group_size: int,
@@ -135,7 +134,7 @@ class Feeder:
 
     def _go_on(self) -> None:
         """After what was put under this key before, by a feeder of a process that died."""
-        last: cmd.LastPut = drive(self._queue._port.send(cmd.GetPut(prefix=f"{self._key}-")))
+        last: cmd.LastPut = self._queue.send(cmd.GetPut(prefix=f"{self._key}-"))
         number = last.key[len(self._key) + 1 :]
         if number.isdigit():
             self._order = np.empty(0, np.int64)

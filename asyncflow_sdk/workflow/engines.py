@@ -15,8 +15,7 @@ from typing import Any, Literal
 from ..errors import ConfigError
 from ..ledger import commands as cmd
 from ..plugins import registry
-from ..queue import TransferQueue
-from ..queue._once import drive
+from ..queue import QueueClient
 from ..types.typed import misfits, nearest
 
 GIVEN = ("model", "algorithm")
@@ -67,8 +66,8 @@ def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) ->
 
 
 @contextlib.contextmanager
-def loading_model(queue: TransferQueue, task: str) -> Iterator[None]:
+def loading_model(queue: QueueClient, task: str) -> Iterator[None]:
     """Within, this worker is known to load the model that it needs for ``task``."""
-    drive(queue._port.send(cmd.Prepare(task=task, what="loading its model")))
+    queue.send(cmd.Prepare(task=task, what="loading its model"))
     yield
-    drive(queue._port.send(cmd.Prepare(task=task)))  # after an error its session ends
+    queue.send(cmd.Prepare(task=task))  # after an error its session ends

@@ -15,8 +15,7 @@ import msgspec
 
 from ..errors import DeadlineExceeded, LeaseLost, ServerLost, by_name
 from ..ledger import commands as cmd
-from ..queue import TransferQueue
-from ..queue._once import drive
+from ..queue import QueueClient
 
 TIMEOUT_S = 3600.0
 """A rank may take so long to come, as with a large checkpoint; one that dies ends its group long before."""
@@ -33,7 +32,7 @@ class Meeting:
     """Of ``world_size`` ranks; one alone meets nobody, and needs no queue. Not thread-safe."""
 
     def __init__(
-        self, queue: TransferQueue | None = None, team: str = "train", rank: int = 0, world_size: int = 1
+        self, queue: QueueClient | None = None, team: str = "train", rank: int = 0, world_size: int = 1
     ) -> None:
         self._queue, self._team, self.rank, self.world_size = queue, team, rank, world_size
 
@@ -50,7 +49,7 @@ class Meeting:
         command = cmd.Meet(
             team=self._team, what=what, rank=self.rank, world_size=self.world_size, word=word, timeout_s=timeout_s
         )
-        reply: cmd.Met = drive(self._queue._port.send(command))
+        reply: cmd.Met = self._queue.send(command)
         return reply.words
 
     @contextlib.contextmanager

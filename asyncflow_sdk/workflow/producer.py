@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import ConfigError, DeadlineExceeded, Ended
 from ..interfaces import RolloutEngine
-from ..queue import AsyncLeasedBatch, TransferQueue
+from ..queue import AsyncLeasedBatch, QueueClient
 from ..types import Sampling
 from ..types import events as ev
 from ..weights import Loading, Staged, WeightUpdates, choose_swap
@@ -47,7 +47,7 @@ class Producer:
 
     def __init__(
         self,
-        queue: TransferQueue,
+        queue: QueueClient,
         engine: RolloutEngine,
         *,
         task: str = "rollout",
@@ -70,7 +70,7 @@ class Producer:
         chosen = choose_swap(type(engine).__name__, can.swap, swap, token_versions=can.token_versions, verify=verify)
         self._queue, self._engine, self._task = queue, engine, task
         self._spec = rollout_task(task, prompt, prefix, text is not None, agent)
-        self._connection = queue._port.connection
+        self._connection = queue.connection
         if swap == "auto":
             self._connection.report(
                 ev.Chosen(

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from ..errors import ConfigError, VersionGone
-from ..interfaces import TrainEngine
+from ..interfaces import LeasedBatch, TrainEngine
 from ..memory import private_directory
-from ..queue import LeasedBatch, TransferQueue
+from ..queue import QueueClient
 from ..types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_version
 from ..types import events as ev
 from ..weights import Restoration, WeightPublisher, optimizer_of, packed_restoration, restoration, restored
@@ -24,7 +24,7 @@ from .meeting import APART, Meeting
 
 
 def train(
-    queue: TransferQueue,
+    queue: QueueClient,
     engine: TrainEngine,
     *,
     task: str = "train",
@@ -48,7 +48,7 @@ def train(
     ``model``: the folder that the engine was made of. ``ranks``: this is one of several that train each step together, each its shard of one lease, and publish each version
     together. What is said once is said by the first.
     """
-    connection, ranks = queue._port.connection, ranks or Meeting()
+    connection, ranks = queue.connection, ranks or Meeting()
     shard = {"team": task, "rank": ranks.rank, "world_size": ranks.world_size}
     with contextlib.ExitStack() as ending:  # of a run that is gone, too, whatever of this fails then
         ending.callback(engine.close)
@@ -109,10 +109,10 @@ def _gone_on(engine: TrainEngine, checkpoints: Checkpoints) -> Point:
 
 
 def _keep(
-    queue: TransferQueue, engine: TrainEngine, checkpoints: Checkpoints, ranks: Meeting, *, last: bool = False
+    queue: QueueClient, engine: TrainEngine, checkpoints: Checkpoints, ranks: Meeting, *, last: bool = False
 ) -> None:
     """A checkpoint that cannot be made costs the rows their memory, and a restart some steps; training goes on."""
-    connection, began = queue._port.connection, time.monotonic()
+    connection, began = queue.connection, time.monotonic()
     try:
         path = checkpoints.save(engine.save, last=last)
     except Exception as error:
@@ -131,7 +131,7 @@ def _keep(
             connection.report(span)
 
 
-def _export(queue: TransferQueue, engine: TrainEngine, path: Path, ranks: Meeting) -> None:
+def _export(queue: QueueClient, engine: TrainEngine, path: Path, ranks: Meeting) -> None:
     """Optional for engines: the run is through, and one that cannot has trained no worse."""
 
     def begin() -> bytes:
@@ -146,7 +146,7 @@ def _export(queue: TransferQueue, engine: TrainEngine, path: Path, ranks: Meetin
             return
         with contextlib.suppress(OSError):  # it was there, and is not empty
             path.rmdir()
-        connection = queue._port.connection
+        connection = queue.connection
         text = f"no model folder was written: {error}"
         connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
 
@@ -155,7 +155,7 @@ class _Versions:
     """What a trainer publishes: one version for each step; and what it loads after a rollback."""
 
     def __init__(
-        self, queue: TransferQueue, engine: TrainEngine, how: Weights, ranks: Meeting, checkpoints: Checkpoints | None,
+        self, queue: QueueClient, engine: TrainEngine, how: Weights, ranks: Meeting, checkpoints: Checkpoints | None,
         model: str,
     ) -> None:  # fmt: skip
         self._queue, self._engine, self._probe, self._ranks = queue, engine, how.probe, ranks
@@ -227,7 +227,7 @@ class _Versions:
     def warn(self, text: str) -> None:
         """Report a warning, once for all ranks."""
         if self._ranks.first:
-            connection = self._queue._port.connection
+            connection = self._queue.connection
             connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
 
     def _asked(self) -> Restoration | None:
@@ -246,7 +246,7 @@ class _Versions:
             else:
                 with asked.fetch() as update:
                     self._engine.load_weights(update)
-        connection = self._queue._port.connection
+        connection = self._queue.connection
         connection.report(
             ev.Span(
                 time_s=began, worker=connection.name, kind="load", seconds=time.monotonic() - began, version=asked.version

@@ -21,11 +21,10 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, Ended
-from ..interfaces import TRAIN_COLUMNS, OnFailure, TrackedRun
+from ..interfaces import TRAIN_COLUMNS, LeasedBatch, OnFailure, TrackedRun
 from ..ledger import Audit
 from ..ledger import commands as cmd
-from ..queue import Connection, LeasedBatch, QueueServer, Recovered, TransferQueue, open_queue
-from ..queue._once import drive
+from ..queue import Connection, QueueClient, QueueServer, Recovered, open_queue
 from ..types import events as ev
 from ..weights import OwnUpdates, Restoration, RolledBack, WeightPublisher, restoration, restored
 from ..weights.arguments import version_number
@@ -53,7 +52,7 @@ class Run:
         self, connection: Connection, server: QueueServer | None = None, directory: Path | None = None,
         on_failure: OnFailure = "stop", logs: Path | None = None,
     ) -> None:  # fmt: skip
-        self.queue: TransferQueue = open_queue(connection)
+        self.queue: QueueClient = open_queue(connection)
         self.directory = directory
         self._connection = connection
         self._server = server
@@ -129,7 +128,7 @@ class Run:
         this connection's own, and for one that is not there."""
         if session == self.session:
             raise ConfigError(f"session {session} is this connection's own: close it instead")
-        if not drive(self.queue._port.send(cmd.Dismiss(session=session, ended=reason or "evicted"))).count:
+        if not self.queue.send(cmd.Dismiss(session=session, ended=reason or "evicted")).count:
             known = ", ".join(f"{each.id} ({each.name})" for each in self.queue.status().sessions)
             raise ConfigError(f"there is no session {session}; there are: {known}")
 
@@ -213,7 +212,7 @@ class Run:
         where its optimizer's state comes from. A loop of one's own cannot publish before it has loaded them and called
         ``restored``. Raises ConfigError for a version that is not kept, and names those that are; and for a trainer whose engine
         has no ``load_weights``."""
-        reply = drive(self.queue._port.send(cmd.Rollback(version=version_number(version), reason=reason)))
+        reply = self.queue.send(cmd.Rollback(version=version_number(version), reason=reason))
         return RolledBack(reply.version, reply.expired, reply.checkpoint)
 
     def restoration(self) -> Restoration | None:
@@ -235,7 +234,7 @@ class Run:
         those before count."""
         for consumer in self._consumers:
             step = consumer.current
-            if step is not None and step.index >= 0 and step._left > 0:
+            if step is not None and step.index >= 0 and step.left > 0:
                 raise ConfigError(
                     f"step {step.index} is not acknowledged: ack() it before a checkpoint of the weights that it trained"
                 )
@@ -382,7 +381,7 @@ class Run:
 class _Watched(Consumer):
     """A consumer that raises a worker's failure instead of waiting for rows that will not come."""
 
-    def __init__(self, run: Run, queue: TransferQueue, task: str, **options: Any) -> None:
+    def __init__(self, run: Run, queue: QueueClient, task: str, **options: Any) -> None:
         super().__init__(queue, task, **options)
         self._run = run
 

@@ -14,7 +14,7 @@ from ..interfaces import TRAIN_COLUMNS, Algorithm, OnFailure, Place
 from ..ledger import TaskSpec
 from ..ledger.commands import SamplerSpec
 from ..plugins import import_name, import_path
-from ..queue import TransferQueue
+from ..queue import QueueClient
 from ..queue.arguments import check_names
 from ..types import LOSS_MASK, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
@@ -285,7 +285,7 @@ class Stage(Described):
             return self.work.job()
         return None if self.path is None else FunctionWork(self.path)
 
-    def run(self, queue: TransferQueue) -> None:
+    def run(self, queue: QueueClient) -> None:
         """Do the work here, in this thread, until the stream ends; the task is declared first. ``queue`` is of a
         connection of its own. Raises ConfigError for a task that cannot be declared, and what the work raises."""
         from .stages import stage

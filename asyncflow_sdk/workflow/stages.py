@@ -12,10 +12,9 @@ import numpy as np
 
 from ..algorithms import GRPO
 from ..errors import ConfigError, DeadlineExceeded, Ended, EngineError, EngineGone, LeaseLost, SchemaError
-from ..interfaces import Request, RolloutEngine, TrainEngine
+from ..interfaces import LeasedBatch, Request, RolloutEngine, TrainEngine
 from ..plugins import import_name
-from ..queue import AsyncLeasedBatch, Connection, LeasedBatch, TransferQueue
-from ..queue.leased import Lease
+from ..queue import AsyncLeasedBatch, Connection, QueueClient
 from ..queue.user_frames import said
 from ..types import Batch, Ragged, Sampling
 from ..types import events as ev
@@ -33,7 +32,7 @@ FILTERED = "filtered"
 
 
 def stage(
-    queue: TransferQueue,
+    queue: QueueClient,
     work: Callable[..., Any] | Work,
     *,
     task: str,
@@ -63,9 +62,9 @@ def stage(
 class _State:
     """The task, and what is told of it."""
 
-    def __init__(self, queue: TransferQueue, task: str, gives: tuple[str, ...]) -> None:
+    def __init__(self, queue: QueueClient, task: str, gives: tuple[str, ...]) -> None:
         self.queue, self.task, self.gives = queue, task, gives
-        self.connection: Connection = queue._port.connection
+        self.connection: Connection = queue.connection
         self.kind = gives[0] if gives else task
         self._cpu_s = time.process_time()
 
@@ -295,17 +294,17 @@ async def _overlap(
 # ---- what a function is given, and what it returns
 
 
-def _arguments(rows: Lease, groups: bool) -> dict[str, Any]:
+def _arguments(rows: Batch, groups: bool) -> dict[str, Any]:
     return {**rows, "groups": rows.groups} if groups else dict(rows)
 
 
-def _raised(function: Callable[..., Any], rows: Lease, error: Exception) -> FunctionFailed:
+def _raised(function: Callable[..., Any], rows: Batch, error: Exception) -> FunctionFailed:
     ids = f"rows {rows.ids[0]} to {rows.ids[-1]}" if rows.rows > 1 else f"row {rows.ids[0]}"
     what = f"{_name(function)}() raised {said(error)} (called with {', '.join(rows)} of {ids})"
     return FunctionFailed(told(what, error))
 
 
-def _columns(function: Callable[..., Any], out: Any, rows: Lease, gives: tuple[str, ...]) -> dict[str, Any]:
+def _columns(function: Callable[..., Any], out: Any, rows: Batch, gives: tuple[str, ...]) -> dict[str, Any]:
     """What a user's function returned, checked. Raises FunctionFailed that names function and row."""
     name = _name(function)
     columns = dict(out) if isinstance(out, Mapping) else {gives[0]: out} if gives else {}
@@ -327,7 +326,7 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def _checked(name: str, column: str, values: Any, rows: Lease) -> Any:
+def _checked(name: str, column: str, values: Any, rows: Batch) -> Any:
     try:
         packed = pack(column, values)
     except SchemaError as error:
@@ -356,5 +355,5 @@ def _checked(name: str, column: str, values: Any, rows: Lease) -> Any:
     return values
 
 
-def _seen(rows: Lease, at: int) -> str:
+def _seen(rows: Batch, at: int) -> str:
     return repr({key: rows[key][at] for key in rows})

@@ -27,8 +27,7 @@ from ..interfaces import FATAL_STATUS, WorkerEnding
 from ..ledger import commands as cmd
 from ..memory import directory_at, remove_if_ownerless
 from ..plugins import plugin_choice
-from ..queue import Connection, Renewing, TransferQueue, open_queue
-from ..queue._once import drive
+from ..queue import Connection, QueueClient, Renewing, open_queue
 from ..queue.arguments import plain_text
 from ..types import Sampling, Weights
 from ..types import events as ev
@@ -118,7 +117,7 @@ class WorkerMain:
     """One worker, in this process. ``run`` is called once; ``leave`` from any thread, at any time. ``work``: what it does
     instead of the job that the configuration names."""
 
-    def __init__(self, config: bytes, work: Callable[[TransferQueue], None] | None = None) -> None:
+    def __init__(self, config: bytes, work: Callable[[QueueClient], None] | None = None) -> None:
         self.config = msgspec.json.decode(config, type=WorkerConfig)
         self.directory = directory_at(self.config.address)
         """Where the run's shared memory lies, as soon as that is known and where it is in sight."""
@@ -155,7 +154,7 @@ class WorkerMain:
             renewing.close()
         return ending
 
-    def _do(self, queue: TransferQueue, connection: Connection, renewing: Renewing) -> WorkerEnding:
+    def _do(self, queue: QueueClient, connection: Connection, renewing: Renewing) -> WorkerEnding:
         _state(connection, "starting")
         try:
             if not self._leaving:
@@ -177,7 +176,7 @@ class WorkerMain:
 
     def _dismiss(self, connection: Connection) -> None:
         with contextlib.suppress(AsyncFlowError):  # it may have ended, or the run
-            drive(open_queue(connection)._port.send(cmd.Dismiss()))
+            open_queue(connection).send(cmd.Dismiss())
 
 
 def run_worker(config: bytes) -> WorkerEnding:
@@ -213,13 +212,13 @@ def _ending(error: BaseException) -> WorkerEnding:
     return WorkerEnding(FATAL_STATUS if isinstance(error, FATAL) else 1, text)
 
 
-def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob, rank: Rank) -> None:
+def _work(queue: QueueClient, job: RolloutJob | StageJob | TrainJob, rank: Rank) -> None:
     from . import roles
     from .checkpoint import Checkpoints
     from .meeting import Meeting
     from .stages import stage
 
-    connection = queue._port.connection
+    connection = queue.connection
     if isinstance(job, StageJob):
         _state(connection, "ready")
         stage(
@@ -252,7 +251,7 @@ def _work(queue: TransferQueue, job: RolloutJob | StageJob | TrainJob, rank: Ran
         asyncio.run(_rollout(queue, job))
 
 
-async def _rollout(queue: TransferQueue, job: RolloutJob) -> None:
+async def _rollout(queue: QueueClient, job: RolloutJob) -> None:
     from .agent import Agent
     from .producer import Producer
     from .text import Text
@@ -265,7 +264,7 @@ async def _rollout(queue: TransferQueue, job: RolloutJob) -> None:
         queue, engine, task=job.task, prefix=job.prefix, sampling=job.sampling, prompt=job.prompt, text=text, needs_first=job.needs_first,
         swap=job.swap, verify=job.verify, agent=agent,
     )  # fmt: skip
-    connection = queue._port.connection
+    connection = queue.connection
     if job.transport:
         host = host_of(connection, f"{connection.session}-trial")
         check_fetching(f"engine {job.engine!r}", engine.capabilities, job.transport, host)

@@ -14,7 +14,7 @@ from children import Child
 from queue_children import serve
 
 import asyncflow_sdk as af
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
 
 KINDS = ("ipc", "remote")
 """``ipc``: values go through shared memory. ``remote``: over tcp, as from another host. Also ``in-process`` and ``tcp``."""

@@ -12,7 +12,7 @@ from queue_runs import Served, memory_of, running
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import SchemaError
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
 
 ROWS = 3
 VALUES: dict[str, Any] = {"x": np.arange(3.0), "r": [np.arange(3), np.arange(1), np.arange(1)]}

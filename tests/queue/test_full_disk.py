@@ -15,7 +15,7 @@ from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, MemoryFull
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
 
 pytestmark = pytest.mark.usefixtures("soon")
 KEY = "k" * 300_000  # a put with a key so long takes as much of the journal

@@ -18,7 +18,7 @@ from queue_runs import KINDS, Served, in_threads, running, runs_over
 from waiting import until
 
 from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost, SchemaError, WriteOnceError
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
 
 run = runs_over(*KINDS)
 

@@ -14,7 +14,7 @@ from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ProtocolError
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
 
 pytestmark = pytest.mark.usefixtures("soon")
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from queue_children import produce, values_of
 from queue_runs import Served, running
 from waiting import until
 
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.types import Batch
 
 ROWS = [2, 3000]

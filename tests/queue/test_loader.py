@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
 
 run = runs_over("ipc")
 

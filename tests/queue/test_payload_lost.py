@@ -11,7 +11,7 @@ from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, LeaseLost
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
 
 pytestmark = pytest.mark.usefixtures("soon")
 

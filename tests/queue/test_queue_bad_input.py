@@ -10,7 +10,7 @@ import torch
 from queue_runs import Served, running
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, MemoryFull, SchemaError
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.types import Batch, Ragged
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from queue_runs import running
 
 from asyncflow_sdk.errors import AsyncFlowError
-from asyncflow_sdk.queue import AsyncTransferQueue, TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
+from asyncflow_sdk.queue import AsyncTransferQueue
 from asyncflow_sdk.types import Ragged
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"

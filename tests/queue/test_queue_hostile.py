@@ -14,8 +14,8 @@ from raw_client import RawClient
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import AsyncFlowError, LeaseLost, PayloadLost, ProtocolError, SchemaError
+from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.queue import TransferQueue
 from asyncflow_sdk.types import ColumnSpec
 from asyncflow_sdk.types.events import Note
 

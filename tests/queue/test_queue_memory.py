@@ -9,7 +9,7 @@ import pytest
 from queue_runs import KINDS, Served, running
 
 from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, LeaseLost, SchemaError
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
 
 MIB = 1 << 20
 SEGMENT = 8 * MIB

@@ -12,8 +12,7 @@ import pytest
 from queue_runs import Served, running
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, PluginError
-from asyncflow_sdk.interfaces import Candidates, Sampler
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import Candidates, Sampler, TransferQueue
 
 LONGEST = ("by_column", {"column": "x"})
 

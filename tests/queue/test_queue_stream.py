@@ -9,7 +9,7 @@ from queue_runs import KINDS, Served, in_threads, running, runs_over
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, Ended, LeaseLost, SchemaError, WriteOnceError
-from asyncflow_sdk.queue import LeasedBatch, TransferQueue
+from asyncflow_sdk.interfaces import LeasedBatch, TransferQueue
 from asyncflow_sdk.types import events as ev
 
 pytestmark = pytest.mark.fast

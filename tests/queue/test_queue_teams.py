@@ -12,7 +12,7 @@ from queue_runs import Served, in_threads, running
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, Ended
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
 
 SIZE = 4
 

@@ -7,7 +7,8 @@ from queue_runs import Served, running
 from waiting import until
 
 from asyncflow_sdk.errors import DeadlineExceeded, LeaseLost
-from asyncflow_sdk.queue import Connection, Renewing, TransferQueue, open_queue
+from asyncflow_sdk.interfaces import TransferQueue
+from asyncflow_sdk.queue import Connection, Renewing, open_queue
 
 
 @pytest.fixture

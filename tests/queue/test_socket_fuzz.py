@@ -18,7 +18,7 @@ import pytest
 from queue_runs import Served, running
 from waiting import until
 
-from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.interfaces import TransferQueue
 
 TURNS = 4000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 60
 """Of each kind of attack."""

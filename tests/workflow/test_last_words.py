@@ -10,7 +10,7 @@ import pytest
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, WriteOnceError
-from asyncflow_sdk.queue import LeasedBatch
+from asyncflow_sdk.interfaces import LeasedBatch
 from asyncflow_sdk.types import events as ev
 
 pytestmark = pytest.mark.fast

@@ -1,13 +1,9 @@
 """What can be said to the ledger, and what it answers: the same types in memory, on the wire and in a log."""
 
-from .reports import (
+from ...types.reports import (
     TERMINAL,
     Audit,
-    Failed,
     FailedGroup,
-    GetAudit,
-    GetFailed,
-    GetStatus,
     LeaseStatus,
     ParkedStatus,
     SessionStatus,
@@ -15,6 +11,8 @@ from .reports import (
     StepAges,
     VersionStatus,
 )
+from ...types.tasks import PolicySpec, SamplerSpec, TaskSpec
+from .reports import Failed, GetAudit, GetFailed, GetStatus
 from .roots import Columns, Command, Done, Ids, Reply, pack_ids, unpack_ids
 from .rows import (
     AwaitLost,
@@ -44,11 +42,8 @@ from .run import (
     Join,
     Joined,
     Leave,
-    PolicySpec,
     Prepare,
-    SamplerSpec,
     Sampling,
-    TaskSpec,
 )
 from .training import Checkpoint, Cut, GetCut, Meet, Met, Resume, Resumed
 from .unions import AnyCommand, AnyReply

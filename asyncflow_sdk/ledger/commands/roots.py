@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...types import ColumnSpec
+from ...types.reports import Reply as Reply
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Columns: TypeAlias = dict[str, ColumnSpec]
@@ -24,10 +25,6 @@ def unpack_ids(data: bytes) -> Ids:
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """Root of all commands. ``timeout_s``, where there is one: how long to wait before saying why not."""
-
-
-class Reply(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Root of all replies."""
 
 
 class Done(Reply, frozen=True, tag="done"):

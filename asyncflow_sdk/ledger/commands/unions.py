@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from ...types.reports import Audit, StatusReport
 from . import reports, roots, rows, run, training, versions
 
 AnyCommand: TypeAlias = (
@@ -13,5 +14,5 @@ AnyCommand: TypeAlias = (
 )  # fmt: skip
 AnyReply: TypeAlias = (
     roots.Done | run.Joined | rows.PutDone | rows.Leased | rows.LoadFirst | rows.Completed | rows.Lost | rows.Cancelled | run.Dismissed | reports.Failed | versions.Publisher | versions.Published
-    | versions.RolledBack | versions.Restoration | versions.Permitted | versions.Version | rows.RowsWanted | reports.Audit | reports.StatusReport | training.Resumed | training.Cut | training.Met | rows.LastPut
+    | versions.RolledBack | versions.Restoration | versions.Permitted | versions.Version | rows.RowsWanted | Audit | StatusReport | training.Resumed | training.Cut | training.Met | rows.LastPut
 )  # fmt: skip

@@ -1,0 +1,335 @@
+"""TransferQueue: rows stream from their producers to their consumers; LeasedBatch: the rows that one consumer works on.
+
+    queue.declare("reward", needs=["response"], gives=["reward"])
+    queue.put({"prompt": prompts}, group_size=8, key="epoch-0")                  # one side
+
+    with queue.get("reward", count=64, timeout_s=30) as batch:                   # the other side; an exception gives the rows back
+        batch.complete({"reward": score(batch["response"])})
+
+    for batch in queue.stream("reward", count=64):                               # or one after another, with one request each
+        batch.finish({"reward": score(batch["response"])})
+
+Promises of every implementation:
+
+- A row reaches each task at least once. Its effects happen once: a completion carries the lease's token, and one of a lease that has
+  ended raises LeaseLost and changes nothing.
+- Every row ends in exactly one terminal state: consumed, filtered, expired, failed or cancelled. ``audit`` adds up at any time.
+- A column is written once. Values read are bit for bit the values written.
+- Every call that waits has a deadline. DeadlineExceeded names what is missing and who should provide it.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..types import Batch
+from ..types.reports import Audit, FailedGroup, StatusReport
+from ..types.tasks import PolicySpec, SamplerSpec
+
+DEFAULT_LEASE_S = 600.0
+"""Seconds until unfinished rows of a lease go to others, unless a task says otherwise."""
+DEFAULT_TIMEOUT_S = 60.0
+"""Seconds that a call of a queue waits, unless it says otherwise."""
+
+
+@dataclass(frozen=True)
+class PutRows:
+    """The rows of a put: ``first`` to ``first + count - 1``. ``again``: True if they were there by their key, and none was added."""
+
+    first: int
+    count: int
+    again: bool
+
+
+class LeasedBatch(Batch, abc.ABC):
+    """Rows that are this client's until it completes them, gives them back, or the lease ends. Use it in a ``with`` block: rows that
+    are left then go back, and an exception counts as an attempt of theirs. One thread at a time.
+
+    ``token``: fencing token of the lease. ``task``: that leased the rows. ``index``: number of the step, or -1. ``version``: the
+    version that the replica has loaded (rollout) or that is being trained (train), or -1. ``partition``: of the rows. ``lease_s``:
+    seconds until the lease ends, unless it is renewed. Of a lease that ranks share: ``rank`` of ``world_size``, the number of its
+    ``shard``, and ``imbalance``: how much heavier the heaviest shard is than the mean (0: equal).
+    """
+
+    token: int
+    task: str
+    index: int
+    version: int
+    partition: str
+    lease_s: float
+    rank: int
+    world_size: int
+    shard: int
+    imbalance: float
+
+    @abc.abstractmethod
+    def complete(
+        self,
+        columns: Mapping[str, Any] | None = None,
+        *,
+        index: npt.ArrayLike | None = None,
+        filtered: npt.ArrayLike | None = None,
+    ) -> npt.NDArray[np.int64]:
+        """Write columns and acknowledge the rows, all or nothing.
+
+        ``index``: positions in this batch, or a bool mask of it, of the rows to complete now (default: all);
+        ``columns`` have one entry for each. ``filtered``: bool, one for each, True for rows to drop.
+        Returns the ids of rows that had ended with their group; nothing was written for these. Raises LeaseLost, SchemaError,
+        WriteOnceError; then nothing had an effect.
+        """
+
+    @abc.abstractmethod
+    def finish(
+        self,
+        columns: Mapping[str, Any] | None = None,
+        *,
+        index: npt.ArrayLike | None = None,
+        filtered: npt.ArrayLike | None = None,
+    ) -> None:
+        """Complete the batch with the next request: that of ``get(..., ack=batch)`` or of the ``stream`` that gave this batch, or when
+        its ``with`` block ends. That request raises what the server rejects. Call it once, as the last completion of a batch.
+
+        The values are copied before it returns. Raises SchemaError for what can be seen here.
+        """
+
+    @property
+    @abc.abstractmethod
+    def left(self) -> int:
+        """The number of rows that are neither completed nor given back."""
+
+    @property
+    @abc.abstractmethod
+    def finished(self) -> bool:
+        """True if ``finish`` was called and its result is not sent yet."""
+
+    @abc.abstractmethod
+    def give_back(self, *, index: npt.ArrayLike | None = None, reason: str = "", blame: bool = False) -> None:
+        """Return rows for others to take. ``blame``: the attempt counts; after too many the group fails."""
+
+    @abc.abstractmethod
+    def renew(self, *, after_s: float = 0.0) -> None:
+        """Start the lease's time again; if ranks share it, for all of them. Raises LeaseLost when it is too late.
+
+        ``after_s``: only if it began, or was renewed here, so many seconds ago. Long work may therefore call it as often as it likes
+        where it progresses: ``batch.renew(after_s=batch.lease_s / 3)``. If it hangs, others get the rows.
+        """
+
+    @abc.abstractmethod
+    def ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
+        """Acknowledge all rows without writing anything: the step is trained.
+
+        ``filtered``: bool (rows,), True for rows that carried no gradient. Raises LeaseLost. A step that ranks share is acknowledged
+        when each of them has called this.
+        """
+
+    @abc.abstractmethod
+    def __enter__(self) -> LeasedBatch: ...
+
+    @abc.abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class BatchStream(AbstractContextManager["BatchStream"], abc.ABC):
+    """Batches of a task, one after another, until the stream ends."""
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[LeasedBatch]: ...
+
+
+class TransferQueue(abc.ABC):
+    """The queue of a run, for threads; ``aio`` has the same methods as coroutines. Thread-safe: calls of different threads do not wait
+    for each other. Every method raises WireError if the server cannot be reached."""
+
+    @abc.abstractmethod
+    def configure(
+        self,
+        *,
+        capacity_rows: int | None = None,
+        capacity_bytes: int | None = None,
+        row_bytes: int | None = None,
+        max_staleness: int | None = None,
+        steps: int | None = None,
+        keep_versions: int | None = None,
+        max_swapping: int | None = None,
+        quorum: int | None = None,
+        staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None = None,
+        checkpoints: bool | None = None,
+    ) -> None:
+        """Set the queue's limits, before its tasks are declared. None leaves a limit as it is.
+
+        ``capacity_rows``: most rows alive at once. ``capacity_bytes``: most payload. ``row_bytes``: bytes reserved for a row and all
+        that is written to it later (0, the default: the bytes of the largest row so far). ``steps``: the number of steps; then the
+        stream ends. ``staleness_policy``: the meaning of ``max_staleness``, by name or by name and options: "wait" (the default),
+        "drop", "count", or another that is installed where the queue is served. ``keep_versions``: versions that can be fetched and
+        rolled back to. ``max_swapping``: replicas that load a version at once (0: all). ``quorum``: replicas that must have it
+        staged before any loads it (0: none). ``checkpoints``: keep rows of acknowledged steps until a checkpoint covers them.
+        Raises ConfigError, PluginError.
+        """
+
+    @abc.abstractmethod
+    def declare(
+        self,
+        name: str,
+        *,
+        needs: Sequence[str],
+        gives: Sequence[str] = (),
+        lease_s: float = DEFAULT_LEASE_S,
+        max_attempts: int = 3,
+        admits: bool = False,
+        batch_rows: int | None = None,
+        partitions: Sequence[str] = ("",),
+        sampler: str | tuple[str, Mapping[str, Any]] | SamplerSpec | None = None,
+    ) -> None:
+        """Declare a task: see TaskSpec. Declaring the same again does nothing.
+
+        ``sampler``: the name of one, or name and options: ("shuffled", {"seed": 1}), ("length_bucketed", {"column":
+        "response_ids"}), "whole_groups", ...; ``asyncflow plugins`` lists those installed where the queue is served.
+        Raises SchemaError for a name that no column can have; ConfigError for a task that no row could ever get through
+        (it gives what it needs, it waits for a task that waits for it, another task gives the same column, or it takes
+        no partition); PluginError.
+        """
+
+    @abc.abstractmethod
+    def put(
+        self,
+        columns: Mapping[str, Any],
+        *,
+        group_size: int = 1,
+        key: str = "",
+        partition: str = "",
+        priority: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> PutRows:
+        """Add ``group_size`` rows for each entry of ``columns``: the rows of a group share it.
+
+        The same ``key`` adds nothing the second time, but for groups that failed since because their payload was lost:
+        these are added again, whole. It is refused with other values, another number of entries, ``group_size`` or
+        partition. ``partition``: only the tasks that take it see the rows.
+        ``priority``: every task takes rows of a higher one first. A full queue makes it wait. Raises SchemaError,
+        ConfigError, Ended, MemoryFull, and DeadlineExceeded that names who keeps the queue full.
+        """
+
+    @abc.abstractmethod
+    def get(
+        self,
+        task: str,
+        count: int = 1,
+        *,
+        columns: Sequence[str] | None = None,
+        at_least: int = 0,
+        partition: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        team: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        shards: int = 0,
+        most: int = 0,
+        ack: LeasedBatch | None = None,
+    ) -> LeasedBatch:
+        """Lease up to ``count`` ready rows of a task, at least one; of a task with batch_rows, one whole step;
+        of a task that admits, whole groups. The rows are of one ``partition``; without a name the partitions of
+        the task take turns. ``at_least``: wait until so many are ready; only the rest at the end of the stream
+        may be fewer. ``columns``: the columns to read, of the task's needs; the others are neither mapped nor copied.
+
+        ``ack``: a batch to acknowledge in the same request, with its ``finish`` or, without one, all its rows
+        that are left. It has its effect before the lease is waited for. If it fails, its
+        error (LeaseLost, SchemaError, WriteOnceError) is raised and nothing was leased.
+
+        ``team``: the ``world_size`` ranks of a group lease together: the k-th get of each ``rank`` belongs to the k-th
+        lease of the group, granted when all have asked. Its ``count`` rows (or its step) are dealt out in ``shards`` (0:
+        one a rank; fewer: ``world_size // shards`` ranks one after another get the very same rows). The row counts of shards
+        differ by 1 at most, and a balanced sampler makes them about equally heavy. A sampler that keeps groups whole deals by weight
+        alone, and a shard may be empty. A step is acknowledged when every rank has acknowledged it. When a rank dies before, gives
+        rows back or is too late, all lose it, and the next get of every rank is that step again, under a new token. A lease that
+        another session holds under this rank is void.
+
+        ``most``: of a task that admits, the rows that this replica may hold in all. A replica that gives it takes part in the weight
+        updates: the request waits while a version has to be loaded first, and then returns as many rows as it has room for.
+
+        Raises Ended when there will never be another row, VersionNeeded when the replica must load newer
+        weights first, DeadlineExceeded that names what is missing and who should provide it.
+        """
+
+    @abc.abstractmethod
+    def stream(
+        self,
+        task: str,
+        count: int = 1,
+        *,
+        columns: Sequence[str] | None = None,
+        at_least: int = 0,
+        partition: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> BatchStream:
+        """Batches of a task, one after another, until the stream ends; see ``get``.
+
+        ``batch.finish`` is sent with the request for the next batch, so that a batch costs one request.
+        A batch that was neither finished nor completed is given back with that request, and the attempt counts. ``timeout_s``: the
+        longest wait for one batch. Leaving the loop sends what is unsent; use the stream as a context manager, too, to have
+        an exception in the loop count against the rows.
+        """
+
+    @abc.abstractmethod
+    def loaded(self, version: int) -> None:
+        """Report that this session's replica generates with ``version`` from now on."""
+
+    @abc.abstractmethod
+    def wanted(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Return how many rows the remaining steps lack (without a last step: the next few); wait until there are any.
+        Rows that were filtered, failed or were cancelled are wanted again. Raises Ended, DeadlineExceeded."""
+
+    @abc.abstractmethod
+    def lost(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> npt.NDArray[np.int64]:
+        """Wait until rows that were leased here have ended (too late, cancelled, failed with their group): work on them
+        may stop. Rows are remembered from the first call on. Returns their ids, each once. Raises DeadlineExceeded."""
+
+    @abc.abstractmethod
+    def end(self, *, cancel: bool = False, partition: str | None = None) -> None:
+        """Accept no further put, into one partition or any. ``cancel``: cancel its rows that no full step holds."""
+
+    @abc.abstractmethod
+    def cancel(
+        self,
+        rows: npt.ArrayLike | None = None,
+        *,
+        key: str = "",
+        partition: str | None = None,
+        reason: str = "cancelled by request",
+    ) -> int:
+        """End live rows with their groups: those with these ids, of the put with a ``key``, or of a ``partition``.
+
+        Their leases are lost; rows in a full step are their trainer's and stay. Returns how many rows ended.
+        Raises SchemaError for an id or key that was never put.
+        """
+
+    @abc.abstractmethod
+    def failed(self, count: int = 100) -> tuple[FailedGroup, ...]:
+        """Return the newest ``count`` groups that failed for good (dead letters), oldest first: their rows and put,
+        and the reason of each attempt. Rows whose payload was lost are among them. The queue keeps the last 1,000."""
+
+    @abc.abstractmethod
+    def audit(self) -> Audit:
+        """Return the balance: rows put = live + consumed + filtered + expired + failed + cancelled."""
+
+    @abc.abstractmethod
+    def status(self) -> StatusReport:
+        """Return the rows by task and state, and what each waiting request waits for."""
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Deliver reported events now."""
+
+    @property
+    @abc.abstractmethod
+    def aio(self) -> Any:
+        """The same methods as coroutines, on the same session."""
