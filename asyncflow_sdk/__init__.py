@@ -45,10 +45,14 @@ if TYPE_CHECKING:
     from .interfaces import Capabilities as Capabilities
     from .interfaces import Completion as Completion
     from .interfaces import Completions as Completions
+    from .interfaces import Consumer as Consumer
     from .interfaces import Filling as Filling
     from .interfaces import Launcher as Launcher
+    from .interfaces import LeasedBatch as LeasedBatch
     from .interfaces import PackedTokens as PackedTokens
     from .interfaces import Place as Place
+    from .interfaces import Producer as Producer
+    from .interfaces import Publication as Publication
     from .interfaces import Request as Request
     from .interfaces import RolloutEngine as RolloutEngine
     from .interfaces import Sampler as Sampler
@@ -57,6 +61,10 @@ if TYPE_CHECKING:
     from .interfaces import TrackedRun as TrackedRun
     from .interfaces import Tracker as Tracker
     from .interfaces import TrainEngine as TrainEngine
+    from .interfaces import TransferQueue as TransferQueue
+    from .interfaces import WeightPublisher as WeightPublisher
+    from .interfaces import WeightSubscriber as WeightSubscriber
+    from .interfaces import WeightSync as WeightSync
     from .interfaces import WeightUpdate as WeightUpdate
     from .interfaces import WorkerEnding as WorkerEnding
     from .interfaces import WorkerHandle as WorkerHandle
@@ -76,10 +84,10 @@ if TYPE_CHECKING:
     from .types import VersionSpan as VersionSpan
     from .types import Weights as Weights
     from .workflow import Agent as Agent
-    from .workflow import Consumer as Consumer
+    from .workflow import EngineProducer as EngineProducer
     from .workflow import Generate as Generate
+    from .workflow import LeaseConsumer as LeaseConsumer
     from .workflow import Logprobs as Logprobs
-    from .workflow import Producer as Producer
     from .workflow import Result as Result
     from .workflow import Rollout as Rollout
     from .workflow import Run as Run
@@ -149,6 +157,14 @@ _WHERE = {
     "TrainEngine": "interfaces",
     "Trainer": "service",
     "VersionSpan": "types",
+    "Consumer": "interfaces",
+    "LeasedBatch": "interfaces",
+    "Producer": "interfaces",
+    "Publication": "interfaces",
+    "TransferQueue": "interfaces",
+    "WeightPublisher": "interfaces",
+    "WeightSubscriber": "interfaces",
+    "WeightSync": "interfaces",
     "WeightUpdate": "interfaces",
     "Weights": "types",
     "Launcher": "interfaces",
@@ -161,10 +177,10 @@ _WHERE = {
     "hookimpl": "plugins",
     "write_report": "cli.report",
     "Agent": "workflow",
-    "Consumer": "workflow",
+    "EngineProducer": "workflow",
+    "LeaseConsumer": "workflow",
     "Generate": "workflow",
     "Logprobs": "workflow",
-    "Producer": "workflow",
     "Result": "workflow",
     "Rollout": "workflow",
     "Run": "workflow",

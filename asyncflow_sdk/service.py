@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from .errors import ConfigError, DeadlineExceeded, Ended, SchemaError
 from .interfaces import TRAIN_COLUMNS, LeasedBatch, PutRows
-from .weights import WeightPublisher
+from .weights import TransportPublisher
 from .workflow import Rollout, Run, Stage, load_prompts
 from .workflow.data import Prompts
 
@@ -36,7 +36,7 @@ class Trainer:
         self.run = run
         self._timeout_s = timeout_s
         self._transport, self._options = transport, options
-        self._publisher: WeightPublisher | None = None
+        self._publisher: TransportPublisher | None = None
         self._trained = -1  # version of the step that was got last
 
     def init_engines(
@@ -115,7 +115,7 @@ class Trainer:
     ) -> int:
         """Make ``weights`` the current version; rollouts fetch it while they generate, and load it at their next safe point.
         Returns its number: by default the one that the last step trained towards, and 0 before a step. Blocks for one copy;
-        waits for nobody who loads. Raises what ``WeightPublisher.publish`` raises."""
+        waits for nobody who loads. Raises what ``TransportPublisher.publish`` raises."""
         if self._publisher is None:
             self._publisher = self.run.weight_publisher(self._transport, **self._options)
         return self._publisher.publish(self._trained + 1 if version is None else version, weights).version

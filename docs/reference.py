@@ -31,16 +31,18 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
     "A run": ("", [workflow.serve, workflow.connect, workflow.Run]),
     "The queue": (
         "`run.queue`; `run.queue.aio` has the same verbs as coroutines. What follows the queue is what its verbs return",
-        [queue.TransferQueue, queue.Rows, queue.LeasedBatch, Audit],
+        [interfaces.TransferQueue, interfaces.PutRows, interfaces.LeasedBatch, interfaces.BatchStream, Audit],
     ),
     "Versions of the weights": (
         "what `run.weight_publisher`, `run.weight_updates`, `run.rollback` and `run.restoration` return",
         [
-            weights.WeightPublisher,
-            weights.Publication,
-            weights.OwnUpdates,
-            weights.OwnUpdate,
-            weights.RolledBack,
+            interfaces.WeightSync,
+            interfaces.WeightPublisher,
+            weights.TransportPublisher,
+            interfaces.Publication,
+            interfaces.WeightSubscriber,
+            interfaces.LoadableUpdate,
+            interfaces.RollbackResult,
             weights.Restoration,
         ],
     ),
@@ -62,7 +64,14 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
     ),
     "Parts of a loop of one's own": (
         "",
-        [workflow.Producer, workflow.Consumer, queue.StreamDataLoader, service.Trainer],
+        [
+            interfaces.Producer,
+            workflow.EngineProducer,
+            interfaces.Consumer,
+            workflow.LeaseConsumer,
+            queue.StreamDataLoader,
+            service.Trainer,
+        ],
     ),
     "Data, and what a run has left": (
         "",
@@ -248,7 +257,13 @@ def _parameter(parameter: inspect.Parameter, kind: Any) -> tuple[str, str]:
     return left, " ".join((said.help or "").split()) + (f" [{default}]" if kept else "")
 
 
-GIVEN = (workflow.Run, queue.TransferQueue, queue.LeasedBatch, weights.Publication, weights.OwnUpdate)
+GIVEN = (
+    workflow.Run,
+    interfaces.TransferQueue,
+    interfaces.LeasedBatch,
+    interfaces.Publication,
+    interfaces.LoadableUpdate,
+)
 """By functions and methods: nobody makes them by themselves."""
 INNER = ("Verbs", "Lease", "Stream")
 """Written once for two faces, blocking and not."""

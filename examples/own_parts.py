@@ -21,7 +21,7 @@ def exact_match(response: list[str], answer: list[str]) -> list[float]:
 def roll_out(address: str, model: str) -> None:
     with af.connect(address, name="my-rollout") as run:
         engine = TransformersEngine(model, threads=1)
-        af.Producer(run.queue, engine, prompt="prompt", text=model, sampling=af.Sampling(max_tokens=7)).work()
+        af.EngineProducer(run.queue, engine, prompt="prompt", text=model, sampling=af.Sampling(max_tokens=7)).work()
 
 
 def reward(address: str) -> None:
@@ -41,7 +41,7 @@ def main(model: str, data: str, out: str) -> None:
         run.queue.put(af.load_prompts(data), group_size=8)
         run.queue.end()
         weights = run.weight_publisher("shm")
-        for step in af.Consumer(run.queue, "train", timeout_s=60.0):
+        for step in af.LeaseConsumer(run.queue, "train", timeout_s=60.0):
             result = engine.train_step(step)
             weights.publish(step.version + 1, engine.named_weights())
             step.ack(filtered=result.filtered)

@@ -17,6 +17,17 @@ from .sampler import Candidates, Sampler
 from .staleness import Filling, StalenessPolicy
 from .tracker import TrackedRun, Tracker
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
+from .weight_sync import (
+    DEFAULT_FETCH_S,
+    DEFAULT_UPDATE_S,
+    LoadableUpdate,
+    Publication,
+    RollbackResult,
+    WeightPublisher,
+    WeightSubscriber,
+    WeightSync,
+    optimizer_source,
+)
 from .weights import (
     Fetched,
     FilePlace,
@@ -28,10 +39,13 @@ from .weights import (
     WeightTransport,
     WeightUpdate,
 )
+from .workers import Consumer, Producer
 
 __all__ = [
+    "DEFAULT_FETCH_S",
     "DEFAULT_LEASE_S",
     "DEFAULT_TIMEOUT_S",
+    "DEFAULT_UPDATE_S",
     "FATAL_STATUS",
     "TRAIN_COLUMNS",
     "Advantages",
@@ -41,17 +55,22 @@ __all__ = [
     "Capabilities",
     "Completion",
     "Completions",
+    "Consumer",
     "Fetched",
     "FilePlace",
     "Filling",
     "Host",
     "Launcher",
     "LeasedBatch",
+    "LoadableUpdate",
     "OnFailure",
     "PackedTokens",
     "Place",
+    "Producer",
+    "Publication",
     "PutRows",
     "Request",
+    "RollbackResult",
     "RolloutEngine",
     "Room",
     "Sampler",
@@ -62,12 +81,16 @@ __all__ = [
     "Tracker",
     "TrainEngine",
     "TransferQueue",
+    "WeightPublisher",
     "WeightReceiver",
     "WeightSender",
+    "WeightSubscriber",
+    "WeightSync",
     "WeightTransport",
     "WeightUpdate",
     "WorkerEnding",
     "WorkerHandle",
     "WorkerOrder",
     "check_on_failure",
+    "optimizer_source",
 ]

@@ -4,11 +4,11 @@ from .handover import Handover, handed_over, read_handed
 from .host import host_of
 from .loading import Loading
 from .negotiating import AUTO, Choice, check_fetching, check_swap, choose_encoding, choose_swap, choose_transport
-from .own_loop import OwnUpdate, OwnUpdates
+from .own_loop import StagedUpdate, TransportSubscriber
 from .prefetch import Staged
 from .proof import check_held, check_names, check_probe
-from .publication import Publication, RolledBack, optimizer_of
-from .publisher import WeightPublisher, transport_named
+from .publication import TransportPublication
+from .publisher import TransportPublisher, transport_named
 from .restoration import Restoration, packed_restoration, restoration, restored
 from .staging import Place, Staging
 from .update import Update
@@ -19,16 +19,15 @@ __all__ = [
     "Choice",
     "Handover",
     "Loading",
-    "OwnUpdate",
-    "OwnUpdates",
     "Place",
-    "Publication",
     "Restoration",
-    "RolledBack",
     "Staged",
+    "StagedUpdate",
     "Staging",
+    "TransportPublication",
+    "TransportPublisher",
+    "TransportSubscriber",
     "Update",
-    "WeightPublisher",
     "WeightUpdates",
     "check_fetching",
     "check_held",
@@ -40,7 +39,6 @@ __all__ = [
     "choose_transport",
     "handed_over",
     "host_of",
-    "optimizer_of",
     "packed_restoration",
     "read_handed",
     "restoration",

@@ -1,4 +1,4 @@
-"""OwnUpdates: new versions for a loop of one's own, which generates with an engine the SDK knows nothing of.
+"""TransportSubscriber: new versions for a loop of one's own, which generates with an engine the SDK knows nothing of.
 
 for update in run.weight_updates():           # fetched, verified, and this replica may load it now
     with update:                              # leaving commits; an exception does not
@@ -21,28 +21,21 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import AsyncFlowError, DeadlineExceeded, Ended
-from ..interfaces import FilePlace, WeightUpdate
+from ..interfaces import DEFAULT_FETCH_S, DEFAULT_UPDATE_S, FilePlace, LoadableUpdate, WeightSubscriber
 from ..queue import LoopPort, QueueClient
 from ..queue.awaiting import is_set
 from ..types import Probe
-from .prefetch import CLOSE_S, FETCH_S, Staged, said
+from .prefetch import CLOSE_S, Staged, said
 from .proof import names_taken
 from .updates import WeightUpdates
 
 T = TypeVar("T")
 
 
-class OwnUpdate(WeightUpdate):
-    """A version that may be loaded now. What is done to the engine belongs into its ``with`` block.
+class StagedUpdate(LoadableUpdate):
+    """A version that this replica has fetched and verified."""
 
-    Left without an exception, the version is committed: the engine generates with it from then on. It must have taken every
-    tensor: those it says it ``took``, else those that iterating handed out; WeightMismatch names others. Call ``took`` with the
-    names the engine itself says it has taken: that a tensor was handed out does not prove that it was. Left with an
-    exception, the engine must be on the version it had, whole, or not generate any more. ``probe``: sequences
-    whose log-probs by this version are known, where the trainer gave some.
-    """
-
-    def __init__(self, staged: Staged, leave: Callable[[OwnUpdate, BaseException | None], Future[None]]) -> None:
+    def __init__(self, staged: Staged, leave: Callable[[StagedUpdate, BaseException | None], Future[None]]) -> None:
         self.version, self.tensors, self.root = staged.version, staged.tensors, staged.root
         self.probe: Probe | None = staged.probe
         self._staged, self._leave = staged, leave
@@ -67,7 +60,6 @@ class OwnUpdate(WeightUpdate):
         return place
 
     def took(self, names: Iterable[str]) -> None:
-        """Which tensors the engine took, by its own word."""
         self._took = names_taken(self.version, names, "took() was given", "give it")
 
     @property
@@ -77,7 +69,7 @@ class OwnUpdate(WeightUpdate):
     def release(self) -> None:
         self._staged.release()
 
-    def __enter__(self) -> OwnUpdate:
+    def __enter__(self) -> StagedUpdate:
         return self
 
     def __exit__(
@@ -85,7 +77,7 @@ class OwnUpdate(WeightUpdate):
     ) -> None:
         self._leave(self, error).result()
 
-    async def __aenter__(self) -> OwnUpdate:
+    async def __aenter__(self) -> StagedUpdate:
         return self
 
     async def __aexit__(
@@ -101,27 +93,20 @@ class OwnUpdate(WeightUpdate):
             raise
 
 
-class OwnUpdates:
-    """Iterates over versions, the newest first, until the run ends. From now on this session counts as a replica.
-
-    A thread fetches and verifies while the loop is elsewhere. A version that is not entered by ``with`` is passed over. One that
-    failed comes again after a while, unless a newer one does. ``loaded``: the version that the engine has already.
-    ``timeout_s``: the longest it waits for a version before DeadlineExceeded says for whom. One thread, or one task, iterates.
-    ``close`` may be called from any, and is to be where a loop is left early, best by ``with``: until then this session is a
-    replica, for which others may have to wait.
-    """
+class TransportSubscriber(WeightSubscriber):
+    """Fetches versions through a ``WeightTransport`` in a thread of its own. Arguments: see ``WeightSync.weight_updates``."""
 
     def __init__(
         self,
         queue: QueueClient,
         *,
         loaded: int | None = None,
-        timeout_s: float = 3600.0,
-        fetch_timeout_s: float = FETCH_S,
+        timeout_s: float = DEFAULT_UPDATE_S,
+        fetch_timeout_s: float = DEFAULT_FETCH_S,
         rename: Callable[[str], str] | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        self._current: OwnUpdate | None = None  # handed out, and not left yet
+        self._current: StagedUpdate | None = None  # handed out, and not left yet
         self._closed = False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="asyncflow-weights", daemon=True).start()
@@ -134,10 +119,9 @@ class OwnUpdates:
 
     @property
     def loaded(self) -> int | None:
-        """The version committed last."""
         return self._updates.loaded
 
-    def __iter__(self) -> Iterator[OwnUpdate]:
+    def __iter__(self) -> Iterator[StagedUpdate]:
         while True:
             coming = self._ask(self._next())
             try:
@@ -155,7 +139,7 @@ class OwnUpdates:
             update.heard = True
             yield update
 
-    async def __aiter__(self) -> AsyncIterator[OwnUpdate]:
+    async def __aiter__(self) -> AsyncIterator[StagedUpdate]:
         while True:
             try:
                 update = await asyncio.wrap_future(self._ask(self._next()))
@@ -170,7 +154,6 @@ class OwnUpdates:
             yield update
 
     def close(self) -> None:
-        """Stop fetching; this session is no replica any more. Idempotent; a version that was handed out and not left can be committed no more."""
         if self._closed:
             return
         self._closed = True
@@ -179,13 +162,13 @@ class OwnUpdates:
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def __enter__(self) -> OwnUpdates:
+    def __enter__(self) -> TransportSubscriber:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    async def __aenter__(self) -> OwnUpdates:
+    async def __aenter__(self) -> TransportSubscriber:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -209,14 +192,14 @@ class OwnUpdates:
         self._updates = WeightUpdates(queue, loaded, self._changed.set, **options)
         await self._updates.join()
 
-    async def _next(self) -> OwnUpdate:
+    async def _next(self) -> StagedUpdate:
         if self._current is not None:
             passed, self._current = self._current, None
             await self._updates.give_up(passed._staged, "the loop went on without loading it", again=not passed.heard)
         until = time.monotonic() + self._timeout_s
         while (staged := await self._staged(until)) is not None:
             if await self._permission(staged.version, until) and self._updates.staged is staged:
-                self._current = OwnUpdate(self._updates.take(), self._leave)
+                self._current = StagedUpdate(self._updates.take(), self._leave)
                 return self._current
         raise Ended("no further version will come")
 
@@ -254,10 +237,10 @@ class OwnUpdates:
                 f"version {version} could not be loaded in {self._timeout_s:g} s: {error}"
             ) from None
 
-    def _leave(self, update: OwnUpdate, error: BaseException | None) -> Future[None]:
+    def _leave(self, update: StagedUpdate, error: BaseException | None) -> Future[None]:
         return self._ask(self._left(update, error))
 
-    async def _left(self, update: OwnUpdate, error: BaseException | None) -> None:
+    async def _left(self, update: StagedUpdate, error: BaseException | None) -> None:
         if self._current is not update:
             raise AsyncFlowError(f"version {update.version} was left already")
         self._current = None

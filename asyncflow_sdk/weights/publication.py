@@ -1,18 +1,18 @@
-"""Publication: what a trainer may ask of a version that it has published. RolledBack: the answer to a rollback."""
+"""A version on its way from the trainer: copied, hashed, sent, and made current."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 
 from ..errors import AsyncFlowError, DeadlineExceeded, WeightError
+from ..interfaces import DEFAULT_FETCH_S, Publication
 from ..types import Manifest
 
 
-class Publication:
-    """A version on its way: copied, and being made current."""
+class TransportPublication(Publication):
+    """A version that a ``TransportPublisher`` delivers."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -25,7 +25,6 @@ class Publication:
 
     @property
     def done(self) -> bool:
-        """Whether it is current, or has failed."""
         return self._done.done()
 
     def _failed(self, error: BaseException) -> None:
@@ -61,11 +60,7 @@ class Publication:
             if not self.told:
                 self._failed(error)
 
-    def wait(self, timeout_s: float = 600.0) -> Manifest:
-        """Return once the version, or this rank's part of it, is published: a version of several ranks is current once all parts
-        are, and if another rank withdraws it, the run is told so and the next publish goes on; since that one this raises
-        WeightError, which says who withdrew it and why. Raises what went wrong: the version before is current then;
-        DeadlineExceeded, and it is still under way."""
+    def wait(self, timeout_s: float = DEFAULT_FETCH_S) -> Manifest:
         try:
             manifest = self._done.result(timeout_s)
         except FutureTimeout:
@@ -81,23 +76,3 @@ class Publication:
         if self._lost:
             raise WeightError(self._lost)
         return manifest
-
-
-@dataclass(frozen=True)
-class RolledBack:
-    """The answer to a rollback. ``version``: the new number, current now. ``expired``: rows that ended with the versions given up.
-    ``checkpoint``: the step of the checkpoint that has this version's optimizer state; -1 without one."""
-
-    version: int
-    expired: int
-    checkpoint: int
-
-    @property
-    def optimizer(self) -> str:
-        """Where the trainer is to take its optimizer's state from: "checkpoint of step N", or "fresh"."""
-        return optimizer_of(self.checkpoint)
-
-
-def optimizer_of(checkpoint: int) -> str:
-    """Name the origin of an optimizer's state, for people. ``checkpoint``: its step; -1 without one."""
-    return "fresh" if checkpoint < 0 else f"checkpoint of step {checkpoint}"

@@ -1,6 +1,6 @@
-"""WeightPublisher: publishes versions for a trainer.
+"""TransportPublisher: publishes versions for a trainer.
 
-    publisher = WeightPublisher(queue, "shm", dtype="bfloat16")
+    publisher = TransportPublisher(queue, "shm", dtype="bfloat16")
     publication = publisher.publish(version, engine.named_weights())   # copied: training may go on
     publication.wait()                                                 # current; otherwise the next publish says what went wrong
 
@@ -33,6 +33,7 @@ from ..errors import (
     WeightError,
     WeightMismatch,
 )
+from ..interfaces import RollbackResult, WeightPublisher
 from ..interfaces.weights import WeightTransport
 from ..ledger import commands as cmd
 from ..plugins import registry
@@ -49,7 +50,7 @@ from .filling import helps
 from .hashing import Hashing
 from .host import host_of
 from .negotiating import AUTO, choose_transport
-from .publication import Publication, RolledBack
+from .publication import TransportPublication
 from .writing import DtypePolicy, Rename, Writer
 
 _publishers = itertools.count()  # a session may publish from more than one, one after another
@@ -76,8 +77,8 @@ def transport_named(name: str, **options: Any) -> WeightTransport:
 
 
 def check_publishing(transport: str, options: Mapping[str, Any]) -> None:
-    """Raises before there is a run what ``WeightPublisher(queue, transport, **options)`` would raise in a process like this one."""
-    own = inspect.signature(WeightPublisher).parameters
+    """Raises before there is a run what ``TransportPublisher(queue, transport, **options)`` would raise in a process like this one."""
+    own = inspect.signature(TransportPublisher).parameters
     elsewhere = sorted(options.keys() & {"queue", "transport", "dtype"})
     if elsewhere:
         raise ConfigError(
@@ -86,8 +87,8 @@ def check_publishing(transport: str, options: Mapping[str, Any]) -> None:
     transport_named(transport, **{name: value for name, value in options.items() if name not in own}).check()
 
 
-class WeightPublisher:
-    """Publishes versions for a trainer, or for rank ``rank`` of ``world_size`` that each publish a part. Not thread-safe.
+class TransportPublisher(WeightPublisher):
+    """Publishes versions through a ``WeightTransport``, for a trainer, or for rank ``rank`` of ``world_size`` that each publish a part.
 
     ``transport``: "auto" is shm where all of the run are on this host, else tcp. ``dtype``: in which floating-point tensors are published, or a function from name and dtype to dtype. ``rename``: from the
     engine's names to those of the checkpoint. ``digests`` False: nothing can be verified. ``timeout_s``: how long the delivery
@@ -124,8 +125,8 @@ class WeightPublisher:
             transport = self.transport = choose_transport(host.elsewhere, {}).chosen
         made = transport_named(transport, **options)
         self._sizes: Sequence[int] = ()
-        self._delivery: Publication | None = None
-        self._newest: Publication | None = None
+        self._delivery: TransportPublication | None = None
+        self._newest: TransportPublication | None = None
         self._doubtful: int | None = None  # a version of which the server's last word was lost
         self._preparing: Future[None] | None = None
         self._needed = threading.Event()  # the sender, by somebody else than who prepares
@@ -151,19 +152,11 @@ class WeightPublisher:
 
     @property
     def nbytes(self) -> int:
-        """Host memory held for weights."""
         return self._sender.nbytes
 
     def publish(
         self, version: int, weights: Mapping[str, Any] | Iterable[tuple[str, Any]], *, probe: Probe | None = None
-    ) -> Publication:
-        """Make ``weights`` the current version. Returns when training may change them again: they are copied, and the rest goes
-        on behind. ``weights``: a mapping, or pairs of name and tensor; a ``Shard`` may stand for a tensor. ``probe``: how an engine that has loaded it is checked.
-
-        Each tensor is let go before the next is asked for, unless they are in a dict or a list. ``version`` must be above every one before. Raises ConfigError,
-        WeightMismatch, SchemaError, MemoryFull: the version before stays current. Raises what became of the one before too,
-        and DeadlineExceeded when it is still under way.
-        """
+    ) -> TransportPublication:
         version, lasting, weights = version_number(version), lasts(weights), pairs(version, weights)
         if probe is not None:
             probe = plain_probe(probe, scored=True)
@@ -192,7 +185,7 @@ class WeightPublisher:
             sizes = writer.write(weights, lasting=lasting)
             if not writer.tensors and self.world_size == 1:
                 raise WeightMismatch(f"version {version} has no tensors")
-            self._sizes, self._delivery = writer.sizes, Publication(version)
+            self._sizes, self._delivery = writer.sizes, TransportPublication(version)
             self._newest = self._delivery
             self._background.submit(self._deliver, self._delivery, writer.tensors, sizes, hashing, probe)
         except BaseException as error:
@@ -210,25 +203,17 @@ class WeightPublisher:
         )
         return self._delivery
 
-    def rollback(self, version: int, reason: str = "") -> RolledBack:
-        """Make the bytes of a version that is kept current again, under a new number. ``reason``: for
-        people. Nothing more can be published before the trainer has loaded it: see ``Run.rollback``. Raises ConfigError that
-        says which versions are kept."""
+    def rollback(self, version: int, reason: str = "") -> RollbackResult:
         version = version_number(version)
         self._settle(f"version {version} cannot be rolled back to yet", self.timeout_s)
         reply = drive(self._port.send(cmd.Rollback(version=version, reason=reason)))
         self.current, self._doubtful = reply.version, None
-        return RolledBack(reply.version, reply.expired, reply.checkpoint)
+        return RollbackResult(reply.version, reply.expired, reply.checkpoint)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Return once everything published so far is current; of several ranks, once this one's parts are there, as
-        ``Publication.wait`` does. Raises what went wrong with it, and DeadlineExceeded."""
         self._settle("not everything is published", self.timeout_s if timeout_s is None else timeout_s)
 
     def close(self) -> None:
-        """Flush, and give the role up. A version that is not through in time is given up. What is current stays so; replicas
-        that have not fetched it by now still can where the transport outlives its publisher (shm, file), else they wait for
-        the next version. Idempotent."""
         if self._closed:
             return
         self._closed, delivery = True, self._delivery
@@ -243,7 +228,7 @@ class WeightPublisher:
                 drive(self._port.send(cmd.ClosePublisher()))
             self._sender.close()
 
-    def __enter__(self) -> WeightPublisher:
+    def __enter__(self) -> TransportPublisher:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -253,7 +238,7 @@ class WeightPublisher:
 
     def _deliver(
         self,
-        publication: Publication,
+        publication: TransportPublication,
         tensors: Any,
         sizes: Sequence[int],
         hashing: Hashing | None,

@@ -1,9 +1,9 @@
 """Runs and workflows: producers, consumers, stages, supervision."""
 
 from .agent import Agent, Turn, Turns
-from .consumer import Consumer
+from .consumer import LeaseConsumer
 from .data import load_prompts
-from .producer import Producer
+from .producer import EngineProducer
 from .recorder import ages_of, read_steps, staleness_of
 from .run import Run
 from .serving import connect, serve
@@ -15,10 +15,10 @@ from .workflow import Result, Workflow, resume
 
 __all__ = [
     "Agent",
-    "Consumer",
+    "EngineProducer",
     "Generate",
+    "LeaseConsumer",
     "Logprobs",
-    "Producer",
     "Result",
     "Rollout",
     "Run",

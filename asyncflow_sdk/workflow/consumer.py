@@ -1,4 +1,4 @@
-"""Consumer: the steps of a training task, one lease after another.
+"""LeaseConsumer: the steps of a training task, one lease after another.
 
 for step in run.consumer("train", batch_size=256):
     engine.step(step.to_torch())
@@ -17,12 +17,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..errors import AsyncFlowError, Ended, WireError
-from ..interfaces import LeasedBatch
+from ..interfaces import Consumer, LeasedBatch
 from ..queue import QueueClient
 from ..types import events as ev
 
 
-class Consumer:
+class LeaseConsumer(Consumer):
     """Iterates over leased batches until the stream ends. Each must be acknowledged (or completed) before the
     next is asked for; one that is not is given back. What ``finish`` said of one is sent with the request for the next, which
     raises what is wrong with it; one may iterate again then. ``timeout_s``: the longest it waits for one batch before

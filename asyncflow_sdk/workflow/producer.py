@@ -1,4 +1,4 @@
-"""Producer: leases prompts, has them answered by an engine, and swaps in new versions at its safe points.
+"""EngineProducer: leases prompts, has them answered by an engine, and swaps in new versions at its safe points.
 
 How rows come to be is ``answering``'s, of an agent ``agent``'s; what an engine is asked ``drawing``'s; how they get to the
 ledger ``completing``'s. New weights are fetched and verified while the engine generates; when they are loaded is the swap
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DeadlineExceeded, Ended
-from ..interfaces import RolloutEngine
+from ..interfaces import Producer, RolloutEngine
 from ..queue import AsyncLeasedBatch, QueueClient
 from ..types import Sampling
 from ..types import events as ev
@@ -34,7 +34,7 @@ WAIT_S = 3600.0
 CLOSE_S = 30.0
 
 
-class Producer:
+class EngineProducer(Producer):
     """Runs one engine until the stream ends: ``work`` in this thread, or ``run`` on an event loop. Called once.
 
     ``prompt``: the column of prompts; "prompt_ids" holds token ids, any other holds text, and ``text`` is the folder of its
@@ -98,13 +98,10 @@ class Producer:
         self._failure: BaseException | None = None
 
     def work(self) -> None:
-        """Declare the task and generate here, in this thread, until the stream ends. Raises what ``run`` raises."""
         self._queue.declare(**{name: getattr(self._spec, name) for name in self._spec.__struct_fields__})
         asyncio.run(self.run())
 
     async def run(self) -> None:
-        """Generate until the stream ends. Raises what the engine raised, DeadlineExceeded with the reason, and
-        ConfigError when this connection is another engine's replica."""
         self._aio = self._queue.aio
         self._updates.claim()
         background = [

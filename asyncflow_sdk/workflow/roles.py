@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 
 from ..errors import ConfigError, VersionGone
-from ..interfaces import LeasedBatch, TrainEngine
+from ..interfaces import LeasedBatch, TrainEngine, optimizer_source
 from ..memory import private_directory
 from ..queue import QueueClient
 from ..types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_version
 from ..types import events as ev
-from ..weights import Restoration, WeightPublisher, optimizer_of, packed_restoration, restoration, restored
+from ..weights import Restoration, TransportPublisher, packed_restoration, restoration, restored
 from .checkpoint import Checkpoints, Damaged, Point
-from .consumer import Consumer
+from .consumer import LeaseConsumer
 from .meeting import APART, Meeting
 
 
@@ -56,7 +56,7 @@ def train(
         ending.callback(versions.close)
         ending.callback(queue.flush)
         versions.begin(_gone_on(engine, checkpoints) if checkpoints is not None else None)
-        for step in Consumer(queue, task, ahead=True, ranks=shard if ranks.world_size > 1 else None):
+        for step in LeaseConsumer(queue, task, ahead=True, ranks=shard if ranks.world_size > 1 else None):
             while True:
                 versions.restore()
                 trained = versions.trained_by(step)
@@ -163,7 +163,7 @@ class _Versions:
         refused = (
             f"the trainer's engine, {self._name}, has no load_weights, so it would go on from the weights given up"
         )
-        self._publisher = WeightPublisher(
+        self._publisher = TransportPublisher(
             queue, how.transport, rank=ranks.rank, world_size=ranks.world_size, dtype=how.dtype,
             no_rollback="" if engine.restores else refused, **{"model": model, **how.options},
         )  # fmt: skip
@@ -252,7 +252,7 @@ class _Versions:
                 time_s=began, worker=connection.name, kind="load", seconds=time.monotonic() - began, version=asked.version
             )
         )  # fmt: skip
-        return optimizer_of(step if path else -1)
+        return optimizer_source(step if path else -1)
 
     def _checkpoint(self, step: int) -> bytes:
         """The path of a checkpoint's engine state; b"" if there is none that is whole."""

@@ -19,7 +19,7 @@ from ..queue.user_frames import said
 from ..types import Batch, Ragged, Sampling
 from ..types import events as ev
 from ..types.columns import odd_entry, pack
-from .consumer import Consumer
+from .consumer import LeaseConsumer
 from .engines import loading_model, make_engine
 from .text import Text, token_ids, with_stop_ids
 from .user_code import FunctionFailed, told
@@ -91,7 +91,7 @@ class _State:
 
 def _each(state: _State, batch: int, work: Callable[[LeasedBatch], dict[str, Any]]) -> None:
     """A request for each batch: what came of one is sent with the request for the next."""
-    consumer, ended = Consumer(state.queue, state.task, count=batch), False
+    consumer, ended = LeaseConsumer(state.queue, state.task, count=batch), False
     while not ended:
         unsaid = 0
         try:

@@ -253,14 +253,14 @@ def _work(queue: QueueClient, job: RolloutJob | StageJob | TrainJob, rank: Rank)
 
 async def _rollout(queue: QueueClient, job: RolloutJob) -> None:
     from .agent import Agent
-    from .producer import Producer
+    from .producer import EngineProducer
     from .text import Text
 
     with loading_model(queue, job.task):
         engine = make_engine("rollout", job.engine, model=job.model, **job.options)
     text = Text(job.tokenizer) if job.tokenizer else None
     agent = Agent.of(job.agent) if job.agent is not None else None
-    producer = Producer(
+    producer = EngineProducer(
         queue, engine, task=job.task, prefix=job.prefix, sampling=job.sampling, prompt=job.prompt, text=text, needs_first=job.needs_first,
         swap=job.swap, verify=job.verify, agent=agent,
     )  # fmt: skip

@@ -124,7 +124,7 @@ async def drive(contender: Contender, model: str, tensors: dict[str, Any], round
     engine = contender.make(model, work.prompts * work.n)
     found = Rounds(contender, engine, work)
     with QueueSide(work) as other, af.connect(other.address) as run:
-        producer = af.Producer(run.queue, engine, sampling=af.Sampling(max_tokens=work.max_tokens))
+        producer = af.EngineProducer(run.queue, engine, sampling=af.Sampling(max_tokens=work.max_tokens))
         producing = asyncio.create_task(producer.run())
         measuring = asyncio.create_task(found.measure(rounds, other.round))
         await asyncio.wait([producing, measuring], return_when=asyncio.FIRST_COMPLETED)

@@ -18,7 +18,9 @@ from .plan import Plan
 async def generate(runs: list[Run], plan: Plan) -> None:
     sampling = af.Sampling(max_tokens=plan.rollout.longest)
     producers = [
-        af.Producer(run.queue, TimedRollout(**plan.options()), sampling=sampling, needs_first=True, swap=plan.swap)
+        af.EngineProducer(
+            run.queue, TimedRollout(**plan.options()), sampling=sampling, needs_first=True, swap=plan.swap
+        )
         for run in runs
     ]
     await asyncio.gather(*(producer.run() for producer in producers))

@@ -199,7 +199,7 @@ def test_a_load_that_breaks_off_in_flight_costs_no_row_and_no_blame(
             train.train_step(batch)
 
             async def scenario() -> None:
-                producer = af.Producer(
+                producer = af.EngineProducer(
                     replica.queue, engine, sampling=af.Sampling(max_tokens=60), swap="in_flight", verify=["held"]
                 )
                 running = asyncio.ensure_future(producer.run())

@@ -12,9 +12,10 @@ import numpy as np
 from waiting import until
 
 import asyncflow_sdk as af
+from asyncflow_sdk import Publication
 from asyncflow_sdk.types import Probe
 from asyncflow_sdk.types.events import Event, Note, WeightState
-from asyncflow_sdk.weights import OwnUpdates, Publication
+from asyncflow_sdk.weights import TransportSubscriber
 
 LIMIT_S = 60.0
 """Only ends a test that would hang."""
@@ -76,7 +77,7 @@ class Served:
         publication.wait(LIMIT_S)
         return publication
 
-    def replica(self, name: str = "replica", **options: Any) -> OwnUpdates:
+    def replica(self, name: str = "replica", **options: Any) -> TransportSubscriber:
         """A loop's updates on a connection of their own; closed with the run."""
         updates = self.client(name).weight_updates(**{"timeout_s": LIMIT_S, **options})
         return self._ending.enter_context(updates)
@@ -121,7 +122,7 @@ class Served:
         self.run.close()
 
 
-def load(updates: OwnUpdates, version: int) -> float:
+def load(updates: TransportSubscriber, version: int) -> float:
     """Load versions up to this one, as an engine that takes all tensors; its value."""
     for update in updates:
         with update:

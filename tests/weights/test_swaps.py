@@ -42,7 +42,7 @@ class Producing:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._began.set()
         try:
-            await af.Producer(self._queue, self.engine, **self._options).run()
+            await af.EngineProducer(self._queue, self.engine, **self._options).run()
         except (Exception, asyncio.CancelledError) as error:
             self.error: Any = error
 
@@ -295,4 +295,4 @@ def test_published_names_become_the_engines(run: Served, producing: Callable[...
 )
 def test_what_an_engine_cannot_do_is_refused_before_it_starts(engine: Any, options: Any, reason: str) -> None:
     with af.serve() as run, pytest.raises(ConfigError, match=reason):
-        af.Producer(run.queue, engine, **options)
+        af.EngineProducer(run.queue, engine, **options)

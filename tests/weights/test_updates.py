@@ -26,7 +26,7 @@ from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection, LoopPort
 from asyncflow_sdk.testing import EchoRollout
 from asyncflow_sdk.types import Manifest, Probe, TensorInfo
-from asyncflow_sdk.weights import OwnUpdates
+from asyncflow_sdk.weights import TransportSubscriber
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_loop_loads_and_commits_each_newest_version(served: Served) -> None:
 
 
 def test_the_same_on_an_event_loop(served: Served) -> None:
-    async def loop(updates: OwnUpdates) -> list[int]:
+    async def loop(updates: TransportSubscriber) -> list[int]:
         seen = []
         async with updates:
             async for update in updates:
@@ -332,7 +332,7 @@ def test_a_connection_is_one_replica(served: Served) -> None:
         with pytest.raises(ConfigError, match="mine takes weight updates for another engine already"):
             client.weight_updates(loaded=0)
         with pytest.raises(ConfigError, match="mine takes weight updates for another engine already"):
-            asyncio.run(af.Producer(client.queue, EchoRollout()).run())
+            asyncio.run(af.EngineProducer(client.queue, EchoRollout()).run())
         assert load(updates, 1) == 1.0  # it is not disturbed
     with client.weight_updates(timeout_s=LIMIT_S) as updates:
         assert load(updates, 1) == 1.0
@@ -373,7 +373,7 @@ def test_closing_the_run_ends_a_wait_for_versions(served: Served) -> None:
 
 
 def test_a_version_that_came_for_a_cancelled_loop_is_given_back() -> None:
-    async def cancelled(updates: OwnUpdates) -> None:
+    async def cancelled(updates: TransportSubscriber) -> None:
         async def loop() -> None:
             async for _ in updates:
                 raise AssertionError("it got the version")
@@ -412,14 +412,14 @@ def test_a_commit_that_is_cancelled_is_a_commit(far: tuple[Served, FlakyProxy, a
     run, proxy, client = far
     leaving = threading.Event()
 
-    async def loop(updates: OwnUpdates) -> None:
+    async def loop(updates: TransportSubscriber) -> None:
         async for update in updates:
             async with update:
                 value_of(update)
                 proxy.halt(there=False)  # the answer to the commit is late
                 leaving.set()
 
-    async def cancelled(updates: OwnUpdates) -> None:
+    async def cancelled(updates: TransportSubscriber) -> None:
         task = asyncio.create_task(loop(updates))
         await asyncio.to_thread(leaving.wait, LIMIT_S)
         task.cancel()

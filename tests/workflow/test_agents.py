@@ -118,7 +118,7 @@ def answered(run: af.Run, agent: af.Agent, prompts: dict[str, Any], engine: Any 
     taking = threading.Thread(target=take)
     taking.start()
     try:
-        producer = af.Producer(run.queue, engine or EchoRollout(), agent=agent, **options)
+        producer = af.EngineProducer(run.queue, engine or EchoRollout(), agent=agent, **options)
         asyncio.run(asyncio.wait_for(producer.run(), LIMIT_S))
     except BaseException:
         run.queue.end(cancel=True)

@@ -152,7 +152,7 @@ def test_token_ids_that_are_put_by_hand_are_looked_at_too(ids: Any, said: str) -
         run.queue.put({"prompt_ids": ids})
         run.queue.end()
         with pytest.raises(SchemaError, match=said):
-            asyncio.run(asyncio.wait_for(af.Producer(run.queue, EchoRollout()).run(), 60))
+            asyncio.run(asyncio.wait_for(af.EngineProducer(run.queue, EchoRollout()).run(), 60))
 
 
 def test_an_unknown_engine_lists_the_known_ones() -> None:

@@ -31,7 +31,7 @@ def produce(far: af.Run, failures: list[BaseException]) -> threading.Thread:
 
     def work() -> None:
         try:
-            asyncio.run(af.Producer(far.queue, EchoRollout(delay_s=0.002), needs_first=True).run())
+            asyncio.run(af.EngineProducer(far.queue, EchoRollout(delay_s=0.002), needs_first=True).run())
         except BaseException as error:
             failures.append(error)
 

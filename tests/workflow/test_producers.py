@@ -60,7 +60,7 @@ def given_prompts(run: af.Run, prompts: int, group_size: int, batch_rows: int) -
 
 
 def produce(run: Any, engine: af.RolloutEngine, **options: Any) -> None:
-    asyncio.run(asyncio.wait_for(af.Producer(run.queue, engine, **options).run(), 60))
+    asyncio.run(asyncio.wait_for(af.EngineProducer(run.queue, engine, **options).run(), 60))
 
 
 def test_a_dead_engine_ends_its_producer_and_another_has_its_rows() -> None:
@@ -149,7 +149,7 @@ def test_one_request_waits_for_the_version_and_gets_all_there_is_room_for_with_i
                 delay_s=0.005, spread=1.0, max_rows=rows, in_flight=swap == "in_flight", partial=swap == "partial"
             )
             queue: Any = Watched(replica.queue)
-            work = asyncio.wait_for(af.Producer(queue, engine, swap=swap).run(), 60)
+            work = asyncio.wait_for(af.EngineProducer(queue, engine, swap=swap).run(), 60)
             producing = threads.submit(asyncio.run, work)
             # when each step needs the version of the one before
             for number in range(1, steps + 1):
@@ -172,7 +172,7 @@ def test_who_waits_for_a_version_that_does_not_come_hears_of_the_end() -> None:
         with af.connect(run.address, name="replica") as replica, ThreadPoolExecutor() as threads:
             # given one that has rows to generate and may have no others with what it has
             queue: Any = Watched(replica.queue)
-            producing = asyncio.wait_for(af.Producer(queue, EchoRollout(delay_s=0.005, spread=1.0)).run(), 60)
+            producing = asyncio.wait_for(af.EngineProducer(queue, EchoRollout(delay_s=0.005, spread=1.0)).run(), 60)
             ended = threads.submit(asyncio.run, producing)
             # when its rows end one after another
             with run.queue.get("train", timeout_s=30) as step:

@@ -20,7 +20,7 @@ from asyncflow_sdk.interfaces import StepResult
 from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types import one_version
-from asyncflow_sdk.weights import RolledBack
+from asyncflow_sdk.interfaces import RollbackResult
 
 ROWS, STEPS = 4, 5
 LIMIT_S = 30.0
@@ -48,7 +48,7 @@ class Served:
             client.wait(worker, timeout_s=60)
         self.run.queue.flush()
 
-    def roll_back(self, version: int) -> RolledBack:
+    def roll_back(self, version: int) -> RollbackResult:
         """When the newest published version is current."""
         return self.run.rollback(version, "the reward fell")
 
@@ -104,7 +104,7 @@ class Logged(EchoTrain):
 
 
 def test_a_step_in_progress_is_trained_again_from_the_restored_weights(served: Served) -> None:
-    def meanwhile() -> RolledBack:
+    def meanwhile() -> RollbackResult:
         served.current(2)
         return served.roll_back(1)
 
@@ -158,7 +158,7 @@ def test_a_version_on_its_way_is_withdrawn_and_the_steps_after_it_descend_from_t
 
 
 def test_the_optimizer_of_the_versions_checkpoint_is_loaded(served: Served) -> None:
-    def meanwhile() -> RolledBack:
+    def meanwhile() -> RollbackResult:
         served.current(3)
         return served.roll_back(2)
 
@@ -174,7 +174,7 @@ def test_the_optimizer_of_the_versions_checkpoint_is_loaded(served: Served) -> N
 
 
 def test_a_checkpoint_that_is_damaged_is_not_loaded_and_the_event_says_so(served: Served) -> None:
-    def meanwhile() -> RolledBack:
+    def meanwhile() -> RollbackResult:
         served.current(3)
         (served.directory / "step-000002/engine/echo.json").write_text("{}")
         return served.roll_back(2)
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_is_damaged_is_not_loaded_and_the_event_says_so(served
 
 
 def test_of_two_rollbacks_the_second_is_loaded(served: Served) -> None:
-    def meanwhile() -> RolledBack:
+    def meanwhile() -> RollbackResult:
         served.current(2)
         served.roll_back(1)
         return served.roll_back(0)
@@ -209,7 +209,7 @@ def test_a_rollback_while_another_is_loaded_is_loaded_next(served: Served) -> No
             if len(self.loads) == 1:
                 served.roll_back(0)
 
-    def meanwhile() -> RolledBack:
+    def meanwhile() -> RollbackResult:
         served.current(2)
         return served.roll_back(1)
 
@@ -246,7 +246,7 @@ def test_another_trainer_restores_what_its_predecessor_did_not(served: Served) -
         def load_weights(self, update: af.WeightUpdate) -> None:
             raise RuntimeError("told to die")
 
-    def meanwhile() -> RolledBack:
+    def meanwhile() -> RollbackResult:
         served.current(2)
         return served.roll_back(1)
 
@@ -301,7 +301,7 @@ def test_a_loop_of_ones_own_publishes_when_it_says_that_it_has_restored(
 
 def test_all_ranks_of_a_trainer_load_the_same_version_and_train_the_step_again(tmp_path: Path) -> None:
     """In a workflow: while the ranks are at a step, an operator goes back two versions."""
-    gates, events, answers = Gates(tmp_path / "gates", 5), list[ev.Event](), list[RolledBack]()
+    gates, events, answers = Gates(tmp_path / "gates", 5), list[ev.Event](), list[RollbackResult]()
 
     def roll_back() -> None:
         with af.connect(tmp_path / "run", name="operator") as operator:

@@ -42,7 +42,7 @@ def producing(run: af.Run, *engines: EchoRollout, slow: type[Any] | None = None)
         try:
             with af.connect(run.address, name=f"rollout-{number}") as replica:
                 queue = replica.queue if slow is None else slow(replica.queue)
-                producer = af.Producer(queue, engine, needs_first=True, sampling=af.Sampling(max_tokens=4))
+                producer = af.EngineProducer(queue, engine, needs_first=True, sampling=af.Sampling(max_tokens=4))
                 asyncio.run(asyncio.wait_for(producer.run(), 100))
         except BaseException as failure:
             failures.append(failure)
