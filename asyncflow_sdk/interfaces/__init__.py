@@ -11,15 +11,13 @@ from .launcher import (
     WorkerOrder,
     check_on_failure,
 )
-from .queue import DEFAULT_LEASE_S, DEFAULT_TIMEOUT_S, BatchStream, LeasedBatch, PutRows, TransferQueue
+from .queue import BatchStream, LeasedBatch, PutRows, TransferQueue
 from .rollout import Capabilities, Completion, Completions, Request, RolloutEngine
 from .sampler import Candidates, Sampler
 from .staleness import Filling, StalenessPolicy
 from .tracker import TrackedRun, Tracker
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
 from .weight_sync import (
-    DEFAULT_FETCH_S,
-    DEFAULT_UPDATE_S,
     LoadableUpdate,
     Publication,
     RollbackResult,
@@ -42,10 +40,6 @@ from .weights import (
 from .workers import Consumer, Producer
 
 __all__ = [
-    "DEFAULT_FETCH_S",
-    "DEFAULT_LEASE_S",
-    "DEFAULT_TIMEOUT_S",
-    "DEFAULT_UPDATE_S",
     "FATAL_STATUS",
     "TRAIN_COLUMNS",
     "Advantages",

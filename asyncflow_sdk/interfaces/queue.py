@@ -31,13 +31,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..types import Batch
+from ..types.defaults import LEASE_S, TIMEOUT_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.tasks import PolicySpec, SamplerSpec
-
-DEFAULT_LEASE_S = 600.0
-"""Seconds until unfinished rows of a lease go to others, unless a task says otherwise."""
-DEFAULT_TIMEOUT_S = 60.0
-"""Seconds that a call of a queue waits, unless it says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +179,7 @@ class TransferQueue(abc.ABC):
         *,
         needs: Sequence[str],
         gives: Sequence[str] = (),
-        lease_s: float = DEFAULT_LEASE_S,
+        lease_s: float = LEASE_S,
         max_attempts: int = 3,
         admits: bool = False,
         batch_rows: int | None = None,
@@ -208,7 +204,7 @@ class TransferQueue(abc.ABC):
         key: str = "",
         partition: str = "",
         priority: int = 0,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> PutRows:
         """Add ``group_size`` rows for each entry of ``columns``: the rows of a group share it.
 
@@ -228,7 +224,7 @@ class TransferQueue(abc.ABC):
         columns: Sequence[str] | None = None,
         at_least: int = 0,
         partition: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
         team: str = "",
         rank: int = 0,
         world_size: int = 1,
@@ -269,7 +265,7 @@ class TransferQueue(abc.ABC):
         columns: Sequence[str] | None = None,
         at_least: int = 0,
         partition: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> BatchStream:
         """Batches of a task, one after another, until the stream ends; see ``get``.
 
@@ -284,12 +280,12 @@ class TransferQueue(abc.ABC):
         """Report that this session's replica generates with ``version`` from now on."""
 
     @abc.abstractmethod
-    def wanted(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+    def wanted(self, *, timeout_s: float = TIMEOUT_S) -> int:
         """Return how many rows the remaining steps lack (without a last step: the next few); wait until there are any.
         Rows that were filtered, failed or were cancelled are wanted again. Raises Ended, DeadlineExceeded."""
 
     @abc.abstractmethod
-    def lost(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> npt.NDArray[np.int64]:
+    def lost(self, *, timeout_s: float = TIMEOUT_S) -> npt.NDArray[np.int64]:
         """Wait until rows that were leased here have ended (too late, cancelled, failed with their group): work on them
         may stop. Rows are remembered from the first call on. Returns their ids, each once. Raises DeadlineExceeded."""
 

@@ -26,12 +26,8 @@ from types import TracebackType
 from typing import Any
 
 from ..types import Manifest, Probe
+from ..types.defaults import FETCH_S, NEXT_S
 from .weights import WeightUpdate
-
-DEFAULT_FETCH_S = 600.0
-"""Seconds that fetching a version may take, unless a replica says otherwise."""
-DEFAULT_UPDATE_S = 3600.0
-"""Seconds that a replica waits for its next version, unless it says otherwise."""
 
 
 class Publication(abc.ABC):
@@ -45,7 +41,7 @@ class Publication(abc.ABC):
         """True once the version is current, or has failed."""
 
     @abc.abstractmethod
-    def wait(self, timeout_s: float = DEFAULT_FETCH_S) -> Manifest:
+    def wait(self, timeout_s: float = FETCH_S) -> Manifest:
         """Return the manifest once the version is published. If ranks publish parts, it is current once all parts are there.
         Raises the error of a version that failed, WeightError that names the rank that withdrew it, and DeadlineExceeded
         while it is still under way."""
@@ -199,8 +195,8 @@ class WeightSync(abc.ABC):
         self,
         *,
         loaded: int | None = None,
-        timeout_s: float = DEFAULT_UPDATE_S,
-        fetch_timeout_s: float = DEFAULT_FETCH_S,
+        timeout_s: float = NEXT_S,
+        fetch_timeout_s: float = FETCH_S,
         rename: Callable[[str], str] | None = None,
     ) -> WeightSubscriber:
         """Open a replica's end. ``loaded``: the version that its engine holds already. ``timeout_s``: the longest wait for one version.

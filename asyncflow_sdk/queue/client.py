@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AsyncFlowError, ConfigError, LeaseLost, SchemaError, VersionNeeded
-from ..interfaces import DEFAULT_LEASE_S, DEFAULT_TIMEOUT_S, LeasedBatch, PutRows, TransferQueue
+from ..interfaces import LeasedBatch, PutRows, TransferQueue
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
 from ..ledger.commands import Audit, FailedGroup, PolicySpec, SamplerSpec, StatusReport, TaskSpec
 from ..types.columns import empty
+from ..types.defaults import LEASE_S, TIMEOUT_S
 from . import blocks
 from ._once import drive, sync
 from .arguments import check_arguments, check_columns, check_name, check_names
@@ -76,7 +77,7 @@ class Verbs(Generic[B, S]):
         *,
         needs: Sequence[str],
         gives: Sequence[str] = (),
-        lease_s: float = DEFAULT_LEASE_S,
+        lease_s: float = LEASE_S,
         max_attempts: int = 3,
         admits: bool = False,
         batch_rows: int | None = None,
@@ -100,7 +101,7 @@ class Verbs(Generic[B, S]):
         key: str = "",
         partition: str = "",
         priority: int = 0,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> PutRows:
         packed = blocks.pack_columns(columns)
         count = len(next(iter(packed.values()))) if packed else 0
@@ -119,7 +120,7 @@ class Verbs(Generic[B, S]):
         columns: Sequence[str] | None = None,
         at_least: int = 0,
         partition: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
         team: str = "",
         rank: int = 0,
         world_size: int = 1,
@@ -186,7 +187,7 @@ class Verbs(Generic[B, S]):
         columns: Sequence[str] | None = None,
         at_least: int = 0,
         partition: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> S:
         ask = cmd.Lease(
             task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
@@ -197,11 +198,11 @@ class Verbs(Generic[B, S]):
     async def _loaded(self, version: int) -> None:
         await self._port.send(cmd.Loaded(version=version))
 
-    async def _wanted(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+    async def _wanted(self, *, timeout_s: float = TIMEOUT_S) -> int:
         reply = await self._port.send(cmd.Wanted(timeout_s=timeout_s))
         return int(reply.count)
 
-    async def _lost(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> npt.NDArray[np.int64]:
+    async def _lost(self, *, timeout_s: float = TIMEOUT_S) -> npt.NDArray[np.int64]:
         reply = await self._port.send(cmd.AwaitLost(timeout_s=timeout_s))
         return unpack_ids(reply.ids)
 

@@ -30,6 +30,7 @@ from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena, Mapper, NoHole
 from ..types import Column, Event, digest_of
+from ..types.defaults import CALL_S
 from ..wire import Client, Reply, RunKey, await_key, process_key, same_host
 from . import blocks
 from .arguments import check_arguments
@@ -44,8 +45,6 @@ POST_TRIES = 3
 RESPONSE = "response_ids"
 """The column whose lengths a run accounts for."""
 _log = logging.getLogger(__name__)
-CALL_S = 30.0
-"""How long a call that waits for nothing may take before the server counts as lost (seconds)."""
 
 WritingCommand: TypeAlias = cmd.Put | cmd.Complete
 

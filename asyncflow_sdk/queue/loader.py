@@ -21,6 +21,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, Ended, LeaseLost, WireError
 from ..interfaces import LeasedBatch
 from ..types import events as ev
+from ..types.defaults import NEXT_S
 from .client import QueueClient, Verbs
 from .connection import BlockingPort, LoopPort
 from .leased import BlockingBatch
@@ -59,7 +60,7 @@ class StreamDataLoader(Generic[T]):
         prefetch: int = 0,
         at_least: int = 0,
         partition: str | None = None,
-        timeout_s: float = 3600.0,
+        timeout_s: float = NEXT_S,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} of {world_size}: ranks are 0 to world_size - 1")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from .defaults import LEASE_S
+
 
 class SamplerSpec(msgspec.Struct, frozen=True):
     """A sampler by the name it is registered with, and the options it is made of."""
@@ -35,7 +37,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     needs: tuple[str, ...]
     gives: tuple[str, ...] = ()
-    lease_s: float = 600.0
+    lease_s: float = LEASE_S
     max_attempts: int = 3
     admits: bool = False
     batch_rows: int | None = None

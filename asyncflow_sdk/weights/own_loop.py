@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import AsyncFlowError, DeadlineExceeded, Ended
-from ..interfaces import DEFAULT_FETCH_S, DEFAULT_UPDATE_S, FilePlace, LoadableUpdate, WeightSubscriber
+from ..interfaces import FilePlace, LoadableUpdate, WeightSubscriber
 from ..queue import LoopPort, QueueClient
 from ..queue.awaiting import is_set
 from ..types import Probe
+from ..types.defaults import FETCH_S, NEXT_S
 from .prefetch import CLOSE_S, Staged, said
 from .proof import names_taken
 from .updates import WeightUpdates
@@ -101,8 +102,8 @@ class TransportSubscriber(WeightSubscriber):
         queue: QueueClient,
         *,
         loaded: int | None = None,
-        timeout_s: float = DEFAULT_UPDATE_S,
-        fetch_timeout_s: float = DEFAULT_FETCH_S,
+        timeout_s: float = NEXT_S,
+        fetch_timeout_s: float = FETCH_S,
         rename: Callable[[str], str] | None = None,
     ) -> None:
         self._timeout_s = timeout_s

@@ -22,6 +22,7 @@ from ..ledger import commands as cmd
 from ..queue import Connection, LoopPort
 from ..queue.awaiting import is_set
 from ..types import Manifest, Probe
+from ..types.defaults import FETCH_S
 from ..types.probe import plain_probe
 from .host import host_of
 from .publisher import transport_named
@@ -29,7 +30,6 @@ from .update import Update
 
 ASK_AGAIN_S = 60.0
 """How long one request for the next version waits: a step may take hours, and a server that is gone is noticed."""
-FETCH_S = 600.0
 RETRY_S = 0.5
 RETRY_MOST_S = 30.0
 CLOSE_S = 5.0

@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
 from ..errors import AsyncFlowError, DeadlineExceeded, WeightError
-from ..interfaces import DEFAULT_FETCH_S, Publication
+from ..interfaces import Publication
 from ..types import Manifest
+from ..types.defaults import FETCH_S
 
 
 class TransportPublication(Publication):
@@ -60,7 +61,7 @@ class TransportPublication(Publication):
             if not self.told:
                 self._failed(error)
 
-    def wait(self, timeout_s: float = DEFAULT_FETCH_S) -> Manifest:
+    def wait(self, timeout_s: float = FETCH_S) -> Manifest:
         try:
             manifest = self._done.result(timeout_s)
         except FutureTimeout:

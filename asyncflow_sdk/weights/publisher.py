@@ -42,6 +42,7 @@ from ..queue._once import drive
 from ..queue.connection import BlockingPort
 from ..types import Chunk, Manifest, Probe
 from ..types import events as ev
+from ..types.defaults import FETCH_S
 from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES
 from ..types.probe import plain_probe
@@ -108,7 +109,7 @@ class TransportPublisher(WeightPublisher):
         dtype: DtypePolicy | None = None,
         rename: Rename | None = None,
         digests: bool = True,
-        timeout_s: float = 600.0,
+        timeout_s: float = FETCH_S,
         no_rollback: str = "",
         model: str | os.PathLike[str] = "",
         **options: Any,

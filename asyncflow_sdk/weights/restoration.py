@@ -19,8 +19,9 @@ from ..errors import WeightError
 from ..interfaces import WeightUpdate
 from ..ledger import commands as cmd
 from ..queue import QueueClient
+from ..types.defaults import FETCH_S
 from .host import host_of
-from .prefetch import FETCH_S, manifest_of
+from .prefetch import manifest_of
 from .publisher import transport_named
 from .update import Update
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable
 from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, VersionGone
 from ..ledger import commands as cmd
 from ..queue import Connection, LoopPort, QueueClient
-from .prefetch import ASK_AGAIN_S, CLOSE_S, FETCH_S, Prefetch, Staged
+from ..types.defaults import FETCH_S
+from .prefetch import ASK_AGAIN_S, CLOSE_S, Prefetch, Staged
 from .proof import check_names
 
 _replicas: weakref.WeakKeyDictionary[Connection, object] = weakref.WeakKeyDictionary()

@@ -20,6 +20,7 @@ from ..errors import AsyncFlowError, Ended, WireError
 from ..interfaces import Consumer, LeasedBatch
 from ..queue import QueueClient
 from ..types import events as ev
+from ..types.defaults import NEXT_S
 
 
 class LeaseConsumer(Consumer):
@@ -32,7 +33,7 @@ class LeaseConsumer(Consumer):
     """
 
     def __init__(
-        self, source: QueueClient, task: str, *, count: int = 1, timeout_s: float = 3600.0, ahead: bool = False,
+        self, source: QueueClient, task: str, *, count: int = 1, timeout_s: float = NEXT_S, ahead: bool = False,
         ranks: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._queue, self._task, self._count, self._timeout_s = source, task, count, timeout_s

@@ -22,8 +22,6 @@ from typing import Any
 
 from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, Ended
 from ..interfaces import (
-    DEFAULT_FETCH_S,
-    DEFAULT_UPDATE_S,
     TRAIN_COLUMNS,
     LeasedBatch,
     OnFailure,
@@ -35,6 +33,7 @@ from ..ledger import Audit
 from ..ledger import commands as cmd
 from ..queue import Connection, QueueClient, QueueServer, Recovered, open_queue
 from ..types import events as ev
+from ..types.defaults import FETCH_S, NEXT_S, STEP_LEASE_S
 from ..weights import Restoration, TransportPublisher, TransportSubscriber, restoration, restored
 from ..weights.arguments import version_number
 from .address import remove_addresses
@@ -148,8 +147,8 @@ class Run(WeightSync):
         batch_size: int | None = None,
         count: int = 1,
         needs: tuple[str, ...] = TRAIN_COLUMNS,
-        timeout_s: float = 3600.0,
-        lease_s: float = 86400.0,
+        timeout_s: float = NEXT_S,
+        lease_s: float = STEP_LEASE_S,
         sampler: str | tuple[str, Mapping[str, Any]] | None = None,
         team: str = "",
         rank: int = 0,
@@ -194,8 +193,8 @@ class Run(WeightSync):
         self,
         *,
         loaded: int | None = None,
-        timeout_s: float = DEFAULT_UPDATE_S,
-        fetch_timeout_s: float = DEFAULT_FETCH_S,
+        timeout_s: float = NEXT_S,
+        fetch_timeout_s: float = FETCH_S,
         rename: Callable[[str], str] | None = None,
     ) -> TransportSubscriber:
         updates = TransportSubscriber(

@@ -18,6 +18,7 @@ from ..queue import QueueClient
 from ..queue.arguments import check_names
 from ..types import LOSS_MASK, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
+from ..types.defaults import LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S
 from .agent import Agent
 from .describing import Described
 from .work import (
@@ -90,7 +91,7 @@ class Rollout(Described):
         cpus: Sequence[int] = (),
         gpus: Sequence[int] = (),
         on_failure: OnFailure | None = None,
-        lease_s: float = 60.0,
+        lease_s: float = WORKER_LEASE_S,
         swap: SwapPolicy | None = None,
         verify: Sequence[Proof] | None = None,
         **options: Any,
@@ -142,7 +143,7 @@ class Rollout(Described):
 
 
 def rollout_task(
-    task: str, prompt: str, prefix: str, text: bool, agent: Agent | None = None, lease_s: float = 3600.0,
+    task: str, prompt: str, prefix: str, text: bool, agent: Agent | None = None, lease_s: float = PRODUCER_LEASE_S,
     partitions: tuple[str, ...] = TRAINED,
 ) -> TaskSpec:  # fmt: skip
     """The task of a rollout: the columns it needs and gives. ``text``: responses are decoded."""
@@ -219,7 +220,7 @@ class Stage(Described):
         cpus: Sequence[int] = (),
         gpus: Sequence[int] = (),
         on_failure: OnFailure | None = None,
-        lease_s: float = 60.0,
+        lease_s: float = WORKER_LEASE_S,
     ) -> None:
         if isinstance(work, str) and ":" in work and python is None:
             work = import_name(work)
@@ -368,4 +369,4 @@ class Train(Described):
 
     def declare(self, batch_rows: int) -> TaskSpec:
         shares = SHARES if self.world_size > 1 else None
-        return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=600.0, sampler=shares)
+        return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=LEASE_S, sampler=shares)
