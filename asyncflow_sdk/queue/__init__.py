@@ -3,10 +3,10 @@
 from .client import AsyncTransferQueue, QueueClient, open_queue
 from .connection import Connection, LoopPort, Port
 from .journal_directory import is_unfinished
+from .lease_renewal import LeaseRenewer
 from .leased import AsyncLeasedBatch, BlockingBatch
 from .loader import StreamDataLoader
 from .recovery import Recovered
-from .renewing import Renewing
 from .server import QueueServer
 
 __all__ = [
@@ -14,12 +14,12 @@ __all__ = [
     "AsyncTransferQueue",
     "BlockingBatch",
     "Connection",
+    "LeaseRenewer",
     "LoopPort",
     "Port",
     "QueueClient",
     "QueueServer",
     "Recovered",
-    "Renewing",
     "StreamDataLoader",
     "is_unfinished",
     "open_queue",

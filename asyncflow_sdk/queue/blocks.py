@@ -43,7 +43,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
         return (self.serial & (1 << 64) - 1).to_bytes(8, "little")
 
 
-class Located(msgspec.Struct, frozen=True, array_like=True):
+class BlockSlices(msgspec.Struct, frozen=True, array_like=True):
     """Where the rows of a batch find some of their columns.
 
     They are runs of entries, in order: ``entries[i]`` to ``entries[i] + counts[i]`` (both int32) of a block.

@@ -22,14 +22,14 @@ from ..ledger.commands import Ids
 from ..ledger.state.grants import Grant
 from ..types import ColumnSpec
 from . import remote
-from .blocks import Block, Located
+from .block_index import LOST
+from .blocks import Block, BlockSlices
 from .checks import check_call, completed, owns
 from .clients import Client, Clients
 from .clock import Clock
 from .listeners import Listeners
 from .measures import Measures
 from .payload_manager import PayloadManager
-from .places import LOST
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, encode, failure
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class CallExecutor:
         self.clients = Clients()
         self._state, self._record = ledger.state, ledger.state.context.log
         self._listeners, self._send, self._forget = listeners, send, forget
-        self._measures = Measures(ledger, payloads.places, payloads.reader)
+        self._measures = Measures(ledger, payloads.index, payloads.reader)
         self._pending: dict[int, PendingCall] = {}
         self._digest = 0
 
@@ -304,7 +304,7 @@ class CallExecutor:
         if isinstance(reply, AsyncFlowError):
             self.payloads.discard(ticket)
             return Answer(error=failure(reply), first=pending.first)  # type: ignore[arg-type]
-        located: tuple[Located, ...] = ()
+        located: tuple[BlockSlices, ...] = ()
         schema: dict[str, ColumnSpec] = {}
         if isinstance(reply, cmd.PutDone):
             assert isinstance(pending.command, cmd.Put)

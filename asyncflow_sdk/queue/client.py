@@ -23,8 +23,8 @@ from ..ledger.commands import Audit, FailedGroup, PolicySpec, SamplerSpec, Statu
 from ..types.columns import empty
 from ..types.defaults import LEASE_S, TIMEOUT_S
 from . import blocks
-from ._once import drive, sync
 from .arguments import check_arguments, check_columns, check_name, check_names
+from .blocking import drive, sync
 from .connection import BlockingPort, Connection, LoopPort, Port
 from .leased import AsyncLeasedBatch, BlockingBatch, Lease
 from .protocol import Answer
@@ -139,7 +139,7 @@ class Verbs(Generic[B, S]):
 
     async def _take(self, ask: cmd.Lease, last: Lease | None, *, acknowledge: bool = True) -> B:
         """The batch that ``ask`` gives. The last word on batch ``last`` rides with it."""
-        answer = None if last is None else await last._post_last(ask, acknowledge=acknowledge)
+        answer = None if last is None else await last._send_last(ask, acknowledge=acknowledge)
         for left in reversed(range(_READ_TRIES)):
             if answer is None:
                 answer = await self._port.answer(ask)

@@ -50,8 +50,8 @@ WritingCommand: TypeAlias = cmd.Put | cmd.Complete
 
 
 @dataclass(frozen=True)
-class Letter:
-    """A command to be sent, and where its payload was written, or itself."""
+class PendingWrite:
+    """A command whose payload is written, or is to travel with it as an ``image``."""
 
     command: WritingCommand | cmd.GiveBack
     block: blocks.Block | None = None
@@ -229,11 +229,11 @@ class Port(ABC):
 
     def write(
         self, command: WritingCommand, columns: Mapping[str, Column], *, keep: bool = True, grow: bool = True
-    ) -> Letter:
+    ) -> PendingWrite:
         """Write columns to shared memory: the command with their place, ready to be posted, or to be torn.
         ``keep``: the columns may change before it is posted. ``grow``: see ``Arena.allocate``."""
         if not columns:
-            return Letter(command)
+            return PendingWrite(command)
         self.connection.wire.check()  # a forked child must not write into what its parent writes
         specs = {name: column.spec for name, column in columns.items()}
         if (response := columns.get(RESPONSE)) is not None and response.offsets is not None:
@@ -243,54 +243,56 @@ class Port(ABC):
         if self.connection.inline:
             self.connection.wire.fits(sum(column.values.nbytes for column in columns.values()))
             image = to_image(columns, copy=keep or self._copies)
-            return Letter(msgspec.structs.replace(command, columns=specs), image=image)
+            return PendingWrite(msgspec.structs.replace(command, columns=specs), image=image)
         block, space = blocks.write(self.connection.arena, columns, grow=grow)
         if self.connection.synced:
             self.connection.arena.sync(space)
-        return Letter(msgspec.structs.replace(command, columns=specs), block, space)
+        return PendingWrite(msgspec.structs.replace(command, columns=specs), block, space)
 
-    async def post(self, letter: Letter, then: cmd.Lease | None = None) -> Answer:
-        """Send a letter, and in the same request ask for a lease. The answer may be an error.
+    async def submit(self, pending: PendingWrite, then: cmd.Lease | None = None) -> Answer:
+        """Send a write, and in the same request ask for a lease. The answer may be an error.
 
         From the moment it is sent, the block is the server's to free: it alone knows whether rows lie in it,
-        also when this call is cancelled before the answer is here. So a letter is posted once; if its payload was lost
+        also when this call is cancelled before the answer is here. So a write is sent once; if its payload was lost
         on the way, with the run's shared memory, a copy is posted in its place.
         """
         began = time.monotonic()
         for left in reversed(range(POST_TRIES)):
             try:
-                image = letter.image
-                body = self.connection.call(letter.command, letter.block, then, None if image is None else image.rows)
+                image = pending.image
+                body = self.connection.call(
+                    pending.command, pending.block, then, None if image is None else image.rows
+                )
             except BaseException:
-                self.tear(letter)
+                self.discard(pending)
                 raise
-            timeout_s: float = getattr(then or letter.command, "timeout_s", CALL_S)
+            timeout_s: float = getattr(then or pending.command, "timeout_s", CALL_S)
             answer = self.connection.opened(await self.ask(body, timeout_s, () if image is None else image.parts))
             if not left or answer.error is None or answer.error[0] != PayloadLost.__name__:
                 break
-            if letter.space is not None and not self.connection.arena.lost(letter.space):
+            if pending.space is not None and not self.connection.arena.lost(pending.space):
                 break  # it is here, where the server does not see it
-            letter = self._copy(letter, time.monotonic() - began)
+            pending = self._copy(pending, time.monotonic() - began)
         return answer
 
-    def _copy(self, letter: Letter, waited_s: float) -> Letter:
-        """The same letter, its payload in another place: the memory it was written into is this process's still."""
-        command, block, old = letter.command, letter.block, letter.space
+    def _copy(self, pending: PendingWrite, waited_s: float) -> PendingWrite:
+        """Copy the payload of a write to another place: this process still has the memory that it was written into."""
+        command, block, old = pending.command, pending.block, pending.space
         if isinstance(command, cmd.Put):
             command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))
         if block is None or old is None:
-            return dataclasses.replace(letter, command=command)
+            return dataclasses.replace(pending, command=command)
         space = self.connection.arena.allocate(old.nbytes)
         space.memory[HEADER_BYTES:] = old.memory[HEADER_BYTES:]
         if self.connection.synced:
             self.connection.arena.sync(space)
         block = msgspec.structs.replace(block, segment=space.segment, start=space.start, serial=space.serial)
-        return Letter(command, block, space)
+        return PendingWrite(command, block, space)
 
-    def tear(self, letter: Letter) -> None:
-        """A letter that was never posted: its memory is free again."""
-        if letter.space is not None:
-            self.connection.arena.free([letter.space.serial])
+    def discard(self, pending: PendingWrite) -> None:
+        """Free the memory of a write that was never sent."""
+        if pending.space is not None:
+            self.connection.arena.free([pending.space.serial])
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
         """Write and post. Return the reply, or raise what the server reported. Where rows lie on the disk and it is full, a put
@@ -307,7 +309,7 @@ class Port(ABC):
         began, asked = time.monotonic(), command
         while True:
             try:
-                answer = await self.post(await self._written(asked, columns))
+                answer = await self.submit(await self._written(asked, columns))
                 answer.raise_error()
                 return answer.reply
             except MemoryFull as full:
@@ -320,7 +322,7 @@ class Port(ABC):
             left = max(0.0, timeout_s - (time.monotonic() - began))
             asked = msgspec.structs.replace(command, timeout_s=left)
 
-    async def _written(self, command: WritingCommand, columns: Mapping[str, Column]) -> Letter:
+    async def _written(self, command: WritingCommand, columns: Mapping[str, Column]) -> PendingWrite:
         """Write columns. Raises MemoryFull."""
         try:
             return self.write(command, columns, keep=False, grow=False)

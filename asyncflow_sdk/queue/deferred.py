@@ -13,7 +13,7 @@ import msgspec
 from ..errors import DeadlineExceeded, MemoryFull
 from ..ledger import commands as cmd
 from .protocol import Call, encode
-from .remote import IncomingBlock, Refused
+from .remote import IncomingBlock, RefusedUpload
 
 TRY_AGAIN_S = 0.5
 """How often the disk is asked again whether it has room."""
@@ -32,7 +32,7 @@ class DeferredRequest:
     done: int
     call: Call
     body: bytes
-    payload: IncomingBlock | Refused | None
+    payload: IncomingBlock | RefusedUpload | None
     since: float
     why: str = ""
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ..memory import Mapped, Mapper
 from ..types import Column
-from .blocks import Located
+from .blocks import BlockSlices
 from .layout import MOST_BYTES, Ints, Kind, check_serials, damaged, tables
 
 JOIN_BYTES = 256
@@ -42,7 +42,7 @@ class _Runs(NamedTuple):
         return self._replace(values=self.values[columns], sizes=self.sizes[columns], offsets=self.offsets[columns])
 
 
-def gather(mapper: Mapper, located: Located, wanted: list[Kind]) -> dict[str, Column]:
+def gather(mapper: Mapper, located: BlockSlices, wanted: list[Kind]) -> dict[str, Column]:
     """Copies of the columns of located rows. Raises LeaseLost, SchemaError."""
     blocks = np.frombuffer(located.blocks, np.int64).reshape(-1, 6)
     number, starts, serials, _, nbytes, _ = blocks.T
@@ -64,7 +64,7 @@ def gather(mapper: Mapper, located: Located, wanted: list[Kind]) -> dict[str, Co
                 check_serials(segment.bytes.view(np.int64), starts[mine], serials[mine])
 
 
-def _table(located: Located, blocks: Ints, parts: list[tuple[Mapped, Any]], wanted: list[Kind]) -> Ints:
+def _table(located: BlockSlices, blocks: Ints, parts: list[tuple[Mapped, Any]], wanted: list[Kind]) -> Ints:
     """Where the columns of the blocks lie: (blocks, columns, 3)."""
     out = np.empty((len(blocks), len(wanted), 3), np.int64)
     fields = np.frombuffer(located.fields, np.int32).astype(np.int64).reshape(-1, len(wanted))
@@ -74,7 +74,7 @@ def _table(located: Located, blocks: Ints, parts: list[tuple[Mapped, Any]], want
     return out
 
 
-def _runs(located: Located, blocks: Ints, table: Ints) -> _Runs:
+def _runs(located: BlockSlices, blocks: Ints, table: Ints) -> _Runs:
     number, starts, _, rows, _, runs = blocks.T
     block = np.repeat(np.arange(len(blocks)), runs)
     entry = np.frombuffer(located.entries, np.int32).astype(np.int64)

@@ -17,7 +17,7 @@ from ..memory import HEADER_BYTES
 from ..types import ColumnSpec, carrier
 
 ROWS, COLUMNS, NBYTES, TABLE = range(HEADER_BYTES // 8, HEADER_BYTES // 8 + 4)
-"""Places in a header, in words of 8 bytes; the table has three for each column."""
+"""BlockIndex in a header, in words of 8 bytes; the table has three for each column."""
 MOST_BYTES = 1 << 48
 Ints = npt.NDArray[np.int64]
 
@@ -66,7 +66,7 @@ def damaged(name: str) -> SchemaError:
 
 
 def tables(words: Ints, blocks: Ints, fields: Ints, wanted: list[Kind]) -> Ints:
-    """Where the columns of the n blocks of a Located lie in ``words``, a whole segment: int64 (n, columns, 3), each (values, nbytes,
+    """Where the columns of the n blocks of a BlockSlices lie in ``words``, a whole segment: int64 (n, columns, 3), each (values, nbytes,
     offsets); of ``fields`` (n or 1, columns). Raises SchemaError, LeaseLost."""
     _, starts, serials, rows, nbytes, _ = blocks.T
     first = starts // 8

@@ -25,11 +25,11 @@ from ..interfaces import LeasedBatch
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..types import Batch, Column
-from ._once import drive, sync
 from .arguments import plain_text
+from .blocking import drive, sync
 from .blocks import pack_columns
-from .connection import Letter, Port
-from .user_frames import said
+from .connection import PendingWrite, Port
+from .user_frames import error_text
 
 if TYPE_CHECKING:
     from .protocol import Answer
@@ -53,7 +53,7 @@ class Lease(Batch):
     _port: Port
     _left: int
     _since: float
-    _last: tuple[Letter, int] | None = None  # what finish() left to be sent, and of how many rows
+    _last: tuple[PendingWrite, int] | None = None  # what finish() left to be sent, and of how many rows
 
     def _bind(self, port: Port, lease: cmd.Leased) -> None:
         self._port, self._left, self._since = port, self.rows, time.monotonic()
@@ -126,7 +126,7 @@ class Lease(Batch):
         )
         return command, pack_columns(columns or {}), count
 
-    async def _post_last(self, then: cmd.Lease | None = None, *, acknowledge: bool = False) -> Answer | None:
+    async def _send_last(self, then: cmd.Lease | None = None, *, acknowledge: bool = False) -> Answer | None:
         """Send the last word on this batch, if there is one to send, and with it the request ``then``.
 
         Without a ``finish`` it acknowledges all rows left, or gives them back. Returns the answer of ``then``.
@@ -143,9 +143,9 @@ class Lease(Batch):
                 cmd.GiveBack(token=token, rank=rank, reason=_LEFT, blame=then is not None),
             )
             word: cmd.Complete | cmd.GiveBack = done if acknowledge else back
-            last = Letter(word), self._left
-        letter, count = last
-        answer = await self._port.post(letter, then)
+            last = PendingWrite(word), self._left
+        pending, count = last
+        answer = await self._port.submit(pending, then)
         if answer.first is not None or (then is None and answer.error is None):
             self._left -= count
         elif answer.error is not None and answer.error[0] == LeaseLost.__name__:
@@ -182,10 +182,10 @@ class Lease(Batch):
     async def _close(self, error: BaseException | None) -> None:
         if self._last is not None:
             with contextlib.suppress(*(() if error is None else (AsyncFlowError,))):
-                await self._post_last()
+                await self._send_last()
         if self._left <= 0:
             return
-        reason = _LEFT if error is None else said(error)
+        reason = _LEFT if error is None else error_text(error)
         try:
             await self._give_back(reason=reason, blame=isinstance(error, Exception))
         except LeaseLost:

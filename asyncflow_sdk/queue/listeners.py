@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from ..types import Batch, Event
-from .user_frames import said, user_trace
+from .user_frames import error_text, user_trace
 
 _log = logging.getLogger(__name__)
 
@@ -50,4 +50,4 @@ class Listeners:
             listener(*arguments)
         except Exception as error:
             name = getattr(listener, "__qualname__", type(listener).__name__)
-            _log.error("listener %s of the queue server failed: %s\n%s", name, said(error), user_trace(error))
+            _log.error("listener %s of the queue server failed: %s\n%s", name, error_text(error), user_trace(error))

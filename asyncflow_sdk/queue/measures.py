@@ -14,8 +14,8 @@ from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..types import Column, ColumnSpec
 from ..types.columns import unpack
-from .blocks import Block, Located
-from .places import Places
+from .block_index import BlockIndex
+from .blocks import Block, BlockSlices
 from .reader import Reader
 
 ROWS = 4096  # read at a time, where rows were put before anybody measured them
@@ -31,8 +31,8 @@ def measure(column: Column) -> npt.NDArray[np.float64]:
 class Measures:
     """Fills in what a command brings for samplers. Not thread-safe: the server's thread owns it."""
 
-    def __init__(self, ledger: Ledger, places: Places, reader: Reader) -> None:
-        self._ledger, self._places, self._reader = ledger, places, reader
+    def __init__(self, ledger: Ledger, index: BlockIndex, reader: Reader) -> None:
+        self._ledger, self._index, self._reader = ledger, index, reader
 
     def fill(self, command: cmd.AnyCommand, block: Block | None) -> cmd.AnyCommand:
         """The command with its measures. Never takes them from a client."""
@@ -48,7 +48,7 @@ class Measures:
         return command
 
     def _of_block(self, block: Block, name: str, spec: ColumnSpec) -> bytes:
-        whole = Located(
+        whole = BlockSlices(
             (name,),
             np.int32(block.columns.index(name)).tobytes(),
             (block.segment,),
@@ -58,11 +58,11 @@ class Measures:
         )
         return self._ledger.state.context.log.record_or_raise(lambda: self._read(whole, name, spec))
 
-    def _read(self, located: Located, name: str, spec: ColumnSpec) -> bytes:
+    def _read(self, located: BlockSlices, name: str, spec: ColumnSpec) -> bytes:
         return measure(self._reader.read(located, {name: spec})[name]).tobytes()
 
     def _of_rows(self, ids: Ids, name: str, spec: ColumnSpec) -> bytes:
-        (located,) = self._places.locate(ids, (name,))
+        (located,) = self._index.locate(ids, (name,))
         return self._read(located, name, spec)
 
     def _declared(self, command: cmd.Declare) -> cmd.Declare:

@@ -26,11 +26,11 @@ from ..memory import Hold, Mapper, blocks_there
 from ..types import Batch, ColumnSpec
 from ..wire import PayloadSink
 from . import remote
-from .blocks import Block, Located
-from .places import Places, There
+from .block_index import BlockIndex, There
+from .blocks import Block, BlockSlices
 from .protocol import Answer, Call
 from .reader import Reader
-from .remote import IncomingBlock, Refused, Remote
+from .remote import IncomingBlock, RefusedUpload, RemotePayload
 from .segment_files import SegmentFiles
 from .step_reads import DeferredStepRead
 
@@ -46,12 +46,12 @@ class PayloadManager:
 
     def __init__(self, state: LedgerState, rows: Path, weights: Path, *, synced: bool) -> None:
         self.rows, self._weights = rows, weights
-        self.places = Places()
+        self.index = BlockIndex()
         self.files = SegmentFiles(rows, weights)
         self._rows, self._columns, self._versions = state.rows, state.columns, state.versions
         self._mapper = Mapper(rows)
         self.reader = Reader(self._mapper)
-        self._remote = Remote(rows, self.reader, synced=synced)
+        self._remote = RemotePayload(rows, self.reader, synced=synced)
         self._freed: dict[str, bytes] = {}  # by open session, serials of its blocks that it has not been told of
         self._unplaced: dict[int, tuple[str, Block]] = {}  # by the ticket of a call under way, owner and block
         self._schemas: dict[tuple[tuple[str, ...], int], dict[str, ColumnSpec]] = {}  # by columns, and all rows have
@@ -68,7 +68,7 @@ class PayloadManager:
 
     def remove_segments(self, session: str, number: int) -> None:
         """Remove the segments of a session that has ended, except those that rows or kept versions need."""
-        self.files.ended(number, self.places.segments_of(session), self._versions.sessions())
+        self.files.ended(number, self.index.segments_of(session), self._versions.sessions())
 
     def take_freed(self, session: str) -> bytes:
         """Return the serials (packed int64) of the session's blocks that were freed since the last call."""
@@ -90,7 +90,7 @@ class PayloadManager:
         """Return the memory for the payload of a call, which is still to come."""
         return self._remote.sink(body, nbytes)
 
-    def store(self, call: Call, incoming: IncomingBlock | Refused | None) -> Call:
+    def store(self, call: Call, incoming: IncomingBlock | RefusedUpload | None) -> Call:
         """Return the call as a client on this host would have made it: its payload is a block. Raises SchemaError, MemoryFull."""
         return self._remote.store(call, incoming)
 
@@ -107,9 +107,9 @@ class PayloadManager:
             self.free(owner, block)
         elif done.groups:
             ids = np.arange(done.first, done.first + done.count)
-            self.places.add(ids, block, owner, groups.repeat(command.group_size))
+            self.index.add(ids, block, owner, groups.repeat(command.group_size))
         else:
-            self.places.put(done.first, block, owner, command.group_size)
+            self.index.put(done.first, block, owner, command.group_size)
 
     def complete(self, ticket: int, ids: Ids, revoked: Ids) -> None:
         """Place columns of rows, in the order of the block's entries; except of the revoked ones."""
@@ -118,10 +118,10 @@ class PayloadManager:
         owner, block = self._unplaced.pop(ticket)
         entries = np.arange(block.rows)
         if not len(revoked):
-            self.places.add(ids, block, owner, entries)
+            self.index.add(ids, block, owner, entries)
             return
         kept = ~np.isin(ids, revoked)
-        self.places.add(ids[kept], block, owner, entries[kept])
+        self.index.add(ids[kept], block, owner, entries[kept])
         if not kept.any():
             self.free(owner, block)
 
@@ -142,7 +142,7 @@ class PayloadManager:
 
     def retire(self, ids: Ids) -> None:
         """Free the blocks that no row needs once these have ended."""
-        for owner, segment, serials in self.places.retire(ids):
+        for owner, segment, serials in self.index.retire(ids):
             self._free(owner, segment, serials)
 
     def _free(self, owner: str, segment: str, serials: bytes) -> None:
@@ -151,7 +151,7 @@ class PayloadManager:
         if owner in self._freed:
             self.free_later(owner, serials)
         elif segment not in {
-            *self.places.segments_of(owner),
+            *self.index.segments_of(owner),
             *(block.segment for _, block in self._unplaced.values()),
         }:
             self.files.remove(segment)
@@ -167,7 +167,7 @@ class PayloadManager:
 
     # ---- reading rows
 
-    def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[tuple[Located, ...], dict[str, ColumnSpec]]:
+    def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[tuple[BlockSlices, ...], dict[str, ColumnSpec]]:
         """Return where rows find those of ``columns`` that all of them have, and the specs of these."""
         specs = self._columns.specs
         if not len(ids):  # a rank without rows: the columns that there would be
@@ -177,7 +177,7 @@ class PayloadManager:
         if schema is None:
             here = [name for name in columns if self._columns.contains(common, name)]
             schema = self._schemas[columns, common] = {name: specs[name] for name in here}
-        return self.places.locate(ids, tuple(schema)), schema
+        return self.index.locate(ids, tuple(schema)), schema
 
     def inline(self, answer: Answer) -> tuple[bytes, Sequence[Any]]:
         """Return an answer and the values of its rows beside it, for a client without shared memory."""
@@ -186,8 +186,8 @@ class PayloadManager:
     def read_step(self, ids: Ids, groups: Ids, completed_at: Ids) -> DeferredStepRead:
         """Return a reader of rows with every column that they have, for any thread, at any time: their blocks and the mappings of
         them are held until then. The ledger may have forgotten the rows by now; their blocks are known until they are retired."""
-        columns_of = self.places.columns_of(ids)
-        located = self.places.locate(ids, columns_of)
+        columns_of = self.index.columns_of(ids)
+        located = self.index.locate(ids, columns_of)
         schema = {name: self._columns.specs[name] for name in columns_of}
         held: list[Hold] = []
         stretches = self._versions.lineage.offsets
@@ -222,18 +222,18 @@ class PayloadManager:
     def lost(self, there: There, among: Ids | None = None) -> tuple[Ids, list[int]]:
         """Return the rows whose payload is gone, and the tickets of puts under way whose payload is gone. ``among``: return nothing
         unless the payload of one of these rows is gone."""
-        if among is not None and not len(self.places.lost(there, among)):
+        if among is not None and not len(self.index.lost(there, among)):
             return np.empty(0, np.int64), []
         waiting = [
             ticket
             for ticket, (_, block) in self._unplaced.items()
             if not there(block.segment, *np.array([[block.start], [block.serial], [block.nbytes]])).all()
         ]
-        return self.places.lost(there), waiting
+        return self.index.lost(there), waiting
 
     def reconcile(self, sessions: Collection[int]) -> None:
         """After a crash, remove segments that neither these sessions nor rows need."""
-        needed = self.places.segments() | {block.segment for _, block in self._unplaced.values()}
+        needed = self.index.segments() | {block.segment for _, block in self._unplaced.values()}
         self.files.reconcile(sessions, needed)
 
     # ---- status, and the end
@@ -249,8 +249,8 @@ class PayloadManager:
     def fill(self, report: StatusReport) -> StatusReport:
         """Return the report with the bytes of payload."""
         return msgspec.structs.replace(
-            report, payload_bytes=self.places.live_bytes, held_bytes=self.held_bytes(),
-            written_bytes=self.places.written_bytes,
+            report, payload_bytes=self.index.live_bytes, held_bytes=self.held_bytes(),
+            written_bytes=self.index.written_bytes,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import AsyncFlowError, by_name
 from ..ledger.commands import AnyCommand, AnyReply, Lease
 from ..types import ColumnSpec, Event
-from .blocks import Block, Located
+from .blocks import Block, BlockSlices
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -64,7 +64,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     reply: AnyReply | Welcome | None = None
     error: tuple[str, str] | None = None
-    located: tuple[Located, ...] = ()
+    located: tuple[BlockSlices, ...] = ()
     schema: dict[str, ColumnSpec] = {}
     freed: bytes = b""
     first: AnyReply | None = None

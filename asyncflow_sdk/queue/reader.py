@@ -17,7 +17,7 @@ from ..errors import LeaseLost
 from ..memory import HEADER_BYTES, Hold, Mapper
 from ..types import Column, ColumnSpec
 from ..types.ragged import Array
-from .blocks import Located
+from .blocks import BlockSlices
 from .gather import gather
 from .layout import MOST_BYTES, TABLE, Kind, damaged, kind_of
 
@@ -45,7 +45,7 @@ class Reader:
         self._mapper = mapper
         self._plans: dict[tuple[tuple[str, ...], bytes], _Plan] = {}
 
-    def read(self, located: Located, schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
+    def read(self, located: BlockSlices, schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
         """The columns of rows. Raises LeaseLost when they ended, SchemaError when they are damaged."""
         if len(located.counts) > _RUN.size:
             return gather(self._mapper, located, [kind_of(name, schema[name]) for name in located.columns])
@@ -57,7 +57,7 @@ class Reader:
             raw = self._mapper.view(located.segments[0], start, serial, nbytes)
         return {name: column for name, column, _ in _one_run(raw, located, self._plan(located, schema))}
 
-    def writable(self, located: Located, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
+    def writable(self, located: BlockSlices, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
         """The values of a column in a copy-on-write mapping, where ``read`` gave a view; else None, as for a view whose segment
         cannot be mapped again because its file is gone or this reader is closed."""
         if len(located.counts) > _RUN.size:
@@ -76,7 +76,7 @@ class Reader:
             return None
         return own.view(values.dtype).reshape(values.shape)
 
-    def hold(self, located: Located) -> list[Hold]:
+    def hold(self, located: BlockSlices) -> list[Hold]:
         """Keep the blocks of rows that live from being used again, until the answer goes."""
         blocks = np.frombuffer(located.blocks, np.int64).reshape(-1, 6)
         return [
@@ -84,7 +84,7 @@ class Reader:
             for number, segment in enumerate(located.segments)
         ]
 
-    def _plan(self, located: Located, schema: Mapping[str, ColumnSpec]) -> _Plan:
+    def _plan(self, located: BlockSlices, schema: Mapping[str, ColumnSpec]) -> _Plan:
         key = located.columns, located.fields
         plan = self._plans.get(key)
         if plan is None or plan.schema != schema:
@@ -105,11 +105,11 @@ def read_block(raw: Any, rows: int, schema: Mapping[str, ColumnSpec]) -> dict[st
     kinds = [(kind_of(name, spec), field) for field, (name, spec) in enumerate(schema.items())]
     plan = _Plan(dict(schema), kinds, count - 1, struct.Struct(f"<{3 * count + 3}q"))
     block = _BLOCK.pack(0, 0, 0, rows, len(raw), 1)
-    whole = Located(tuple(schema), b"", (), block, _RUN.pack(0), _RUN.pack(rows))
+    whole = BlockSlices(tuple(schema), b"", (), block, _RUN.pack(0), _RUN.pack(rows))
     return {name: column for name, column, _ in _one_run(raw, whole, plan)}
 
 
-def _one_run(raw: Any, located: Located, plan: _Plan, only: str | None = None) -> list[tuple[str, Column, int]]:
+def _one_run(raw: Any, located: BlockSlices, plan: _Plan, only: str | None = None) -> list[tuple[str, Column, int]]:
     """Columns of one run of entries of one block, over its bytes, and where their values begin.
 
     What is checked here in plain numbers, ``layout`` checks for many blocks in arrays.

@@ -138,7 +138,7 @@ class Replica:
             "calls": executor,
             "clients": executor.clients,
             "payloads": executor.payloads,
-            "places": executor.payloads.places,
+            "index": executor.payloads.index,
             "files": executor.payloads.files,
             **{f"ledger.{name}": part for name, part in executor.ledger.parts().items()},
             "wire": self._wire,

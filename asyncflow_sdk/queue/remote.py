@@ -1,4 +1,4 @@
-"""Remote: the server's part in the payload of clients that share no memory with it. What comes beside a call is written
+"""RemotePayload: the server's part in the payload of clients that share no memory with it. What comes beside a call is written
 to segments of the server's own as it arrives, and is a block like any other once it is whole; what goes beside an answer
 is sent from where it lies.
 """
@@ -19,7 +19,7 @@ from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena
 from ..types import Column, ColumnSpec
-from .blocks import Block, Located
+from .blocks import Block, BlockSlices
 from .payload import from_image, to_image
 from .protocol import Answer, Call, decode_call, encode
 from .reader import Reader
@@ -48,7 +48,7 @@ class IncomingBlock:
         self._arena.free([self.space.serial])
 
 
-class Refused:
+class RefusedUpload:
     """A sink for payload that is not wanted, or for which there is no memory."""
 
     def __init__(self, error: AsyncFlowError) -> None:
@@ -61,7 +61,7 @@ class Refused:
         pass
 
 
-class Remote:
+class RemotePayload:
     """Not thread-safe: the server's thread owns it. ``directory``: where segments of rows lie. ``synced``: what comes is
     on the disk before it counts."""
 
@@ -77,7 +77,7 @@ class Remote:
             self._arena = Arena(self._directory, self._prefix)
         return self._arena
 
-    def sink(self, body: bytes, nbytes: int) -> IncomingBlock | Refused:
+    def sink(self, body: bytes, nbytes: int) -> IncomingBlock | RefusedUpload:
         """Room for the payload of a call, which is still to come."""
         try:
             call = decode_call(body)
@@ -89,16 +89,16 @@ class Remote:
                 raise SchemaError("this command takes no payload")
             return IncomingBlock(self.arena, nbytes)
         except AsyncFlowError as error:
-            return Refused(error)
+            return RefusedUpload(error)
         except UNREADABLE as error:
-            return Refused(ProtocolError(f"the server cannot read this call: {error}"))
+            return RefusedUpload(ProtocolError(f"the server cannot read this call: {error}"))
 
-    def store(self, call: Call, incoming: IncomingBlock | Refused | None) -> Call:
+    def store(self, call: Call, incoming: IncomingBlock | RefusedUpload | None) -> Call:
         """The payload of a call is there. Return the call as a client on this host would have made it, but for its
         ``payload``. Raises SchemaError for what is not that of the call, MemoryFull; then its memory is free again."""
         if incoming is None:
             raise SchemaError("no payload came with the call")
-        if isinstance(incoming, Refused):
+        if isinstance(incoming, RefusedUpload):
             raise incoming.error
         assert isinstance(call.command, (cmd.Put, cmd.Complete))
         assert call.payload is not None
@@ -142,7 +142,7 @@ class Remote:
             self._arena.close(unlink=False)
 
 
-def read(reader: Reader, located: Sequence[Located], schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
+def read(reader: Reader, located: Sequence[BlockSlices], schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
     """The columns of rows, in the order of ``schema``."""
     columns: dict[str, Column] = {}
     for part in located:

@@ -33,7 +33,7 @@ from .listeners import Listeners
 from .payload_manager import PayloadManager
 from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
 from .recovery import Recovered, Replica
-from .remote import UNREADABLE, IncomingBlock, Refused
+from .remote import UNREADABLE, IncomingBlock, RefusedUpload
 
 STATUS_EVERY_S = 1.0
 MOST_SESSIONS = 4096
@@ -173,10 +173,10 @@ class QueueServer:
 
     def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
         if session not in self._clients:
-            return Refused(ProtocolError("say hello first"))
+            return RefusedUpload(ProtocolError("say hello first"))
         return self._payloads.sink(body, nbytes)
 
-    def request(self, session: str, ticket: int, body: bytes, payload: IncomingBlock | Refused | None) -> None:
+    def request(self, session: str, ticket: int, body: bytes, payload: IncomingBlock | RefusedUpload | None) -> None:
         try:
             call = decode_call(body)
         except UNREADABLE as error:
@@ -254,7 +254,7 @@ class QueueServer:
     # ---- requests
 
     def _take(
-        self, session: str, ticket: int, call: Call, body: bytes, payload: IncomingBlock | Refused | None
+        self, session: str, ticket: int, call: Call, body: bytes, payload: IncomingBlock | RefusedUpload | None
     ) -> None:
         """Answer a request that changes nothing, or carry it out now or when there is room for its record."""
         if session in self._clients:  # a call of any other session is refused below

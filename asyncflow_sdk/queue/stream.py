@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from ..errors import AsyncFlowError, Ended, WireError
 from ..interfaces import BatchStream
-from ._once import drive
+from .blocking import drive
 from .leased import AsyncLeasedBatch, BlockingBatch, Lease
 
 B = TypeVar("B", bound=Lease)

@@ -30,7 +30,7 @@ def user_trace(error: BaseException) -> str:
     return plain_text("".join(lines).rstrip())
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What an exception says, whatever it does when it is asked."""
     try:
         text = str(error)

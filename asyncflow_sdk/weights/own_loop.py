@@ -23,7 +23,7 @@ import numpy as np
 from ..errors import AsyncFlowError, DeadlineExceeded, Ended
 from ..interfaces import FilePlace, LoadableUpdate, WeightSubscriber
 from ..queue import LoopPort, QueueClient
-from ..queue.awaiting import is_set
+from ..queue.event_wait import is_set
 from ..types import Probe
 from ..types.defaults import FETCH_S, NEXT_S
 from .prefetch import CLOSE_S, Staged, said

@@ -20,7 +20,7 @@ from ..errors import DeadlineExceeded, DigestMismatch, Ended, MemoryFull, Protoc
 from ..interfaces import Fetched, WeightReceiver
 from ..ledger import commands as cmd
 from ..queue import Connection, LoopPort
-from ..queue.awaiting import is_set
+from ..queue.event_wait import is_set
 from ..types import Manifest, Probe
 from ..types.defaults import FETCH_S
 from ..types.probe import plain_probe

@@ -38,7 +38,7 @@ from ..interfaces.weights import WeightTransport
 from ..ledger import commands as cmd
 from ..plugins import registry
 from ..queue import QueueClient
-from ..queue._once import drive
+from ..queue.blocking import drive
 from ..queue.connection import BlockingPort
 from ..types import Chunk, Manifest, Probe
 from ..types import events as ev

@@ -22,7 +22,7 @@ from ..errors import AsyncFlowError, ConfigError, EngineError, SchemaError
 from ..interfaces import Completion, Request
 from ..plugins import import_name, import_path
 from ..queue.arguments import plain_text
-from ..queue.user_frames import said
+from ..queue.user_frames import error_text
 from ..types import Ragged, Sampling, VersionSpan, pack
 from ..types.typed import check_fields
 from .completing import Answer, Ids
@@ -245,7 +245,7 @@ class Agent:
         if turns.failure is not None:
             raise turns.failure
         if error is not None:
-            raise AgentFailed(told(f"agent {self.name}() raised {plain_text(said(error), 1000)}", error))
+            raise AgentFailed(told(f"agent {self.name}() raised {plain_text(error_text(error), 1000)}", error))
         try:
             return turns.answer(self._checked(task.result()))
         except AgentFailed as failed:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..errors import LeaseLost
 from ..interfaces import Completion, Completions
 from ..queue import AsyncLeasedBatch
-from ..queue.awaiting import is_set
+from ..queue.event_wait import is_set
 from ..types import LOSS_MASK, VERSION_SPANS, Ragged, one_version
 from .drawing import spans_of
 from .text import Text

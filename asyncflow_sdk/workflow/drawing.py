@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import DeadlineExceeded, EngineError
 from ..interfaces import Completion, Completions, Request, RolloutEngine
-from ..queue.awaiting import is_set
+from ..queue.event_wait import is_set
 from ..types import VersionSpan
 
 WAIT_S = 3600.0

@@ -15,7 +15,7 @@ from ..errors import ConfigError, DeadlineExceeded, Ended, EngineError, EngineGo
 from ..interfaces import LeasedBatch, Request, RolloutEngine, TrainEngine
 from ..plugins import import_name
 from ..queue import AsyncLeasedBatch, Connection, QueueClient
-from ..queue.user_frames import said
+from ..queue.user_frames import error_text
 from ..types import Batch, Ragged, Sampling
 from ..types import events as ev
 from ..types.columns import odd_entry, pack
@@ -300,7 +300,7 @@ def _arguments(rows: Batch, groups: bool) -> dict[str, Any]:
 
 def _raised(function: Callable[..., Any], rows: Batch, error: Exception) -> FunctionFailed:
     ids = f"rows {rows.ids[0]} to {rows.ids[-1]}" if rows.rows > 1 else f"row {rows.ids[0]}"
-    what = f"{_name(function)}() raised {said(error)} (called with {', '.join(rows)} of {ids})"
+    what = f"{_name(function)}() raised {error_text(error)} (called with {', '.join(rows)} of {ids})"
     return FunctionFailed(told(what, error))
 
 

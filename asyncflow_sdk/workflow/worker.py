@@ -27,7 +27,7 @@ from ..interfaces import FATAL_STATUS, WorkerEnding
 from ..ledger import commands as cmd
 from ..memory import directory_at, remove_if_ownerless
 from ..plugins import plugin_choice
-from ..queue import Connection, QueueClient, Renewing, open_queue
+from ..queue import Connection, LeaseRenewer, QueueClient, open_queue
 from ..queue.arguments import plain_text
 from ..types import Sampling, Weights
 from ..types import events as ev
@@ -139,7 +139,7 @@ class WorkerMain:
         for name, value in self.config.plugins.items():  # a launcher may hand no environment on; a place's own counts
             os.environ.setdefault(name, value)
         queue = open_queue(connection)
-        renewing = Renewing(connection, TRAIN_PATIENCE_S if isinstance(self.config.job, TrainJob) else PATIENCE_S)
+        renewing = LeaseRenewer(connection, TRAIN_PATIENCE_S if isinstance(self.config.job, TrainJob) else PATIENCE_S)
         try:
             ending = self._do(queue, connection, renewing)
             try:
@@ -154,7 +154,7 @@ class WorkerMain:
             renewing.close()
         return ending
 
-    def _do(self, queue: QueueClient, connection: Connection, renewing: Renewing) -> WorkerEnding:
+    def _do(self, queue: QueueClient, connection: Connection, renewing: LeaseRenewer) -> WorkerEnding:
         _state(connection, "starting")
         try:
             if not self._leaving:

@@ -1,4 +1,4 @@
-"""Renewing: a lease lasts while work on it gets on, and not much longer."""
+"""LeaseRenewer: a lease lasts while work on it gets on, and not much longer."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from waiting import until
 
 from asyncflow_sdk.errors import DeadlineExceeded, LeaseLost
 from asyncflow_sdk.interfaces import TransferQueue
-from asyncflow_sdk.queue import Connection, Renewing, open_queue
+from asyncflow_sdk.queue import Connection, LeaseRenewer, open_queue
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def run() -> Iterator[Served]:
 def worker(run: Served, patience_s: float) -> TransferQueue:
     """The queue of a worker whose leases are renewed."""
     connection = Connection(run.address, "worker")
-    Renewing(connection, patience_s)
+    LeaseRenewer(connection, patience_s)
     return open_queue(connection)
 
 

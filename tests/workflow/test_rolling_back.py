@@ -16,11 +16,10 @@ from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
-from asyncflow_sdk.interfaces import StepResult
+from asyncflow_sdk.interfaces import RollbackResult, StepResult
 from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types import one_version
-from asyncflow_sdk.interfaces import RollbackResult
 
 ROWS, STEPS = 4, 5
 LIMIT_S = 30.0

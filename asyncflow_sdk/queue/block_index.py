@@ -1,4 +1,4 @@
-"""Places: which block holds which columns of which row, for the server. One array for each set of columns written
+"""BlockIndex: which block holds which columns of which row, for the server. One array for each set of columns written
 together, indexed like the ledger's rows, and one for each property of blocks; no loop over rows or blocks.
 
 It is a function of what it is told: it never looks into shared memory.
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ledger.commands import Ids
-from .blocks import Block, Located
+from .blocks import Block, BlockSlices
 
 LOST = "payload lost"
 """Why rows fail that need a block which is gone."""
@@ -36,7 +36,7 @@ class Freed(NamedTuple):
     serials: bytes  # packed int64
 
 
-class Places:
+class BlockIndex:
     """Not thread-safe: the server's thread owns it."""
 
     def __init__(self) -> None:
@@ -91,12 +91,12 @@ class Places:
         self.written_bytes += block.nbytes
         return slot
 
-    def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[Located, ...]:
+    def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[BlockSlices, ...]:
         """Where rows find columns; every row must have them."""
         if not len(ids):
             return ()
         at = ids - self._base
-        out: list[Located] = []
+        out: list[BlockSlices] = []
         covered = 0
         for family, names, fields in self._plan(columns):
             places = self._families[family][at]
@@ -210,7 +210,7 @@ class Places:
             self._plans[columns] = plan
         return plan
 
-    def _scattered(self, name: str, at: Ids) -> Located:
+    def _scattered(self, name: str, at: Ids) -> BlockSlices:
         """A column that different rows got in different company."""
         place = np.full(len(at), _NOWHERE, np.int64)
         field = np.zeros(len(at), np.int32)
@@ -221,13 +221,13 @@ class Places:
         assert place.min() >= 0, "every row has it"
         return self._located((name,), field, place)
 
-    def _located(self, names: tuple[str, ...], fields: bytes | npt.NDArray[np.int32], places: Ids) -> Located:
+    def _located(self, names: tuple[str, ...], fields: bytes | npt.NDArray[np.int32], places: Ids) -> BlockSlices:
         """``fields``: of all blocks, packed, or for each row."""
         first = int(places[0])
         count = len(places)
         if count == 1 or (int(places[-1]) - first == count - 1 and (places[1:] - places[:-1] == 1).all()):
             segment, *block, _ = self._blocks[first >> _SHIFT].tolist()
-            return Located(
+            return BlockSlices(
                 names,
                 fields if isinstance(fields, bytes) else fields[:1].tobytes(),
                 (self._segments.names[segment],),
@@ -241,7 +241,7 @@ class Places:
         blocks = self._blocks[slots[new]]
         blocks[:, 5] = _sizes(new, len(run))
         segments, blocks[:, 0] = _numbered(blocks[:, 0])
-        return Located(
+        return BlockSlices(
             names,
             fields if isinstance(fields, bytes) else fields[run[new]].tobytes(),
             tuple(self._segments.names[segment] for segment in segments),

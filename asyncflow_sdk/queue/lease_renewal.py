@@ -1,4 +1,4 @@
-"""Renewing: a worker's leases are short, so that others soon have what a frozen one holds, and yet last for as long as its
+"""LeaseRenewer: a worker's leases are short, so that others soon have what a frozen one holds, and yet last for as long as its
 work does, because they are renewed while it gets on."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import AsyncFlowError, LeaseLost
 from ..ledger import commands as cmd
-from ._once import drive
+from .blocking import drive
 from .connection import BlockingPort, Connection
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _MOST = 1000
 """So many leases may have ended before those that are over are forgotten."""
 
 
-class Renewing:
+class LeaseRenewer:
     """Renews what this connection leases from now on, in a thread of its own, until this is closed or the server is gone.
 
     Not for ever: when in ``patience_s`` nothing was leased and no row completed, the work hangs, and its leases run out
