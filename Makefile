@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services test-ray test-contrib test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-weights bench-overlap bench-engines bench-trainers fidelity clean
+.PHONY: help install demo demo-vllm demo-fsdp demo-deepspeed demo-sglang demo-both matrix test test-fast test-engines test-services test-ray test-contrib test-vllm test-sglang test-both test-deepspeed mutants fuzz lint bench-demo bench-queue bench-ledger bench-weights bench-overlap bench-engines bench-trainers fidelity clean
 
 help:
 	@echo "make demo        train a small model here by asynchronous GRPO, live, and write a report"
@@ -25,6 +25,7 @@ help:
 	@echo "make lint        ruff, mypy, import contracts"
 	@echo "make fuzz        sockets and verbs of the queue, and its ledger, attacked for longer than in the suite"
 	@echo "make bench-demo  asynchronous against synchronous, and TRL (JSON=PATH writes the rows)"
+	@echo "make bench-ledger what each command of the ledger costs, by its rows"
 	@echo "make bench-queue the queue beside Ascend's TransferQueue and bare floors (JSON=PATH writes the rows)"
 	@echo "make bench-weights  weights beside Gloo, safetensors, Ray and bare floors (JSON=PATH writes the rows)"
 	@echo "make bench-engines  vLLM and SGLang behind the SDK beside the same engines driven directly"
@@ -112,6 +113,9 @@ PEER ?= .venv-peer/.ready
 	.venv-peer/bin/python -m pip install --quiet '$(TORCH)'
 	.venv-peer/bin/python -m pip install --quiet TransferQueue==0.1.11
 	touch $@
+
+bench-ledger: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ledger
 
 bench-queue: install $(PEER)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.queue $(if $(JSON),--json $(JSON)) $(ARGS)
