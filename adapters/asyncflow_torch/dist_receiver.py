@@ -16,12 +16,12 @@ from asyncflow_sdk.interfaces import Fetched, Host, WeightReceiver
 from asyncflow_sdk.interfaces.weights import Bytes
 from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.types.manifest import Bucket
+from asyncflow_sdk.weights import BufferPool
 from asyncflow_sdk.weights.host import own_address
 from asyncflow_sdk.weights.service import ServiceClient
 
 from .dist_group import Exchange, Group, flat
 from .dist_words import BAD, CLOSING, GO_ON, Join, Leave, Look, Over, Put, Start, Where, encode, stretches, where_of
-from .recycled import Recycled
 
 LAST_WORD_S = 2.0
 """For a call that tells a publisher that nobody waits for its answer."""
@@ -36,7 +36,7 @@ class DistReceiver(WeightReceiver):
 
     def __init__(self, host: Host, fits: Callable[[str, bool, str], None]) -> None:
         self._host, self._fits = host, fits
-        self._memory = Recycled()
+        self._memory = BufferPool("fetched weights, of which a replica holds two versions")
         self._asks = itertools.count(1)
         self._links: dict[bytes, _Link] = {}
         self._places: dict[int, bytes] = {}  # the last that gave a version, by rank
@@ -45,7 +45,7 @@ class DistReceiver(WeightReceiver):
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         until = time.monotonic() + timeout_s
         link, ask = self._link(where), next(self._asks)
-        chunks = self._memory.take(manifest)
+        chunks = self._memory.take([chunk.nbytes for chunk in manifest.chunks])
         join = Join(ask, manifest.version, manifest.root, self._host.name)
         self._asking = link, ask
         try:

@@ -1,6 +1,7 @@
 """Shared memory: one allocator for samples and for weights, and read-only views that never change."""
 
 from .arena import Allocation, Arena, NoHole
+from .buffer_pool import BufferPool
 from .directory import (
     SharedDirectory,
     directory_at,
@@ -20,6 +21,7 @@ __all__ = [
     "HEADER_BYTES",
     "Allocation",
     "Arena",
+    "BufferPool",
     "Hold",
     "Mapped",
     "Mapper",

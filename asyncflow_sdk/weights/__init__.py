@@ -1,5 +1,6 @@
 """WeightSync: moves and verifies versions of the weights; the ledger says which is current."""
 
+from ..memory import BufferPool
 from .handover import Handover, handed_over, read_handed
 from .host import host_of
 from .loading import Loading
@@ -16,6 +17,7 @@ from .updates import WeightUpdates
 
 __all__ = [
     "AUTO",
+    "BufferPool",
     "Choice",
     "Handover",
     "Loading",

@@ -1,6 +1,6 @@
 """Ahead: the next version of a publisher, fetched while it is written there, before anybody knows what it is.
 
-    ahead = Ahead(landing, place, manifest)                       # a version was fetched: the next one is followed
+    ahead = Ahead(pool, place, manifest)                       # a version was fetched: the next one is followed
     came = ahead.take(place, manifest, until)                     # a version is to be fetched: is it that one?
 
 What came is believed for its digest alone; without digests, because it is of the attempt that the version came to, of
@@ -22,10 +22,10 @@ import xxhash
 
 from ..errors import AsyncFlowError, ProtocolError
 from ..interfaces.weights import Bytes
+from ..memory import BufferPool
 from ..types import Manifest
 from ..types.manifest import Bucket
 from .bulk import PIECE, Channel
-from .landing import Landing
 from .tcp_messages import TcpWhere
 from .unfinished import ALL, GONE, LATER
 
@@ -87,12 +87,12 @@ class _Span(NamedTuple):
 
 class Ahead:
     """Follows the publisher of ``manifest``, which was fetched from ``place``, in a thread of its own, until a version is here
-    and taken. Only one whose chunks are as large is followed, in memory of ``landing``; what ends the connection to the publisher
+    and taken. Only one whose chunks are as large is followed, in memory of ``pool``; what ends the connection to the publisher
     before gives that back."""
 
-    def __init__(self, landing: Landing, place: TcpWhere, manifest: Manifest) -> None:
+    def __init__(self, pool: BufferPool, place: TcpWhere, manifest: Manifest) -> None:
         assert place.bulk is not None
-        self._landing, self._bulk, self._after = landing, place.bulk, place.attempt
+        self._pool, self._bulk, self._after = pool, place.bulk, place.attempt
         self._channels = [Channel(place.bulk) for _ in range(CONNECTIONS)]
         self._shape = _shape(manifest)
         self._lock = threading.Lock()
@@ -122,7 +122,7 @@ class Ahead:
         self._ended.wait()
         came, self._came = self._came, None
         if came is not None and not wanted:
-            self._landing.give_back(came.chunks)
+            self._pool.give_back(came.chunks)
             came = None
         return came
 
@@ -159,7 +159,7 @@ class Ahead:
             if self._taken:
                 return False
             self._after = self._attempt = which
-            self._came = Came(self._landing.take(self._shape.sizes))
+            self._came = Came(self._pool.take(self._shape.sizes))
         todo, errors = deque(self._shape.spans()), list[Exception]()
         others = [
             threading.Thread(target=self._work, args=(each, todo, errors), name="asyncflow-ahead", daemon=True)
@@ -218,7 +218,7 @@ class Ahead:
                 return False
             came, self._came, self._attempt = self._came, None, 0
             if came is not None:
-                self._landing.give_back(came.chunks)
+                self._pool.give_back(came.chunks)
             return True
 
 

@@ -34,11 +34,10 @@ from ..errors import (
 )
 from ..interfaces import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
 from ..interfaces.weights import Room
-from ..memory import sync_directory
+from ..memory import BufferPool, sync_directory
 from ..types import Manifest
 from ..types.manifest import Bucket
 from .directories import VersionDirectories, copy_model_files, file_prefix, manifest_name, version_of
-from .landing import Landing
 from .safetensor_files import INDEX, ChunkFiles, TensorFile, chunk_files, index
 from .staging import Staging
 
@@ -261,12 +260,12 @@ class FileReceiver(WeightReceiver):
 
     def __init__(self) -> None:
         self._interrupted = False
-        self._landing = Landing()
+        self._pool = BufferPool("fetched weights, of which a replica holds two versions")
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         self._interrupted = False
         reading = _Reading(self, manifest, *_find(manifest, where), time.monotonic() + timeout_s, timeout_s)
-        return Fetched(manifest, reading.chunks(self._landing), moved=manifest.nbytes)
+        return Fetched(manifest, reading.chunks(self._pool), moved=manifest.nbytes)
 
     def interrupt(self) -> None:
         self._interrupted = True
@@ -277,7 +276,7 @@ class FileReceiver(WeightReceiver):
 
     def close(self) -> None:
         self._interrupted = True
-        self._landing.close()
+        self._pool.close()
 
 
 def _find(manifest: Manifest, where: bytes) -> tuple[Path, str, str]:
@@ -314,7 +313,7 @@ class _Reading:
         self._deadline, self._timeout_s = deadline, timeout_s
         self._version = f"version {manifest.version}"
 
-    def chunks(self, landing: Landing) -> list[Bytes]:
+    def chunks(self, pool: BufferPool) -> list[Bytes]:
         with self._opened(self._place, None, os.O_DIRECTORY) as directory:
             self._check_manifest(directory)
             for layout in self._layouts:  # before memory is taken for any
@@ -323,12 +322,12 @@ class _Reading:
             buckets: list[list[Bucket]] = [[] for _ in self._layouts]
             for bucket in self._manifest.buckets():
                 buckets[bucket.chunk].append(bucket)
-            chunks = landing.take([chunk.nbytes for chunk in self._manifest.chunks])
+            chunks = pool.take([chunk.nbytes for chunk in self._manifest.chunks])
             try:
                 for chunk, layout, inside in zip(chunks, self._layouts, buckets, strict=True):
                     self._read_chunk(directory, chunk, layout, inside)
             except BaseException:
-                landing.give_back(chunks)  # though frames of the error's traceback refer to them
+                pool.give_back(chunks)  # though frames of the error's traceback refer to them
                 raise
             return chunks
 

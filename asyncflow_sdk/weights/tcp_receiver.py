@@ -16,12 +16,12 @@ import xxhash
 
 from ..errors import DeadlineExceeded, DigestMismatch, ProtocolError, WireError
 from ..interfaces.weights import Bytes, Fetched, WeightReceiver
+from ..memory import BufferPool
 from ..types import Manifest
 from ..types.manifest import Bucket
 from . import delta
 from .ahead import Ahead, Came, Digests, alike
 from .bulk import Channel
-from .landing import Landing
 from .service import ServiceClient
 from .tcp_messages import DELTA, MOST_BUCKETS, RAW, Get, Got, TcpWhere, decode, encode, fits
 
@@ -46,7 +46,7 @@ class TcpReceiver(WeightReceiver):
     keeps_base: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._landing = Landing()
+        self._pool = BufferPool("fetched weights, of which a replica holds two versions")
         self._crew: _Crew | None = None
         self._clients: dict[bytes, ServiceClient] = {}
         self._services: dict[int, bytes] = {}  # the last that gave a version, by rank
@@ -59,7 +59,7 @@ class TcpReceiver(WeightReceiver):
     @property
     def nbytes(self) -> int:
         """Host memory held: what was fetched and is still looked at, and at most one version that is not, or is fetched ahead."""
-        return self._landing.nbytes
+        return self._pool.nbytes
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         place = decode(where, TcpWhere)
@@ -77,7 +77,7 @@ class TcpReceiver(WeightReceiver):
             self._gave(place)
             self._go_ahead(place, manifest, chunks, base)
             return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full")
-        self._landing.give_back(chunks)  # though frames of the error's traceback refer to them
+        self._pool.give_back(chunks)  # though frames of the error's traceback refer to them
         if isinstance(fetch.error, (WireError, DeadlineExceeded)):
             self._drop(place.service)
         raise fetch.error
@@ -96,13 +96,13 @@ class TcpReceiver(WeightReceiver):
         self._end_crew()
         for service in list(self._clients):
             self._drop(service)
-        self._landing.close()
+        self._pool.close()
 
     def _fill(self, fetch: _Fetch, base: Fetched | None) -> list[Bytes]:
         """The chunks that it is to fill, once it has ended."""
         manifest = fetch.manifest
         came = fetch.came()
-        chunks = came.chunks if came is not None else self._landing.take([chunk.nbytes for chunk in manifest.chunks])
+        chunks = came.chunks if came is not None else self._pool.take([chunk.nbytes for chunk in manifest.chunks])
         if base is not None and not (fits(manifest, base.manifest) and len(base.chunks) == len(chunks)):
             base = None
         fetch.begin(chunks, base, came)
@@ -128,7 +128,7 @@ class TcpReceiver(WeightReceiver):
             return
         with self._lock:
             if not self._closed:
-                self._ahead[place.rank] = Ahead(self._landing, place, manifest)
+                self._ahead[place.rank] = Ahead(self._pool, place, manifest)
 
     def _client(self, service: bytes) -> ServiceClient:
         known = self._clients.get(service)

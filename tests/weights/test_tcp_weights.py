@@ -229,7 +229,7 @@ def test_a_version_for_which_a_host_has_no_memory_is_refused() -> None:
         receiver = ends.receiver()
         sent = ends.publish(1, weights(ends))
         huge = Manifest(1, (), (Chunk(1 << 50),), 1 << 16)
-        with pytest.raises(MemoryFull, match="no memory for .* more bytes to fetch weights into"):
+        with pytest.raises(MemoryFull, match="no memory for .* more bytes of fetched weights"):
             receiver.fetch(huge, sent.where, timeout_s=30.0)
         sent.check(ends.fetch(receiver, sent))
 

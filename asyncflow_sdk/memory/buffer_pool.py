@@ -1,10 +1,10 @@
-"""Landing: host memory that versions are fetched into, used again for a later one once nobody looks at it.
+"""BufferPool: private host memory for large values, used again once nobody refers to it.
 
-    chunks = landing.take([chunk.nbytes for chunk in manifest.chunks])   # uint8 arrays, to be filled
-    # when they and every view of them are gone, their memory is idle: the next take has it without page faults
+    chunks = pool.take([1 << 20, 1 << 20])      # uint8 arrays, to be filled
+    # when they and every view of them are gone, the next take reuses their memory without page faults
 
-What is idle beyond the sizes of the last take goes back to the system, so that no more is held than the versions that are
-looked at, and one.
+Idle memory that does not fit the sizes of a take is returned to the system. So a pool holds no more than the buffers that are in use,
+and those of the last take.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import MemoryFull
-from ..interfaces.weights import Bytes
-from ..memory import free_memory
+from .room import free_memory
 
 
-class Landing:
-    """Thread-safe."""
+class BufferPool:
+    """Thread-safe. ``purpose``: in errors, the values that the memory is for."""
 
-    def __init__(self) -> None:
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
         self._idle: list[mmap.mmap] = []
         self._used: dict[int, tuple[weakref.ref[Any], mmap.mmap]] = {}  # by id: a reference hashes as its array
-        self._lock = threading.RLock()  # any allocation may collect an array, whose memory comes back then and there
+        self._lock = threading.RLock()  # any allocation may collect an array, which returns its memory at once
         self._closed = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: in use, and idle."""
+        """Bytes held, in use and idle."""
         with self._lock:
             return sum(map(len, list(self._idle))) + sum(len(memory) for _, memory in list(self._used.values()))
 
-    def take(self, sizes: Sequence[int]) -> list[Bytes]:
-        """Contiguous, writable, with any content. Raises MemoryFull."""
+    def take(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """Return contiguous writable arrays of these sizes in bytes, with any content. Raises MemoryFull."""
         with self._lock:
             idle: dict[int, list[mmap.mmap]] = {}
             for memory in self._idle:
@@ -50,38 +51,35 @@ class Landing:
             try:
                 if sum(missing) > free_memory():
                     raise OSError("the host has no more")
-                made = [_fresh(size) for size in missing if size]
+                made = [_allocate(size) for size in missing if size]
             except (OSError, ValueError, OverflowError) as error:
                 self._idle += [memory for memory in found if memory is not None]
-                raise MemoryFull(
-                    f"no memory for {sum(missing)} more bytes to fetch weights into ({error}); a replica needs room for the"
-                    " version it has and the one it fetches"
-                ) from None
+                raise MemoryFull(f"no memory for {sum(missing)} more bytes of {self._purpose} ({error})") from None
             made.reverse()
             return [
                 self._lend(memory or made.pop()) if size else np.empty(0, np.uint8)
                 for size, memory in zip(sizes, found, strict=True)
             ]
 
-    def give_back(self, chunks: Sequence[Bytes]) -> None:
-        """Nobody has views of these but, for messages, who was to fill them."""
+    def give_back(self, buffers: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """Reuse the memory of these arrays although somebody may still refer to them, for example the traceback of an error."""
         with self._lock:
-            for chunk in chunks:
-                if id(chunk) in self._used:
-                    self._landed(self._used[id(chunk)][0])
+            for buffer in buffers:
+                if id(buffer) in self._used:
+                    self._collected(self._used[id(buffer)][0])
 
     def close(self) -> None:
-        """Free what is idle, and the rest when it is. Idempotent."""
+        """Free idle memory, and memory in use once nobody refers to it. Idempotent."""
         with self._lock:
             self._closed = True
             self._idle.clear()
 
-    def _lend(self, memory: mmap.mmap) -> Bytes:
+    def _lend(self, memory: mmap.mmap) -> npt.NDArray[np.uint8]:
         array = np.frombuffer(memory, np.uint8)
-        self._used[id(array)] = weakref.ref(array, self._landed), memory
+        self._used[id(array)] = weakref.ref(array, self._collected), memory
         return array
 
-    def _landed(self, ref: weakref.ref[Any]) -> None:
+    def _collected(self, ref: weakref.ref[Any]) -> None:
         with self._lock:
             for number, (known, memory) in list(self._used.items()):
                 if known is ref:
@@ -90,7 +88,7 @@ class Landing:
                         self._idle.append(memory)
 
 
-def _fresh(size: int) -> mmap.mmap:
+def _allocate(size: int) -> mmap.mmap:
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
