@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AsyncFlowError, MemoryFull
-from .holes import Holes
+from .free_ranges import FreeRanges
 from .locks import try_lock, unlock
 from .segment import ALIGN, PAGE, Segment, sync_directory
 
@@ -54,7 +54,7 @@ class Allocation:
         return len(self.memory)
 
 
-class NoHole(Exception):
+class GrowthNeeded(Exception):
     """Raised when more memory is needed than the arena holds, and it was not to grow."""
 
 
@@ -80,7 +80,7 @@ class Arena:
         self._unknown = segment_bytes // 4
         self._segments: dict[int, Segment] = {}
         self._blocks: dict[int, _Range] = {}  # by serial
-        self._holes = Holes()
+        self._free = FreeRanges()
         self._lacking = False  # whether pages were ever given back, or never taken
         self._waiting: deque[_Range] = deque()  # freed, but readers still look
         self._made = 0
@@ -104,7 +104,7 @@ class Arena:
         """Room for a block of ``nbytes`` (its 16 bytes of header among them), at a multiple of 64.
 
         ``grow`` False: only where a block lay before, and not more than lived before, if blocks are there that may
-        have been freed meanwhile. Raises MemoryFull, and NoHole.
+        have been freed meanwhile. Raises MemoryFull, and GrowthNeeded.
         """
         if os.getpid() != self._pid:
             raise AsyncFlowError(
@@ -116,7 +116,7 @@ class Arena:
                 self._look_again()
             if not grow and self._blocks and self._live + size > self._known:
                 self._known = self._live + size + self._unknown  # not at every step on the way up
-                raise NoHole
+                raise GrowthNeeded
             segment, start = self._take(size, grow or not self._blocks)
             self._serial += 1
             self._blocks[self._serial] = _Range(segment, start, start + size, [start])
@@ -139,7 +139,7 @@ class Arena:
             if start + size < stop:
                 self._blocks[block.serial] = _Range(segment, start, start + size, heads)
                 if not segment.lost:
-                    self._holes.add(segment.number, start + size, stop)
+                    self._free.add(segment.number, start + size, stop)
                 if self._peak == self._live:
                     self._peak -= stop - start - size  # it was never filled
                 self._live -= stop - start - size
@@ -201,7 +201,7 @@ class Arena:
             self._segments.clear()
             self._blocks.clear()
             self._waiting.clear()
-            self._holes = Holes()
+            self._free = FreeRanges()
             self._live = 0
 
     # ---- free ranges
@@ -218,7 +218,7 @@ class Arena:
     def _lose(self, segment: Segment) -> None:
         """Cut no further block from a segment whose file is gone. Its mapping goes with its last block."""
         segment.lost = True
-        self._holes.forget(segment.number)
+        self._free.forget(segment.number)
         self._look_at_all()
         self._close_unused(segment)
 
@@ -236,7 +236,7 @@ class Arena:
             return False
         segment.behead(heads)
         unlock(segment.fd, start, stop)
-        self._holes.add(segment.number, start, stop)
+        self._free.add(segment.number, start, stop)
         self._live -= stop - start
         return True
 
@@ -260,24 +260,24 @@ class Arena:
             self._lose(segment)
 
     def _cut(self, nbytes: int, grow: bool) -> tuple[Segment, int]:
-        found = self._holes.take(nbytes, self._lacks if self._lacking else None)
+        found = self._free.take(nbytes, self._lacks if self._lacking else None)
         if found is None and self._waiting:
             self._look_at_all()
-            found = self._holes.take(nbytes, self._lacks if self._lacking else None)
+            found = self._free.take(nbytes, self._lacks if self._lacking else None)
         if found is None:
             if not grow:
-                raise NoHole
+                raise GrowthNeeded
             self._grow(nbytes)
-            found = self._holes.take(nbytes, self._lacks if self._lacking else None)
+            found = self._free.take(nbytes, self._lacks if self._lacking else None)
             assert found is not None
         segment, start = self._segments[found[0]], found[1]
         if segment.missing:
             try:
                 if not grow and segment.lacks(start, start + nbytes):
-                    raise NoHole
+                    raise GrowthNeeded
                 self._fill(segment, start, start + nbytes)
             except BaseException:
-                self._holes.add(segment.number, start, start + nbytes)
+                self._free.add(segment.number, start, start + nbytes)
                 raise
         return segment, start
 
@@ -300,7 +300,7 @@ class Arena:
             self._shrink(0)
             segment = Segment(path, self._made, size, least)
         self._segments[segment.number] = segment
-        self._holes.add(segment.number, 0, size)
+        self._free.add(segment.number, 0, size)
         self._lacking |= segment.missing > 0
 
     def _fill(self, segment: Segment, start: int, stop: int) -> None:
@@ -328,13 +328,13 @@ class Arena:
             return
         self._lacking = True
         for segment in sorted(self._segments.values(), key=lambda s: s.held, reverse=True):
-            if self._holes.remove(segment.number, segment.size):
+            if self._free.remove(segment.number, segment.size):
                 del self._segments[segment.number]
                 excess -= segment.held
                 segment.unlink()
                 if excess <= 0:
                     return
-        for number, start, stop in self._holes.largest_first():
+        for number, start, stop in self._free.largest_first():
             segment = self._segments[number]
             before = segment.held
             segment.punch(start, stop, excess)

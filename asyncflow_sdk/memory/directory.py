@@ -183,8 +183,8 @@ def _choose_base() -> tuple[Path, str]:
     shm = Path("/dev/shm")
     with contextlib.suppress(OSError):
         sweep(shm)  # what dead runs left there may be what makes it small
-        room = os.statvfs(shm)
-        free = room.f_bavail * room.f_frsize
+        found = os.statvfs(shm)
+        free = found.f_bavail * found.f_frsize
         if free >= SMALL_BYTES and os.access(shm, os.W_OK):
             return shm, ""
         files = Path(tempfile.gettempdir())

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def private_directory(path: Path) -> None:
+def make_private_directory(path: Path) -> None:
     """Make a directory of mode 0700 if it is not there, and its missing parents by the umask. A directory that is there
     keeps its mode. Raises OSError."""
     try:

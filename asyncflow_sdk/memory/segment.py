@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import MemoryFull, ServerLost
+from .free_space import free_bytes
 from .locks import COPYING, try_lock, unlock
-from .room import free_bytes
 
 ALIGN = 64
 HEADER_BYTES = 16
@@ -31,7 +31,7 @@ _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 _POPULATE_WRITE = 23  # of madvise; Python has no name for it
 
 
-def blocks_there(path: Path, starts: Sizes, serials: Sizes, sizes: Sizes) -> npt.NDArray[np.bool_]:
+def find_blocks(path: Path, starts: Sizes, serials: Sizes, sizes: Sizes) -> npt.NDArray[np.bool_]:
     """Which blocks a segment's file still has. A file that is not there has none."""
     there = np.zeros(len(starts), np.bool_)
     with contextlib.suppress(OSError):

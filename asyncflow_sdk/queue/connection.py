@@ -28,9 +28,9 @@ from .._version import __version__
 from ..errors import ConfigError, DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, SchemaError, ServerLost
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
-from ..memory import HEADER_BYTES, Allocation, Arena, Mapper, NoHole
+from ..memory import HEADER_BYTES, Allocation, Arena, GrowthNeeded, Mapper
 from ..types import Column, Event, digest_of
-from ..wire import Client, Reply, RunKey, await_key, process_key, same_host
+from ..wire import Client, RunKey, WireReply, await_key, process_key, same_host
 from . import blocks
 from .arguments import check_arguments
 from .deferred import TRY_AGAIN_S
@@ -110,7 +110,7 @@ class Connection:
 
     def _hello(self, timeout_s: float) -> Welcome:
         hello = Hello(self.name, os.getpid(), process_key(os.getpid()), __version__, socket.gethostname())
-        answer = decode_answer(self.wire.ask(encode(Call(hello)), timeout_s, grace_s=0.0))
+        answer = decode_answer(self.wire.request(encode(Call(hello)), timeout_s, grace_s=0.0))
         answer.raise_error()
         assert isinstance(answer.reply, Welcome)
         return answer.reply
@@ -153,7 +153,7 @@ class Connection:
             self._events.clear()
         return body
 
-    def opened(self, reply: Reply) -> Answer:
+    def opened(self, reply: WireReply) -> Answer:
         """The answer, its notices taken. It may be an error."""
         answer = decode_answer(reply.body)
         if answer.freed:
@@ -175,7 +175,7 @@ class Connection:
             columns.update(self.reader.read(located, answer.schema))
         return columns
 
-    def answered(self, reply: Reply) -> Answer:
+    def answered(self, reply: WireReply) -> Answer:
         """The same as ``opened``. Raises what the server reported."""
         answer = self.opened(reply)
         answer.raise_error()
@@ -187,7 +187,7 @@ class Connection:
             return
         try:
             with contextlib.suppress(ServerLost):
-                self.wire.ask(self.call(cmd.Leave()), 0.0)
+                self.wire.request(self.call(cmd.Leave()), 0.0)
         finally:
             self.wire.close()
             self.arena.close(unlink=False)
@@ -211,7 +211,7 @@ class Port(ABC):
         self.connection = connection
 
     @abstractmethod
-    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> Reply:
+    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         """Send a request and wait for its answer. Raises ServerLost, AccessDenied."""
 
     @abstractmethod
@@ -326,7 +326,7 @@ class Port(ABC):
         try:
             return self.write(command, columns, keep=False, grow=False)
         except (
-            NoHole,
+            GrowthNeeded,
             ServerLost,
         ):  # rows that ended may have left room; a server that comes back makes its directory
             check_arguments(command)
@@ -336,7 +336,7 @@ class Port(ABC):
 
 
 class BlockingPort(Port):
-    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> Reply:
+    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         return self.connection.wire.exchange(body, timeout_s, payload)
 
     async def pause(self, seconds: float) -> None:
@@ -346,7 +346,7 @@ class BlockingPort(Port):
 class LoopPort(Port):
     _copies = True
 
-    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> Reply:
+    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         return await self.connection.wire.aexchange(body, timeout_s, payload)
 
     async def pause(self, seconds: float) -> None:

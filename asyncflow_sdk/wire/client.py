@@ -1,6 +1,6 @@
 """The asking end: a session whose requests can be repeated without a second effect.
 
-``ask`` serves threads (each owns a socket), ``aask`` serves an event loop (one socket a loop). A request is
+``ask`` serves threads (each owns a socket), ``arequest`` serves an event loop (one socket a loop). A request is
 sent again while no answer comes, so an answer lost with a connection is not lost; of a large one only what is missing
 (see ``exchange``). Nobody waits for a server that has said goodbye.
 """
@@ -20,12 +20,12 @@ from typing import Any
 import zmq
 
 from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError
-from .channels import LAST_WORDS_MS, READABLE, LoopSocket, ServerProcess, ThreadSocket
+from .client_sockets import LAST_WORDS_MS, READABLE, LoopSocket, ServerWatch, ThreadSocket
 from .envelope import MAX_BYTES
-from .exchange import Exchange, Message, Reply
+from .exchange import Message, RequestExchange, WireReply
 from .fragments import nbytes_of
 from .keys import RunKey
-from .numbering import Numbering
+from .sequence_numbers import SequenceNumbers
 from .sockets import context_of, transport_of
 
 RESEND_S = 5.0
@@ -72,12 +72,12 @@ class Client:
         self._context = context_of(bulk)
         self.interrupts = 0
         self._lock = threading.Lock()
-        self._numbering = Numbering(self.session)
+        self._numbers = SequenceNumbers(self.session)
         self._local = threading.local()
         self._sockets: weakref.WeakSet[ThreadSocket] = weakref.WeakSet()  # a thread's own goes with its thread
         self._loops: dict[asyncio.AbstractEventLoop, LoopSocket] = {}
         self._let_in = transport_of(address) == "inproc"
-        self._server = ServerProcess()
+        self._server = ServerWatch()
         self.max_bytes = MAX_BYTES
         self.closed = False
         self.over = False
@@ -108,9 +108,9 @@ class Client:
 
     def watch(self, pid: int, key: str) -> None:
         """From now on requests end with ServerLost when this process, the server's, does; if it can be seen."""
-        self._server = ServerProcess(pid, key)
+        self._server = ServerWatch(pid, key)
 
-    def ask(self, body: bytes, timeout_s: float, grace_s: float | None = None) -> bytes:
+    def request(self, body: bytes, timeout_s: float, grace_s: float | None = None) -> bytes:
         """Send and wait. Raises ServerLost when no answer comes in ``timeout_s`` and a grace, when the server's
         process ends or says goodbye, or on close; AccessDenied."""
         return self.exchange(body, timeout_s, grace_s=grace_s).body
@@ -124,7 +124,7 @@ class Client:
         grace_s: float | None = None,
         since: int | None = None,
         most_bytes: int | None = None,
-    ) -> Reply:
+    ) -> WireReply:
         """The same with payload: contiguous buffers, which must not change before this returns or raises. ``since``:
         what ``interrupts`` was when that began which this request belongs to. ``most_bytes``: raise ProtocolError for an
         answer in fragments that has more; None: any number."""
@@ -136,9 +136,9 @@ class Client:
             channel = self._thread_socket()
             channel.rest()
             channel.busy += 1
-        seq, began = self._numbering.begin(), time.monotonic()
+        seq, began = self._numbers.begin(), time.monotonic()
         try:
-            exchange = Exchange(self._numbering, seq, body, payload, most_bytes)
+            exchange = RequestExchange(self._numbers, seq, body, payload, most_bytes)
             grace_s = GRACE_S if grace_s is None else grace_s
             until = began + _time_for(size, timeout_s, grace_s)
             channel.send(exchange.begin())
@@ -155,7 +155,7 @@ class Client:
                     known = exchange.answer_bytes
                     channel.send(exchange.hear(response, data))
                     if exchange.reply is not None:
-                        self._numbering.answered(seq)
+                        self._numbers.answered(seq)
                         return exchange.reply
                     if exchange.answer_bytes != known:
                         until = max(until, time.monotonic() + _time_for(exchange.answer_bytes, 0.0, grace_s))
@@ -165,11 +165,11 @@ class Client:
                     raise self._lost(began, 0 if channel.handshake is None else channel.handshake.cut)
                 channel.send(exchange.again())
         except BaseException:
-            self._numbering.drop(seq)
+            self._numbers.drop(seq)
             with contextlib.suppress(AsyncFlowError, zmq.ZMQError):
                 if channel.torn and channel.busy == 1:
                     channel = self._renew_thread_socket(channel)
-                channel.socket.send(self._numbering.frame(0, b""), zmq.NOBLOCK)
+                channel.socket.send(self._numbers.frame(0, b""), zmq.NOBLOCK)
             raise
         finally:
             with self._lock:
@@ -177,33 +177,33 @@ class Client:
                 if self.closed:
                     channel.close()
 
-    def tell(self, body: bytes) -> None:
+    def send(self, body: bytes) -> None:
         """Send, and wait for no answer: whether it arrives is not known."""
         with self._lock:
             self.check()
             channel = self._thread_socket()
-            seq = self._numbering.begin()
-            channel.send(Exchange(self._numbering, seq, body).begin())
-            self._numbering.drop(seq)
+            seq = self._numbers.begin()
+            channel.send(RequestExchange(self._numbers, seq, body).begin())
+            self._numbers.drop(seq)
 
-    async def aask(self, body: bytes, timeout_s: float) -> bytes:
+    async def arequest(self, body: bytes, timeout_s: float) -> bytes:
         """The same on the running event loop. Cancelling it takes the request back."""
         return (await self.aexchange(body, timeout_s)).body
 
-    async def aexchange(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> Reply:
+    async def aexchange(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         """The same with payload, which must not change before this returns or raises."""
         self.fits(size := nbytes_of(body, payload))
         self.check()
         channel = self._loop_socket()
-        seq, began = self._numbering.begin(), time.monotonic()
+        seq, began = self._numbers.begin(), time.monotonic()
         try:
-            exchange = Exchange(self._numbering, seq, body, payload)
+            exchange = RequestExchange(self._numbers, seq, body, payload)
             until = began + _time_for(size, timeout_s, GRACE_S)
             messages, heard, known = exchange.begin(), 0, 0
             while True:
                 await channel.exchange(exchange, messages, min(self._resend_s, until - time.monotonic()))
                 if exchange.reply is not None:
-                    self._numbering.answered(seq)
+                    self._numbers.answered(seq)
                     return exchange.reply
                 self._overhear()
                 if exchange.answer_bytes != known:
@@ -214,9 +214,9 @@ class Client:
                 messages = [] if exchange.heard != heard else exchange.again()
                 heard = exchange.heard
         except BaseException:
-            self._numbering.drop(seq)
+            self._numbers.drop(seq)
             with contextlib.suppress(zmq.ZMQError):
-                channel.send([Message(self._numbering.frame(0, b""))])
+                channel.send([Message(self._numbers.frame(0, b""))])
             raise
 
     def interrupt(self) -> None:

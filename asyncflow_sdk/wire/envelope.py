@@ -72,7 +72,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     known: bool
     upload: int
-    asked: int
+    message_upload: int
     low: int = 0
     beyond: tuple[int, ...] = ()
     limit: int = 0
@@ -84,7 +84,7 @@ RequestPart: TypeAlias = Fragment | Pull | ProgressQuery
 ResponsePart: TypeAlias = Fragment | Progress
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class RequestEnvelope(msgspec.Struct, frozen=True, array_like=True):
     protocol: int
     session: str
     seq: int
@@ -95,7 +95,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     part: RequestPart | None = None
 
 
-class Response(msgspec.Struct, frozen=True, array_like=True):
+class ResponseEnvelope(msgspec.Struct, frozen=True, array_like=True):
     protocol: int
     seq: int
     body: bytes
@@ -111,45 +111,45 @@ class _Start(msgspec.Struct, frozen=True, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_request = msgspec.msgpack.Decoder(Request)
-_response = msgspec.msgpack.Decoder(Response)
+_request = msgspec.msgpack.Decoder(RequestEnvelope)
+_response = msgspec.msgpack.Decoder(ResponseEnvelope)
 _start = msgspec.msgpack.Decoder(_Start)
 
 
-class OtherProtocol(ProtocolError):
+class ProtocolMismatch(ProtocolError):
     """A request of another protocol. ``reply`` tells its sender so, in a form it can read whatever it speaks."""
 
     def __init__(self, protocol: int, seq: int) -> None:
         text = f"this server speaks protocol {PROTOCOL}, you {protocol}; install the same asyncflow-sdk on both sides"
         super().__init__(text)
-        self.reply = encode(Response(PROTOCOL, seq, text.encode()))
+        self.reply = encode(ResponseEnvelope(PROTOCOL, seq, text.encode()))
 
 
-def decode_request(frame: bytes) -> Request:
-    """Raises ProtocolError for garbage, and its kind OtherProtocol for other protocol versions."""
+def decode_request(frame: bytes) -> RequestEnvelope:
+    """Raises ProtocolError for garbage, and its kind ProtocolMismatch for other protocol versions."""
     try:
         request = _request.decode(frame)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         _check_protocol(frame)
         raise ProtocolError(f"not a request: {error}") from None
     if request.protocol != PROTOCOL:
-        raise OtherProtocol(request.protocol, request.seq)
+        raise ProtocolMismatch(request.protocol, request.seq)
     if not request.session or len(request.session) > 64:
         raise ProtocolError(f"a session name of {len(request.session)} characters; 1 to 64 are expected")
     return request
 
 
 def _check_protocol(frame: bytes) -> None:
-    """Raises OtherProtocol for what begins like a request of another version."""
+    """Raises ProtocolMismatch for what begins like a request of another version."""
     try:
         start = _start.decode(frame)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return
     if start.protocol != PROTOCOL:
-        raise OtherProtocol(start.protocol, start.seq)
+        raise ProtocolMismatch(start.protocol, start.seq)
 
 
-def decode_response(frame: bytes) -> Response:
+def decode_response(frame: bytes) -> ResponseEnvelope:
     """Raises ProtocolError for garbage and for other protocol versions."""
     try:
         response = _response.decode(frame)

@@ -1,4 +1,4 @@
-"""Exchange: one request and its answer on the client's side, whatever their sizes. It has no socket and no clock.
+"""RequestExchange: one request and its answer on the client's side, whatever their sizes. It has no socket and no clock.
 
 A small request goes as one message. Of a large one the body goes first; the server makes room for the payload, and
 says how far the client may send. After a silence the client asks what has arrived, and sends only what has not.
@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProtocolError
-from .envelope import FRAGMENT_BYTES, WINDOW_BYTES, Fragment, Progress, ProgressQuery, Pull, Response
+from .envelope import FRAGMENT_BYTES, WINDOW_BYTES, Fragment, Progress, ProgressQuery, Pull, ResponseEnvelope
 from .fragments import Fragments, Reassembly, end_of, nbytes_of
-from .numbering import Numbering
+from .sequence_numbers import SequenceNumbers
 
 _NOTHING = Fragments(b"")
 _NO_BYTES: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
-class Reply(NamedTuple):
+class WireReply(NamedTuple):
     """An answer. ``payload``: uint8, or None if there is none."""
 
     body: bytes
@@ -36,7 +36,7 @@ class Message(NamedTuple):
     data: bytes | memoryview | None = None
 
 
-class Exchange:
+class RequestExchange:
     """``reply`` is None until the answer is whole. ``heard``: messages about it so far. ``answer_bytes``: 0 until known.
 
     Not thread-safe. ``payload``: contiguous buffers, which must not change before the answer is whole. ``most_bytes``: of
@@ -44,18 +44,18 @@ class Exchange:
 
     def __init__(
         self,
-        numbering: Numbering,
+        numbers: SequenceNumbers,
         seq: int,
         body: bytes,
         payload: Sequence[Any] = (),
         most_bytes: int | None = None,
     ) -> None:
-        self._numbering, self.seq, self._body, self._most_bytes = numbering, seq, body, most_bytes
+        self._numbers, self.seq, self._body, self._most_bytes = numbers, seq, body, most_bytes
         self._payload = payload
         self._large = nbytes_of(body, payload) > FRAGMENT_BYTES
         self._request = Fragments(body, payload) if self._large else _NOTHING
         self._queries = 0
-        self.reply: Reply | None = None
+        self.reply: WireReply | None = None
         self.heard = self.answer_bytes = 0
 
     def begin(self) -> list[Message]:
@@ -65,9 +65,9 @@ class Exchange:
             self._limit = min(self._request.sizes[0], WINDOW_BYTES)
             return self._send_on()
         data = b"".join(self._payload) if self._payload else None
-        return [Message(self._numbering.frame(self.seq, self._body), data)]
+        return [Message(self._numbers.frame(self.seq, self._body), data)]
 
-    def hear(self, response: Response, data: Any) -> list[Message]:
+    def hear(self, response: ResponseEnvelope, data: Any) -> list[Message]:
         """Take a message of the server, with the frame beside it; return what to send. Raises ProtocolError."""
         self.heard += 1
         part = response.part
@@ -76,7 +76,7 @@ class Exchange:
         if isinstance(part, Fragment):
             return self._collect(part, b"" if data is None else data)
         payload = None if data is None else np.frombuffer(data, np.uint8).copy()  # its own memory is not aligned
-        self.reply = Reply(response.body, payload)
+        self.reply = WireReply(response.body, payload)
         return []
 
     def again(self) -> list[Message]:
@@ -85,7 +85,7 @@ class Exchange:
             return self.begin()
         self._queries += 1
         query = ProgressQuery(self._upload, self._queries, self._answer is not None)
-        return [Message(self._numbering.frame(self.seq, b"", query))]
+        return [Message(self._numbers.frame(self.seq, b"", query))]
 
     def _forget(self) -> None:
         self._upload = self._next = self._limit = 0
@@ -99,13 +99,13 @@ class Exchange:
 
     def _go_on(self, progress: Progress) -> list[Message]:
         if not progress.known:
-            return self.begin() if progress.asked == self._upload else []
+            return self.begin() if progress.message_upload == self._upload else []
         if self._answer is None and progress.answer is not None:
             self._expect(progress.answer)
             return self._pull(list(self._pulled))
         if self._answer is not None:
             return self._pull(self._lost(self._pulled, progress))
-        if not self._large or self._upload not in (progress.upload, progress.asked):
+        if not self._large or self._upload not in (progress.upload, progress.message_upload):
             return []  # of an upload that was given up
         self._upload, self._limit = progress.upload, progress.limit
         there = {start for start in self._flying if start < progress.low or start in progress.beyond}
@@ -130,7 +130,7 @@ class Exchange:
         messages, sizes = [], self._request.sizes
         for start in starts:
             self._flying[start] = self._queries
-            envelope = self._numbering.frame(self.seq, b"", Fragment(self._upload, start, sizes))
+            envelope = self._numbers.frame(self.seq, b"", Fragment(self._upload, start, sizes))
             messages.append(Message(envelope, self._request.read(start, end_of(start, sizes))))
         return messages
 
@@ -146,7 +146,7 @@ class Exchange:
             self._memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
         self._pulled.pop(fragment.start, None)
         if self._answer.whole:
-            self.reply = Reply(self._answer.body, self._memory if sizes[1] else None)
+            self.reply = WireReply(self._answer.body, self._memory if sizes[1] else None)
             return []
         if self._next_pull == self.answer_bytes:
             return []
@@ -169,4 +169,4 @@ class Exchange:
         if not starts:
             return []
         self._pulled.update(dict.fromkeys(starts, self._queries))
-        return [Message(self._numbering.frame(self.seq, b"", Pull(tuple(starts))))]
+        return [Message(self._numbers.frame(self.seq, b"", Pull(tuple(starts))))]

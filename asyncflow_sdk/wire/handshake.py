@@ -1,4 +1,4 @@
-"""Handshake: what became of a new connection and its keys, by the socket's own events."""
+"""HandshakeMonitor: what became of a new connection and its keys, by the socket's own events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CUT = 3
 is sent closes without a word."""
 
 
-class Handshake:
+class HandshakeMonitor:
     """Watches one socket until a handshake succeeds. ``monitor`` is readable when there is news. ``cut``: connections that
     were cut before that, one after another. ``patient``: any number of them, as by a server that is short of descriptors.
     """

@@ -1,6 +1,6 @@
 """Key files: who may reach a server over tcp, and by which keys the two know each other.
 
-keys = server_keys(Path("runs/x/server.key"), Path("runs/x/run.key"))    # made when they are not there
+keys = ensure_keys(Path("runs/x/server.key"), Path("runs/x/run.key"))    # made when they are not there
 keys.server, keys.run                                                    # what the server holds, what a client is given
 RunKey.load("runs/x/run.key")                                            # the same, read by a client
 
@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from ..errors import ConfigError
-from ..memory import private_directory
+from ..memory import make_private_directory
 
 Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40, pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]*$")]
 
@@ -71,7 +71,7 @@ class KeyPair(NamedTuple):
     run: RunKey
 
 
-def server_keys(server: Path, run: Path) -> KeyPair:
+def ensure_keys(server: Path, run: Path) -> KeyPair:
     """The keys in file ``server``, and in file ``run`` a key that it lets in. Missing files are made; a run key of
     another server is replaced. Raises ConfigError."""
     keys = ServerKeys.load(server) if os.path.lexists(server) else ServerKeys(*_pair(), ())
@@ -88,7 +88,7 @@ def server_keys(server: Path, run: Path) -> KeyPair:
     return KeyPair(keys, made)
 
 
-def fresh_keys() -> KeyPair:
+def generate_keys() -> KeyPair:
     """Keys of a server that is known to nobody yet, and the one that it lets in. No file of keys is made for them; but a run
     keeps in its journal, which is its owner's alone, what a weight service says of itself, and so the key to it."""
     (server, secret), (client, own) = _pair(), _pair()
@@ -131,7 +131,7 @@ def save(path: Path, keys: Any) -> None:
     """Write a file atomically, readable by its owner alone. Raises ConfigError."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        private_directory(path.parent)
+        make_private_directory(path.parent)
         fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         with open(fd, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(keys)) + b"\n")

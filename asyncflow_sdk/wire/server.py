@@ -27,22 +27,22 @@ from .envelope import (
     MAX_BYTES,
     PROTOCOL,
     Fragment,
-    OtherProtocol,
     Progress,
     ProgressQuery,
+    ProtocolMismatch,
     Pull,
-    Request,
-    Response,
+    RequestEnvelope,
+    ResponseEnvelope,
     decode_request,
     encode,
 )
 from .keys import ServerKeys
-from .listening import Listening, Route
 from .processes import ProcessWatch, process_key
-from .remembered import Remembered
+from .router_sockets import Route, RouterSockets
+from .session_state import SessionState
 from .transfers import SILENCE_S, Download, PayloadSink, Upload, Uploads
 
-_GOODBYE = encode(Response(PROTOCOL, GOODBYE, b""))
+_GOODBYE = encode(ResponseEnvelope(PROTOCOL, GOODBYE, b""))
 _UNREAD = 10_000
 """So many requests that came too late have their senders told."""
 SWEEP_S = 5.0
@@ -93,7 +93,7 @@ class Handler(RequestHandler, Protocol):
 class _Outgoing(NamedTuple):
     """An answer that leaves at the end of the round; ``starts``: of the fragments that were asked for, or none."""
 
-    session: Remembered
+    session: SessionState
     seq: int
     starts: tuple[int, ...] = ()
     recorded: bool = True
@@ -128,7 +128,7 @@ class Server:
         self._outbox: list[_Outgoing] = []
         self._uploads = Uploads(handler.sink, max_bytes)
         self._next_sweep = 0.0
-        self._sessions: dict[str, Remembered] = {}
+        self._sessions: dict[str, SessionState] = {}
         self._by_ticket: dict[int, tuple[str, int]] = {}
         self._next_ticket = 1
         self._processes = ProcessWatch()
@@ -137,7 +137,7 @@ class Server:
         self._for_good: Callable[[], bool] = lambda: False
         self.garbage = 0
         self.max_bytes = max_bytes
-        self._listening = Listening(addresses, keys, insecure=insecure, bulk=bulk)
+        self._listening = RouterSockets(addresses, keys, insecure=insecure, bulk=bulk)
         self.addresses = self._listening.addresses
         self._waking = threading.Lock()
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -227,7 +227,7 @@ class Server:
 
     def replay(self, handler: RequestHandler, session_id: str, seq: int, done: int, ticket: int, body: bytes) -> None:
         """Replay a recorded request, which ``handler`` carries out. Call before ``start``."""
-        session = self._sessions.setdefault(session_id, Remembered())
+        session = self._sessions.setdefault(session_id, SessionState())
         session.raise_done(done)
         session.over(min(done, seq) - 1)
         following, self._next_ticket = self._next_ticket, ticket
@@ -236,7 +236,7 @@ class Server:
 
     def replay_drop(self, handler: RequestHandler, session_id: str, seq: int) -> None:
         """Replay a recorded request cancellation. Call before ``start``."""
-        session = self._sessions.setdefault(session_id, Remembered())
+        session = self._sessions.setdefault(session_id, SessionState())
         if seq in session.early:  # the request came since, changed nothing, and was taken back
             session.come(seq)
             handler.dropped(session_id, seq, 0, None)
@@ -353,7 +353,7 @@ class Server:
                 if others > 1 or len(envelope) + (0 if data is None else len(data)) > self.max_bytes:
                     raise ProtocolError(f"a request of {others} frames or too many bytes")
                 request = decode_request(envelope)
-            except OtherProtocol as other:
+            except ProtocolMismatch as other:
                 self.garbage += 1
                 self._post((router, name), other.reply)
             except ProtocolError:
@@ -370,18 +370,18 @@ class Server:
             if not int(router.getsockopt(_EVENTS)) & _READABLE:
                 return
 
-    def _accept(self, route: Route, request: Request, data: Any) -> None:
+    def _accept(self, route: Route, request: RequestEnvelope, data: Any) -> None:
         session, seq, part = self._sessions.get(request.session), request.seq, request.part
         if session is None:
             if isinstance(part, Fragment) and part.start == 0 and data is not None:
-                request = Request(
+                request = RequestEnvelope(
                     PROTOCOL, request.session, seq, 1, (), (), bytes(data)
                 )  # the handler says what is wrong
             if isinstance(part, ProgressQuery):
                 self._tell(route, seq, Progress(False, 0, part.upload, query=part.number))
             if not request.body:  # the last word of one that has ended
                 return
-            session, part = self._sessions.setdefault(request.session, Remembered()), None
+            session, part = self._sessions.setdefault(request.session, SessionState()), None
         if route not in session.heard:
             session.hear(route)
         for dropped in request.dropped:
@@ -421,7 +421,7 @@ class Server:
         if seq in session.answers and answer is None and not getattr(part, "answering", False):
             self._outbox.append(_Outgoing(session, seq))
 
-    def _add(self, route: Route, request: Request, fragment: Fragment, data: Any) -> None:
+    def _add(self, route: Route, request: RequestEnvelope, fragment: Fragment, data: Any) -> None:
         """A fragment of a request that is not whole yet."""
         upload = self._uploads.find(request.session, request.seq)
         if upload is None and not fragment.upload:
@@ -439,7 +439,7 @@ class Server:
         if self._uploads.find(upload.session, upload.seq) is upload:
             self._go_on(upload, request)
 
-    def _go_on(self, upload: Upload, request: Request | None = None) -> None:
+    def _go_on(self, upload: Upload, request: RequestEnvelope | None = None) -> None:
         """Carry its request out, if that is possible, or say how far it is. ``request``: the message that it comes from."""
         assert upload.route is not None
         if not upload.ready:
@@ -450,10 +450,10 @@ class Server:
             return
         self._uploads.remove(upload)
         done = 1 if request is None else request.done
-        whole = Request(PROTOCOL, upload.session, upload.seq, done, (), (), upload.reassembly.body)
+        whole = RequestEnvelope(PROTOCOL, upload.session, upload.seq, done, (), (), upload.reassembly.body)
         self._carry_out(upload.route, whole, upload.sink)
 
-    def _carry_out(self, route: Route, request: Request, sink: PayloadSink | None) -> None:
+    def _carry_out(self, route: Route, request: RequestEnvelope, sink: PayloadSink | None) -> None:
         """A request that has come for the first time, and is whole."""
         session, seq = self._sessions[request.session], request.seq
         session.over(min(request.done, seq) - 1)
@@ -465,7 +465,7 @@ class Server:
         handler: RequestHandler,
         route: Route | None,
         session_id: str,
-        session: Remembered,
+        session: SessionState,
         seq: int,
         body: bytes,
         sink: PayloadSink | None,
@@ -478,7 +478,7 @@ class Server:
         handler.request(session_id, ticket, body, sink)
         return dropped
 
-    def _drop(self, handler: RequestHandler, session_id: str, session: Remembered, seq: int) -> None:
+    def _drop(self, handler: RequestHandler, session_id: str, session: SessionState, seq: int) -> None:
         if not session.has(seq):
             self._uploads.release(session_id, seq)
             if seq not in session.early:
@@ -508,7 +508,7 @@ class Server:
             if (settled or not each.recorded) and each.seq in each.session.answers:
                 self._send(each.session, each.seq, each.starts)
 
-    def _send(self, session: Remembered, seq: int, starts: tuple[int, ...] = ()) -> None:
+    def _send(self, session: SessionState, seq: int, starts: tuple[int, ...] = ()) -> None:
         """Send an answer, or fragments of it, where its request came from last; one that came to an earlier server is asked
         for again."""
         route, answer = session.routes[seq], session.answers[seq]
@@ -526,16 +526,16 @@ class Server:
                     _log.exception("the server failed to make an answer")
                     return
             if not payload and len(body) <= FRAGMENT_BYTES:
-                self._post(route, encode(Response(PROTOCOL, seq, body)))
+                self._post(route, encode(ResponseEnvelope(PROTOCOL, seq, body)))
                 return
             download = session.downloads[seq] = Download(body, payload)
         with contextlib.suppress(ProtocolError):  # fragments that it has not: it is not what it was
             for start, body, fragment, data in download.messages(starts):
-                envelope = encode(Response(PROTOCOL, seq, body, fragment))
+                envelope = encode(ResponseEnvelope(PROTOCOL, seq, body, fragment))
                 download.sent(start, self._post(route, envelope, data))
 
     def _tell(self, route: Route, seq: int, progress: Progress) -> None:
-        self._post(route, encode(Response(PROTOCOL, seq, b"", progress)))
+        self._post(route, encode(ResponseEnvelope(PROTOCOL, seq, b"", progress)))
 
     def _sweep(self) -> float | None:
         """Release transfers that were silent for long, and let waiting ones go on; returns seconds until the next time."""

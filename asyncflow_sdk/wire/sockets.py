@@ -61,7 +61,7 @@ def transport_of(address: str) -> str:
     return transport
 
 
-def on_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     """Whether a tcp address can be reached from its own host alone. Names but localhost are not."""
     host = address.partition("://")[2].rsplit(":", 1)[0].strip("[]")
     if host == "localhost":

@@ -19,7 +19,7 @@ import zmq
 from ..errors import ProtocolError
 from .envelope import FRAGMENT_BYTES, WINDOW_BYTES, Fragment, Progress
 from .fragments import Fragments, Reassembly, end_of
-from .listening import Route
+from .router_sockets import Route
 
 SILENCE_S = 60.0
 """An upload, or an answer in fragments, of which nothing was heard for so long is released."""

@@ -16,7 +16,7 @@ def digest(view: object) -> str:
 
 
 def read(directory: str, place: list[object]) -> None:
-    """Hold a view; say its digest now, and again whenever told to."""
+    """BlockHold a view; say its digest now, and again whenever told to."""
     view = Mapper(Path(directory)).view(*place)  # type: ignore[arg-type]
     say(digest(view))
     while hear() == "again":
@@ -24,7 +24,7 @@ def read(directory: str, place: list[object]) -> None:
 
 
 def read_and_fork(directory: str, place: list[object]) -> None:
-    """Hold a view; fork a child that lets its copy of the view go, and one that tries to read and write."""
+    """BlockHold a view; fork a child that lets its copy of the view go, and one that tries to read and write."""
     mapper, arena = Mapper(Path(directory)), Arena(Path(directory), "forked")
     arena.allocate(10)
     view = mapper.view(*place)  # type: ignore[arg-type]

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from asyncflow_sdk.errors import LeaseLost
-from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, PrivateMaps, SharedDirectory
-from asyncflow_sdk.memory import private as private_maps
+from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, PrivateMaps, SharedDirectory, private_maps
 
 pytestmark = pytest.mark.fast
 

@@ -30,7 +30,7 @@ def port_of(parrot: Parrot) -> int:
 def joined(address: str, resend_s: float = 0.1) -> Client:
     """A client whose session the server knows, as large requests need."""
     client = client_of(address, resend_s)
-    client.ask(b"join", 60)
+    client.request(b"join", 60)
     return client
 
 

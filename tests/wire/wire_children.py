@@ -13,16 +13,16 @@ from asyncflow_sdk.wire import Client, process_key
 def ask_after_fork(address: str) -> None:
     """Use a connection, then fork: the child is refused, the parent goes on."""
     client = Client(address)
-    client.ask(b"before", 10)
+    client.request(b"before", 10)
     if not (child := os.fork()):
         try:
-            client.ask(b"in the child", 10)
+            client.request(b"in the child", 10)
         except AsyncFlowError as error:
             client.close()
             os._exit(7 if "fork()" in str(error) else 8)
         os._exit(9)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    say([code, client.ask(b"after", 10).decode()])
+    say([code, client.request(b"after", 10).decode()])
 
 
 def identify() -> None:
@@ -33,7 +33,7 @@ def identify() -> None:
 def ask_until_killed(address: str) -> None:
     """Ask for something that does not come."""
     say(process_key(os.getpid()))
-    Client(address).ask(b"park", 1000)
+    Client(address).request(b"park", 1000)
 
 
 def interrupted(address: str) -> None:
@@ -41,8 +41,8 @@ def interrupted(address: str) -> None:
     client = Client(address)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        client.ask(b"park", 1000)
+        client.request(b"park", 1000)
     except KeyboardInterrupt:
-        say(client.ask(b"after", 10).decode())
+        say(client.request(b"after", 10).decode())
         time.sleep(0.1)
     client.close()

@@ -21,7 +21,7 @@ import msgspec
 from ..errors import AccessDenied, ServerLost
 from ..memory import is_served, journal_owns, own_directories
 from .keys import RunKey, save
-from .sockets import RETRY_S, on_loopback, probe
+from .sockets import RETRY_S, is_loopback, probe
 
 FILE = "tcp.key"
 _EVERY_HOST = ("*", "0.0.0.0", "::")
@@ -73,7 +73,7 @@ def await_key(address: str, timeout_s: float) -> RunKey | None:
     until = time.monotonic() + timeout_s
     while True:
         key = find_key(address)
-        if key is not None or not on_loopback(address):
+        if key is not None or not is_loopback(address):
             return key
         try:
             probe(address)

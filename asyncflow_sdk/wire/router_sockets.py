@@ -1,4 +1,4 @@
-"""Listening: the ROUTER sockets of a server. One serves socket files without keys; the other, in a context of its own,
+"""RouterSockets: the ROUTER sockets of a server. One serves socket files without keys; the other, in a context of its own,
 tcp connections that prove with CurveZMQ that they hold a key that is let in.
 
 A context of its own, because what a context does about keys (ZAP) it does for every socket in it, the sockets of
@@ -13,7 +13,7 @@ import zmq
 from zmq.utils import z85
 
 from ..errors import ConfigError
-from .admission import Admission
+from .connection_limiter import ConnectionLimiter
 from .envelope import FRAME_BYTES
 from .keys import ServerKeys
 from .sockets import BULK_THREADS, GIVE_UP_MS, context_of, set_tcp, transport_of
@@ -24,7 +24,7 @@ UNREAD_MESSAGES = 64
 """Of one connection; a client that sends more waits until the server has read some."""
 
 
-class Listening:
+class RouterSockets:
     """Binds to ``addresses``; ``keys`` are for all of them that are tcp. The server's thread owns it from then on.
     ``insecure``: tcp without keys; every process that reaches the address may read and change what is served."""
 
@@ -42,7 +42,7 @@ class Listening:
         self.routers: list[zmq.Socket[Any]] = []
         self.addresses: list[str] = []
         self.refused = 0
-        self.admission = Admission()
+        self.admission = ConnectionLimiter()
         self._plain: zmq.Socket[Any] | None = None
         self._keyed: zmq.Socket[Any] | None = None
         try:

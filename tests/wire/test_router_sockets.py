@@ -48,5 +48,5 @@ def test_one_server_at_several_addresses(tmp_path: Path) -> None:
     with serving("inproc://several", f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0", insecure=True) as parrot:
         for number, address in enumerate(parrot.server.addresses):
             client = Client(address, insecure=True)
-            assert client.ask(b"x", 5) == b"x %d" % number
+            assert client.request(b"x", 5) == b"x %d" % number
             client.close()

@@ -1,4 +1,4 @@
-"""Holes: the free ranges of a writer's segments. Best fit, neighbours joined; the smallest hole that is large
+"""FreeRanges: the free ranges of a writer's segments. Best fit, neighbours joined; the smallest hole that is large
 enough is mostly one that was freed just now, and so in the cache, and large ones stay whole."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 CHOICES = 8
 
 
-class Holes:
+class FreeRanges:
     """Not thread-safe. Every operation is O(log n) and a memmove of the sorted list."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Numbering: the requests of one session, and what the server has yet to hear of them.
+"""SequenceNumbers: the requests of one session, and what the server has yet to hear of them.
 
 A number stays open until its answer is here. One that was dropped stays open until an answer shows that the
 server heard of it: until then ``done`` must not pass it, or the server would forget what it has to take back.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 
-from .envelope import PROTOCOL, Request, RequestPart, encode
+from .envelope import PROTOCOL, RequestEnvelope, RequestPart, encode
 
 
-class Numbering:
+class SequenceNumbers:
     """Thread-safe."""
 
     def __init__(self, session: str) -> None:
@@ -38,7 +38,7 @@ class Numbering:
             if seq:
                 self._told.setdefault(seq, dropped)
             done = min(self._open, default=self._last + 1)
-        return encode(Request(PROTOCOL, self._session, seq, done, settled, dropped, body, part))
+        return encode(RequestEnvelope(PROTOCOL, self._session, seq, done, settled, dropped, body, part))
 
     def answered(self, seq: int) -> None:
         """The answer is here."""

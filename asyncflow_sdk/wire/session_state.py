@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .listening import Route
+from .router_sockets import Route
 from .transfers import Download
 
 MOST_HEARD = 1024
@@ -15,7 +15,7 @@ MOST_HEARD = 1024
 
 
 @dataclass
-class Remembered:
+class SessionState:
     """Of one session: answers it may still ask for again, and where to send them; and which requests have come at all.
 
     A request may be dropped over one socket before it comes over another (``early``): then it is carried out when

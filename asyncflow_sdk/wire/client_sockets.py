@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import zmq
 
 from ..errors import AsyncFlowError, ProtocolError, ServerLost
-from .envelope import GOODBYE, Response, decode_response
-from .exchange import Exchange, Message
-from .handshake import Handshake
+from .envelope import GOODBYE, ResponseEnvelope, decode_response
+from .exchange import Message, RequestExchange
+from .handshake import HandshakeMonitor
 from .keys import RunKey
 from .processes import watch
 from .sockets import connect, transport_of
@@ -25,14 +25,14 @@ LAST_WORDS_MS = 100
 """How long after a server's end what it sent before may still be on its way."""
 
 
-class Heard(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A message of the server, and the frame beside it, if any."""
 
-    response: Response
+    response: ResponseEnvelope
     data: Any = None
 
 
-class ServerProcess:
+class ServerWatch:
     """The server's process, if it can be seen from here. ``fd`` is readable when it has ended, else -1; ``ended``: it had
     when it was first looked for."""
 
@@ -59,11 +59,13 @@ class ThreadSocket:
         self.torn = self.told_goodbye = False
         self.wake, self._roused = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
         self._open = [self.wake]
-        self.handshake: Handshake | None = None
+        self.handshake: HandshakeMonitor | None = None
         self.socket = context.socket(zmq.DEALER)
         try:
             if unproven:
-                self.handshake = Handshake(self.socket, address, key is not None, transport_of(address) == "ipc")
+                self.handshake = HandshakeMonitor(
+                    self.socket, address, key is not None, transport_of(address) == "ipc"
+                )
             connect(self.socket, address, key)
         except BaseException:
             self.close()
@@ -85,7 +87,7 @@ class ThreadSocket:
         heard."""
         _send(self.socket, messages)
 
-    def receive(self) -> Heard:
+    def receive(self) -> ReceivedMessage:
         """The next message, which is there. Raises ProtocolError."""
         self.torn = True  # until all frames of it are here
         envelope, data = self.socket.recv(), None
@@ -94,7 +96,7 @@ class ThreadSocket:
         self.torn = False
         response = decode_response(envelope)
         self.told_goodbye |= response.seq == GOODBYE
-        return Heard(response, data)
+        return ReceivedMessage(response, data)
 
     def overhear(self) -> bool:
         """Read what has come while nobody waits, answers that nobody wants any more; returns ``told_goodbye``."""
@@ -121,14 +123,14 @@ class LoopSocket:
     each message."""
 
     def __init__(
-        self, context: zmq.Context[Any], address: str, key: RunKey | None, server: ServerProcess, ended: Any,
+        self, context: zmq.Context[Any], address: str, key: RunKey | None, server: ServerWatch, ended: Any,
         goodbye: Callable[[], AsyncFlowError],
     ) -> None:  # fmt: skip
         """``goodbye``: told that the server said it; gives what requests end with."""
         self.address, self._goodbye = address, goodbye
         self._loop = asyncio.get_running_loop()
         self._server, self._ended, self._gone = server, ended, False
-        self._exchanges: dict[int, tuple[Exchange, asyncio.Future[None]]] = {}
+        self._exchanges: dict[int, tuple[RequestExchange, asyncio.Future[None]]] = {}
         self.socket = context.socket(zmq.DEALER)
         connect(self.socket, address, key)
         self._fd = self.socket.getsockopt(zmq.FD)
@@ -136,7 +138,7 @@ class LoopSocket:
         if server.fd >= 0:
             self._loop.add_reader(server.fd, self._server_ended)
 
-    async def exchange(self, exchange: Exchange, messages: Iterable[Message], wait_s: float) -> None:
+    async def exchange(self, exchange: RequestExchange, messages: Iterable[Message], wait_s: float) -> None:
         """Send, and go on with the exchange as answers arrive; return when its reply is there, or after ``wait_s``."""
         if self._gone:
             raise self._ended()
@@ -185,7 +187,9 @@ class LoopSocket:
             elif response.seq in self._exchanges:
                 self._hear(*self._exchanges[response.seq], response, data)
 
-    def _hear(self, exchange: Exchange, future: asyncio.Future[None], response: Response, data: Any) -> None:
+    def _hear(
+        self, exchange: RequestExchange, future: asyncio.Future[None], response: ResponseEnvelope, data: Any
+    ) -> None:
         try:
             messages = exchange.hear(response, data)
         except ProtocolError as error:

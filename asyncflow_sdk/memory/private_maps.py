@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .mapper import Mapped
+from .mapped_segment import MappedSegment
 
 Key: TypeAlias = tuple[str, int, int]
 _POPULATE_READ = 22  # of madvise, since Linux 5.14; Python has no name for it
@@ -26,10 +25,10 @@ class PrivateMaps:
     """Those of one reader that nobody views at the moment, by segment and range. Thread-safe."""
 
     def __init__(self) -> None:
-        self._idle: dict[Key, tuple[Mapped, mmap.mmap]] = {}
+        self._idle: dict[Key, tuple[MappedSegment, mmap.mmap]] = {}
         self._closed = False
 
-    def take(self, mapped: Mapped, low: int, stop: int, *, look: bool = True) -> mmap.mmap:
+    def take(self, mapped: MappedSegment, low: int, stop: int, *, look: bool = True) -> mmap.mmap:
         """Bytes ``low`` to ``stop`` of a segment, its pages there. Without ``look`` it may be one that was written into."""
         before, own = self._idle.pop((mapped.name, low, stop), (None, None))
         if own is not None and before is mapped and not (look and _written(own)):
@@ -43,7 +42,7 @@ class PrivateMaps:
                 own.madvise(_POPULATE_READ, start, min(_STEP_BYTES, stop - low - start))
         return own
 
-    def give(self, mapped: Mapped, low: int, stop: int, own: mmap.mmap) -> None:
+    def give(self, mapped: MappedSegment, low: int, stop: int, own: mmap.mmap) -> None:
         """Nobody views it any more."""
         if not self._closed:
             self._idle[mapped.name, low, stop] = mapped, own

@@ -3,9 +3,9 @@
 libzmq accepts in threads of its own, as fast as peers connect, until no descriptor is left: then accept on an ipc
 socket ends the process (``ipc_listener.cpp``), and unbinding to prevent it would cut the peers that are connected.
 
-A TcpDoor is bound by libzmq once. It is shut by a filter that drops what arrives at the listening socket; peers
+A TcpListener is bound by libzmq once. It is shut by a filter that drops what arrives at the listening socket; peers
 repeat their first packet, and get in once the door is open again.
-An IpcDoor keeps its listening socket to itself. When peers wait there, it puts a new socket in its place and gives
+An IpcListener keeps its listening socket to itself. When peers wait there, it puts a new socket in its place and gives
 the old one, with the few peers that wait in its queue, to libzmq: each admission is of a bounded number.
 """
 
@@ -35,7 +35,7 @@ _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes of each packet
 
 
-class TcpDoor:
+class TcpListener:
     """A listening tcp socket of libzmq, given by its descriptor. ``hold_all`` shuts the doors of the whole process, so
     that the number of its descriptors stands still. Thread-safe.
 
@@ -43,7 +43,7 @@ class TcpDoor:
     owner's thread keeps it.
     """
 
-    _all: ClassVar[weakref.WeakSet[TcpDoor]] = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakSet[TcpListener]] = weakref.WeakSet()
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _holds: ClassVar[int] = 0
 
@@ -52,38 +52,38 @@ class TcpDoor:
         self._shut = self._filtered = False
         self.can_shut = True
         self.unproven: dict[int, float] = {}
-        with TcpDoor._lock:
-            TcpDoor._all.add(self)
+        with TcpListener._lock:
+            TcpListener._all.add(self)
             self._apply()
 
     def shut(self) -> None:
-        with TcpDoor._lock:
+        with TcpListener._lock:
             self._shut = True
             self._apply()
 
     def open(self) -> None:
-        with TcpDoor._lock:
+        with TcpListener._lock:
             self._shut = False
             self._apply()
 
     def close(self) -> None:
         """Close this door's view of the socket; libzmq closes its own. Idempotent."""
-        with TcpDoor._lock:
-            TcpDoor._all.discard(self)
+        with TcpListener._lock:
+            TcpListener._all.discard(self)
             self._socket.close()
 
     @classmethod
     def hold_all(cls) -> None:
         """Shut every door of the process until ``release_all``. Holds are counted."""
         with cls._lock:
-            TcpDoor._holds += 1
+            TcpListener._holds += 1
             for door in cls._all:
                 door._apply()
 
     @classmethod
     def release_all(cls) -> None:
         with cls._lock:
-            TcpDoor._holds -= 1
+            TcpListener._holds -= 1
             for door in cls._all:
                 door._apply()
 
@@ -94,7 +94,7 @@ class TcpDoor:
             return not any(_has_waiting(door._socket) for door in cls._all if door.can_shut)
 
     def _apply(self) -> None:
-        wanted = self._shut or TcpDoor._holds > 0
+        wanted = self._shut or TcpListener._holds > 0
         if wanted == self._filtered or not self.can_shut:
             return
         try:
@@ -108,7 +108,7 @@ class TcpDoor:
             self.can_shut = False
 
 
-class IpcDoor:
+class IpcListener:
     """The socket file ``path``. Not thread-safe: the thread of ``router`` owns it. Raises ConfigError."""
 
     def __init__(self, router: zmq.Socket[Any], path: str) -> None:

@@ -14,8 +14,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 def free_bytes(directory: Path) -> int:
     """Bytes that files in a directory may take. Below /dev/shm they take memory: where there is less of it than the
     file system promises (a container's limit above all), the kernel would kill somebody instead of refusing."""
-    room = os.statvfs(directory)
-    free = room.f_bavail * room.f_frsize
+    found = os.statvfs(directory)
+    free = found.f_bavail * found.f_frsize
     return min(free, free_memory()) if SHM in directory.parents else free
 
 

@@ -1,4 +1,4 @@
-"""Admission: which peers a server accepts, so that no number of them takes the descriptors that it works with.
+"""ConnectionLimiter: which peers a server accepts, so that no number of them takes the descriptors that it works with.
 
 It counts connections by the events of the ROUTER sockets, and descriptors by what the process has open. Two limits
 shut the TCP doors, with a note why: too many peers that have not authenticated, or too few free descriptors. Each
@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from .descriptors import Reserve, descriptor_limit, free_descriptors, raise_limit
-from .doors import IPC_BACKLOG, IpcDoor, TcpDoor
+from .listeners import IPC_BACKLOG, IpcListener, TcpListener
 from .sockets import GIVE_UP_MS
 
 MOST_UNPROVEN = 128
@@ -38,7 +38,7 @@ _monitors = itertools.count()
 _log = logging.getLogger(__name__)
 
 
-class Admission:
+class ConnectionLimiter:
     """Opens and shuts the doors of one server. Not thread-safe: the server's thread owns it once that runs.
 
     ``note``: called with a text and "info" or "warning" when doors are shut or open again. ``fileno()`` is readable
@@ -57,12 +57,12 @@ class Admission:
         self._reserve = Reserve(reserved)
         """Held while tcp doors are open: libzmq may accept peers faster than this thread can shut the door."""
         self._to_open = reserved + self._for_tcp * 5 // 4
-        self._tcp: dict[str, TcpDoor] = {}
-        self._ipc: list[IpcDoor] = []
+        self._tcp: dict[str, TcpListener] = {}
+        self._ipc: list[IpcListener] = []
         self._monitors: list[tuple[zmq.Socket[Any], zmq.Socket[Any]]] = []  # of a router, its monitor
         self._ready = select.epoll()
-        self._registered: dict[IpcDoor, int] = {}
-        self._admitting: IpcDoor | None = None
+        self._registered: dict[IpcListener, int] = {}
+        self._admitting: IpcListener | None = None
         self._shut = self._refusing = self._holding = False
         self._pause_s = 0.0
 
@@ -94,12 +94,12 @@ class Admission:
         """A monitored socket has been bound to ``endpoint``."""
         for event, descriptor, bound in self._events():
             if event == _LISTENING and bound == endpoint:
-                self._tcp[endpoint] = TcpDoor(descriptor)
+                self._tcp[endpoint] = TcpListener(descriptor)
                 self._reserve.hold()
 
     def add_ipc(self, router: zmq.Socket[Any], path: str) -> None:
         """Listen at a socket file. Raises ConfigError."""
-        self._ipc.append(door := IpcDoor(router, path))
+        self._ipc.append(door := IpcListener(router, path))
         self._register(door)
 
     def tend(self) -> None:
@@ -200,8 +200,8 @@ class Admission:
             return
         if not self._holding:
             self._holding = True
-            TcpDoor.hold_all()
-        if free_descriptors() >= self._for_ipc and not TcpDoor.quiet():
+            TcpListener.hold_all()
+        if free_descriptors() >= self._for_ipc and not TcpListener.quiet():
             return  # libzmq is still accepting; in a moment
         try:
             if (free := free_descriptors()) >= self._for_ipc:  # and it stays so while the doors are held
@@ -219,9 +219,9 @@ class Admission:
     def _release(self) -> None:
         if self._holding:
             self._holding = False
-            TcpDoor.release_all()
+            TcpListener.release_all()
 
-    def _register(self, door: IpcDoor, busy: bool = False) -> None:
+    def _register(self, door: IpcListener, busy: bool = False) -> None:
         """Be woken by peers that wait, unless there is no use in it."""
         wanted, known = -1 if busy else door.descriptor, self._registered.get(door, -1)
         if wanted == known:
