@@ -242,7 +242,7 @@ class Port(ABC):
         if isinstance(command, cmd.Put) and command.key:
             command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
         if self.connection.inline:
-            self.connection.wire.fits(sum(column.values.nbytes for column in columns.values()))
+            self.connection.wire.check_size(sum(column.values.nbytes for column in columns.values()))
             image = to_image(columns, copy=keep or self._copies)
             return Letter(msgspec.structs.replace(command, columns=specs), image=image)
         block, space = blocks.write(self.connection.arena, columns, grow=grow)

@@ -273,7 +273,7 @@ class ServiceClient:
     ) -> Answered:
         try:
             reply = self._client.exchange(
-                _encode(word), timeout_s, frames, grace_s=0.0, since=since, most_bytes=most_bytes
+                _encode(word), timeout_s, frames, grace_s=0.0, since=since, max_answer_bytes=most_bytes
             )
         except ServerLost as error:
             raise ServerLost(f"{what}: {error}") from None

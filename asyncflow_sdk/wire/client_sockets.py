@@ -1,4 +1,4 @@
-"""The sockets of a client: one a thread, or one an event loop; and the process at their other end, as far as it can be seen."""
+"""The sockets of a client, one per thread or event loop, and the watch on its server's process."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ from .envelope import GOODBYE, ResponseEnvelope, decode_response
 from .exchange import Message, RequestExchange
 from .handshake import HandshakeMonitor
 from .keys import RunKey
-from .processes import watch
+from .processes import open_pidfd
 from .sockets import connect, transport_of
 
-_AT_ONCE = int(zmq.NOBLOCK)
-# As plain integers: an operation on zmq's enumerations takes longer than receiving a message.
-READABLE, _MORE, _EVENTS = int(zmq.POLLIN), int(zmq.RCVMORE), int(zmq.EVENTS)
-LAST_WORDS_MS = 100
-"""How long after a server's end what it sent before may still be on its way."""
+# Plain integers: an operation on zmq's enumerations takes longer than receiving a message.
+_NOBLOCK, POLLIN, _RCVMORE, _EVENTS = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE), int(zmq.EVENTS)
+FINAL_MESSAGES_MS = 100
+"""How long messages of an ended server may still be in transit."""
 
 
 class ReceivedMessage(NamedTuple):
-    """A message of the server, and the frame beside it, if any."""
+    """A message of the server. ``data``: its payload frame, if any."""
 
     response: ResponseEnvelope
     data: Any = None
 
 
 class ServerWatch:
-    """The server's process, if it can be seen from here. ``fd`` is readable when it has ended, else -1; ``ended``: it had
-    when it was first looked for."""
+    """The server's process, if it is visible here. ``fd``: readable once it has ended, else -1.
+    ``ended``: True if it had ended before."""
 
     def __init__(self, pid: int = 0, key: str = "") -> None:
         self.pid, self.fd, self.ended = pid, -1, False
         if pid != os.getpid():
             try:
-                fd = watch(pid, key)
+                fd = open_pidfd(pid, key)
                 self.fd = -1 if fd is None else fd
             except ProcessLookupError:
                 self.ended = True
@@ -51,66 +50,67 @@ class ServerWatch:
 
 
 class ThreadSocket:
-    """The socket of one thread. ``busy``: requests under way on it (two, when a signal handler asks). ``told_goodbye``: the
-    server said it here."""
+    """The socket of one thread. ``busy``: its requests in progress (2 if a signal handler makes one).
+    ``partial``: True if a message was read in part. ``got_goodbye``: True if the server closed for good.
+    """
 
-    def __init__(self, context: zmq.Context[Any], address: str, key: RunKey | None, unproven: bool) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str, key: RunKey | None, monitored: bool) -> None:
         self.busy = 0
-        self.torn = self.told_goodbye = False
-        self.wake, self._roused = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
+        self.partial = self.got_goodbye = False
+        self.wake, self._interrupted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
         self._open = [self.wake]
         self.handshake: HandshakeMonitor | None = None
         self.socket = context.socket(zmq.DEALER)
         try:
-            if unproven:
-                self.handshake = HandshakeMonitor(
-                    self.socket, address, key is not None, transport_of(address) == "ipc"
-                )
+            if monitored:
+                patient = transport_of(address) == "ipc"
+                self.handshake = HandshakeMonitor(self.socket, address, key is not None, patient)
             connect(self.socket, address, key)
         except BaseException:
             self.close()
             raise
 
-    def rouse(self) -> None:
-        """End the wait for an answer, in another thread."""
-        self._roused = True
+    def interrupt(self) -> None:
+        """Make ``wake`` readable, to end the wait of another thread."""
+        self._interrupted = True
         os.eventfd_write(self.wake, 1)
 
-    def rest(self) -> None:
-        """Forget that."""
-        if self._roused:
-            self._roused = False
+    def clear_interrupt(self) -> None:
+        """Undo ``interrupt``."""
+        if self._interrupted:
+            self._interrupted = False
             os.eventfd_read(self.wake)
 
     def send(self, messages: Iterable[Message]) -> None:
-        """Never waits: a socket whose connection was refused for good takes nothing any more, and what says so has to be
-        heard."""
+        """Send without waiting: a socket with a refused connection accepts no more messages, and the
+        caller must read the reason. Unsent messages are dropped."""
         _send(self.socket, messages)
 
     def receive(self) -> ReceivedMessage:
-        """The next message, which is there. Raises ProtocolError."""
-        self.torn = True  # until all frames of it are here
+        """Return the next message, which must be available. Raises ProtocolError."""
+        self.partial = True
         envelope, data = self.socket.recv(), None
-        while self.socket.getsockopt(_MORE):
+        while self.socket.getsockopt(_RCVMORE):
             data = self.socket.recv(copy=False)
-        self.torn = False
+        self.partial = False
         response = decode_response(envelope)
-        self.told_goodbye |= response.seq == GOODBYE
+        self.got_goodbye |= response.seq == GOODBYE
         return ReceivedMessage(response, data)
 
-    def overhear(self) -> bool:
-        """Read what has come while nobody waits, answers that nobody wants any more; returns ``told_goodbye``."""
+    def drain(self) -> bool:
+        """Discard messages for requests no longer in progress; return ``got_goodbye``."""
         with contextlib.suppress(ProtocolError):
-            while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & READABLE:
+            while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & POLLIN:
                 self.receive()
-        return self.told_goodbye
+        return self.got_goodbye
 
     def close(self, linger: int = 200) -> None:
+        """Close the socket. ``linger``: milliseconds for unsent messages. Idempotent."""
         if self.handshake is not None:
             self.handshake.close()
             self.handshake = None
         self.socket.close(linger=linger)
-        with contextlib.suppress(IndexError):  # a thread's end and a close may meet here
+        with contextlib.suppress(IndexError):  # the end of the thread may close it at the same time
             os.close(self._open.pop())
 
     def __del__(self) -> None:
@@ -119,17 +119,19 @@ class ThreadSocket:
 
 
 class LoopSocket:
-    """The socket of an event loop, which watches it itself: what ZeroMQ has for event loops takes several turns of one for
-    each message."""
+    """The socket of an event loop. It adds its descriptor to the loop itself: zmq.asyncio takes several
+    loop iterations per message.
+
+    ``ended``, ``goodbye``: make the error of requests whose server's process ended, or closed for good.
+    """
 
     def __init__(
-        self, context: zmq.Context[Any], address: str, key: RunKey | None, server: ServerWatch, ended: Any,
-        goodbye: Callable[[], AsyncFlowError],
+        self, context: zmq.Context[Any], address: str, key: RunKey | None, server: ServerWatch,
+        ended: Callable[[], AsyncFlowError], goodbye: Callable[[], AsyncFlowError],
     ) -> None:  # fmt: skip
-        """``goodbye``: told that the server said it; gives what requests end with."""
         self.address, self._goodbye = address, goodbye
         self._loop = asyncio.get_running_loop()
-        self._server, self._ended, self._gone = server, ended, False
+        self._server, self._ended, self._server_gone = server, ended, False
         self._exchanges: dict[int, tuple[RequestExchange, asyncio.Future[None]]] = {}
         self.socket = context.socket(zmq.DEALER)
         connect(self.socket, address, key)
@@ -139,12 +141,12 @@ class LoopSocket:
             self._loop.add_reader(server.fd, self._server_ended)
 
     async def exchange(self, exchange: RequestExchange, messages: Iterable[Message], wait_s: float) -> None:
-        """Send, and go on with the exchange as answers arrive; return when its reply is there, or after ``wait_s``."""
-        if self._gone:
+        """Send, and continue the exchange as answers arrive; return once it has a reply, or after ``wait_s``."""
+        if self._server_gone:
             raise self._ended()
         future: asyncio.Future[None] = self._loop.create_future()
         self._exchanges[exchange.seq] = exchange, future
-        timer = self._loop.call_later(max(wait_s, 0.0), _settle, future)
+        timer = self._loop.call_later(max(wait_s, 0.0), _resolve, future)
         try:
             self.send(messages)
             await future
@@ -153,17 +155,18 @@ class LoopSocket:
             self._exchanges.pop(exchange.seq, None)
 
     def send(self, messages: Iterable[Message]) -> None:
-        """The same as that of ``ThreadSocket``."""
+        """Send without waiting: see ``ThreadSocket.send``."""
         try:
             _send(self.socket, messages)
         finally:
-            # Hazard: sending may take note of what has come, and then nothing wakes the loop for it.
+            # Hazard: sending may consume the edge that reports received messages; nothing else wakes the loop.
             self._loop.call_soon(self._receive)
 
     def close(self) -> None:
+        """Close the socket; its requests raise ServerLost. Idempotent."""
         if self.socket.closed:
             return
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._fd)
             self._unwatch()
@@ -171,13 +174,12 @@ class LoopSocket:
         self.socket.close(linger=200)
 
     def _receive(self) -> None:
-        """All that has come."""
-        while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & READABLE:
+        while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & POLLIN:
             data = None
             try:
-                envelope = self.socket.recv(_AT_ONCE)
-                while self.socket.getsockopt(_MORE):
-                    data = self.socket.recv(_AT_ONCE, copy=False)
+                envelope = self.socket.recv(_NOBLOCK)
+                while self.socket.getsockopt(_RCVMORE):
+                    data = self.socket.recv(_NOBLOCK, copy=False)
                 response = decode_response(envelope)
             except ProtocolError as error:
                 self._fail(error)
@@ -185,25 +187,25 @@ class LoopSocket:
             if response.seq == GOODBYE:
                 self._fail(self._goodbye())
             elif response.seq in self._exchanges:
-                self._hear(*self._exchanges[response.seq], response, data)
+                self._continue(*self._exchanges[response.seq], response, data)
 
-    def _hear(
+    def _continue(
         self, exchange: RequestExchange, future: asyncio.Future[None], response: ResponseEnvelope, data: Any
     ) -> None:
         try:
-            messages = exchange.hear(response, data)
+            messages = exchange.receive(response, data)
         except ProtocolError as error:
             if not future.done():
                 future.set_exception(error)
             return
         _send(self.socket, messages)
         if exchange.reply is not None:
-            _settle(future)
+            _resolve(future)
 
     def _server_ended(self) -> None:
         self._unwatch()
-        self._gone = True
-        self._loop.call_later(LAST_WORDS_MS / 1000, lambda: self._fail(self._ended()))
+        self._server_gone = True
+        self._loop.call_later(FINAL_MESSAGES_MS / 1000, lambda: self._fail(self._ended()))
 
     def _unwatch(self) -> None:
         if self._server.fd >= 0 and not self._loop.is_closed():
@@ -219,11 +221,11 @@ def _send(socket: zmq.Socket[Any], messages: Iterable[Message]) -> None:
     with contextlib.suppress(zmq.Again):
         for envelope, data in messages:
             if data is None:
-                socket.send(envelope, _AT_ONCE)
+                socket.send(envelope, _NOBLOCK)
             else:
-                socket.send_multipart((envelope, data), _AT_ONCE, copy=True)
+                socket.send_multipart((envelope, data), _NOBLOCK, copy=True)
 
 
-def _settle(future: asyncio.Future[None]) -> None:
+def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)

@@ -1,9 +1,9 @@
-"""ConnectionLimiter: which peers a server accepts, so that no number of them takes the descriptors that it works with.
+"""ConnectionLimiter: limits the connections of a server, to keep enough file descriptors for its own work.
 
-It counts connections by the events of the ROUTER sockets, and descriptors by what the process has open. Two limits
-shut the TCP doors, with a note why: too many peers that have not authenticated, or too few free descriptors. Each
-peer has until HANDSHAKE_IVL to authenticate. Peers of this host are admitted a little longer, a few at a time, and
-disconnected when descriptors are short; they try again until their own deadline.
+It counts connections by the monitor events of the ROUTER sockets, and descriptors by the open files of the process. Too
+many unauthenticated peers or too few free descriptors pause the tcp listeners, with a note. Each peer has HANDSHAKE_IVL
+to authenticate. Peers of this host are admitted a few at a time, down to a lower number of free descriptors, and below
+it disconnected; they try again until their own deadline.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from .descriptors import Reserve, descriptor_limit, free_descriptors, raise_limi
 from .listeners import IPC_BACKLOG, IpcListener, TcpListener
 from .sockets import GIVE_UP_MS
 
-MOST_UNPROVEN = 128
-"""Peers of one server that have connected over tcp and not authenticated yet; at more its tcp doors shut."""
-LOOK_S = 0.1
-"""How often it is tried whether doors that are shut can be opened."""
+MAX_UNAUTHENTICATED = 128
+"""Unauthenticated tcp peers of one server at which its tcp listeners are paused."""
+RESUME_S = 0.1
+"""Interval between attempts to resume paused listeners."""
 _SOON_S = 0.002
 _EXPIRED_S = GIVE_UP_MS / 1000 + 5.0
-"""A peer that connected so long ago has authenticated or is gone."""
-_PROVEN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+"""A peer that connected this long ago has authenticated or disconnected."""
+_AUTHENTICATED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _ACCEPTED, _DISCONNECTED, _LISTENING = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED), int(zmq.EVENT_LISTENING)
-_EVENTS, _READABLE, _AT_ONCE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 _monitors = itertools.count()
 _log = logging.getLogger(__name__)
 
 
 class ConnectionLimiter:
-    """Opens and shuts the doors of one server. Not thread-safe: the server's thread owns it once that runs.
+    """Pauses and resumes the listeners of one server. Not thread-safe: the server's thread owns it.
 
-    ``note``: called with a text and "info" or "warning" when doors are shut or open again. ``fileno()`` is readable
-    when ``tend`` has something to do; besides, ``tend`` is due after ``wait_s`` seconds.
+    ``note``: called with a text and "info" or "warning" on each change. Call ``update`` when
+    ``fileno()`` is readable, and ``wait_s`` seconds after the last call unless None.
     """
 
     def __init__(self) -> None:
@@ -50,48 +50,48 @@ class ConnectionLimiter:
         limit = descriptor_limit()
         self.note: Callable[[str, str], None] = _log_note
         self.wait_s: float | None = None
-        self._for_tcp = min(256, limit // 4)
-        self._for_ipc = min(3 * IPC_BACKLOG, limit * 3 // 16)
-        """Free descriptors below which peers are let in no more."""
+        # free descriptors below which no more peers are admitted
+        self._for_tcp, self._for_ipc = min(256, limit // 4), min(3 * IPC_BACKLOG, limit * 3 // 16)
         reserved = min(128, limit // 8)
+        # held while tcp is not paused: libzmq may accept peers faster than this thread can pause it
         self._reserve = Reserve(reserved)
-        """Held while tcp doors are open: libzmq may accept peers faster than this thread can shut the door."""
-        self._to_open = reserved + self._for_tcp * 5 // 4
+        self._to_resume = reserved + self._for_tcp * 5 // 4
         self._tcp: dict[str, TcpListener] = {}
         self._ipc: list[IpcListener] = []
-        self._monitors: list[tuple[zmq.Socket[Any], zmq.Socket[Any]]] = []  # of a router, its monitor
+        self._monitors: list[tuple[zmq.Socket[Any], zmq.Socket[Any]]] = []  # each router with its monitor
         self._ready = select.epoll()
         self._registered: dict[IpcListener, int] = {}
         self._admitting: IpcListener | None = None
-        self._shut = self._refusing = self._holding = False
-        self._pause_s = 0.0
+        self._paused = self._refusing = self._holding = False
+        self._retry_at_s = 0.0
 
     def fileno(self) -> int:
+        """Readable when ``update`` has something to do."""
         return self._ready.fileno()
 
     @property
-    def unproven(self) -> int:
-        """Peers that have connected over tcp and not authenticated yet."""
-        return sum(len(door.unproven) for door in self._tcp.values())
+    def unauthenticated(self) -> int:
+        """Connected tcp peers with an unfinished handshake."""
+        return sum(len(listener.unauthenticated) for listener in self._tcp.values())
 
     @property
     def short(self) -> bool:
-        """True if so few descriptors are free that nothing new should be begun."""
+        """True if too few descriptors are free to begin anything new."""
         return free_descriptors() < self._for_ipc // 3
 
     def monitor(self, router: zmq.Socket[Any]) -> None:
-        """Follow the connections of a socket. Call before it is bound."""
+        """Monitor the connections of a socket. Call before it is bound."""
         address = f"inproc://asyncflow-monitor-{os.getpid()}-{next(_monitors)}"
-        router.monitor(address, _PROVEN | _ACCEPTED | _DISCONNECTED | _LISTENING)
+        router.monitor(address, _AUTHENTICATED | _ACCEPTED | _DISCONNECTED | _LISTENING)
         monitor: zmq.Socket[Any] = router.context.socket(zmq.PAIR)
         monitor.linger = 0
-        monitor.rcvhwm = 0  # libzmq's threads, and a bind in this one, wait where events are bounded
+        monitor.rcvhwm = 0  # with a limit, libzmq's threads would block, and a bind in this one
         monitor.connect(address)
         self._monitors.append((router, monitor))
         self._ready.register(int(monitor.getsockopt(zmq.FD)), select.EPOLLIN)
 
     def add_tcp(self, endpoint: str) -> None:
-        """A monitored socket has been bound to ``endpoint``."""
+        """Limit the tcp listener at ``endpoint``, to which a monitored socket was just bound."""
         for event, descriptor, bound in self._events():
             if event == _LISTENING and bound == endpoint:
                 self._tcp[endpoint] = TcpListener(descriptor)
@@ -99,112 +99,108 @@ class ConnectionLimiter:
 
     def add_ipc(self, router: zmq.Socket[Any], path: str) -> None:
         """Listen at a socket file. Raises ConfigError."""
-        self._ipc.append(door := IpcListener(router, path))
-        self._register(door)
+        self._ipc.append(listener := IpcListener(router, path))
+        self._register(listener)
 
-    def tend(self) -> None:
-        """Take in what happened at the doors, and open or shut them."""
+    def update(self) -> None:
+        """Process connection events; pause, resume or admit."""
         now = time.monotonic()
         for event, descriptor, endpoint in self._events():
-            self._take(event, descriptor, endpoint, now)
-        self._tend_tcp(now)
-        if now >= self._pause_s:
-            self._tend_ipc(now)
-        busy = self._holding or now < self._pause_s
-        for door in self._ipc:
-            self._register(door, busy)
-        self.wait_s = _SOON_S if self._holding else LOOK_S if self._shut or now < self._pause_s else None
+            self._count(event, descriptor, endpoint, now)
+        self._update_tcp(now)
+        if now >= self._retry_at_s:
+            self._update_ipc(now)
+        waits = now < self._retry_at_s
+        for listener in self._ipc:
+            self._register(listener, self._holding or waits)
+        self.wait_s = _SOON_S if self._holding else RESUME_S if self._paused or waits else None
 
     def close(self) -> None:
         """Call before the monitored sockets are closed. Idempotent."""
         self._release()
-        for tcp in self._tcp.values():
-            tcp.close()
-        for ipc in self._ipc:
-            ipc.close()
+        listeners: list[TcpListener | IpcListener] = [*self._tcp.values(), *self._ipc]
+        for listener in listeners:
+            listener.close()
         self._reserve.release()
-        for router, monitor in self._monitors:  # in this order: libzmq would wait for one who reads
+        for router, monitor in self._monitors:  # in this order: libzmq would wait for a reader
             router.disable_monitor()
             monitor.close()
         self._monitors.clear()
         self._ready.close()
 
     def _events(self) -> list[tuple[int, int, str]]:
-        """What happened: event, descriptor and endpoint."""
+        """Return (event, descriptor, endpoint) of each new event."""
         found = []
         for _, monitor in self._monitors:
-            while int(monitor.getsockopt(_EVENTS)) & _READABLE:
-                event = parse_monitor_message(monitor.recv_multipart(_AT_ONCE))
+            while int(monitor.getsockopt(_EVENTS)) & _POLLIN:
+                event = parse_monitor_message(monitor.recv_multipart(_NOBLOCK))
                 found.append((int(event["event"]), int(event["value"]), event["endpoint"].decode(errors="replace")))
         return found
 
-    def _take(self, event: int, descriptor: int, endpoint: str, now: float) -> None:
-        door = self._tcp.get(endpoint)
-        if door is None:
+    def _count(self, event: int, descriptor: int, endpoint: str, now: float) -> None:
+        listener = self._tcp.get(endpoint)
+        if listener is None:
             for each in self._ipc:
                 if event == _ACCEPTED:
-                    each.accepted(endpoint)
+                    each.count_accepted(endpoint)
                 elif event == _DISCONNECTED:
-                    each.disconnected(endpoint)
+                    each.count_disconnected(endpoint)
         elif event == _ACCEPTED:
-            door.unproven[descriptor] = now
+            listener.unauthenticated[descriptor] = now
         elif event == _DISCONNECTED:
-            door.unproven.pop(descriptor, None)
-        elif event == _PROVEN and door.unproven:
-            door.unproven.popitem()  # which one is not said: the newest, most likely
+            listener.unauthenticated.pop(descriptor, None)
+        elif event == _AUTHENTICATED and listener.unauthenticated:
+            listener.unauthenticated.popitem()  # the event does not identify the peer: guess the newest
 
-    def _tend_tcp(self, now: float) -> None:
+    def _update_tcp(self, now: float) -> None:
         if not self._tcp:
             return
-        for door in self._tcp.values():  # what a wrong guess of _take left
-            for descriptor in [each for each, came in door.unproven.items() if now - came > _EXPIRED_S]:
-                del door.unproven[descriptor]
-        free, unproven = free_descriptors(), self.unproven
-        if self._shut:
-            if free >= self._to_open and unproven <= MOST_UNPROVEN // 2:
+        for listener in self._tcp.values():  # corrects wrong guesses of _count
+            for descriptor in [fd for fd, began_s in listener.unauthenticated.items() if now - began_s > _EXPIRED_S]:
+                del listener.unauthenticated[descriptor]
+        free, unauthenticated, names = free_descriptors(), self.unauthenticated, ", ".join(self._tcp)
+        if self._paused:
+            if free >= self._to_resume and unauthenticated <= MAX_UNAUTHENTICATED // 2:
                 self._reserve.hold()
-                for door in self._tcp.values():
-                    door.open()
-                self._shut = False
-                self.note(f"{self._names()} takes connections again", "info")
-        elif free < self._for_tcp or unproven >= MOST_UNPROVEN:
-            for door in self._tcp.values():
-                door.shut()
-            self._shut = True
+                self._pause_tcp(False)
+                self.note(f"{names} takes connections again", "info")
+        elif free < self._for_tcp or unauthenticated >= MAX_UNAUTHENTICATED:
+            self._pause_tcp(True)
             self._reserve.release()
-            self.note(f"{self._names()} takes no connections for now: {self._why(free, unproven)}", "warning")
+            why = _short_of(free)
+            if unauthenticated >= MAX_UNAUTHENTICATED:
+                why = (
+                    f"{unauthenticated} peers have connected and not authenticated; each is disconnected after"
+                    f" {GIVE_UP_MS // 1000} s. Does somebody scan this port?"
+                )
+            self.note(f"{names} takes no connections for now: {why}", "warning")
 
-    def _why(self, free: int, unproven: int) -> str:
-        if unproven >= MOST_UNPROVEN:
-            return (
-                f"{unproven} peers have connected and not authenticated; each is disconnected after"
-                f" {GIVE_UP_MS // 1000} s. Does somebody scan this port?"
-            )
-        return _short_of(free)
+    def _pause_tcp(self, paused: bool) -> None:
+        for listener in self._tcp.values():
+            listener.set_paused(paused)
+        self._paused = paused
 
-    def _names(self) -> str:
-        return ", ".join(self._tcp)
-
-    def _tend_ipc(self, now: float) -> None:
-        """Admit waiting peers of this host, while no descriptor goes to anybody else."""
+    def _update_ipc(self, now: float) -> None:
+        """Admit waiting peers of this host while the tcp listeners of the process are paused, so that nothing
+        else takes the counted descriptors."""
         if self._admitting is not None and self._admitting.admitting:
             return
         if self._admitting is not None:
             self._admitting = None
             self._release()
-        for door in self._ipc:
-            door.tidy()
-        waiting = next((door for door in self._ipc if door.waiting), None)
+        for listener in self._ipc:
+            listener.close_unused()
+        waiting = next((listener for listener in self._ipc if listener.waiting), None)
         if waiting is None:
             self._release()
             return
         if not self._holding:
             self._holding = True
-            TcpListener.hold_all()
-        if free_descriptors() >= self._for_ipc and not TcpListener.quiet():
-            return  # libzmq is still accepting; in a moment
+            TcpListener.pause_all()
+        if free_descriptors() >= self._for_ipc and not TcpListener.none_waiting():
+            return  # libzmq is still accepting
         try:
-            if (free := free_descriptors()) >= self._for_ipc:  # and it stays so while the doors are held
+            if (free := free_descriptors()) >= self._for_ipc:  # does not change during pause_all
                 waiting.admit()
                 self._admitting, self._refusing = waiting, False
                 return
@@ -213,17 +209,17 @@ class ConnectionLimiter:
                 self._refusing = True
                 self.note(f"clients of this host are refused for now: {_short_of(free)}", "warning")
         except (OSError, zmq.ZMQError):
-            self._pause_s = now + LOOK_S
+            self._retry_at_s = now + RESUME_S
         self._release()
 
     def _release(self) -> None:
         if self._holding:
             self._holding = False
-            TcpListener.release_all()
+            TcpListener.resume_all()
 
-    def _register(self, door: IpcListener, busy: bool = False) -> None:
-        """Be woken by peers that wait, unless there is no use in it."""
-        wanted, known = -1 if busy else door.descriptor, self._registered.get(door, -1)
+    def _register(self, listener: IpcListener, busy: bool = False) -> None:
+        """Make ``fileno()`` readable for waiting peers, unless ``busy``."""
+        wanted, known = -1 if busy else listener.descriptor, self._registered.get(listener, -1)
         if wanted == known:
             return
         if known >= 0:
@@ -231,7 +227,7 @@ class ConnectionLimiter:
                 self._ready.unregister(known)
         if wanted >= 0:
             self._ready.register(wanted, select.EPOLLIN)
-        self._registered[door] = wanted
+        self._registered[listener] = wanted
 
 
 def _short_of(free: int) -> str:

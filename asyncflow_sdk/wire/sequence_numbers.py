@@ -1,7 +1,7 @@
-"""SequenceNumbers: the requests of one session, and what the server has yet to hear of them.
+"""SequenceNumbers: the request numbers of one session, and the news about them that the server has not received yet.
 
-A number stays open until its answer is here. One that was dropped stays open until an answer shows that the
-server heard of it: until then ``done`` must not pass it, or the server would forget what it has to take back.
+A number is open until its answer arrives. A cancelled number stays open until an answer proves that the server knows
+of the cancellation: if ``done`` passed it before, the server would forget the answer without undoing its effect.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ class SequenceNumbers:
         self._open: set[int] = set()
         self._dropped: set[int] = set()
         self._settled: list[int] = []
-        self._told: dict[int, tuple[int, ...]] = {}  # request → what its first frame said was dropped
+        self._reported: dict[int, tuple[int, ...]] = {}  # request → the cancellations in its first message
 
     def begin(self) -> int:
-        """The number of a new request."""
+        """Return the number of a new request."""
         with self._lock:
             self._last += 1
             self._open.add(self._last)
             return self._last
 
-    def frame(self, seq: int, body: bytes, part: RequestPart | None = None) -> bytes:
-        """A request or a part of its exchange, or with seq 0 only news for the server."""
+    def envelope(self, seq: int, body: bytes, part: RequestPart | None = None) -> bytes:
+        """Encode a message about a request, with the news. ``seq`` 0: only the news."""
         with self._lock:
             settled, self._settled = tuple(self._settled), []
             dropped = tuple(self._dropped)
             if seq:
-                self._told.setdefault(seq, dropped)
+                self._reported.setdefault(seq, dropped)
             done = min(self._open, default=self._last + 1)
         return encode(RequestEnvelope(PROTOCOL, self._session, seq, done, settled, dropped, body, part))
 
-    def answered(self, seq: int) -> None:
-        """The answer is here."""
+    def settle(self, seq: int) -> None:
+        """Record that the answer has arrived."""
         with self._lock:
-            heard = self._told.pop(seq, ())
-            self._dropped.difference_update(heard)
-            self._open.difference_update(heard)
+            reported = self._reported.pop(seq, ())
+            self._dropped.difference_update(reported)
+            self._open.difference_update(reported)
             self._open.discard(seq)
             self._settled.append(seq)
 
     def drop(self, seq: int) -> None:
-        """Nobody waits for the answer any more."""
+        """Cancel a request: nothing waits for its answer any more."""
         with self._lock:
-            self._told.pop(seq, None)
+            self._reported.pop(seq, None)
             self._dropped.add(seq)

@@ -1,4 +1,4 @@
-"""What a server remembers of a session, so that a request repeated by its number has no second effect."""
+"""SessionState: the requests that a server has received from one session, and the answers not yet confirmed."""
 
 from __future__ import annotations
 
@@ -10,58 +10,57 @@ from typing import Any, ClassVar
 from .router_sockets import Route
 from .transfers import Download
 
-MOST_HEARD = 1024
-"""So many connections of one session are remembered."""
+MAX_CONNECTIONS = 1024
+"""Connections remembered for one session."""
 
 
 @dataclass
 class SessionState:
-    """Of one session: answers it may still ask for again, and where to send them; and which requests have come at all.
+    """Answers are kept until the client confirms them, so a repeated request has no second effect.
 
-    A request may be dropped over one socket before it comes over another (``early``): then it is carried out when
-    it comes and taken back at once, as if it had come in order. What it gives back must not be lost with it.
+    The cancellation of a request may arrive before the request, over another socket (``early``). The
+    request is then executed on arrival and cancelled at once, as if both had arrived in order: a
+    lease that it would return must not be lost.
     """
 
-    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "downloads", "routes", "heard"})
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "downloads", "routes", "connections"})
 
     answers: dict[int, bytes] = field(default_factory=dict)
-    made: set[int] = field(default_factory=set)  # those of them that are made anew each time they are sent
-    makers: dict[int, Callable[[], tuple[bytes, Sequence[Any]]]] = field(
-        default_factory=dict
-    )  # by their own function
-    downloads: dict[int, Download] = field(default_factory=dict)  # answers under way that have payload or are large
-    tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket, unanswered
-    routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection it came over last
-    heard: dict[Route, None] = field(default_factory=dict)  # connections that anything came over, the first first
+    made: set[int] = field(default_factory=set)  # answers rendered by Handler.make each time they are sent
+    makers: dict[int, Callable[[], tuple[bytes, Sequence[Any]]]] = field(default_factory=dict)  # or by a function
+    downloads: dict[int, Download] = field(default_factory=dict)  # answers being sent: large, or with payload
+    tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket of unanswered requests
+    routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection of its last message
+    connections: dict[Route, None] = field(default_factory=dict)  # in the order of their first message
     done: int = 0
-    low: int = 0  # every request up to here has come, or is in early
-    ahead: set[int] = field(default_factory=set)  # those beyond of which that is so
+    low: int = 0  # all requests up to here were received, or are in early
+    ahead: set[int] = field(default_factory=set)  # the same for requests above low
     early: set[int] = field(default_factory=set)
 
-    def hear(self, route: Route) -> None:
-        """Something came over a connection. Of too many, the first is kept, which said hello, and the newest."""
-        self.heard[route] = None
-        if len(self.heard) > MOST_HEARD:
-            del self.heard[next(itertools.islice(self.heard, 1, None))]
+    def add_connection(self, route: Route) -> None:
+        """Remember a connection. Above MAX_CONNECTIONS, keep the first, which joined, and the newest."""
+        self.connections[route] = None
+        if len(self.connections) > MAX_CONNECTIONS:
+            del self.connections[next(itertools.islice(self.connections, 1, None))]
 
-    def has(self, seq: int) -> bool:
-        """Whether a request has come before."""
+    def is_known(self, seq: int) -> bool:
+        """True if the request has arrived before."""
         return seq not in self.early and (seq <= self.low or seq in self.ahead)
 
-    def come(self, seq: int) -> bool:
-        """A request comes for the first time. Returns whether it was dropped already."""
+    def mark_received(self, seq: int) -> bool:
+        """Record the first arrival of a request. Return True if it was cancelled before."""
         if seq in self.early:
             self.early.remove(seq)
             return True
-        self._pass(seq)
+        self._mark(seq)
         return False
 
     def drop_early(self, seq: int) -> None:
-        if seq not in self.early:
-            self.early.add(seq)
-            self._pass(seq)
+        """Record the cancellation of a request that has not arrived."""
+        self.early.add(seq)
+        self._mark(seq)
 
-    def _pass(self, seq: int) -> None:
+    def _mark(self, seq: int) -> None:
         if seq == self.low + 1 and not self.ahead:
             self.low = seq
             return
@@ -73,34 +72,35 @@ class SessionState:
             self.low += 1
             self.ahead.remove(self.low)
 
-    def settle(self, seq: int) -> None:
-        """Its answer arrived."""
+    def confirm(self, seq: int) -> None:
+        """The client has received this answer: forget it."""
         if self.forget(seq) is not None:
             self.routes.pop(seq, None)
 
     def forget(self, seq: int) -> bytes | None:
-        """The answer, which nobody will ask for again."""
+        """Remove and return an answer; None if there is none."""
         self.made.discard(seq)
         self.makers.pop(seq, None)
         self.downloads.pop(seq, None)
         return self.answers.pop(seq, None)
 
     def release_downloads(self, before_s: float) -> None:
-        """Those that have left, or of which nothing was heard since: they are made again for who asks again."""
-        for seq in [seq for seq, each in self.downloads.items() if each.gone or each.heard_s < before_s]:
+        """Release downloads sent completely, or inactive since ``before_s``; a retry makes them again."""
+        for seq in [seq for seq, each in self.downloads.items() if each.complete or each.active_s < before_s]:
             del self.downloads[seq]
 
-    def over(self, seq: int) -> None:
-        """Every request up to here is over. A server that came back knows nothing of those that changed nothing."""
+    def skip_to(self, seq: int) -> None:
+        """Mark all requests up to ``seq`` as received. A restarted server has no record of requests
+        without effect."""
         if seq > self.low:
             self.low = seq
             self.ahead = {s for s in self.ahead if s > seq}
             self._advance()
 
-    def raise_done(self, done: int) -> None:
-        """Every answer below has arrived, or is taken back."""
+    def advance_done(self, done: int) -> None:
+        """Forget the answers below ``done``: each has arrived, or was cancelled."""
         self.done = done
         if not self.answers:
             return
         for seq in [s for s in self.answers if s < done]:
-            self.settle(seq)
+            self.confirm(seq)

@@ -37,7 +37,7 @@ def test_a_held_tcp_door_lets_nobody_in_and_everybody_afterwards(tmp_path: Path)
         there, here = client_of(tcp), client_of(local)
         assert there.request(b"x", 60) == b"x 0"
         # when the doors of this process are held
-        TcpListener.hold_all()
+        TcpListener.pause_all()
         try:
             peer = knock(tcp)
             # then a new peer waits, and those that are in go on, as do clients of this host
@@ -45,7 +45,7 @@ def test_a_held_tcp_door_lets_nobody_in_and_everybody_afterwards(tmp_path: Path)
             assert there.request(b"z", 60) == b"z 2"
             assert not connected(peer)
         finally:
-            TcpListener.release_all()
+            TcpListener.resume_all()
         until(lambda: connected(peer), "the peer to be let in")
         for each in (peer, there, here):
             each.close()
@@ -53,7 +53,7 @@ def test_a_held_tcp_door_lets_nobody_in_and_everybody_afterwards(tmp_path: Path)
 
 def test_silent_peers_shut_the_tcp_door_until_they_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     # given a server that takes three peers that have not authenticated
-    monkeypatch.setattr(connection_limiter, "MOST_UNPROVEN", 3)
+    monkeypatch.setattr(connection_limiter, "MAX_UNAUTHENTICATED", 3)
     notes: list[str] = []
     with serving("tcp://127.0.0.1:0", insecure=True) as parrot:
         parrot.server.on_note(lambda text, level: notes.append(text))

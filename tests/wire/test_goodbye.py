@@ -82,7 +82,7 @@ def test_a_loop_that_asked_before_learns_so_at_its_next_request(served: tuple[Pa
             await client.arequest(b"y", 1000)
 
     asyncio.run(scenario())
-    assert client.over
+    assert client.server_closed
 
 
 def test_a_first_request_that_comes_too_late_is_not_carried_out_and_its_sender_told(tmp_path: Path) -> None:

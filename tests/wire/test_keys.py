@@ -66,7 +66,7 @@ def test_a_key_file_that_is_none_is_refused_by_name(files: tuple[Path, Path], sp
 
 def test_keys_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="no key can be written to"):
+    with pytest.raises(ConfigError, match="cannot write a key to"):
         ensure_keys(tmp_path / "file" / "server.key", tmp_path / "run.key")
 
 
@@ -106,7 +106,7 @@ def test_a_client_whose_key_does_not_fit_is_told_so_and_nobody_else_suffers(file
         good.request(b"x", 5)
         public, secret = (each.decode() for each in zmq.curve_keypair())
         for where, key, message in [
-            (address, RunKey(keys.public, public, secret), "does not let this key in"),
+            (address, RunKey(keys.public, public, secret), "does not accept this key"),
             (address, RunKey(public, known.public, known.secret), "has no keys, or others than this key is for"),
             (address, None, "needs a key; pass key="),
             (open_one.server.addresses[0], known, "has no keys, or others"),
@@ -129,7 +129,7 @@ def test_a_key_that_was_struck_out_is_shut_out(files: tuple[Path, Path]) -> None
     keys = msgspec.structs.replace(ensure_keys(*files).server, clients=())
     with serving("tcp://127.0.0.1:0", keys=keys) as parrot:
         client = Client(parrot.server.addresses[0], RunKey.load(files[1]))
-        with pytest.raises(AccessDenied, match="does not let this key in"):
+        with pytest.raises(AccessDenied, match="does not accept this key"):
             client.request(b"x", 30)
         client.close()
 
