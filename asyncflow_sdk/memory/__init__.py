@@ -1,4 +1,4 @@
-"""Shared memory: one allocator for samples and for weights, and read-only views that never change."""
+"""Shared memory: an allocator for samples and weights, and immutable read-only views."""
 
 from .arena import Allocation, Arena, GrowthNeeded
 from .directory import (

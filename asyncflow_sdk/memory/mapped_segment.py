@@ -1,4 +1,4 @@
-"""MappedSegment: a segment in a reader's address space, and the locks of the blocks that its views hold."""
+"""MappedSegment: a segment mapped by a reader, and the locks of the blocks that its views hold."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ USED_AGAIN = "the rows ended and their memory was used again while this reader w
 class MappedSegment:
     """A segment, mapped read-only. ``bytes``: all of it, uint8.
 
-    ``pins``: weak references to the arrays through which views hold a block. ``users``: holds and readers at work, for
-    which the mapping stays although no view pins it. ``lock`` is the mapper's one, re-entrant: any allocation may collect
-    a view, and its pin goes then and there.
+    Views pin it by weak references to their arrays; holds and running reads use it without a view.
+    It stays mapped while it has either. ``lock``: the mapper's re-entrant lock, because any
+    allocation may collect a view and so remove its pin.
     """
 
     def __init__(self, path: Path, lock: threading.RLock) -> None:
@@ -39,64 +39,57 @@ class MappedSegment:
             os.close(self.fd)
             raise
         self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
-        self._pins: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: a weak reference hashes as its array
-        self._starts: dict[int, int] = {}  # of locked blocks → pins
+        self._pins: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: hashing a weak reference hashes its array
+        self._starts: dict[int, int] = {}  # start of a locked block → its pins
         self._users = self._copying = 0
-        self._lock, self._leaving, self._pid = lock, False, os.getpid()
-
-    @property
-    def size(self) -> int:
-        return len(self.bytes)
+        self._lock, self._closing, self._pid = lock, False, os.getpid()
 
     def read(self, start: int, nbytes: int, serial: int) -> bytes:
-        """A copy of a block's first ``nbytes``. Raises LeaseLost. It touches no page that is not there."""
+        """Return a copy of a block's first ``nbytes``, without allocating missing pages. Raises
+        LeaseLost."""
         raw = os.pread(self.fd, nbytes, start)
         self.check(start, serial)
         return raw
 
     def check(self, start: int, serial: int) -> None:
-        """Raises LeaseLost unless the block is there. What was copied before is right then, since a block loses its
-        serial before anything else."""
+        """Raises LeaseLost if the block was freed. Otherwise a copy made before is valid, because
+        freeing clears the serial first."""
         head = os.pread(self.fd, HEADER_BYTES, start) if start >= 0 else b""
         if len(head) < HEADER_BYTES or HEADER.unpack(head) != (MAGIC, serial):
             raise LeaseLost(USED_AGAIN)
 
     def pin(self, start: int, serial: int, array: Bytes) -> None:
-        """BlockHold a block for as long as ``array`` lives. The caller holds the lock. Raises LeaseLost."""
+        """Hold a block while ``array`` lives. The caller holds the lock. Raises LeaseLost."""
         ref = weakref.ref(array, self._unpin)
-        self._pins[id(ref)] = ref, start  # first of all: a view collected from here on must not unlock the block
+        self._pins[id(ref)] = ref, start  # first: a view collected from here on must not unlock the block
         self._starts[start] = self._starts.get(start, 0) + 1
         try:
             if self._starts[start] == 1 and not try_lock(self.fd, start, start + 1, exclusive=False):
-                raise LeaseLost(USED_AGAIN)  # its writer takes it back this moment
+                raise LeaseLost(USED_AGAIN)  # its writer is reclaiming it
             self.check(start, serial)
         except BaseException:
             self._unpin(ref)
             raise
 
-    def enter(self) -> None:
-        """Keep the mapping until ``exit``, also if its file goes meanwhile."""
+    def acquire(self) -> None:
+        """Keep the mapping until ``release``, also if its file is deleted."""
         with self._lock:
             self._users += 1
 
-    def exit(self) -> None:
-        """One user less."""
+    def release(self) -> None:
+        """Undo one ``acquire``."""
         if os.getpid() != self._pid:
-            return  # a forked child must not wait for a lock that another thread of its parent held
+            return  # in a forked child, a lock held by another thread of its parent is never released
         with self._lock:
             self._users -= 1
-            if self._leaving and self._idle:
-                self._close()
-
-    def hold(self, starts: Sequence[int]) -> BlockHold:
-        """Keep the blocks that begin at ``starts``, which must live, and this mapping of them, until the answer goes.
-        Raises LeaseLost."""
-        return BlockHold(self, starts)
+            if self._closing and self._idle:
+                self._close_file()
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[bool]:
-        """While it lasts, no page of the segment goes. Yields whether all are there, so that ``bytes`` may be read
-        anywhere: a late reader must not bring back pages that were given to the system."""
+    def keep_pages(self) -> Iterator[bool]:
+        """Keep the writer from returning pages to the system. Yield True if all pages are present:
+        only then may all of ``bytes`` be read, because reading a missing page would allocate it
+        again."""
         with self._lock:
             self._copying += 1
             if self._copying == 1:
@@ -113,15 +106,15 @@ class MappedSegment:
                     if not self._copying:
                         unlock(self.fd, COPYING, COPYING + 1)
 
-    def leave(self) -> None:
-        """Close, once nobody views or uses it any more."""
-        self._leaving = True
+    def close(self) -> None:
+        """Close the file, once no view or user is left. The caller holds the lock."""
+        self._closing = True
         if self._idle:
-            self._close()
+            self._close_file()
 
     @property
     def abandoned(self) -> bool:
-        """True if nobody views or uses it and its file is gone."""
+        """True if it has no view or user, and its file was deleted."""
         return self._idle and self.gone
 
     @property
@@ -130,51 +123,52 @@ class MappedSegment:
 
     @property
     def gone(self) -> bool:
-        """Whether its file is."""
+        """True if its file was deleted or closed."""
         return self.fd < 0 or os.fstat(self.fd).st_nlink == 0
 
     def _unpin(self, ref: weakref.ref[Any]) -> None:
         if os.getpid() != self._pid:
-            return  # a forked child shares the lock on the file, which protects its parent's views
+            return  # a forked child shares the file lock, which protects its parent's views
         with self._lock:
             _, start = self._pins.pop(id(ref))
             self._starts[start] -= 1
             if not self._starts[start]:
                 del self._starts[start]
                 unlock(self.fd, start, start + 1)
-            if self._leaving and self._idle:
-                self._close()
+            if self._closing and self._idle:
+                self._close_file()
 
-    def _close(self) -> None:
+    def _close_file(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class BlockHold:
-    """Locks on blocks of a segment, by a descriptor of its own, and the mapping that they are read through: they can be
-    read until it is closed, also when the segment's writer has left and the file is gone."""
+    """Locks on the blocks at ``starts``, by a descriptor of its own. Until it is closed, they can
+    be read through the mapping, also if the writer has ended and the file was deleted. Raises
+    LeaseLost."""
 
     def __init__(self, mapped: MappedSegment, starts: Sequence[int]) -> None:
         self._fd = -1
         self._mapped: MappedSegment | None = None
         self._fd = os.open(f"/proc/self/fd/{mapped.fd}", os.O_RDONLY)
-        mapped.enter()
+        mapped.acquire()
         self._mapped = mapped
         if try_lock(self._fd, min(starts), max(starts) + 1, exclusive=False):
             return
-        for start in starts:  # a writer takes back something that lies between them this moment
+        for start in starts:  # a writer is reclaiming a block between them
             if not try_lock(self._fd, start, start + 1, exclusive=False):
                 raise LeaseLost(USED_AGAIN)
 
     def close(self) -> None:
-        """Let go. In a forked child too: its parent's descriptor keeps the locks."""
+        """Release the locks. In a forked child, its parent's descriptor keeps them. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         mapped, self._mapped = self._mapped, None
         if mapped is not None:
-            mapped.exit()
+            mapped.release()
 
     def __del__(self) -> None:
         self.close()

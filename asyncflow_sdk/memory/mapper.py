@@ -1,4 +1,4 @@
-"""Mapper: a reader's views of blocks. A view never changes while it is held, however long that is."""
+"""Mapper: a reader's views of blocks. The bytes of a view never change while it exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from .private_maps import PrivateMaps
 
 
 class Mapper:
-    """Maps segments of a directory. Thread-safe. Refuses to work in a child after a bare fork."""
+    """Maps segments of a directory. Thread-safe; unusable in a child made by fork().
+
+    All methods raise LeaseLost for blocks and segments that are gone, and after ``close``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -28,14 +30,14 @@ class Mapper:
         self._pid = os.getpid()
 
     def view(self, segment: str, start: int, serial: int, nbytes: int) -> Bytes:
-        """The bytes of a block, read-only, without a copy. Raises LeaseLost when they are gone."""
+        """Return the bytes of a block, read-only, without a copy."""
         with self._lock:
             mapped = self._find(segment, start + nbytes)
             array = np.frombuffer(mapped.map, np.uint8)
             mapped.pin(start, serial, array)
         return array[start : start + nbytes]
 
-    def private(
+    def private_view(
         self,
         segment: str,
         start: int,
@@ -44,10 +46,13 @@ class Mapper:
         skip: int = 0,
         *,
         maps: PrivateMaps | None = None,
-        look: bool = True,
+        unwritten: bool = True,
     ) -> Bytes:
-        """Bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping of their own: writable, harming nobody.
-        ``maps``: where it is left when nobody views it any more, and found again for the next block in that place, unless it was written into; with ``look`` False that is not looked at."""
+        """Return bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping: writing to it
+        changes neither the block nor other views.
+
+        ``maps``: caches the mapping after its last view, for the next block in the same place.
+        ``unwritten``: reuse it only if it was not written to; False saves the check."""
         first, stop = start + skip, start + nbytes
         low = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with self._lock:
@@ -55,7 +60,7 @@ class Mapper:
             if maps is None:
                 own = mmap.mmap(mapped.fd, stop - low, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=low)
             else:
-                own = maps.take(mapped, low, stop, look=look)
+                own = maps.take(mapped, low, stop, unwritten=unwritten)
             array = np.frombuffer(own, np.uint8)
             if maps is not None:
                 weakref.finalize(array, maps.give, mapped, low, stop, own).atexit = False
@@ -63,50 +68,50 @@ class Mapper:
         return array[first - low : stop - low]
 
     def copy(self, segment: str, start: int, serial: int, nbytes: int) -> bytes:
-        """A copy of a block. Raises LeaseLost when it is gone."""
+        """Return a copy of a block."""
         with self._lock:
             return self._find(segment, start + nbytes).read(start, nbytes, serial)
 
     @contextlib.contextmanager
     def mapped(self, segment: str, stop: int) -> Iterator[MappedSegment]:
-        """A segment of at least ``stop`` bytes, which stays mapped for as long as this lasts. Raises LeaseLost."""
+        """Yield a segment of at least ``stop`` bytes, and keep it mapped meanwhile."""
         with self._lock:
             mapped = self._find(segment, stop)
-            mapped.enter()
+            mapped.acquire()
         try:
             yield mapped
         finally:
-            mapped.exit()
+            mapped.release()
 
     def hold(self, segment: str, starts: Sequence[int]) -> BlockHold:
-        """Keep blocks of a segment: see ``MappedSegment.hold``. Raises LeaseLost."""
+        """Lock the blocks of a segment that begin at ``starts``: see BlockHold."""
         with self.mapped(segment, max(starts) + 1) as mapped:
-            return mapped.hold(starts)
+            return BlockHold(mapped, starts)
 
     def _find(self, segment: str, stop: int) -> MappedSegment:
         """The caller holds the lock."""
         if os.getpid() != self._pid:
             raise AsyncFlowError(
                 "shared memory cannot be mapped in a child made by fork(), where nothing would protect the view;"
-                " connect again in the child, or hand it copies"
+                " connect again in the child, or pass it copies"
             )
         mapped = self._mapped.get(segment) or self._open(segment)
-        if stop > mapped.size:
-            raise LeaseLost(f"segment {segment} has {mapped.size} bytes, not {stop}")
+        if stop > len(mapped.bytes):
+            raise LeaseLost(f"segment {segment} has {len(mapped.bytes)} bytes, not {stop}")
         return mapped
 
     def close(self) -> None:
-        """Forget all segments, and map none any more. Views and holds stay valid."""
+        """Unmap all segments, and map no more. Views and holds stay valid. Idempotent."""
         if os.getpid() == self._pid:
             with self._lock:
                 self._closed = True
                 for mapped in self._mapped.values():
-                    mapped.leave()
+                    mapped.close()
                 self._mapped.clear()
 
     def _open(self, segment: str) -> MappedSegment:
         for name in [n for n, m in self._mapped.items() if m.abandoned]:
-            self._mapped.pop(name).leave()
+            self._mapped.pop(name).close()
         if "/" in segment:
             raise LeaseLost(f"{segment!r} is no segment name")
         if self._closed:

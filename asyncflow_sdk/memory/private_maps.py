@@ -1,7 +1,8 @@
-"""Copy-on-write mappings that are used again: a mapping whose pages are there costs nothing, a new one a fault for each.
+"""PrivateMaps: a cache of copy-on-write mappings. A mapping with present pages costs no page
+faults, a new one a fault per page.
 
-What its writer puts into a block later is seen through such a mapping too, in every page that nobody wrote into
-through it; the kernel tells which those are. One that was written into is given up.
+Later writes to the shared block are visible through such a mapping, except in pages written through
+the mapping. The kernel reports such pages (/proc/self/pagemap); a mapping with any is discarded.
 """
 
 from __future__ import annotations
@@ -15,52 +16,53 @@ import numpy as np
 from .mapped_segment import MappedSegment
 
 Key: TypeAlias = tuple[str, int, int]
-_POPULATE_READ = 22  # of madvise, since Linux 5.14; Python has no name for it
-_STEP_BYTES = 16 << 20  # the interpreter stands still while the kernel works
+_POPULATE_READ = 22  # madvise advice since Linux 5.14, unnamed in Python
+_STEP_BYTES = 16 << 20  # the interpreter is blocked while the kernel populates
 _PAGEMAP = "/proc/self/pagemap"
 _PRESENT, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)  # in memory or swapped out; of the file, so not a copy
 
 
 class PrivateMaps:
-    """Those of one reader that nobody views at the moment, by segment and range. Thread-safe."""
+    """The cached mappings of one reader without views, by segment and range. Thread-safe."""
 
     def __init__(self) -> None:
         self._idle: dict[Key, tuple[MappedSegment, mmap.mmap]] = {}
         self._closed = False
 
-    def take(self, mapped: MappedSegment, low: int, stop: int, *, look: bool = True) -> mmap.mmap:
-        """Bytes ``low`` to ``stop`` of a segment, its pages there. Without ``look`` it may be one that was written into."""
+    def take(self, mapped: MappedSegment, low: int, stop: int, *, unwritten: bool = True) -> mmap.mmap:
+        """Return a mapping of bytes ``low`` to ``stop`` of a segment, with its pages present.
+        ``unwritten`` False: it may have been written to, which saves the check."""
         before, own = self._idle.pop((mapped.name, low, stop), (None, None))
-        if own is not None and before is mapped and not (look and _written(own)):
+        if own is not None and before is mapped and not (unwritten and _written(own)):
             return own
-        # A copy: a view that goes in any thread, or is collected here, gives its mapping meanwhile.
+        # A copy of the keys: a view released in any thread, or collected here, adds its mapping meanwhile.
         for key in [k for k in list(self._idle) if k[0] == mapped.name and k[1] < stop and low < k[2]]:
-            self._idle.pop(key, None)  # blocks lie elsewhere now
+            self._idle.pop(key, None)  # the blocks have moved
         own = mmap.mmap(mapped.fd, stop - low, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=low)
-        with contextlib.suppress(OSError, ValueError):  # an older kernel: they come as they are read
+        with contextlib.suppress(OSError, ValueError):  # an older kernel: pages are read on access
             for start in range(0, stop - low, _STEP_BYTES):
                 own.madvise(_POPULATE_READ, start, min(_STEP_BYTES, stop - low - start))
         return own
 
     def give(self, mapped: MappedSegment, low: int, stop: int, own: mmap.mmap) -> None:
-        """Nobody views it any more."""
+        """Cache a mapping without views."""
         if not self._closed:
             self._idle[mapped.name, low, stop] = mapped, own
 
-    def tidy(self) -> None:
-        """Give up those of segments that are gone: they alone keep their memory."""
+    def prune(self) -> None:
+        """Discard the mappings of removed segments: nothing else keeps their memory."""
         for key, (mapped, _) in list(self._idle.items()):
             if mapped.gone:
                 self._idle.pop(key, None)
 
     def close(self) -> None:
-        """Give all of them up, and those that are viewed when their views go."""
+        """Discard all mappings, those with views when the views end."""
         self._closed = True
         self._idle.clear()
 
 
 def _written(own: mmap.mmap) -> bool:
-    """Whether a page of it is a copy that a write made, or that cannot be told."""
+    """True if a page was copied by a write, or if the kernel does not report it."""
     address = np.frombuffer(own, np.uint8).ctypes.data
     pages = -(-len(own) // mmap.PAGESIZE)
     try:

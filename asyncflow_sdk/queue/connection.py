@@ -269,7 +269,7 @@ class Port(ABC):
             answer = self.connection.opened(await self.ask(body, timeout_s, () if image is None else image.parts))
             if not left or answer.error is None or answer.error[0] != PayloadLost.__name__:
                 break
-            if letter.space is not None and not self.connection.arena.lost(letter.space):
+            if letter.space is not None and not self.connection.arena.is_lost(letter.space):
                 break  # it is here, where the server does not see it
             letter = self._copy(letter, time.monotonic() - began)
         return answer

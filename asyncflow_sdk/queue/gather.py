@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..memory import MappedSegment, Mapper
+from ..memory import BlockHold, MappedSegment, Mapper
 from ..types import Column
 from .blocks import Located
 from .layout import MOST_BYTES, Ints, Kind, check_serials, damaged, tables
@@ -52,8 +52,8 @@ def gather(mapper: Mapper, located: Located, wanted: list[Kind]) -> dict[str, Co
             mine: Any = number == at if len(located.segments) > 1 else slice(None)
             segment = stack.enter_context(mapper.mapped(name, int((starts[mine] + nbytes[mine]).max())))
             parts.append((segment, mine))
-            if not stack.enter_context(segment.whole()):
-                stack.enter_context(contextlib.closing(segment.hold(starts[mine].tolist())))
+            if not stack.enter_context(segment.keep_pages()):
+                stack.enter_context(contextlib.closing(BlockHold(segment, starts[mine].tolist())))
                 for start, serial in zip(starts[mine].tolist(), serials[mine].tolist(), strict=True):
                     segment.check(start, serial)
         try:

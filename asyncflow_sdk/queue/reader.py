@@ -71,7 +71,7 @@ class Reader:
             values = column.values
             if not values.size:
                 return None
-            own = self._mapper.private(located.segments[0], start, serial, at + values.nbytes, at)
+            own = self._mapper.private_view(located.segments[0], start, serial, at + values.nbytes, at)
         except LeaseLost:
             return None
         return own.view(values.dtype).reshape(values.shape)

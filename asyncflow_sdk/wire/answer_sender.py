@@ -1,6 +1,7 @@
 """AnswerSender: sends answers over the connections of their requests, the large ones in fragments.
 
-Payload beside an answer is not stored: it is made again for each retry, once the frames sent before have left.
+Payload beside an answer is not stored: it is made again for each retry, once the frames sent before
+have left.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class _Outgoing(NamedTuple):
 
 
 class AnswerSender:
-    """Not thread-safe: the server's thread owns it. A failed send is ignored: the answer stays for a retry."""
+    """Not thread-safe: the server's thread owns it. A failed send is ignored: the answer stays for
+    a retry."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler

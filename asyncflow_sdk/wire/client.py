@@ -4,8 +4,8 @@ client = Client("ipc:///run/x/queue")
 answer = client.request(body, timeout_s=30.0)            # threads: one socket each
 answer = await client.arequest(body, timeout_s=30.0)     # event loops: one socket each
 
-A request without an answer is sent again, of a large one only the missing fragments: see ``exchange``. All requests
-end when the server closes for good.
+A request without an answer is sent again, of a large one only the missing fragments: see
+``exchange``. All requests end when the server closes for good.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ RESEND_S = 5.0
 GRACE_S = 15.0
 """How much longer than its own deadline a request waits for the server's answer."""
 SLOWEST_BYTES_PER_S = 10e6
-"""The slowest expected transfer: the deadline of a request is extended by its bytes over this rate."""
+"""The slowest expected transfer: the deadline of a request is extended by its bytes over this rate.
+"""
 _ENVELOPE_BYTES = 64 << 10
 """Allowance for the envelope around a call."""
 
@@ -48,7 +49,8 @@ class Client:
     AccessDenied for a wrong one. ``bulk``: most traffic is payload. ``resend_s``: repeat a request
     after a silence this long, or query its progress; None: ``RESEND_S``.
 
-    ``server_closed``: True once the server has closed for good. ``interrupts``: calls of ``interrupt``.
+    ``server_closed``: True once the server has closed for good. ``interrupts``: calls of
+    ``interrupt``.
     """
 
     def __init__(
@@ -128,13 +130,14 @@ class Client:
         since: int | None = None,
         max_answer_bytes: int | None = None,
     ) -> WireReply:
-        """Send a request with payload, and wait for the answer. ``payload``: contiguous buffers, which must
-        not change before the call ends. ``since``: value of ``interrupts`` when the enclosing operation
-        began.
+        """Send a request with payload, and wait for the answer. ``payload``: contiguous buffers,
+        which must not change before the call ends. ``since``: value of ``interrupts`` when the
+        enclosing operation began.
 
-        Raises ServerLost without an answer after ``timeout_s`` + ``grace_s`` (default ``GRACE_S``), when
-        the server closes for good or its process ends, and on ``close``; WireError if interrupted since
-        ``since``; ProtocolError for an answer in fragments above ``max_answer_bytes``; AccessDenied."""
+        Raises ServerLost without an answer after ``timeout_s`` + ``grace_s`` (default ``GRACE_S``),
+        when the server closes for good or its process ends, and on ``close``; WireError if
+        interrupted since ``since``; ProtocolError for an answer in fragments above
+        ``max_answer_bytes``; AccessDenied."""
         self.check_size(size := nbytes_of(body, payload))
         with self._lock:
             self.check()
@@ -194,11 +197,13 @@ class Client:
             self._numbers.drop(seq)
 
     async def arequest(self, body: bytes, timeout_s: float) -> bytes:
-        """Like ``request``, on the running event loop. Cancellation cancels the request on the server."""
+        """Like ``request``, on the running event loop. Cancellation cancels the request on the
+        server."""
         return (await self.aexchange(body, timeout_s)).body
 
     async def aexchange(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
-        """Like ``exchange``, on the running event loop. Cancellation cancels the request on the server."""
+        """Like ``exchange``, on the running event loop. Cancellation cancels the request on the
+        server."""
         self.check_size(size := nbytes_of(body, payload))
         self.check()
         channel = self._loop_socket()
@@ -227,8 +232,8 @@ class Client:
             raise
 
     def interrupt(self) -> None:
-        """Raise WireError in the requests of all threads, now, and later in those whose operation began
-        before (see ``exchange``, ``since``)."""
+        """Raise WireError in the requests of all threads, now, and later in those whose operation
+        began before (see ``exchange``, ``since``)."""
         with self._lock:
             self.interrupts += 1
             for channel in list(self._sockets):
@@ -236,8 +241,8 @@ class Client:
                     channel.interrupt()
 
     def close(self) -> None:
-        """Close the sockets. Idempotent. A request in another thread raises ServerLost, and that thread
-        closes its socket: closing a socket in use by another thread crashes the process."""
+        """Close the sockets. Idempotent. A request in another thread raises ServerLost, and that
+        thread closes its socket: closing a socket in use by another thread crashes the process."""
         with self._lock:
             if self.closed:
                 return
@@ -286,7 +291,8 @@ class Client:
         return False
 
     def _check_goodbyes(self) -> None:
-        """Like ``check``, after reading the sockets of idle threads: newer connections get no goodbye."""
+        """Like ``check``, after reading the sockets of idle threads: newer connections get no
+        goodbye."""
         with self._lock:
             self._check_idle_sockets()
 
@@ -328,7 +334,8 @@ class Client:
         return channel
 
     def _renew_thread_socket(self, channel: ThreadSocket) -> ThreadSocket:
-        """Replace this thread's socket: the rest of a partly read message would be read as another one."""
+        """Replace this thread's socket: the rest of a partly read message would be read as another
+        one."""
         with self._lock:
             self._sockets.discard(channel)
         channel.close(linger=0)

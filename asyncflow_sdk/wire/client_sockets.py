@@ -50,8 +50,9 @@ class ServerWatch:
 
 
 class ThreadSocket:
-    """The socket of one thread. ``busy``: its requests in progress (2 if a signal handler makes one).
-    ``partial``: True if a message was read in part. ``got_goodbye``: True if the server closed for good.
+    """The socket of one thread. ``busy``: its requests in progress (2 if a signal handler makes
+    one). ``partial``: True if a message was read in part. ``got_goodbye``: True if the server
+    closed for good.
     """
 
     def __init__(self, context: zmq.Context[Any], address: str, key: RunKey | None, monitored: bool) -> None:
@@ -82,8 +83,8 @@ class ThreadSocket:
             os.eventfd_read(self.wake)
 
     def send(self, messages: Iterable[Message]) -> None:
-        """Send without waiting: a socket with a refused connection accepts no more messages, and the
-        caller must read the reason. Unsent messages are dropped."""
+        """Send without waiting: a socket with a refused connection accepts no more messages, and
+        the caller must read the reason. Unsent messages are dropped."""
         _send(self.socket, messages)
 
     def receive(self) -> ReceivedMessage:
@@ -119,10 +120,11 @@ class ThreadSocket:
 
 
 class LoopSocket:
-    """The socket of an event loop. It adds its descriptor to the loop itself: zmq.asyncio takes several
-    loop iterations per message.
+    """The socket of an event loop. It adds its descriptor to the loop itself: zmq.asyncio takes
+    several loop iterations per message.
 
-    ``ended``, ``goodbye``: make the error of requests whose server's process ended, or closed for good.
+    ``ended``, ``goodbye``: make the error of requests whose server's process ended, or closed for
+    good.
     """
 
     def __init__(
@@ -141,7 +143,8 @@ class LoopSocket:
             self._loop.add_reader(server.fd, self._server_ended)
 
     async def exchange(self, exchange: RequestExchange, messages: Iterable[Message], wait_s: float) -> None:
-        """Send, and continue the exchange as answers arrive; return once it has a reply, or after ``wait_s``."""
+        """Send, and continue the exchange as answers arrive; return once it has a reply, or after
+        ``wait_s``."""
         if self._server_gone:
             raise self._ended()
         future: asyncio.Future[None] = self._loop.create_future()

@@ -1,9 +1,11 @@
-"""ConnectionLimiter: limits the connections of a server, to keep enough file descriptors for its own work.
+"""ConnectionLimiter: limits the connections of a server, to keep enough file descriptors for its
+own work.
 
-It counts connections by the monitor events of the ROUTER sockets, and descriptors by the open files of the process. Too
-many unauthenticated peers or too few free descriptors pause the tcp listeners, with a note. Each peer has HANDSHAKE_IVL
-to authenticate. Peers of this host are admitted a few at a time, down to a lower number of free descriptors, and below
-it disconnected; they try again until their own deadline.
+It counts connections by the monitor events of the ROUTER sockets, and descriptors by the open files
+of the process. Too many unauthenticated peers or too few free descriptors pause the tcp listeners,
+with a note. Each peer has HANDSHAKE_IVL to authenticate. Peers of this host are admitted a few at a
+time, down to a lower number of free descriptors, and below it disconnected; they try again until
+their own deadline.
 """
 
 from __future__ import annotations
@@ -181,8 +183,8 @@ class ConnectionLimiter:
         self._paused = paused
 
     def _update_ipc(self, now: float) -> None:
-        """Admit waiting peers of this host while the tcp listeners of the process are paused, so that nothing
-        else takes the counted descriptors."""
+        """Admit waiting peers of this host while the tcp listeners of the process are paused, so
+        that nothing else takes the counted descriptors."""
         if self._admitting is not None and self._admitting.admitting:
             return
         if self._admitting is not None:
@@ -232,8 +234,8 @@ class ConnectionLimiter:
 
 def _short_of(free: int) -> str:
     return (
-        f"{free} of {descriptor_limit()} file descriptors are free, and those are kept for the server's own work. Close"
-        " clients, or raise the limit (ulimit -n)"
+        f"{free} of {descriptor_limit()} file descriptors are free, and those are kept for the server's own work."
+        " Close clients, or raise the limit (ulimit -n)"
     )
 
 

@@ -1,17 +1,19 @@
 """Envelopes: the first frame of every message. A second frame may carry payload as plain bytes.
 
-A request envelope is (protocol, session, seq, done, settled, dropped, body, part), a response envelope (protocol, seq,
-body, part). A server recognises a retry by ``session`` and ``seq``. ``done``: all requests below it are over; ``settled``:
-answered requests from there on; both let the server forget answers. ``dropped``: cancelled requests.
+A request envelope is (protocol, session, seq, done, settled, dropped, body, part), a response
+envelope (protocol, seq, body, part). A server recognises a retry by ``session`` and ``seq``.
+``done``: all requests below it are over; ``settled``: answered requests from there on; both let the
+server forget answers. ``dropped``: cancelled requests.
 
-A message above FRAGMENT_BYTES is sent as fragments, one per message, described by ``part`` instead of ``body``: see
-``fragments``, ``exchange`` (the client's side) and ``transfers`` (the server's).
+A message above FRAGMENT_BYTES is sent as fragments, one per message, described by ``part`` instead
+of ``body``: see ``fragments``, ``exchange`` (the client's side) and ``transfers`` (the server's).
 
-A response to request 0 is a goodbye: the server has closed, and no other server will take its place.
+A response to request 0 is a goodbye: the server has closed, and no other server will take its
+place.
 
-In every version of the protocol, a request begins with (protocol, session, seq), and a response with (protocol, seq,
-body). A server answers a request of another version in its own, with an error text as body. A client that receives
-another version can therefore show the text.
+In every version of the protocol, a request begins with (protocol, session, seq), and a response
+with (protocol, seq, body). A server answers a request of another version in its own, with an error
+text as body. A client that receives another version can therefore show the text.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ MAX_BYTES = 1 << 30
 """The default of the largest request: body and payload, in any number of fragments."""
 FRAGMENT_BYTES = 1 << 20
 FRAME_BYTES = 2 << 20
-"""The largest frame a socket accepts: a fragment, or an envelope around one. ZeroMQ cuts a connection that
-announces a larger one before it allocates memory for it."""
+"""The largest frame a socket accepts: a fragment, or an envelope around one. ZeroMQ cuts a
+connection that announces a larger one before it allocates memory for it."""
 WINDOW_BYTES = 8 << 20
 """The most bytes of one message in flight: sent and not acknowledged."""
 GOODBYE = 0
@@ -36,8 +38,9 @@ GOODBYE = 0
 
 
 class Fragment(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The payload frame holds the bytes from ``start`` of a message. ``sizes``: bytes of its body and
-    payload. ``upload``: the server's number of the upload; 0 if not known yet, and in answers."""
+    """The payload frame holds the bytes from ``start`` of a message. ``sizes``: bytes of its body
+    and payload. ``upload``: the server's number of the upload; 0 if not known yet, and in answers.
+    """
 
     upload: int
     start: int
@@ -51,8 +54,9 @@ class Pull(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class ProgressQuery(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """After a silence, query how much of a request the server has. ``number``: counts the queries of
-    the request. ``answering``: True if answer fragments have arrived; a Progress suffices as reply."""
+    """After a silence, query how much of a request the server has. ``number``: counts the queries
+    of the request. ``answering``: True if answer fragments have arrived; a Progress suffices as
+    reply."""
 
     upload: int
     number: int
@@ -60,14 +64,14 @@ class ProgressQuery(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """How much of a request the server has. ``known``: False if nothing: it restarted, or released the
-    upload.
+    """How much of a request the server has. ``known``: False if nothing: it restarted, or released
+    the upload.
 
     ``upload``: the server's number for it. ``message_upload``: the number in the message that this
     answers. ``low``: all bytes before it have arrived, and the fragments that begin at ``beyond``.
-    ``limit``: fragments that begin before it may be sent. ``query``: the number of the ProgressQuery
-    that this answers, else 0. ``answer``: sizes of the answer if it was sent in fragments; fragments
-    that have not arrived before this message are lost.
+    ``limit``: fragments that begin before it may be sent. ``query``: the number of the
+    ProgressQuery that this answers, else 0. ``answer``: sizes of the answer if it was sent in
+    fragments; fragments that have not arrived before this message are lost.
     """
 
     known: bool
@@ -118,7 +122,8 @@ _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 class ProtocolMismatch(ProtocolError):
-    """A request of another protocol version. ``reply``: the message to send back, readable in every version."""
+    """A request of another protocol version. ``reply``: the message to send back, readable in every
+    version."""
 
     def __init__(self, protocol: int, seq: int) -> None:
         text = f"this server speaks protocol {PROTOCOL}, you {protocol}; install the same asyncflow-sdk on both sides"

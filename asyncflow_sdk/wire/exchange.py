@@ -1,8 +1,10 @@
-"""RequestExchange: one request and its answer on the client's side, of any size. It uses no socket and no clock.
+"""RequestExchange: one request and its answer on the client's side, of any size. It uses no socket
+and no clock.
 
-A small request is one message. Of a large one the body is sent first; the server makes room for the payload, and
-reports how far the client may send. After a silence the client queries what has arrived, and sends only the rest. Of
-a large answer, the client requests one more fragment for each that arrives.
+A small request is one message. Of a large one the body is sent first; the server makes room for the
+payload, and reports how far the client may send. After a silence the client queries what has
+arrived, and sends only the rest. Of a large answer, the client requests one more fragment for each
+that arrives.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class WireReply(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message to send. ``data``: its payload frame. The socket must copy it: its owner may change it."""
+    """A message to send. ``data``: its payload frame. The socket must copy it: its owner may change
+    it."""
 
     envelope: bytes
     data: bytes | memoryview | None = None
@@ -60,7 +63,8 @@ class RequestExchange:
         self.received = self.answer_bytes = 0
 
     def begin(self) -> list[Message]:
-        """Return the first messages to send. They are sent again to a server that does not know the request."""
+        """Return the first messages to send. They are sent again to a server that does not know the
+        request."""
         self._upload = self._next = self._limit = 0
         self._in_flight: dict[int, int] = {}  # start of a sent fragment → queries sent before it
         self._answer: Reassembly | None = None

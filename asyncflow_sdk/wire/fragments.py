@@ -1,7 +1,8 @@
 """Fragments of a message of body and payload, cut by the sender and reassembled by the receiver.
 
-The body comes first. A fragment has FRAGMENT_BYTES; the last of the body and the last of the payload may be shorter,
-and none has bytes of both. So a receiver derives the length of a fragment from its start.
+The body comes first. A fragment has FRAGMENT_BYTES; the last of the body and the last of the
+payload may be shorter, and none has bytes of both. So a receiver derives the length of a fragment
+from its start.
 """
 
 from __future__ import annotations

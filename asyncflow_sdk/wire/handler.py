@@ -27,8 +27,8 @@ class Handler(RequestHandler, Protocol):
         """Return a sink for the payload of a request, before the payload arrives. Must not raise."""
 
     def make(self, answer: bytes) -> tuple[bytes, Sequence[Any]]:
-        """Render a stored answer for sending: return the body, and contiguous buffers to send beside
-        it. The buffers must not change while anything refers to them."""
+        """Render a stored answer for sending: return the body, and contiguous buffers to send
+        beside it. The buffers must not change while anything refers to them."""
 
     def gone(self, session: str, reason: str) -> None:
         """The process of a session ended."""
@@ -37,5 +37,5 @@ class Handler(RequestHandler, Protocol):
         """Called after every round. Return the seconds until the next call is due, None for never."""
 
     def settle(self) -> bool:
-        """Called before answers are sent: store everything that they depend on. Return False to hold
-        the answers back until the next round."""
+        """Called before answers are sent: store everything that they depend on. Return False to
+        hold the answers back until the next round."""

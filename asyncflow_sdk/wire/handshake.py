@@ -1,4 +1,6 @@
-"""HandshakeMonitor: detects by a socket's events if a new connection was accepted, or its key refused."""
+"""HandshakeMonitor: detects by a socket's events if a new connection was accepted, or its key
+refused.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _MAX_FAILURES = 3
-"""Connections cut during the handshake in a row before access counts as denied: a peer that cannot decrypt a message
-closes without a reason."""
+"""Connections cut during the handshake in a row before access counts as denied: a peer that cannot
+decrypt a message closes without a reason."""
 
 
 class HandshakeMonitor:
-    """Monitors one socket until a handshake succeeds. ``monitor``: readable when ``read`` has events.
-    ``failures``: connections cut during the handshake, in a row. ``patient``: accept any number of
-    them, because a server short of descriptors cuts connections too.
+    """Monitors one socket until a handshake succeeds. ``monitor``: readable when ``read`` has
+    events. ``failures``: connections cut during the handshake, in a row. ``patient``: accept any
+    number of them, because a server short of descriptors cuts connections too.
     """
 
     def __init__(self, socket: Any, address: str, keyed: bool, patient: bool = False) -> None:

@@ -1,10 +1,11 @@
-"""Key offers: a client finds the key for a tcp address if a server of the same user on this host offers it.
+"""Key offers: a client finds the key for a tcp address if a server of the same user on this host
+offers it.
 
-offer_key(directory, ["tcp://127.0.0.1:7000"], keys.run, bound=True)     # server, in the run's shared-memory directory
-find_key("tcp://127.0.0.1:7000")                                         # client
+offer_key(directory, ["tcp://127.0.0.1:7000"], keys.run, bound=True)   # server, in the run's shared-memory directory
+find_key("tcp://127.0.0.1:7000")                                       # client
 
-The directory has mode 0700: other users cannot read the key. It is removed with its server, unless a journal keeps it
-for the run's next server.
+The directory has mode 0700: other users cannot read the key. It is removed with its server, unless
+a journal keeps it for the run's next server.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _EVERY_HOST = ("*", "0.0.0.0", "::")
 
 
 class _Offer(msgspec.Struct, frozen=True):
-    """``network``: the network namespace of ``addresses``. ``bound``: False if the server will listen soon."""
+    """``network``: the network namespace of ``addresses``. ``bound``: False if the server will
+    listen soon."""
 
     network: str
     addresses: tuple[str, ...]
@@ -37,8 +39,8 @@ class _Offer(msgspec.Struct, frozen=True):
 
 
 def offer_key(directory: Path, addresses: Sequence[str], key: RunKey | None, *, bound: bool) -> None:
-    """Offer a key to clients of this user; None withdraws it. Call before and after binding, so that a
-    client able to connect finds it. Raises ConfigError if it cannot be written."""
+    """Offer a key to clients of this user; None withdraws it. Call before and after binding, so
+    that a client able to connect finds it. Raises ConfigError if it cannot be written."""
     if key is not None:
         over_tcp = tuple(address for address in addresses if address.startswith("tcp://"))
         save(directory / FILE, _Offer(_network(), over_tcp, bound, key))

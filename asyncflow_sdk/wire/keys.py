@@ -4,10 +4,10 @@ keys = ensure_keys(Path("runs/x/server.key"), Path("runs/x/run.key"))    # makes
 keys.server, keys.run                                                    # for the server, for its clients
 RunKey.load("runs/x/run.key")                                            # in a client
 
-Both files are JSON with Z85 keys. As with ssh, a file readable by other users is rejected. ``server.key`` stays on the
-server's host. ``run.key`` is copied to clients: it holds the server's public key, which identifies the server, and a
-key pair of the client. ``clients`` in ``server.key`` lists the accepted public keys of clients. To revoke a key, remove
-it there and restart the server.
+Both files are JSON with Z85 keys. As with ssh, a file readable by other users is rejected.
+``server.key`` stays on the server's host. ``run.key`` is copied to clients: it holds the server's
+public key, which identifies the server, and a key pair of the client. ``clients`` in ``server.key``
+lists the accepted public keys of clients. To revoke a key, remove it there and restart the server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class ServerKeys(
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ServerKeys:
-        """Raises ConfigError for a missing or unreadable file, one readable by others, or no server key."""
+        """Raises ConfigError for a missing or unreadable file, one readable by others, or no server
+        key."""
         return _load(Path(path), cls, "server key")
 
 
@@ -60,7 +61,8 @@ class RunKey(msgspec.Struct, frozen=True, tag="asyncflow run key", tag_field="ki
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RunKey:
-        """Raises ConfigError for a missing or unreadable file, one readable by others, or no run key."""
+        """Raises ConfigError for a missing or unreadable file, one readable by others, or no run
+        key."""
         return _load(Path(path), cls, "run key")
 
 
@@ -72,8 +74,8 @@ class KeyPair(NamedTuple):
 
 
 def ensure_keys(server: Path, run: Path) -> KeyPair:
-    """Load the server's keys from file ``server`` and the clients' key from ``run``. Make missing files;
-    replace the run key of another server. Raises ConfigError."""
+    """Load the server's keys from file ``server`` and the clients' key from ``run``. Make missing
+    files; replace the run key of another server. Raises ConfigError."""
     keys = ServerKeys.load(server) if os.path.lexists(server) else ServerKeys(*_pair(), ())
     known = None
     if os.path.lexists(run):
@@ -89,8 +91,8 @@ def ensure_keys(server: Path, run: Path) -> KeyPair:
 
 
 def generate_keys() -> KeyPair:
-    """Return new keys, without key files. A run writes those of its weight services into its journal,
-    which only its owner can read."""
+    """Return new keys, without key files. A run writes those of its weight services into its
+    journal, which only its owner can read."""
     (server, secret), (client, own) = _pair(), _pair()
     return KeyPair(ServerKeys(server, secret, (client,)), RunKey(server, client, own))
 

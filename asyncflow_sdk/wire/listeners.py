@@ -1,11 +1,14 @@
-"""The listening sockets of a server. They can stop accepting connections without any call of libzmq.
+"""The listening sockets of a server. They can stop accepting connections without any call of
+libzmq.
 
-libzmq accepts connections in its own threads until no descriptor is left. Then accept on an ipc socket aborts the
-process (``ipc_listener.cpp``), and unbinding to prevent it would cut the connected peers.
+libzmq accepts connections in its own threads until no descriptor is left. Then accept on an ipc
+socket aborts the process (``ipc_listener.cpp``), and unbinding to prevent it would cut the
+connected peers.
 
-libzmq binds a TcpListener once. A socket filter pauses it by dropping incoming packets; peers retransmit, and connect
-once the filter is removed. An IpcListener keeps its listening socket away from libzmq. To admit the waiting peers, it
-puts a new socket in its place and passes the old one, with the limited number of peers in its queue, to libzmq.
+libzmq binds a TcpListener once. A socket filter pauses it by dropping incoming packets; peers
+retransmit, and connect once the filter is removed. An IpcListener keeps its listening socket away
+from libzmq. To admit the waiting peers, it puts a new socket in its place and passes the old one,
+with the limited number of peers in its queue, to libzmq.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ class TcpListener:
     """A listening tcp socket of libzmq, given by its descriptor. Thread-safe.
 
     ``unauthenticated``: connected peers with an unfinished handshake: descriptor → time (seconds,
-    monotonic); the owner's thread updates it. ``can_pause``: False where socket filters are forbidden.
+    monotonic); the owner's thread updates it. ``can_pause``: False where socket filters are
+    forbidden.
     """
 
     _all: ClassVar[weakref.WeakSet[TcpListener]] = weakref.WeakSet()
@@ -68,8 +72,8 @@ class TcpListener:
 
     @classmethod
     def pause_all(cls) -> None:
-        """Pause all listeners of the process, so that its number of descriptors does not change, until
-        as many calls of ``resume_all``."""
+        """Pause all listeners of the process, so that its number of descriptors does not change,
+        until as many calls of ``resume_all``."""
         cls._pause_all(1)
 
     @classmethod
@@ -106,7 +110,8 @@ class TcpListener:
 
 
 class IpcListener:
-    """The socket file ``path``. Not thread-safe: the thread of ``router`` owns it. Raises ConfigError."""
+    """The socket file ``path``. Not thread-safe: the thread of ``router`` owns it. Raises
+    ConfigError."""
 
     def __init__(self, router: zmq.Socket[Any], path: str) -> None:
         if path[0] in "@*" or len(os.fsencode(path)) > _MAX_PATH_BYTES:
@@ -136,7 +141,8 @@ class IpcListener:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the listening socket; a new one after each admission, -1 once its directory is gone."""
+        """Descriptor of the listening socket; a new one after each admission, -1 once its directory
+        is gone."""
         return -1 if self._socket is None else self._socket.fileno()
 
     def admit(self) -> None:
@@ -180,8 +186,8 @@ class IpcListener:
             self._admitted[endpoint][1] += 1
 
     def close_unused(self) -> None:
-        """Close sockets passed to libzmq once all their peers have left. libzmq closes a listening socket
-        together with the connections accepted there, so a socket in use stays open."""
+        """Close sockets passed to libzmq once all their peers have left. libzmq closes a listening
+        socket together with the connections accepted there, so a socket in use stays open."""
         if self.admitting:
             return
         for endpoint in [each for each, (joined, left) in self._admitted.items() if joined and left >= joined]:

@@ -59,7 +59,8 @@ class ProcessWatch:
         return self._epoll.fileno()
 
     def add(self, session: str, pid: int, key: str) -> None:
-        """Watch the process of a session if it is visible here. Raises ProcessLookupError if it has ended."""
+        """Watch the process of a session if it is visible here. Raises ProcessLookupError if it has
+        ended."""
         if (pid, key) not in self._descriptors:
             fd = open_pidfd(pid, key)
             if fd is None:

@@ -1,4 +1,5 @@
-"""RequestReceiver: reads messages from ROUTER sockets, assembles uploads, and executes complete requests.
+"""RequestReceiver: reads messages from ROUTER sockets, assembles uploads, and executes complete
+requests.
 
 Invalid messages are counted and dropped; the server and its other sessions continue.
 """
@@ -41,8 +42,8 @@ _log = logging.getLogger(__name__)
 
 
 class RequestReceiver:
-    """Not thread-safe: the server's thread owns it. ``garbage``: invalid messages dropped. ``hold``:
-    leave flushing answers to the caller, instead of flushing after each request."""
+    """Not thread-safe: the server's thread owns it. ``garbage``: invalid messages dropped.
+    ``hold``: leave flushing answers to the caller, instead of flushing after each request."""
 
     def __init__(
         self, handler: Handler, requests: RequestTable, answers: AnswerSender, max_bytes: int, hold: bool
@@ -87,8 +88,8 @@ class RequestReceiver:
                 return
 
     def sweep(self) -> float | None:
-        """Release inactive transfers and continue waiting uploads. Return the seconds until the next
-        call is due, None without transfers."""
+        """Release inactive transfers and continue waiting uploads. Return the seconds until the
+        next call is due, None without transfers."""
         self._continue_admitted()
         sessions = [session for session in self._requests.sessions.values() if session.downloads]
         if not sessions and not self.uploads:

@@ -1,5 +1,5 @@
-"""RequestTable: all sessions of a server with their requests. A request repeated by (session, seq) is not executed
-again: it gets its stored answer, or waits for it.
+"""RequestTable: all sessions of a server with their requests. A request repeated by (session, seq)
+is not executed again: it gets its stored answer, or waits for it.
 
 It uses no socket, so a recorded run is replayed through it: see ``RequestTable.replay``.
 """
@@ -14,8 +14,8 @@ from .session_state import SessionState
 
 
 class RequestTable:
-    """Not thread-safe: the server's thread owns it. ``sessions``: by name. A *ticket* is the number of
-    a request in this table."""
+    """Not thread-safe: the server's thread owns it. ``sessions``: by name. A *ticket* is the number
+    of a request in this table."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, SessionState] = {}
@@ -32,7 +32,8 @@ class RequestTable:
         body: bytes,
         payload: Any,
     ) -> bool:
-        """Execute a request on its first arrival. Return True if its cancellation arrived before it."""
+        """Execute a request on its first arrival. Return True if its cancellation arrived before
+        it."""
         dropped = session.mark_received(seq)
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         session.routes[seq], session.tickets[seq] = route, ticket
@@ -41,8 +42,8 @@ class RequestTable:
         return dropped
 
     def take(self, ticket: int) -> tuple[SessionState | None, int]:
-        """Remove a ticket about to be answered. Return its session, None if the request was cancelled
-        or its session ended, and its seq."""
+        """Remove a ticket about to be answered. Return its session, None if the request was
+        cancelled or its session ended, and its seq."""
         name, seq = self._by_ticket.pop(ticket, ("", 0))
         session = self.sessions.get(name)
         if session is not None:
@@ -50,7 +51,8 @@ class RequestTable:
         return session, seq
 
     def numbers(self, ticket: int) -> tuple[int, int]:
-        """Return the seq of an unanswered request, and its session's ``done``: all requests below are over."""
+        """Return the seq of an unanswered request, and its session's ``done``: all requests below
+        are over."""
         name, seq = self._by_ticket[ticket]
         return seq, self.sessions[name].done
 

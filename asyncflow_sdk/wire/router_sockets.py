@@ -1,8 +1,9 @@
-"""RouterSockets: the ROUTER sockets of a server. One serves ipc and inproc without keys; the other, in a ZeroMQ context
-of its own, serves tcp clients that prove with CurveZMQ that they hold an accepted key.
+"""RouterSockets: the ROUTER sockets of a server. One serves ipc and inproc without keys; the other,
+in a ZeroMQ context of its own, serves tcp clients that prove with CurveZMQ that they hold an
+accepted key.
 
-The separate context is needed because a ZAP handler decides for every socket of its context, also for sockets of
-clients in the same process.
+The separate context is needed because a ZAP handler decides for every socket of its context, also
+for sockets of clients in the same process.
 """
 
 from __future__ import annotations
@@ -65,14 +66,12 @@ class RouterSockets:
                 request = self.zap.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            known = (
-                len(request) == 7 and request[5] == b"CURVE" and z85.encode(request[6]).decode() in self._keys.clients
-            )
+            curve = len(request) == 7 and request[5] == b"CURVE"
+            known = curve and z85.encode(request[6]).decode() in self._keys.clients
             self.refused += not known
             verdict = (b"200", b"OK") if known else (b"400", b"this key is not accepted")
-            self.zap.send_multipart(
-                [b"1.0", request[1] if len(request) > 1 else b"", *verdict, b"", b""], zmq.NOBLOCK
-            )
+            number = request[1] if len(request) > 1 else b""
+            self.zap.send_multipart([b"1.0", number, *verdict, b"", b""], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close all sockets, and the context of the keyed one."""
@@ -89,9 +88,9 @@ class RouterSockets:
         tcp = transport == "tcp"
         if tcp and self._keys is None and not self._insecure:
             raise ConfigError(
-                f"{address} is served with keys only: other users, and perhaps other hosts, reach it. Serve a run directory,"
-                ' af.serve("runs/x", address=...), which makes them; or pass key=, the path of a server.key; or, if'
-                " everyone who reaches the address may read and change the run, insecure=True"
+                f"{address} is served with keys only: other users, and perhaps other hosts, reach it. Serve a run"
+                ' directory, af.serve("runs/x", address=...), which makes them; or pass key=, the path of a server.key;'
+                " or, if everyone who reaches the address may read and change the run, insecure=True"
             )
         if tcp and self._keys is not None:
             router = self._keyed = self._keyed or self._keyed_router(self._keys)

@@ -1,7 +1,9 @@
-"""SequenceNumbers: the request numbers of one session, and the news about them that the server has not received yet.
+"""SequenceNumbers: the request numbers of one session, and the news about them that the server has
+not received yet.
 
-A number is open until its answer arrives. A cancelled number stays open until an answer proves that the server knows
-of the cancellation: if ``done`` passed it before, the server would forget the answer without undoing its effect.
+A number is open until its answer arrives. A cancelled number stays open until an answer proves that
+the server knows of the cancellation: if ``done`` passed it before, the server would forget the
+answer without undoing its effect.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Server: one thread owns the ROUTER sockets, executes requests in order, and sends each answer when it is known.
+"""Server: one thread owns the ROUTER sockets, executes requests in order, and sends each answer
+when it is known.
 
 server = Server(["ipc:///run/x/queue"], handler); server.start()     # handler: see Handler
 server.answer(ticket, body)                                          # from the server's thread, now or later
 server.stop()
 
-RequestReceiver reads and executes requests, RequestTable keeps sessions and answers, AnswerSender sends.
-A frame above FRAME_BYTES cuts its connection before any memory is allocated for it.
+RequestReceiver reads and executes requests, RequestTable keeps sessions and answers, AnswerSender
+sends. A frame above FRAME_BYTES cuts its connection before any memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """Binds to ``addresses`` (inproc, ipc, tcp) and runs ``handler`` in a thread. Raises ConfigError.
+    """Binds to ``addresses`` (inproc, ipc, tcp) and runs ``handler`` in a thread. Raises
+    ConfigError.
 
     A tcp address needs ``keys``, and serves clients with one of them; or ``insecure``: everyone.
     ``bulk``: most traffic is payload. ``max_bytes``: the largest request with its payload, and the
@@ -110,7 +112,8 @@ class Server:
                 os.write(self._wake_in, b"\0")
 
     def stop(self, for_good: Callable[[], bool] = lambda: False) -> None:
-        """Finish the current round, close the sockets, and end the thread. Call from another thread.
+        """Finish the current round, close the sockets, and end the thread. Call from another
+        thread.
 
         ``for_good``: called in the server's thread after the last answer. If it returns True, all
         clients get a goodbye, so none waits for another server at these addresses."""
@@ -132,9 +135,9 @@ class Server:
     ) -> None:
         """Answer a request. Call in the server's thread. Ignores the ticket of a cancelled request.
 
-        ``made``: each time, send the result of ``Handler.make(body)``. ``make``: each time, send the
-        result of this function, held until the answer is confirmed or cancelled; its buffers are
-        held until they are sent. ``at_once``: send now, because the answer needs no settling.
+        ``made``: each time, send the result of ``Handler.make(body)``. ``make``: each time, send
+        the result of this function, held until the answer is confirmed or cancelled; its buffers
+        are held until they are sent. ``at_once``: send now, because the answer needs no settling.
         ``recorded``: False for requests without a record: send even if settling failed."""
         session, seq = self.requests.take(ticket)
         if session is None:
@@ -150,12 +153,14 @@ class Server:
             self._answers.queue(session, seq, recorded=recorded)
 
     def finish_replay(self) -> None:
-        """Call after a replay, before ``start``: its answers are sent only to clients that ask again."""
+        """Call after a replay, before ``start``: its answers are sent only to clients that ask
+        again."""
         self._answers.clear()
         self.requests.finish_replay()
 
     def watch(self, session: str, pid: int, key: str) -> None:
-        """Call ``Handler.gone`` when the process of a session ends. Ignores processes of other hosts."""
+        """Call ``Handler.gone`` when the process of a session ends. Ignores processes of other
+        hosts."""
         if pid == os.getpid() and key in ("", process_key(pid)):
             return
         try:

@@ -1,4 +1,6 @@
-"""SessionState: the requests that a server has received from one session, and the answers not yet confirmed."""
+"""SessionState: the requests that a server has received from one session, and the answers not yet
+confirmed.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ MAX_CONNECTIONS = 1024
 class SessionState:
     """Answers are kept until the client confirms them, so a repeated request has no second effect.
 
-    The cancellation of a request may arrive before the request, over another socket (``early``). The
-    request is then executed on arrival and cancelled at once, as if both had arrived in order: a
-    lease that it would return must not be lost.
+    The cancellation of a request may arrive before the request, over another socket (``early``).
+    The request is then executed on arrival and cancelled at once, as if both had arrived in order:
+    a lease that it would return must not be lost.
     """
 
     TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "downloads", "routes", "connections"})
@@ -38,7 +40,8 @@ class SessionState:
     early: set[int] = field(default_factory=set)
 
     def add_connection(self, route: Route) -> None:
-        """Remember a connection. Above MAX_CONNECTIONS, keep the first, which joined, and the newest."""
+        """Remember a connection. Above MAX_CONNECTIONS, keep the first, which joined, and the
+        newest."""
         self.connections[route] = None
         if len(self.connections) > MAX_CONNECTIONS:
             del self.connections[next(itertools.islice(self.connections, 1, None))]
@@ -85,7 +88,8 @@ class SessionState:
         return self.answers.pop(seq, None)
 
     def release_downloads(self, before_s: float) -> None:
-        """Release downloads sent completely, or inactive since ``before_s``; a retry makes them again."""
+        """Release downloads sent completely, or inactive since ``before_s``; a retry makes them
+        again."""
         for seq in [seq for seq, each in self.downloads.items() if each.complete or each.active_s < before_s]:
             del self.downloads[seq]
 

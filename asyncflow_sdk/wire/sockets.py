@@ -1,8 +1,8 @@
 """Socket options and addresses.
 
-The kernel detects lost connections (keepalive and TCP_USER_TIMEOUT), not ZeroMQ's heartbeats. Heartbeats are answered
-only between frames, so each attempt to send a frame longer than the timeout would fail; and a stopped process does
-not answer them, while its kernel does.
+The kernel detects lost connections (keepalive and TCP_USER_TIMEOUT), not ZeroMQ's heartbeats.
+Heartbeats are answered only between frames, so each attempt to send a frame longer than the timeout
+would fail; and a stopped process does not answer them, while its kernel does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ RETRY_S = 0.1
 CONNECT_S = 5.0
 """Timeout of ``probe``."""
 IDLE_S, PROBE_S, PROBES = 5, 2, 3
-"""A tcp connection idle for IDLE_S is probed every PROBE_S, and closed after PROBES without response."""
+"""A tcp connection idle for IDLE_S is probed every PROBE_S, and closed after PROBES without
+response."""
 
 
 _bulk: list[tuple[int, zmq.Context[Any]]] = []
@@ -36,8 +37,8 @@ _bulk_lock = threading.Lock()
 
 
 def context_of(bulk: bool) -> zmq.Context[Any]:
-    """Return the ZeroMQ context of this process for calls, or for payload (``bulk``): a separate one with
-    more I/O threads, so calls do not wait for payload."""
+    """Return the ZeroMQ context of this process for calls, or for payload (``bulk``): a separate
+    one with more I/O threads, so calls do not wait for payload."""
     if not bulk:
         return zmq.Context.instance()
     with _bulk_lock:
@@ -62,7 +63,8 @@ def transport_of(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """True if a tcp address is reachable only from its own host: an IP address of loopback, or localhost."""
+    """True if a tcp address is reachable only from its own host: an IP address of loopback, or
+    localhost."""
     host = address.partition("://")[2].rsplit(":", 1)[0].strip("[]")
     if host == "localhost":
         return True
@@ -81,7 +83,8 @@ def set_tcp(socket: Any) -> None:
 
 
 def connect(socket: Any, address: str, key: RunKey | None) -> None:
-    """Set the options of a client's socket, and connect it. Raises ConfigError for an invalid address."""
+    """Set the options of a client's socket, and connect it. Raises ConfigError for an invalid
+    address."""
     socket.linger = 200  # milliseconds, for the last confirmation
     socket.sndhwm = socket.rcvhwm = 0  # no drops: at most two requests are in progress
     socket.maxmsgsize = FRAME_BYTES

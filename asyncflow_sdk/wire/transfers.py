@@ -1,8 +1,9 @@
-"""Uploads and downloads: requests received in fragments and answers sent in fragments, on the server's side.
+"""Uploads and downloads: requests received in fragments and answers sent in fragments, on the
+server's side.
 
-Each payload fragment of a request goes straight to the handler's PayloadSink. The request is executed once all
-fragments have arrived. An upload is released with its session, when its request is cancelled, or after SILENCE_S; the
-client then begins it again under the same request number.
+Each payload fragment of a request goes straight to the handler's PayloadSink. The request is
+executed once all fragments have arrived. An upload is released with its session, when its request
+is cancelled, or after SILENCE_S; the client then begins it again under the same request number.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class PayloadSink(Protocol):
 
     @property
     def error(self) -> Exception | None:
-        """Why the payload cannot be stored, else None. The request is then executed without it, and fails."""
+        """Why the payload cannot be stored, else None. The request is then executed without it, and
+        fails."""
 
     def write(self, start: int, data: Any) -> None:
         """Store bytes ``start`` to ``start + len(data)``. Fragments arrive in any order."""
@@ -84,8 +86,8 @@ class Upload:
 
 
 class Uploads:
-    """All unfinished uploads of a server. Not thread-safe. ``make_sink``: called with session, body and
-    payload bytes. Payloads above ``max_bytes`` in total wait until others are complete."""
+    """All unfinished uploads of a server. Not thread-safe. ``make_sink``: called with session, body
+    and payload bytes. Payloads above ``max_bytes`` in total wait until others are complete."""
 
     def __init__(self, make_sink: Callable[[str, bytes, int], PayloadSink], max_bytes: int) -> None:
         self._make_sink, self._max_bytes = make_sink, max_bytes
@@ -184,8 +186,8 @@ class Download:
         return not self._unsent and self._idle()
 
     def messages(self, starts: tuple[int, ...]) -> Iterator[tuple[int, bytes, Fragment | None, Any]]:
-        """Yield start, body, fragment and data of messages for the fragments at ``starts``, by default
-        the first window. Raises ProtocolError if no fragment begins there."""
+        """Yield start, body, fragment and data of messages for the fragments at ``starts``, by
+        default the first window. Raises ProtocolError if no fragment begins there."""
         self.active_s = time.monotonic()
         sizes = self.sizes
         if sizes is None:

@@ -34,7 +34,7 @@ def read_and_fork(directory: str, place: list[object]) -> None:
         os._exit(0)
     if not (second := os.fork()):
         refused = 0
-        for attempt in (lambda: mapper.view(*place), lambda: mapper.private(*place), lambda: arena.allocate(1)):  # type: ignore[arg-type]
+        for attempt in (lambda: mapper.view(*place), lambda: mapper.private_view(*place), lambda: arena.allocate(1)):  # type: ignore[arg-type]
             try:
                 attempt()
             except AsyncFlowError as error:

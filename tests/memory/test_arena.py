@@ -237,7 +237,7 @@ def test_no_view_ever_changes(steps: list[tuple[str, int]]) -> None:
                 free(arena, *(blocks.pop(which % len(blocks))[1] for _ in range(min(len(blocks), which % 3 + 1))))
             elif what == "look" and blocks:
                 value, block = blocks[which % len(blocks)]
-                look = mapper.private if which % 2 else mapper.view
+                look = mapper.private_view if which % 2 else mapper.view
                 view = look(block.segment, block.start, block.serial, block.nbytes)
                 views.append((value, view[HEADER_BYTES:]))
             elif what == "drop" and views:

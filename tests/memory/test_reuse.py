@@ -121,7 +121,7 @@ def test_a_late_reader_finds_another_serial_and_not_other_data(directory: Path) 
     again = write(arena, 2)
     assert where(again) == where(block)
     # when / then
-    for look in (mapper.view, mapper.private):
+    for look in (mapper.view, mapper.private_view):
         with pytest.raises(LeaseLost, match="used again"):
             look(*place(block))
     assert digest(mapper.view(*place(again))) == digest(again.memory)
@@ -236,7 +236,7 @@ def test_threads_that_take_and_drop_views_leave_no_lock_behind(directory: Path) 
         random = np.random.default_rng(seed)
         for _ in range(300):
             value = int(random.integers(4))
-            look = (mapper.view, mapper.private)[int(random.integers(2))]
+            look = (mapper.view, mapper.private_view)[int(random.integers(2))]
             view = look(*place(blocks[value]))
             if view[17] != blocks[value].memory[17]:
                 wrong.append(value)
