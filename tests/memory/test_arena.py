@@ -1,4 +1,4 @@
-"""Room is real and bounded: a full file system is an error, and churn of any shape holds no more than it needs."""
+"""An arena's memory is bounded: a full file system is an error, and any pattern of allocations holds no more than it needs."""
 
 import random
 import sys
@@ -26,7 +26,7 @@ def directory() -> Iterator[Path]:
 
 
 def on_disk(directory: Path) -> int:
-    """Bytes that the files really take."""
+    """Return the bytes allocated to the files."""
     return sum(path.stat().st_blocks * 512 for path in directory.glob("w*"))
 
 
@@ -188,7 +188,7 @@ def test_what_nobody_may_look_at_is_not_scanned_on_every_allocation(directory: P
     arena, mapper = Arena(directory, "w", MB), Mapper(directory)
 
     def work(views: int) -> int:
-        """Calls made by allocations beside so many blocks that cannot be used again yet."""
+        """Return the calls made by allocations while this many freed blocks are locked."""
         blocks = [arena.allocate(1000) for _ in range(views)]
         held = [mapper.view(block.segment, block.start, block.serial, block.nbytes) for block in blocks]
         free(arena, *blocks)

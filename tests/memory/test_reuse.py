@@ -1,4 +1,4 @@
-"""Silence costs leases, never mappings: memory is used again only after its last reader let go, or died."""
+"""Memory is reused only after its last reader has released it, or died."""
 
 import gc
 import os
@@ -55,7 +55,7 @@ def churn(arena: Arena, times: int = 50) -> set[tuple[str, int]]:
 
 
 def unread(directory: Path, block: Allocation) -> bool:
-    """Whether nobody has a lock on a block."""
+    """True if no process has a lock on a block."""
     fd = os.open(directory / block.segment, os.O_RDWR)
     try:
         return try_lock(fd, block.start, block.start + block.nbytes, exclusive=True)

@@ -1,4 +1,4 @@
-"""Blocks that end early, begin anew in their place, and mappings that are used again."""
+"""Blocks trimmed or renewed in place, and mappings reused."""
 
 import gc
 import mmap

@@ -1,4 +1,4 @@
-"""What torch is given may be written into, lies in shared memory, and reaches neither the stored value nor numpy."""
+"""Tensors are writable and lie in shared memory; writing changes neither the block nor numpy views."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The asking end: answers survive a bad connection, what is cancelled is taken back, and nothing waits for ever."""
+"""Client: answers survive a bad connection, cancellation reaches the server, and every wait times out."""
 
 import asyncio
 import os
@@ -139,7 +139,7 @@ def test_a_loop_may_begin_while_another_looks_for_those_that_have_ended(client: 
     begun: list[bytes] = []
 
     class Another(asyncio.SelectorEventLoop):
-        """While it is looked at, a thread begins a loop of its own."""
+        """A loop; when it is checked for its end, a thread begins another one."""
 
         def is_closed(self) -> bool:
             if not begun:
@@ -187,12 +187,12 @@ def test_the_death_of_a_process_is_seen_at_once_and_its_silence_is_none(parrot: 
 
 
 def watches(pid: int) -> int:
-    """Descriptors of this process that stand for another one."""
+    """Count the pidfds of this process for another one."""
     return sum(f"\nPid:\t{pid}\n" in said for said in map(read, Path("/proc/self/fdinfo").iterdir()))
 
 
 def read(path: Path) -> str:
-    """A file of /proc; "" for one that is gone."""
+    """Return a file of /proc; "" if it is gone."""
     try:
         return path.read_text()
     except OSError:

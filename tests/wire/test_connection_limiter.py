@@ -1,4 +1,4 @@
-"""Doors of a server: shut, held and opened while peers stand before them."""
+"""Listeners are paused and resumed while peers wait."""
 
 import errno
 import socket

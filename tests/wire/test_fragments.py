@@ -1,4 +1,4 @@
-"""Large requests and answers travel in fragments: whatever is lost, each arrives once and whole, and little is sent twice."""
+"""Large requests and answers in fragments: each arrives once and complete over lossy connections, with few repeats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever arrives at a server's socket, the server and its other sessions go on."""
+"""Invalid messages end neither the server nor its other sessions."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""A server that closes for good says so to everybody it has heard from; one that may come back says nothing."""
+"""A server closing for good sends a goodbye over every connection; one to be continued sends none."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Keys: who may reach a server over tcp, and what is said to who may not."""
+"""Keys: a server accepts tcp clients with a known key, and refuses others with a reason."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""A request that is sent again, late, over another socket or after its answer, has no second effect."""
+"""A repeated request has no second effect: late, over another socket, or after its answer."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A server listens over tcp with keys alone, unless it is told otherwise, and says why it does not."""
+"""A server listens over tcp only with keys or insecure=True, and the error explains it."""
 
 from pathlib import Path
 

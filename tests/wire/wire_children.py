@@ -1,4 +1,4 @@
-"""What processes of the wire tests do."""
+"""Client processes of the wire tests."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from asyncflow_sdk.wire import Client, process_key
 
 
 def ask_after_fork(address: str) -> None:
-    """Use a connection, then fork: the child is refused, the parent goes on."""
+    """Use a connection, then fork: the child gets an error, the parent continues."""
     client = Client(address)
     client.request(b"before", 10)
     if not (child := os.fork()):
@@ -31,13 +31,13 @@ def identify() -> None:
 
 
 def ask_until_killed(address: str) -> None:
-    """Ask for something that does not come."""
+    """Send a request that is never answered."""
     say(process_key(os.getpid()))
     Client(address).request(b"park", 1000)
 
 
 def interrupted(address: str) -> None:
-    """Ctrl-C, which comes while it waits, then another request over the same socket."""
+    """Get Ctrl-C while waiting, then send another request over the same socket."""
     client = Client(address)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
