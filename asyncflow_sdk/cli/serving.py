@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ..ledger import StatusReport
 from ..types.events import Chosen, Event, Note, Status, StepTrained, WorkerState
-from ..wire import on_loopback
+from ..wire import is_loopback
 from ..workflow import Run, serve
 from .lines import printable
 from .live import LiveView
@@ -91,7 +91,7 @@ def serve_run(
 def invitation(directory: Path, address: str, insecure: bool) -> str:
     """How others come in: commands to be run on their hosts."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    keyed = address.startswith("tcp:") and not insecure and not on_loopback(address)
+    keyed = address.startswith("tcp:") and not insecure and not is_loopback(address)
     option = " --key run.key" if keyed else " --insecure" if insecure else ""
     if host in ("0.0.0.0", "[::]", "*"):
         host = socket.gethostname()

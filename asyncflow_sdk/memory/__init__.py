@@ -1,6 +1,6 @@
-"""Shared memory: one allocator for samples and for weights, and read-only views that never change."""
+"""Shared memory: an allocator for samples and weights, and immutable read-only views."""
 
-from .arena import Allocation, Arena, NoHole
+from .arena import Allocation, Arena, GrowthNeeded
 from .buffer_pool import BufferPool
 from .directory import (
     SharedDirectory,
@@ -11,30 +11,31 @@ from .directory import (
     remove_if_ownerless,
     sweep,
 )
-from .mapper import Hold, Mapped, Mapper
-from .private import PrivateMaps
-from .private_files import private_directory, private_opener
-from .room import free_memory
-from .segment import HEADER_BYTES, blocks_there, sync_directory
+from .free_space import free_memory
+from .mapped_segment import BlockHold, MappedSegment
+from .mapper import Mapper
+from .private_files import make_private_directory, private_opener
+from .private_maps import PrivateMaps
+from .segment import HEADER_BYTES, find_blocks, sync_directory
 
 __all__ = [
     "HEADER_BYTES",
     "Allocation",
     "Arena",
+    "BlockHold",
     "BufferPool",
-    "Hold",
-    "Mapped",
+    "GrowthNeeded",
+    "MappedSegment",
     "Mapper",
-    "NoHole",
     "PrivateMaps",
     "SharedDirectory",
-    "blocks_there",
     "directory_at",
+    "find_blocks",
     "free_memory",
     "is_served",
     "journal_owns",
+    "make_private_directory",
     "own_directories",
-    "private_directory",
     "private_opener",
     "remove_if_ownerless",
     "sweep",

@@ -1,17 +1,18 @@
-"""Arena: one writer's segments. Blocks are cut from the free ranges of its segments; a range is used again,
-without new page faults, once its block was freed and no reader holds a view of it.
+"""Arena: shared-memory segments with one writer. Blocks are allocated from free ranges of the
+segments. A range is reused, without new page faults, after its block is freed and all readers have
+released their views.
 
     block = arena.allocate(nbytes); block.memory[HEADER_BYTES:] = ...          # writer
     view = mapper.view(block.segment, block.start, block.serial, block.nbytes)  # readers, any process
-    arena.free([block.serial])                              # the writer, when nobody may ask for it any more
+    arena.free([block.serial])                              # writer, when no reader may request it any more
 
-A reader holds a shared lock on the first byte of a block while views of it live; the kernel drops it when the
-reader dies. The writer takes the exclusive lock on a freed range, removes the serials of the blocks that lay in
-it, and lets go: from then on the range is a hole. Without that lock it waits, however long that is, and costs
-its own bytes. A reader that comes late finds no serial and not somebody else's data.
+While a reader has views of a block, it holds a shared lock on the block's first byte; the kernel
+releases the lock when the reader dies. To reuse a freed range, the writer takes the exclusive lock,
+clears the serials of the blocks in it, and unlocks. While a reader holds a lock, the range waits
+and occupies its own bytes. A late reader finds no serial, and never another block's data.
 
-Somebody may remove the files while the writer lives: the tidying of a temporary directory, or a restarted host's
-container. Each allocation looks whether the file of its segment is still there; no block is cut from a lost segment.
+The files may be deleted while the writer runs, by a cleaner of temporary directories or a restarted
+container. Each allocation checks its segment's file; no block is allocated in a lost segment.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AsyncFlowError, MemoryFull
-from .holes import Holes
+from .free_ranges import FreeRanges
 from .locks import try_lock, unlock
 from .segment import ALIGN, PAGE, Segment, sync_directory
 
 SEGMENT_BYTES = 8 << 20
-MOST_SEGMENTS = 64  # of one size: an arena that holds more grows by larger ones, or files would run out
-MOST_WASTE = 16  # a segment is made to measure for blocks that are larger than such a part of it
-EPOCH = 4  # the high-water mark is that of the time in which its bytes were allocated this many times
-FILL_BYTES = 1 << 20  # of a range whose pages were given back, how many to get again at once
+MAX_SEGMENTS = 64  # of one size: a larger arena grows by larger segments, to limit the number of files
+MAX_WASTE = 16  # blocks above 1/16 of a segment get a segment of a multiple of their size
+EPOCH = 4  # the high-water mark covers the time in which its bytes were allocated 4 times
+FILL_BYTES = 1 << 20  # pages allocated at once in a range without pages
 
 
 @dataclass
 class Allocation:
-    """A block, writable through ``memory`` (uint8, (nbytes,)) until announced; the first 16 bytes are the arena's."""
+    """A block, writable through ``memory`` (uint8, (nbytes,)) until announced. The first 16 bytes
+    are the header, written by the arena."""
 
     segment: str
     start: int
@@ -51,15 +53,16 @@ class Allocation:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the block, header included."""
         return len(self.memory)
 
 
-class NoHole(Exception):
-    """Raised when more memory is needed than the arena holds, and it was not to grow."""
+class GrowthNeeded(Exception):
+    """Raised by ``Arena.allocate`` with ``grow`` False if the arena has to grow."""
 
 
 class _Range(NamedTuple):
-    """A block, or several freed ones side by side."""
+    """A block, or several adjacent freed blocks. ``heads``: their starts."""
 
     segment: Segment
     start: int
@@ -68,11 +71,11 @@ class _Range(NamedTuple):
 
 
 class Arena:
-    """The segments one session writes. Thread-safe. Files are named ``prefix`` and a number, never reused.
-    Refuses to work in a child after a bare fork, which would write into what its parent writes.
+    """The segments written by one session. Thread-safe; unusable in a child made by fork(), which
+    would write to its parent's memory. Files are named ``prefix`` and a number, never reused.
 
-    What it holds stays within the most bytes that were alive together lately, and one segment: what is idle beyond
-    that goes back to the system, whole segments first.
+    It holds at most the recent maximum of live bytes plus one segment. Free memory above that is
+    returned to the system, whole segments first.
     """
 
     def __init__(self, directory: Path, prefix: str, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -80,11 +83,11 @@ class Arena:
         self._unknown = segment_bytes // 4
         self._segments: dict[int, Segment] = {}
         self._blocks: dict[int, _Range] = {}  # by serial
-        self._holes = Holes()
-        self._lacking = False  # whether pages were ever given back, or never taken
-        self._waiting: deque[_Range] = deque()  # freed, but readers still look
+        self._ranges = FreeRanges()
+        self._lacking = False  # True if free ranges may have missing pages
+        self._waiting: deque[_Range] = deque()  # freed, but locked by readers
         self._made = 0
-        self._serial = secrets.randbits(30) + 1 << 32  # no two arenas share one, nor does payload look like one
+        self._serial = secrets.randbits(30) + 1 << 32  # unique among arenas, and unlikely in payload
         self._live = self._known = 0
         self._peak = self._peak_before = self._turnover = 0
         self._pid = os.getpid()
@@ -92,93 +95,94 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: those of all segments whose pages are there."""
+        """Bytes of all present pages."""
         return sum(segment.held for segment in self._segments.values())
 
     @property
     def blocks(self) -> int:
-        """Blocks that were not freed yet."""
+        """Blocks not freed yet."""
         return len(self._blocks)
 
     def allocate(self, nbytes: int, *, grow: bool = True) -> Allocation:
-        """Room for a block of ``nbytes`` (its 16 bytes of header among them), at a multiple of 64.
+        """Return a block of ``nbytes``, its header of 16 bytes included, at a multiple of 64.
 
-        ``grow`` False: only where a block lay before, and not more than lived before, if blocks are there that may
-        have been freed meanwhile. Raises MemoryFull, and NoHole.
+        ``grow`` False: raise GrowthNeeded instead of using new memory or exceeding the live bytes
+        known so far, so that the caller can first free blocks; not if there are no blocks. Raises
+        MemoryFull.
         """
         if os.getpid() != self._pid:
             raise AsyncFlowError(
                 "shared memory cannot be written in a child made by fork(); connect again in the child"
             )
-        size = max(-(-nbytes // ALIGN), 1) * ALIGN
+        size = _aligned(nbytes)
         with self._lock:
             if self._waiting:
-                self._look_again()
+                self._retry_oldest()
             if not grow and self._blocks and self._live + size > self._known:
-                self._known = self._live + size + self._unknown  # not at every step on the way up
-                raise NoHole
+                self._known = self._live + size + self._unknown  # not at every step of a growth
+                raise GrowthNeeded
             segment, start = self._take(size, grow or not self._blocks)
             self._serial += 1
             self._blocks[self._serial] = _Range(segment, start, start + size, [start])
             self._count(size)
-            segment.head(start, self._serial)
+            segment.write_header(start, self._serial)
             return Allocation(segment.name, start, self._serial, segment.bytes[start : start + nbytes])
 
-    def lost(self, block: Allocation) -> bool:
-        """True if the file that a block was cut from is gone, so that no reader finds it. Its ``memory`` stays as it is."""
+    def is_lost(self, block: Allocation) -> bool:
+        """True if the block's file is gone, so that readers cannot find it. Its ``memory`` stays
+        valid."""
         with self._lock:
             held = self._blocks.get(block.serial)
             return not (self._directory / block.segment).exists() if held is None else held.segment.gone
 
     def trim(self, block: Allocation, nbytes: int) -> None:
-        """Only the first ``nbytes`` of a block are used: its ``memory`` ends there, and what lies behind is free again. For a block
-        that was not announced yet."""
-        size = max(-(-nbytes // ALIGN), 1) * ALIGN
+        """Shorten a block that is not announced yet to ``nbytes``, and free the rest."""
+        size = _aligned(nbytes)
         with self._lock:
             segment, start, stop, heads = self._blocks[block.serial]
             if start + size < stop:
                 self._blocks[block.serial] = _Range(segment, start, start + size, heads)
                 if not segment.lost:
-                    self._holes.add(segment.number, start + size, stop)
+                    self._ranges.add(segment.number, start + size, stop)
                 if self._peak == self._live:
-                    self._peak -= stop - start - size  # it was never filled
+                    self._peak -= stop - start - size  # never filled
                 self._live -= stop - start - size
         block.memory = block.memory[:nbytes]
 
     def renew(self, block: Allocation) -> bool:
-        """Begin a block anew in its place, under another serial, so that the old one is gone; its bytes are as they were. Returns
-        False, and nothing is changed, while a reader holds it."""
+        """Replace a block by a new one in the same place, with the same bytes and another serial.
+        Return False without change while a reader holds it."""
         with self._lock:
             segment, start, stop, heads = self._blocks[block.serial]
             if not try_lock(segment.fd, start, stop, exclusive=True):
                 return False
-            segment.behead(heads)
+            segment.clear_headers(heads)
             unlock(segment.fd, start, stop)
             self._serial += 1
             self._blocks[self._serial] = self._blocks.pop(block.serial)
-            segment.head(start, self._serial)
+            segment.write_header(start, self._serial)
         block.serial = self._serial
         return True
 
     def free(self, serials: Iterable[int]) -> None:
-        """Blocks are no longer needed by anyone who could still ask for them. Views of them stay valid. A serial
-        that is not there, or not any more, is passed over."""
+        """Free blocks not requested any more. Existing views stay valid. Ignores unknown serials."""
         with self._lock:
             freed = [block for serial in serials if (block := self._blocks.pop(serial, None)) is not None]
-            for each in _side_by_side(freed) if len(freed) > 1 else freed:
+            for each in _joined(freed) if len(freed) > 1 else freed:
                 self._release(each)
             for segment in {each.segment for each in freed if each.segment.lost}:
                 self._close_unused(segment)
 
-    def settle(self) -> None:
-        """Give back what is free now, as if no more bytes had ever lived together than do."""
+    def shrink(self) -> None:
+        """Return free memory to the system, and forget the maximum of live bytes."""
         with self._lock:
-            self._look_at_all()
+            self._retry_all()
             self._peak = self._peak_before = self._live
-            self._shrink(self._limit())
+            self._shrink_to(self._limit())
 
     def sync(self, block: Allocation) -> None:
-        """Return when the block is on the disk, if its directory is on one. Raises MemoryFull: then the block is free."""
+        """Write a block to the disk, if its directory is on one. Raises MemoryFull, and frees the
+        block."""
         with self._lock:
             segment = self._blocks[block.serial].segment
             fd = os.dup(segment.fd)
@@ -194,32 +198,32 @@ class Arena:
             os.close(fd)
 
     def close(self, *, unlink: bool) -> None:
-        """Stop writing. ``unlink``: remove the files too; else whoever owns the directory does."""
+        """Stop writing. ``unlink``: remove the files; else the directory's owner does."""
         with self._lock:
             for segment in self._segments.values():
-                segment.unlink() if unlink else segment.close()
+                segment.close(unlink=unlink)
             self._segments.clear()
             self._blocks.clear()
             self._waiting.clear()
-            self._holes = Holes()
+            self._ranges = FreeRanges()
             self._live = 0
 
     # ---- free ranges
 
     def _release(self, freed: _Range) -> None:
-        """Make holes of what nobody looks at; the rest waits."""
-        if self._open(freed):
+        """Reuse a freed range, or the unlocked blocks in it; the others wait."""
+        if self._reclaim(freed):
             return
         for start, stop in zip(freed.heads, [*freed.heads[1:], freed.stop], strict=True):
             single = _Range(freed.segment, start, stop, [start])
-            if len(freed.heads) == 1 or not self._open(single):
+            if len(freed.heads) == 1 or not self._reclaim(single):
                 self._waiting.append(single)
 
     def _lose(self, segment: Segment) -> None:
-        """Cut no further block from a segment whose file is gone. Its mapping goes with its last block."""
+        """Stop allocating in a segment without a file. It is unmapped with its last block."""
         segment.lost = True
-        self._holes.forget(segment.number)
-        self._look_at_all()
+        self._ranges.forget(segment.number)
+        self._retry_all()
         self._close_unused(segment)
 
     def _close_unused(self, segment: Segment) -> None:
@@ -227,32 +231,33 @@ class Arena:
             self._segments.pop(segment.number, None)
             segment.close()
 
-    def _open(self, freed: _Range) -> bool:
+    def _reclaim(self, freed: _Range) -> bool:
+        """Make a freed range free again; return False if a reader holds it."""
         segment, start, stop, heads = freed
-        if segment.lost:  # nobody writes there again, so whoever reads it may go on
+        if segment.lost:  # never written again, so readers may continue
             self._live -= stop - start
             return True
         if not try_lock(segment.fd, start, stop, exclusive=True):
             return False
-        segment.behead(heads)
+        segment.clear_headers(heads)
         unlock(segment.fd, start, stop)
-        self._holes.add(segment.number, start, stop)
+        self._ranges.add(segment.number, start, stop)
         self._live -= stop - start
         return True
 
-    def _look_again(self) -> None:
-        """At the range that waits longest, and at the next ones for as long as they have become free."""
+    def _retry_oldest(self) -> None:
+        """Reclaim waiting ranges, the oldest first, up to the first that is held."""
         for _ in range(len(self._waiting)):
-            if not self._open(self._waiting[0]):
+            if not self._reclaim(self._waiting[0]):
                 self._waiting.rotate(-1)
                 return
             self._waiting.popleft()
 
-    def _look_at_all(self) -> None:
-        self._waiting = deque(each for each in self._waiting if not self._open(each))
+    def _retry_all(self) -> None:
+        self._waiting = deque(each for each in self._waiting if not self._reclaim(each))
 
     def _take(self, nbytes: int, grow: bool) -> tuple[Segment, int]:
-        """A range of that size whose pages are there, in a file that is."""
+        """Return a free range with present pages, in an existing file."""
         while True:
             segment, start = self._cut(nbytes, grow)
             if not segment.gone:
@@ -260,81 +265,85 @@ class Arena:
             self._lose(segment)
 
     def _cut(self, nbytes: int, grow: bool) -> tuple[Segment, int]:
-        found = self._holes.take(nbytes, self._lacks if self._lacking else None)
+        found = self._find(nbytes)
         if found is None and self._waiting:
-            self._look_at_all()
-            found = self._holes.take(nbytes, self._lacks if self._lacking else None)
+            self._retry_all()
+            found = self._find(nbytes)
         if found is None:
             if not grow:
-                raise NoHole
+                raise GrowthNeeded
             self._grow(nbytes)
-            found = self._holes.take(nbytes, self._lacks if self._lacking else None)
+            found = self._find(nbytes)
             assert found is not None
         segment, start = self._segments[found[0]], found[1]
         if segment.missing:
             try:
                 if not grow and segment.lacks(start, start + nbytes):
-                    raise NoHole
+                    raise GrowthNeeded
                 self._fill(segment, start, start + nbytes)
             except BaseException:
-                self._holes.add(segment.number, start, start + nbytes)
+                self._ranges.add(segment.number, start, start + nbytes)
                 raise
         return segment, start
+
+    def _find(self, nbytes: int) -> tuple[int, int] | None:
+        return self._ranges.take(nbytes, self._lacks if self._lacking else None)
 
     # ---- pages
 
     def _grow(self, nbytes: int) -> None:
-        """Another segment, since no hole is large enough. Only as much of it as may be held has its pages at once."""
-        usual = max(self._segment_bytes, self.nbytes // MOST_SEGMENTS)
-        size = _pages(max(usual // nbytes, 1) * nbytes if nbytes * MOST_WASTE > usual else usual)
+        """Add a segment. Only pages within the limit are allocated at once."""
+        usual = max(self._segment_bytes, self.nbytes // MAX_SEGMENTS)
+        size = _pages(max(usual // nbytes, 1) * nbytes if nbytes * MAX_WASTE > usual else usual)
         least = _pages(nbytes)
-        self._shrink(self._limit(nbytes) - least)
+        self._shrink_to(self._limit(nbytes) - least)
         self._made += 1
         path = self._directory / f"{self._prefix}{self._made}"
         try:
-            segment = Segment(
-                path, self._made, size, max(least, min(size, self._limit(nbytes) - self.nbytes) // PAGE * PAGE)
-            )
+            filled = max(least, min(size, self._limit(nbytes) - self.nbytes) // PAGE * PAGE)
+            segment = Segment(path, self._made, size, filled)
         except MemoryFull:
-            self._look_at_all()
-            self._shrink(0)
+            self._retry_all()
+            self._shrink_to(0)
             segment = Segment(path, self._made, size, least)
         self._segments[segment.number] = segment
-        self._holes.add(segment.number, 0, size)
+        self._ranges.add(segment.number, 0, size)
         self._lacking |= segment.missing > 0
 
     def _fill(self, segment: Segment, start: int, stop: int) -> None:
+        """Allocate the missing pages of a range."""
         if not segment.lacks(start, stop):
             return
         more = min(max(stop, start + FILL_BYTES), segment.size)  # not page by page
         limit = self._limit(stop - start)
-        self._shrink(limit - segment.lacks(start, more))
+        self._shrink_to(limit - segment.lacks(start, more))
         if self.nbytes + segment.lacks(start, more) <= limit:
             stop = more
         try:
             segment.fill(start, stop)
         except MemoryFull:
-            self._look_at_all()
-            self._shrink(0)
+            self._retry_all()
+            self._shrink_to(0)
             segment.fill(start, stop)
 
     def _lacks(self, segment: int, start: int, stop: int) -> int:
         return self._segments[segment].lacks(start, stop)
 
-    def _shrink(self, limit: int) -> None:
-        """Give free memory back until no more than ``limit`` bytes are held: idle segments, then pages of holes."""
+    def _shrink_to(self, limit: int) -> None:
+        """Return free memory until at most ``limit`` bytes are held: unused segments, then pages of
+        free ranges."""
         excess = self.nbytes - limit
         if excess <= 0:
             return
         self._lacking = True
         for segment in sorted(self._segments.values(), key=lambda s: s.held, reverse=True):
-            if self._holes.remove(segment.number, segment.size):
+            if self._ranges.remove(segment.number, segment.size):
                 del self._segments[segment.number]
                 excess -= segment.held
-                segment.unlink()
+                segment.close(unlink=True)
                 if excess <= 0:
                     return
-        for number, start, stop in self._holes.largest_first():
+        for number, start, stop in self._ranges.largest_first():
             segment = self._segments[number]
             before = segment.held
             segment.punch(start, stop, excess)
@@ -343,8 +352,8 @@ class Arena:
                 return
 
     def _limit(self, more: int = 0) -> int:
-        """Bytes that may be held, with a block of ``more`` about to live: with what may have ended without being known
-        here, a segment above the most that lived."""
+        """Return the bytes to hold at most, given a new block of ``more`` bytes: the maximum of
+        live bytes plus a segment, less a margin for freed blocks not reported yet."""
         most = max(self._peak, self._peak_before, self._live + more)
         return max(most + self._segment_bytes - self._unknown, self._segment_bytes)
 
@@ -355,15 +364,19 @@ class Arena:
         if self._turnover > EPOCH * max(self._peak, self._segment_bytes):
             self._peak_before, self._peak, self._turnover = self._peak, self._live, 0
             self._known = min(self._known, self._peak_before)
-            self._shrink(self._limit())
+            self._shrink_to(self._limit())
+
+
+def _aligned(nbytes: int) -> int:
+    return max(-(-nbytes // ALIGN), 1) * ALIGN
 
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def _side_by_side(freed: list[_Range]) -> list[_Range]:
-    """The same ranges, neighbours joined: one lock for all."""
+def _joined(freed: list[_Range]) -> list[_Range]:
+    """Join adjacent ranges, which need one lock together."""
     freed.sort(key=lambda each: (each.segment.number, each.start))
     joined = [freed[0]]
     for each in freed[1:]:

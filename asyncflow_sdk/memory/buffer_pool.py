@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import MemoryFull
-from .room import free_memory
+from .free_space import free_memory
 
 
 class BufferPool:

@@ -1,11 +1,12 @@
-"""The shared-memory directory of a run: made by its server, removed with it, swept up after a kill -9.
+"""The shared-memory directory of a run, made and removed by its server; after a kill -9, removed by
+the next one.
 
-Every segment of a run lies in one directory below /dev/shm (or the temporary directory, where /dev/shm is
-small). A lock on ``owner`` is held while the server lives: a directory whose lock is free belongs to a dead
-run, and the next start removes it.
+All segments of a run are files of one directory below /dev/shm, or below the temporary directory if
+/dev/shm is small. The server holds a lock on the file ``owner``. A directory with a free lock
+belongs to a dead run, and the next server removes it.
 
-A directory that a journal owns says so in a file ``journal``, with the path of that journal: while that is there, the
-rows may still be wanted, and nobody removes them but the server that takes the journal up again.
+The file ``journal`` names the journal that owns a directory. While this journal exists, the rows
+may still be needed, and only a server that continues it removes the directory.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ LEFTOVER_S = 60.0
 
 
 class SharedDirectory:
-    """Make and own a directory for segments. ``warning`` says where it had to go and why, else "".
+    """Makes and owns a directory for segments. ``warning``: why it is not below /dev/shm, else "".
 
-    ``journal``: the path of a journal that owns it. ``path``: the one that this journal had before, which is taken up
-    again, or made again if it is gone. Raises ConfigError when it is somebody else's.
+    ``journal``: path of the journal that owns it. ``path``: the journal's earlier directory,
+    reused, or made again. Raises ConfigError if ``path`` belongs to another user.
     """
 
     def __init__(self, base: Path | None = None, *, journal: Path | None = None, path: Path | None = None) -> None:
@@ -46,18 +47,17 @@ class SharedDirectory:
         sweep(base)
         if path is None:
             self.path, self._lock = _make(base)
-            while not os.fstat(self._lock).st_nlink:  # swept up by another start, between its making and its lock
+            while not os.fstat(self._lock).st_nlink:  # another server removed it before it was locked
                 os.close(self._lock)
                 self.path, self._lock = _make(base)
         else:
-            self.path, self._lock = _take_up(path)
+            self.path, self._lock = _reuse(path)
         if journal is not None:
             (self.path / MARK).write_text(str(journal))
             _remove_abandoned(base, journal, self.path)
 
     def close(self, *, keep: bool = False) -> None:
-        """Remove the directory, unless it is to be taken up again. Views that processes still hold stay valid.
-        Idempotent."""
+        """Remove the directory, unless ``keep``. Existing views stay valid. Idempotent."""
         if self._lock >= 0:
             if not keep:
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -66,18 +66,18 @@ class SharedDirectory:
 
 
 def _make(base: Path) -> tuple[Path, int]:
-    """A new directory and the descriptor that holds its lock."""
+    """Return a new directory and the descriptor with its lock."""
     path = base / f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
     path.mkdir(mode=0o700)
     return path, _lock(path)
 
 
-def _take_up(path: Path) -> tuple[Path, int]:
-    """The directory of an earlier server, and the descriptor that holds its lock."""
+def _reuse(path: Path) -> tuple[Path, int]:
+    """Return the directory of an earlier server and the descriptor with its lock."""
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ConfigError(f"{path}, where this run had its shared memory, belongs to somebody else now")
+        raise ConfigError(f"{path}, where this run had its shared memory, belongs to another user now")
     return path, _lock(path)
 
 
@@ -88,7 +88,7 @@ def _lock(path: Path) -> int:
 
 
 def _remove_abandoned(base: Path, journal: Path, but: Path) -> None:
-    """What a start of this journal left that got no further than making it."""
+    """Remove other directories of this journal, left by servers that failed to start."""
     for path in _ours(base):
         with contextlib.suppress(OSError):
             if path != but and (path / MARK).read_text() == str(journal):
@@ -96,7 +96,7 @@ def _remove_abandoned(base: Path, journal: Path, but: Path) -> None:
 
 
 def journal_owns(path: Path) -> bool:
-    """True if a journal exists whose next server may take the directory up again."""
+    """True if the journal that owns a directory exists: its next server may reuse the directory."""
     try:
         return Path((path / MARK).read_text()).exists()
     except OSError:
@@ -104,12 +104,12 @@ def journal_owns(path: Path) -> bool:
 
 
 def sweep(base: Path) -> list[Path]:
-    """Remove what dead runs of this user left below ``base``; returns what was removed."""
+    """Remove the directories of this user's dead runs below ``base``, and return them."""
     return [path for path in _ours(base) if remove_if_ownerless(path)]
 
 
 def _ours(base: Path) -> list[Path]:
-    """Directories of this user's runs; whatever others have put there under such a name is not looked into."""
+    """Return the directories of this user's runs; those of other users are not opened."""
     found = []
     for path in base.glob(f"{PREFIX}{os.getuid()}-*"):
         with contextlib.suppress(OSError):
@@ -120,13 +120,13 @@ def _ours(base: Path) -> list[Path]:
 
 
 def own_directories() -> list[Path]:
-    """Directories of this user's runs on this host, also of servers that have ended."""
+    """Return the directories of this user's runs on this host, also of ended servers."""
     bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
     return [path for base in bases for path in _ours(base)]
 
 
 def is_served(path: Path) -> bool:
-    """True if the server of a run's directory lives: it holds the lock."""
+    """True if a server holds the lock of a run's directory."""
     try:
         lock = os.open(path / "owner", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -141,14 +141,13 @@ def is_served(path: Path) -> bool:
 
 
 def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
-    """Remove a run's directory if the server that owned it is gone. ``wait_s``: for a server that is known to be
-    dying, since the kernel closes its files one by one: its pipes may end before its lock does. One that a journal
-    owns stays."""
+    """Remove a run's directory without a server, unless a journal owns it. Return True if removed.
+    ``wait_s``: wait for the lock of a dying server: the kernel closes its files one by one."""
     if journal_owns(path):
         return False
     try:
         lock = os.open(path / "owner", os.O_RDWR)
-    except OSError:  # being made or removed by somebody else this moment; or their leftover, which age tells
+    except OSError:  # being made or removed now, or abandoned long ago
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > LEFTOVER_S:
                 shutil.rmtree(path, ignore_errors=True)
@@ -164,7 +163,7 @@ def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
                     return False
                 time.sleep(0.01)
             else:
-                if journal_owns(path):  # marked since
+                if journal_owns(path):  # marked meanwhile
                     return False
                 shutil.rmtree(path, ignore_errors=True)
                 return True
@@ -173,7 +172,7 @@ def remove_if_ownerless(path: Path, wait_s: float = 0.0) -> bool:
 
 
 def directory_at(address: str) -> Path | None:
-    """The directory of the run that is served at an address of this host, as the address itself says; else None."""
+    """Return the run's directory contained in an ipc address of a server of this user, else None."""
     path = Path(address.removeprefix("ipc://")).parent
     ours = address.startswith("ipc://") and path.name.startswith(f"{PREFIX}{os.getuid()}-")
     return path if ours else None
@@ -182,9 +181,9 @@ def directory_at(address: str) -> Path | None:
 def _choose_base() -> tuple[Path, str]:
     shm = Path("/dev/shm")
     with contextlib.suppress(OSError):
-        sweep(shm)  # what dead runs left there may be what makes it small
-        room = os.statvfs(shm)
-        free = room.f_bavail * room.f_frsize
+        sweep(shm)  # directories of dead runs may fill it
+        found = os.statvfs(shm)
+        free = found.f_bavail * found.f_frsize
         if free >= SMALL_BYTES and os.access(shm, os.W_OK):
             return shm, ""
         files = Path(tempfile.gettempdir())

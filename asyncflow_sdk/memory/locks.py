@@ -1,8 +1,10 @@
-"""Byte-range locks of open files: held by the descriptor that took them, dropped by the kernel with its last owner.
+"""Byte-range locks of open files, owned by an open file description. The kernel releases them when
+it is closed.
 
-Readers lock the first byte of each block they hold a view of. ``COPYING``, a byte that no file has, is locked by who
-copies out of a segment without holding a view, and by its writer while it gives pages of free ranges back: a
-read of a page that is gone would allocate it again, and kill the reader where there is no room.
+A reader locks the first byte of each block that it has views of. ``COPYING`` is a byte beyond the
+end of every file. A reader locks it to copy from a segment without a view, and the writer to return
+pages of free ranges to the system: reading such a page would allocate it again, and kill the reader
+if no memory is left.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ _pack = struct.Struct("hhqqi4x").pack
 
 
 def try_lock(fd: int, start: int, stop: int, *, exclusive: bool) -> bool:
-    """Lock bytes ``start`` to ``stop`` of a file without waiting. Returns whether nobody else was in the way."""
+    """Lock bytes ``start`` to ``stop`` of a file without waiting. Return False if another owner has
+    a conflicting lock."""
     kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _pack(kind, 0, start, stop - start, 0))
@@ -28,4 +31,5 @@ def try_lock(fd: int, start: int, stop: int, *, exclusive: bool) -> bool:
 
 
 def unlock(fd: int, start: int, stop: int) -> None:
+    """Unlock bytes ``start`` to ``stop``."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _pack(fcntl.F_UNLCK, 0, start, stop - start, 0))

@@ -1,4 +1,4 @@
-"""Mapper: a reader's views of blocks. A view never changes while it is held, however long that is."""
+"""Mapper: a reader's views of blocks. The bytes of a view never change while it exists."""
 
 from __future__ import annotations
 
@@ -9,168 +9,35 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import AsyncFlowError, LeaseLost
-from .locks import COPYING, try_lock, unlock
-from .private import PrivateMaps
-from .segment import HEADER, HEADER_BYTES, MAGIC
-
-Bytes = npt.NDArray[np.uint8]
-USED_AGAIN = "the rows ended and their memory was used again while this reader was away"
-
-
-class Mapped:
-    """A segment, mapped read-only. ``bytes``: all of it, uint8.
-
-    ``pins``: weak references to the arrays through which views hold a block. ``users``: holds and readers at work, for
-    which the mapping stays although no view pins it. ``lock`` is the mapper's one, re-entrant: any allocation may collect
-    a view, and its pin goes then and there.
-    """
-
-    def __init__(self, path: Path, lock: threading.RLock) -> None:
-        self.name = path.name
-        self.fd = os.open(path, os.O_RDONLY)
-        try:
-            self.map = mmap.mmap(self.fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
-        self._pins: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: a weak reference hashes as its array
-        self._starts: dict[int, int] = {}  # of locked blocks → pins
-        self._users = self._copying = 0
-        self._lock, self._leaving, self._pid = lock, False, os.getpid()
-
-    @property
-    def size(self) -> int:
-        return len(self.bytes)
-
-    def read(self, start: int, nbytes: int, serial: int) -> bytes:
-        """A copy of a block's first ``nbytes``. Raises LeaseLost. It touches no page that is not there."""
-        raw = os.pread(self.fd, nbytes, start)
-        self.check(start, serial)
-        return raw
-
-    def check(self, start: int, serial: int) -> None:
-        """Raises LeaseLost unless the block is there. What was copied before is right then, since a block loses its
-        serial before anything else."""
-        head = os.pread(self.fd, HEADER_BYTES, start) if start >= 0 else b""
-        if len(head) < HEADER_BYTES or HEADER.unpack(head) != (MAGIC, serial):
-            raise LeaseLost(USED_AGAIN)
-
-    def pin(self, start: int, serial: int, array: Bytes) -> None:
-        """Hold a block for as long as ``array`` lives. The caller holds the lock. Raises LeaseLost."""
-        ref = weakref.ref(array, self._unpin)
-        self._pins[id(ref)] = ref, start  # first of all: a view collected from here on must not unlock the block
-        self._starts[start] = self._starts.get(start, 0) + 1
-        try:
-            if self._starts[start] == 1 and not try_lock(self.fd, start, start + 1, exclusive=False):
-                raise LeaseLost(USED_AGAIN)  # its writer takes it back this moment
-            self.check(start, serial)
-        except BaseException:
-            self._unpin(ref)
-            raise
-
-    def enter(self) -> None:
-        """Keep the mapping until ``exit``, also if its file goes meanwhile."""
-        with self._lock:
-            self._users += 1
-
-    def exit(self) -> None:
-        """One user less."""
-        if os.getpid() != self._pid:
-            return  # a forked child must not wait for a lock that another thread of its parent held
-        with self._lock:
-            self._users -= 1
-            if self._leaving and self._idle:
-                self._close()
-
-    def hold(self, starts: Sequence[int]) -> Hold:
-        """Keep the blocks that begin at ``starts``, which must live, and this mapping of them, until the answer goes.
-        Raises LeaseLost."""
-        return Hold(self, starts)
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[bool]:
-        """While it lasts, no page of the segment goes. Yields whether all are there, so that ``bytes`` may be read
-        anywhere: a late reader must not bring back pages that were given to the system."""
-        with self._lock:
-            self._copying += 1
-            if self._copying == 1:
-                locked = try_lock(self.fd, COPYING, COPYING + 1, exclusive=False)
-                self._copying = self._copying if locked else 0
-            locked = self._copying > 0
-        try:
-            state = os.fstat(self.fd)
-            yield locked and state.st_blocks * 512 >= state.st_size
-        finally:
-            if locked:
-                with self._lock:
-                    self._copying -= 1
-                    if not self._copying:
-                        unlock(self.fd, COPYING, COPYING + 1)
-
-    def leave(self) -> None:
-        """Close, once nobody views or uses it any more."""
-        self._leaving = True
-        if self._idle:
-            self._close()
-
-    @property
-    def abandoned(self) -> bool:
-        """True if nobody views or uses it and its file is gone."""
-        return self._idle and self.gone
-
-    @property
-    def _idle(self) -> bool:
-        return not self._pins and not self._users
-
-    @property
-    def gone(self) -> bool:
-        """Whether its file is."""
-        return self.fd < 0 or os.fstat(self.fd).st_nlink == 0
-
-    def _unpin(self, ref: weakref.ref[Any]) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked child shares the lock on the file, which protects its parent's views
-        with self._lock:
-            _, start = self._pins.pop(id(ref))
-            self._starts[start] -= 1
-            if not self._starts[start]:
-                del self._starts[start]
-                unlock(self.fd, start, start + 1)
-            if self._leaving and self._idle:
-                self._close()
-
-    def _close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+from .mapped_segment import BlockHold, Bytes, MappedSegment
+from .private_maps import PrivateMaps
 
 
 class Mapper:
-    """Maps segments of a directory. Thread-safe. Refuses to work in a child after a bare fork."""
+    """Maps segments of a directory. Thread-safe; unusable in a child made by fork().
+
+    All methods raise LeaseLost for blocks and segments that are gone, and after ``close``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._mapped: dict[str, Mapped] = {}
+        self._mapped: dict[str, MappedSegment] = {}
         self._closed = False
         self._lock = threading.RLock()
         self._pid = os.getpid()
 
     def view(self, segment: str, start: int, serial: int, nbytes: int) -> Bytes:
-        """The bytes of a block, read-only, without a copy. Raises LeaseLost when they are gone."""
+        """Return the bytes of a block, read-only, without a copy."""
         with self._lock:
             mapped = self._find(segment, start + nbytes)
             array = np.frombuffer(mapped.map, np.uint8)
             mapped.pin(start, serial, array)
         return array[start : start + nbytes]
 
-    def private(
+    def private_view(
         self,
         segment: str,
         start: int,
@@ -179,10 +46,13 @@ class Mapper:
         skip: int = 0,
         *,
         maps: PrivateMaps | None = None,
-        look: bool = True,
+        unwritten: bool = True,
     ) -> Bytes:
-        """Bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping of their own: writable, harming nobody.
-        ``maps``: where it is left when nobody views it any more, and found again for the next block in that place, unless it was written into; with ``look`` False that is not looked at."""
+        """Return bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping: writing to it
+        changes neither the block nor other views.
+
+        ``maps``: caches the mapping after its last view, for the next block in the same place.
+        ``unwritten``: reuse it only if it was not written to; False saves the check."""
         first, stop = start + skip, start + nbytes
         low = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with self._lock:
@@ -190,7 +60,7 @@ class Mapper:
             if maps is None:
                 own = mmap.mmap(mapped.fd, stop - low, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=low)
             else:
-                own = maps.take(mapped, low, stop, look=look)
+                own = maps.take(mapped, low, stop, unwritten=unwritten)
             array = np.frombuffer(own, np.uint8)
             if maps is not None:
                 weakref.finalize(array, maps.give, mapped, low, stop, own).atexit = False
@@ -198,85 +68,56 @@ class Mapper:
         return array[first - low : stop - low]
 
     def copy(self, segment: str, start: int, serial: int, nbytes: int) -> bytes:
-        """A copy of a block. Raises LeaseLost when it is gone."""
+        """Return a copy of a block."""
         with self._lock:
             return self._find(segment, start + nbytes).read(start, nbytes, serial)
 
     @contextlib.contextmanager
-    def mapped(self, segment: str, stop: int) -> Iterator[Mapped]:
-        """A segment of at least ``stop`` bytes, which stays mapped for as long as this lasts. Raises LeaseLost."""
+    def mapped(self, segment: str, stop: int) -> Iterator[MappedSegment]:
+        """Yield a segment of at least ``stop`` bytes, and keep it mapped meanwhile."""
         with self._lock:
             mapped = self._find(segment, stop)
-            mapped.enter()
+            mapped.acquire()
         try:
             yield mapped
         finally:
-            mapped.exit()
+            mapped.release()
 
-    def hold(self, segment: str, starts: Sequence[int]) -> Hold:
-        """Keep blocks of a segment: see ``Mapped.hold``. Raises LeaseLost."""
+    def hold(self, segment: str, starts: Sequence[int]) -> BlockHold:
+        """Lock the blocks of a segment that begin at ``starts``: see BlockHold."""
         with self.mapped(segment, max(starts) + 1) as mapped:
-            return mapped.hold(starts)
+            return BlockHold(mapped, starts)
 
-    def _find(self, segment: str, stop: int) -> Mapped:
+    def _find(self, segment: str, stop: int) -> MappedSegment:
         """The caller holds the lock."""
         if os.getpid() != self._pid:
             raise AsyncFlowError(
                 "shared memory cannot be mapped in a child made by fork(), where nothing would protect the view;"
-                " connect again in the child, or hand it copies"
+                " connect again in the child, or pass it copies"
             )
         mapped = self._mapped.get(segment) or self._open(segment)
-        if stop > mapped.size:
-            raise LeaseLost(f"segment {segment} has {mapped.size} bytes, not {stop}")
+        if stop > len(mapped.bytes):
+            raise LeaseLost(f"segment {segment} has {len(mapped.bytes)} bytes, not {stop}")
         return mapped
 
     def close(self) -> None:
-        """Forget all segments, and map none any more. Views and holds stay valid."""
+        """Unmap all segments, and map no more. Views and holds stay valid. Idempotent."""
         if os.getpid() == self._pid:
             with self._lock:
                 self._closed = True
                 for mapped in self._mapped.values():
-                    mapped.leave()
+                    mapped.close()
                 self._mapped.clear()
 
-    def _open(self, segment: str) -> Mapped:
+    def _open(self, segment: str) -> MappedSegment:
         for name in [n for n, m in self._mapped.items() if m.abandoned]:
-            self._mapped.pop(name).leave()
+            self._mapped.pop(name).close()
         if "/" in segment:
             raise LeaseLost(f"{segment!r} is no segment name")
         if self._closed:
             raise LeaseLost(f"segment {segment} cannot be read any more: the connection that reads it is closed")
         try:
-            mapped = self._mapped[segment] = Mapped(self._directory / segment, self._lock)
+            mapped = self._mapped[segment] = MappedSegment(self._directory / segment, self._lock)
         except FileNotFoundError:
             raise LeaseLost(f"segment {segment} is gone: its rows ended") from None
         return mapped
-
-
-class Hold:
-    """Locks on blocks of a segment, by a descriptor of its own, and the mapping that they are read through: they can be
-    read until it is closed, also when the segment's writer has left and the file is gone."""
-
-    def __init__(self, mapped: Mapped, starts: Sequence[int]) -> None:
-        self._fd = -1
-        self._mapped: Mapped | None = None
-        self._fd = os.open(f"/proc/self/fd/{mapped.fd}", os.O_RDONLY)
-        mapped.enter()
-        self._mapped = mapped
-        if try_lock(self._fd, min(starts), max(starts) + 1, exclusive=False):
-            return
-        for start in starts:  # a writer takes back something that lies between them this moment
-            if not try_lock(self._fd, start, start + 1, exclusive=False):
-                raise LeaseLost(USED_AGAIN)
-
-    def close(self) -> None:
-        """Let go. In a forked child too: its parent's descriptor keeps the locks."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        mapped, self._mapped = self._mapped, None
-        if mapped is not None:
-            mapped.exit()
-
-    def __del__(self) -> None:
-        self.close()

@@ -28,10 +28,10 @@ from .._version import __version__
 from ..errors import ConfigError, DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, SchemaError, ServerLost
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
-from ..memory import HEADER_BYTES, Allocation, Arena, Mapper, NoHole
+from ..memory import HEADER_BYTES, Allocation, Arena, GrowthNeeded, Mapper
 from ..types import Column, Event, digest_of
 from ..types.defaults import CALL_S
-from ..wire import Client, Reply, RunKey, await_key, process_key, same_host
+from ..wire import Client, RunKey, WireReply, await_key, process_key, same_host
 from . import blocks
 from .arguments import check_arguments
 from .deferred import TRY_AGAIN_S
@@ -109,7 +109,7 @@ class Connection:
 
     def _hello(self, timeout_s: float) -> Welcome:
         hello = Hello(self.name, os.getpid(), process_key(os.getpid()), __version__, socket.gethostname())
-        answer = decode_answer(self.wire.ask(encode(Call(hello)), timeout_s, grace_s=0.0))
+        answer = decode_answer(self.wire.request(encode(Call(hello)), timeout_s, grace_s=0.0))
         answer.raise_error()
         assert isinstance(answer.reply, Welcome)
         return answer.reply
@@ -152,7 +152,7 @@ class Connection:
             self._events.clear()
         return body
 
-    def opened(self, reply: Reply) -> Answer:
+    def opened(self, reply: WireReply) -> Answer:
         """The answer, its notices taken. It may be an error."""
         answer = decode_answer(reply.body)
         if answer.freed:
@@ -174,7 +174,7 @@ class Connection:
             columns.update(self.reader.read(located, answer.schema))
         return columns
 
-    def answered(self, reply: Reply) -> Answer:
+    def answered(self, reply: WireReply) -> Answer:
         """The same as ``opened``. Raises what the server reported."""
         answer = self.opened(reply)
         answer.raise_error()
@@ -186,7 +186,7 @@ class Connection:
             return
         try:
             with contextlib.suppress(ServerLost):
-                self.wire.ask(self.call(cmd.Leave()), 0.0)
+                self.wire.request(self.call(cmd.Leave()), 0.0)
         finally:
             self.wire.close()
             self.arena.close(unlink=False)
@@ -210,7 +210,7 @@ class Port(ABC):
         self.connection = connection
 
     @abstractmethod
-    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> Reply:
+    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         """Send a request and wait for its answer. Raises ServerLost, AccessDenied."""
 
     @abstractmethod
@@ -241,7 +241,7 @@ class Port(ABC):
         if isinstance(command, cmd.Put) and command.key:
             command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
         if self.connection.inline:
-            self.connection.wire.fits(sum(column.values.nbytes for column in columns.values()))
+            self.connection.wire.check_size(sum(column.values.nbytes for column in columns.values()))
             image = to_image(columns, copy=keep or self._copies)
             return PendingWrite(msgspec.structs.replace(command, columns=specs), image=image)
         block, space = blocks.write(self.connection.arena, columns, grow=grow)
@@ -270,7 +270,7 @@ class Port(ABC):
             answer = self.connection.opened(await self.ask(body, timeout_s, () if image is None else image.parts))
             if not left or answer.error is None or answer.error[0] != PayloadLost.__name__:
                 break
-            if pending.space is not None and not self.connection.arena.lost(pending.space):
+            if pending.space is not None and not self.connection.arena.is_lost(pending.space):
                 break  # it is here, where the server does not see it
             pending = self._copy(pending, time.monotonic() - began)
         return answer
@@ -327,7 +327,7 @@ class Port(ABC):
         try:
             return self.write(command, columns, keep=False, grow=False)
         except (
-            NoHole,
+            GrowthNeeded,
             ServerLost,
         ):  # rows that ended may have left room; a server that comes back makes its directory
             check_arguments(command)
@@ -337,7 +337,7 @@ class Port(ABC):
 
 
 class BlockingPort(Port):
-    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> Reply:
+    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         return self.connection.wire.exchange(body, timeout_s, payload)
 
     async def pause(self, seconds: float) -> None:
@@ -347,7 +347,7 @@ class BlockingPort(Port):
 class LoopPort(Port):
     _copies = True
 
-    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> Reply:
+    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         return await self.connection.wire.aexchange(body, timeout_s, payload)
 
     async def pause(self, seconds: float) -> None:

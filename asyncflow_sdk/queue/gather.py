@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..memory import Mapped, Mapper
+from ..memory import BlockHold, MappedSegment, Mapper
 from ..types import Column
 from .blocks import BlockSlices
 from .layout import MOST_BYTES, Ints, Kind, check_serials, damaged, tables
@@ -47,13 +47,13 @@ def gather(mapper: Mapper, located: BlockSlices, wanted: list[Kind]) -> dict[str
     blocks = np.frombuffer(located.blocks, np.int64).reshape(-1, 6)
     number, starts, serials, _, nbytes, _ = blocks.T
     with contextlib.ExitStack() as stack:
-        parts: list[tuple[Mapped, Any]] = []
+        parts: list[tuple[MappedSegment, Any]] = []
         for at, name in enumerate(located.segments):
             mine: Any = number == at if len(located.segments) > 1 else slice(None)
             segment = stack.enter_context(mapper.mapped(name, int((starts[mine] + nbytes[mine]).max())))
             parts.append((segment, mine))
-            if not stack.enter_context(segment.whole()):
-                stack.enter_context(contextlib.closing(segment.hold(starts[mine].tolist())))
+            if not stack.enter_context(segment.keep_pages()):
+                stack.enter_context(contextlib.closing(BlockHold(segment, starts[mine].tolist())))
                 for start, serial in zip(starts[mine].tolist(), serials[mine].tolist(), strict=True):
                     segment.check(start, serial)
         try:
@@ -64,7 +64,7 @@ def gather(mapper: Mapper, located: BlockSlices, wanted: list[Kind]) -> dict[str
                 check_serials(segment.bytes.view(np.int64), starts[mine], serials[mine])
 
 
-def _table(located: BlockSlices, blocks: Ints, parts: list[tuple[Mapped, Any]], wanted: list[Kind]) -> Ints:
+def _table(located: BlockSlices, blocks: Ints, parts: list[tuple[MappedSegment, Any]], wanted: list[Kind]) -> Ints:
     """Where the columns of the blocks lie: (blocks, columns, 3)."""
     out = np.empty((len(blocks), len(wanted), 3), np.int64)
     fields = np.frombuffer(located.fields, np.int32).astype(np.int64).reshape(-1, len(wanted))

@@ -26,7 +26,7 @@ import msgspec
 
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull, ProtocolError
-from ..memory import SharedDirectory, private_directory, sync_directory
+from ..memory import SharedDirectory, make_private_directory, sync_directory
 from ..wire import process_key
 from . import snapshot
 from .journal import FORMAT, Head, Journal
@@ -48,7 +48,7 @@ class JournalDirectory:
     def __init__(self, path: Path, durability: str | None, history: bool = False) -> None:
         self.path, self._history = path, history
         try:
-            private_directory(path)
+            make_private_directory(path)
         except OSError as error:
             raise ConfigError(f"no journal can be kept in {path}: {error}") from None
         for made in (path.parent, path.parent.parent):

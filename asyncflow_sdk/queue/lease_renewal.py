@@ -70,7 +70,7 @@ class LeaseRenewer:
                     with self._news:
                         self._held.pop((token, rank), None)
                 except AsyncFlowError:
-                    if self._port.connection.wire.closed or self._port.connection.wire.over:
+                    if self._port.connection.wire.closed or self._port.connection.wire.server_closed:
                         return
 
     def _due(self) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from ..ledger import StatusReport
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.state import LedgerState
-from ..memory import Hold, Mapper, blocks_there
+from ..memory import BlockHold, Mapper, find_blocks
 from ..types import Batch, ColumnSpec
 from ..wire import PayloadSink
 from . import remote
@@ -189,7 +189,7 @@ class PayloadManager:
         columns_of = self.index.columns_of(ids)
         located = self.index.locate(ids, columns_of)
         schema = {name: self._columns.specs[name] for name in columns_of}
-        held: list[Hold] = []
+        held: list[BlockHold] = []
         stretches = self._versions.lineage.offsets
 
         def read() -> Batch:
@@ -217,7 +217,7 @@ class PayloadManager:
 
     def there(self, segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
         """Return for each block of a segment True if it can be read."""
-        return blocks_there(self.rows / segment, starts, serials, sizes)
+        return find_blocks(self.rows / segment, starts, serials, sizes)
 
     def lost(self, there: There, among: Ids | None = None) -> tuple[Ids, list[int]]:
         """Return the rows whose payload is gone, and the tickets of puts under way whose payload is gone. ``among``: return nothing

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import LeaseLost
-from ..memory import HEADER_BYTES, Hold, Mapper
+from ..memory import HEADER_BYTES, BlockHold, Mapper
 from ..types import Column, ColumnSpec
 from ..types.ragged import Array
 from .blocks import BlockSlices
@@ -71,12 +71,12 @@ class Reader:
             values = column.values
             if not values.size:
                 return None
-            own = self._mapper.private(located.segments[0], start, serial, at + values.nbytes, at)
+            own = self._mapper.private_view(located.segments[0], start, serial, at + values.nbytes, at)
         except LeaseLost:
             return None
         return own.view(values.dtype).reshape(values.shape)
 
-    def hold(self, located: BlockSlices) -> list[Hold]:
+    def hold(self, located: BlockSlices) -> list[BlockHold]:
         """Keep the blocks of rows that live from being used again, until the answer goes."""
         blocks = np.frombuffer(located.blocks, np.int64).reshape(-1, 6)
         return [

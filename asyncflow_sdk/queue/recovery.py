@@ -77,7 +77,7 @@ class Replica:
         parts = self._parts()
         for name, attributes in snapshot.decode(state, parts).items():
             vars(parts[name]).update(attributes)
-        self._wire.replayed()
+        self._wire.finish_replay()
 
     def replay(
         self, recorded: Recorded, now: float, after: Callable[[Record], None] | None = None
@@ -98,7 +98,7 @@ class Replica:
                     after(entry.record)
         finally:
             self._listeners.muted = executor.payloads.files.replaying = False
-            self._wire.replayed()
+            self._wire.finish_replay()
         return differing, now
 
     def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
@@ -121,9 +121,9 @@ class Replica:
 
     def _carry_out(self, record: Record) -> None:
         if isinstance(record, Asked):
-            self._wire.replay(self, record.session, record.seq, record.done, record.ticket, record.body)
+            self._wire.requests.replay(self, record.session, record.seq, record.done, record.ticket, record.body)
         elif isinstance(record, Dropped):
-            self._wire.replay_drop(self, record.session, record.seq)
+            self._wire.requests.replay_drop(self, record.session, record.seq)
         elif isinstance(record, Gone):
             if record.session in self.executor.clients:
                 self.executor.close_session(record.session, record.reason, record.now, blame=record.blame)
@@ -141,7 +141,7 @@ class Replica:
             "index": executor.payloads.index,
             "files": executor.payloads.files,
             **{f"ledger.{name}": part for name, part in executor.ledger.parts().items()},
-            "wire": self._wire,
+            "requests": self._wire.requests,
         }
 
 

@@ -264,7 +264,7 @@ class QueueServer:
             self._look(session, ticket, call.command)
             return
         now = self._clock()
-        request = DeferredRequest(session, ticket, *self._wire.numbers(ticket), call, body, payload, now)
+        request = DeferredRequest(session, ticket, *self._wire.requests.numbers(ticket), call, body, payload, now)
         try:
             if isinstance(call.command, Hello):
                 self._check_room(session)

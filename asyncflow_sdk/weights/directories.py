@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..memory import private_directory
+from ..memory import make_private_directory
 from ..memory.locks import try_lock
 from .safetensor_files import INDEX
 
@@ -78,7 +78,7 @@ class VersionDirectories:
         self.path, self._rank, self._several = path, rank, world_size > 1
         self._manifest, self._prefix = manifest_name(rank, world_size), file_prefix(rank, world_size)
         try:
-            private_directory(path)
+            make_private_directory(path)
             self._lock = os.open(path / f".publisher-{rank}", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise ConfigError(

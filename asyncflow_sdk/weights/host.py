@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..interfaces.weights import Host
 from ..queue import Connection
-from ..wire import on_loopback
+from ..wire import is_loopback
 
 LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way there is the way out of this host
@@ -29,9 +29,9 @@ def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int
 def own_address(server: str, served: Sequence[str] = ()) -> str:
     """The IP address from which this host reaches ``server``: others that reach it too, reach this one there. From the server's
     own host, that at which others reach it, if it is ``served`` to others."""
-    if server.startswith("tcp://") and not on_loopback(server):
+    if server.startswith("tcp://") and not is_loopback(server):
         return _way_to(server)
-    outward = next((each for each in served if not on_loopback(each)), None)
+    outward = next((each for each in served if not is_loopback(each)), None)
     return LOOPBACK if outward is None else _way_to(outward)
 
 

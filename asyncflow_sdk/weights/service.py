@@ -24,7 +24,7 @@ import msgspec
 
 from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, by_name
 from ..interfaces.weights import Bytes, Host
-from ..wire import Client, MemorySink, RunKey, Server, fresh_keys, process_key
+from ..wire import Client, MemorySink, RunKey, Server, generate_keys, process_key
 
 MAX_CALL_BYTES = 1 << 20
 FORGET_S = 3600.0
@@ -105,7 +105,7 @@ class Service:
     ) -> None:
         own = f"[{host.address}]" if ":" in host.address else host.address
         address = listen or f"tcp://{own}:0"
-        keys, key = (None, None) if insecure else fresh_keys()
+        keys, key = (None, None) if insecure else generate_keys()
         self._handler = handler
         self._seen: dict[str, float] = {}
         self._parked: dict[int, str] = {}
@@ -259,7 +259,7 @@ class ServiceClient:
         """Idempotent. Calls under way in other threads end with ServerLost."""
         if self._known and not self._client.closed:
             with contextlib.suppress(WireError):  # without waiting: a last word leaves, or is not needed
-                self._client.tell(_encode(Bye()))
+                self._client.send(_encode(Bye()))
         self._client.close()
 
     def _ask(
@@ -273,7 +273,7 @@ class ServiceClient:
     ) -> Answered:
         try:
             reply = self._client.exchange(
-                _encode(word), timeout_s, frames, grace_s=0.0, since=since, most_bytes=most_bytes
+                _encode(word), timeout_s, frames, grace_s=0.0, since=since, max_answer_bytes=most_bytes
             )
         except ServerLost as error:
             raise ServerLost(f"{what}: {error}") from None

@@ -105,7 +105,7 @@ class ShmReceiver(WeightReceiver):
 
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
         places = _places(manifest, where)
-        self._maps.tidy()
+        self._maps.prune()
         if manifest.digested:  # digests tell, too, what an engine wrote into; looking for it takes a tenth of a copy
             chunks = self._mapped(manifest, places, look=False)
             try:
@@ -122,7 +122,10 @@ class ShmReceiver(WeightReceiver):
 
     def _mapped(self, manifest: Manifest, places: Sequence[Place], *, look: bool) -> list[Bytes]:
         try:
-            return [self._mapper.private(*place, skip=HEAD_BYTES, maps=self._maps, look=look) for place in places]
+            return [
+                self._mapper.private_view(*place, skip=HEAD_BYTES, maps=self._maps, unwritten=look)
+                for place in places
+            ]
         except LeaseLost as error:
             raise VersionGone(f"version {manifest.version} is no longer kept ({error}); take the newest") from None
 

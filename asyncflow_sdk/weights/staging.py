@@ -125,7 +125,7 @@ class Staging:
             self._retire(self._versions.pop(version, []))
             if self._idle:  # of another model, or more than are needed since a reader let go
                 self._free(self._idle)
-                self._arena.settle()
+                self._arena.shrink()
             self._versions[version], self._sent = rooms, version
             return [room.place for room in rooms]
 
@@ -184,7 +184,7 @@ class Staging:
         """A room to be used again; one whose file somebody removed is given up."""
         while (room := next((room for room in self._idle if len(room.memory) == nbytes), None)) is not None:
             self._idle.remove(room)
-            if not self._arena.lost(room.block):
+            if not self._arena.is_lost(room.block):
                 break
             self._free([room])
         return room

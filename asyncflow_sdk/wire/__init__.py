@@ -1,13 +1,14 @@
-"""Sockets, sessions and framing. The only room that speaks ZeroMQ."""
+"""Sockets, sessions and message framing. The only package that imports zmq."""
 
 from .client import Client
 from .envelope import MAX_BYTES
-from .exchange import Reply
-from .keys import KeyPair, RunKey, ServerKeys, fresh_keys, server_keys
-from .known_keys import await_key, offer_key
+from .exchange import WireReply
+from .handler import Handler
+from .key_offers import await_key, offer_key
+from .keys import KeyPair, RunKey, ServerKeys, ensure_keys, generate_keys
 from .processes import has_ended, process_key, same_host
-from .server import Handler, Server
-from .sockets import RETRY_S, on_loopback, probe
+from .server import Server
+from .sockets import RETRY_S, is_loopback, probe
 from .transfers import MemorySink, PayloadSink
 
 __all__ = [
@@ -18,17 +19,17 @@ __all__ = [
     "KeyPair",
     "MemorySink",
     "PayloadSink",
-    "Reply",
     "RunKey",
     "Server",
     "ServerKeys",
+    "WireReply",
     "await_key",
-    "fresh_keys",
+    "ensure_keys",
+    "generate_keys",
     "has_ended",
+    "is_loopback",
     "offer_key",
-    "on_loopback",
     "probe",
     "process_key",
     "same_host",
-    "server_keys",
 ]

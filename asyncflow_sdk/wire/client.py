@@ -1,8 +1,11 @@
-"""The asking end: a session whose requests can be repeated without a second effect.
+"""Client: a session with a server. A repeated request has no second effect.
 
-``ask`` serves threads (each owns a socket), ``aask`` serves an event loop (one socket a loop). A request is
-sent again while no answer comes, so an answer lost with a connection is not lost; of a large one only what is missing
-(see ``exchange``). Nobody waits for a server that has said goodbye.
+client = Client("ipc:///run/x/queue")
+answer = client.request(body, timeout_s=30.0)            # threads: one socket each
+answer = await client.arequest(body, timeout_s=30.0)     # event loops: one socket each
+
+A request without an answer is sent again, of a large one only the missing fragments: see
+``exchange``. All requests end when the server closes for good.
 """
 
 from __future__ import annotations
@@ -20,30 +23,34 @@ from typing import Any
 import zmq
 
 from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError
-from .channels import LAST_WORDS_MS, READABLE, LoopSocket, ServerProcess, ThreadSocket
+from .client_sockets import FINAL_MESSAGES_MS, POLLIN, LoopSocket, ServerWatch, ThreadSocket
 from .envelope import MAX_BYTES
-from .exchange import Exchange, Message, Reply
+from .exchange import Message, RequestExchange, WireReply
 from .fragments import nbytes_of
 from .keys import RunKey
-from .numbering import Numbering
+from .sequence_numbers import SequenceNumbers
 from .sockets import context_of, transport_of
 
 RESEND_S = 5.0
 GRACE_S = 15.0
-"""How much longer than its own deadline a request waits for the server's word on it."""
+"""How much longer than its own deadline a request waits for the server's answer."""
 SLOWEST_BYTES_PER_S = 10e6
-"""How fast payload is counted on to travel: a request may take so much longer than its deadline."""
+"""The slowest expected transfer: the deadline of a request is extended by its bytes over this rate.
+"""
 _ENVELOPE_BYTES = 64 << 10
-"""Room for what goes around a call."""
+"""Allowance for the envelope around a call."""
 
 
 class Client:
-    """One session with the server at ``address``. Thread-safe; refuses to work after a bare fork.
+    """One session with the server at ``address``. Thread-safe; unusable in a child made by fork().
 
-    ``key``: proves to a server over tcp who asks, and knows it by its own. Raises ConfigError where a key
-    is missing or has no use; the first request raises AccessDenied when server and key do not fit each other.
-    ``insecure``: tcp to a server that has no keys. ``bulk``: most of what comes is payload.
-    ``resend_s``: after so long a silence a request is sent again, or asked after; None: ``RESEND_S``.
+    ``key``: authenticates client and server to each other over tcp. ``insecure``: tcp to a server
+    without keys. Raises ConfigError for a missing or needless key; the first request raises
+    AccessDenied for a wrong one. ``bulk``: most traffic is payload. ``resend_s``: repeat a request
+    after a silence this long, or query its progress; None: ``RESEND_S``.
+
+    ``server_closed``: True once the server has closed for good. ``interrupts``: calls of
+    ``interrupt``.
     """
 
     def __init__(
@@ -55,7 +62,8 @@ class Client:
         bulk: bool = False,
         resend_s: float | None = None,
     ) -> None:
-        tcp = transport_of(address) == "tcp"
+        transport = transport_of(address)
+        tcp = transport == "tcp"
         if key is not None and not tcp:
             raise ConfigError(f"{address} is on this host and takes no key; only tcp addresses do")
         if key is not None and insecure:
@@ -72,33 +80,31 @@ class Client:
         self._context = context_of(bulk)
         self.interrupts = 0
         self._lock = threading.Lock()
-        self._numbering = Numbering(self.session)
+        self._numbers = SequenceNumbers(self.session)
         self._local = threading.local()
-        self._sockets: weakref.WeakSet[ThreadSocket] = weakref.WeakSet()  # a thread's own goes with its thread
+        self._sockets: weakref.WeakSet[ThreadSocket] = weakref.WeakSet()  # a thread's socket ends with it
         self._loops: dict[asyncio.AbstractEventLoop, LoopSocket] = {}
-        self._let_in = transport_of(address) == "inproc"
-        self._server = ServerProcess()
+        self._accepted = transport == "inproc"
+        self._server = ServerWatch()
         self.max_bytes = MAX_BYTES
-        self.closed = False
-        self.over = False
-        """The server has said goodbye: it closed for good, and all requests end with ServerLost."""
+        self.closed = self.server_closed = False
 
     @property
     def _resend_s(self) -> float:
         return RESEND_S if self._own_resend_s is None else self._own_resend_s
 
     def check(self) -> None:
-        """Raises unless requests can be made: ServerLost once closed, here or for good at the server; AsyncFlowError in a
+        """Raises ServerLost once this client is closed, or the server for good; AsyncFlowError in a
         forked child."""
         if os.getpid() != self._pid:
             raise AsyncFlowError("a connection cannot be used in a child made by fork(); connect again in the child")
         if self.closed:
             raise ServerLost(f"this connection to {self.address} is closed")
-        if self.over:
-            raise self._goodbye()
+        if self.server_closed:
+            raise self._goodbye_error()
 
-    def fits(self, nbytes: int) -> None:
-        """Raises ProtocolError for a request of more bytes than ``max_bytes``, the most the server takes."""
+    def check_size(self, nbytes: int) -> None:
+        """Raises ProtocolError for a request above ``max_bytes``, the server's limit."""
         size = nbytes + _ENVELOPE_BYTES
         if size > self.max_bytes:
             raise ProtocolError(
@@ -107,12 +113,11 @@ class Client:
             )
 
     def watch(self, pid: int, key: str) -> None:
-        """From now on requests end with ServerLost when this process, the server's, does; if it can be seen."""
-        self._server = ServerProcess(pid, key)
+        """End requests with ServerLost when the server's process ends, if it is visible here."""
+        self._server = ServerWatch(pid, key)
 
-    def ask(self, body: bytes, timeout_s: float, grace_s: float | None = None) -> bytes:
-        """Send and wait. Raises ServerLost when no answer comes in ``timeout_s`` and a grace, when the server's
-        process ends or says goodbye, or on close; AccessDenied."""
+    def request(self, body: bytes, timeout_s: float, grace_s: float | None = None) -> bytes:
+        """Send a request and return the body of the answer: see ``exchange``."""
         return self.exchange(body, timeout_s, grace_s=grace_s).body
 
     def exchange(
@@ -123,22 +128,27 @@ class Client:
         *,
         grace_s: float | None = None,
         since: int | None = None,
-        most_bytes: int | None = None,
-    ) -> Reply:
-        """The same with payload: contiguous buffers, which must not change before this returns or raises. ``since``:
-        what ``interrupts`` was when that began which this request belongs to. ``most_bytes``: raise ProtocolError for an
-        answer in fragments that has more; None: any number."""
-        self.fits(size := nbytes_of(body, payload))
+        max_answer_bytes: int | None = None,
+    ) -> WireReply:
+        """Send a request with payload, and wait for the answer. ``payload``: contiguous buffers,
+        which must not change before the call ends. ``since``: value of ``interrupts`` when the
+        enclosing operation began.
+
+        Raises ServerLost without an answer after ``timeout_s`` + ``grace_s`` (default ``GRACE_S``),
+        when the server closes for good or its process ends, and on ``close``; WireError if
+        interrupted since ``since``; ProtocolError for an answer in fragments above
+        ``max_answer_bytes``; AccessDenied."""
+        self.check_size(size := nbytes_of(body, payload))
         with self._lock:
             self.check()
             if since is not None and since != self.interrupts:
-                raise self._interrupted()
+                raise self._interrupted_error()
             channel = self._thread_socket()
-            channel.rest()
+            channel.clear_interrupt()
             channel.busy += 1
-        seq, began = self._numbering.begin(), time.monotonic()
+        seq, began = self._numbers.begin(), time.monotonic()
         try:
-            exchange = Exchange(self._numbering, seq, body, payload, most_bytes)
+            exchange = RequestExchange(self._numbers, seq, body, payload, max_answer_bytes)
             grace_s = GRACE_S if grace_s is None else grace_s
             until = began + _time_for(size, timeout_s, grace_s)
             channel.send(exchange.begin())
@@ -148,28 +158,28 @@ class Client:
                     if not self._wait(channel, left):
                         continue
                     response, data = channel.receive()
-                    if channel.told_goodbye:
-                        raise self._goodbye()
+                    if channel.got_goodbye:
+                        raise self._goodbye_error()
                     if response.seq != seq:
                         continue
                     known = exchange.answer_bytes
-                    channel.send(exchange.hear(response, data))
+                    channel.send(exchange.receive(response, data))
                     if exchange.reply is not None:
-                        self._numbering.answered(seq)
+                        self._numbers.settle(seq)
                         return exchange.reply
                     if exchange.answer_bytes != known:
                         until = max(until, time.monotonic() + _time_for(exchange.answer_bytes, 0.0, grace_s))
                     resend = min(until, time.monotonic() + self._resend_s)
-                self._overhear()
+                self._check_goodbyes()
                 if time.monotonic() >= until:
-                    raise self._lost(began, 0 if channel.handshake is None else channel.handshake.cut)
-                channel.send(exchange.again())
+                    raise self._timeout_error(began, 0 if channel.handshake is None else channel.handshake.failures)
+                channel.send(exchange.resend())
         except BaseException:
-            self._numbering.drop(seq)
+            self._numbers.drop(seq)
             with contextlib.suppress(AsyncFlowError, zmq.ZMQError):
-                if channel.torn and channel.busy == 1:
+                if channel.partial and channel.busy == 1:
                     channel = self._renew_thread_socket(channel)
-                channel.socket.send(self._numbering.frame(0, b""), zmq.NOBLOCK)
+                channel.socket.send(self._numbers.envelope(0, b""), zmq.NOBLOCK)
             raise
         finally:
             with self._lock:
@@ -177,60 +187,62 @@ class Client:
                 if self.closed:
                     channel.close()
 
-    def tell(self, body: bytes) -> None:
-        """Send, and wait for no answer: whether it arrives is not known."""
+    def send(self, body: bytes) -> None:
+        """Send a request and ignore its answer. Delivery is not guaranteed."""
         with self._lock:
             self.check()
             channel = self._thread_socket()
-            seq = self._numbering.begin()
-            channel.send(Exchange(self._numbering, seq, body).begin())
-            self._numbering.drop(seq)
+            seq = self._numbers.begin()
+            channel.send(RequestExchange(self._numbers, seq, body).begin())
+            self._numbers.drop(seq)
 
-    async def aask(self, body: bytes, timeout_s: float) -> bytes:
-        """The same on the running event loop. Cancelling it takes the request back."""
+    async def arequest(self, body: bytes, timeout_s: float) -> bytes:
+        """Like ``request``, on the running event loop. Cancellation cancels the request on the
+        server."""
         return (await self.aexchange(body, timeout_s)).body
 
-    async def aexchange(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> Reply:
-        """The same with payload, which must not change before this returns or raises."""
-        self.fits(size := nbytes_of(body, payload))
+    async def aexchange(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
+        """Like ``exchange``, on the running event loop. Cancellation cancels the request on the
+        server."""
+        self.check_size(size := nbytes_of(body, payload))
         self.check()
         channel = self._loop_socket()
-        seq, began = self._numbering.begin(), time.monotonic()
+        seq, began = self._numbers.begin(), time.monotonic()
         try:
-            exchange = Exchange(self._numbering, seq, body, payload)
+            exchange = RequestExchange(self._numbers, seq, body, payload)
             until = began + _time_for(size, timeout_s, GRACE_S)
-            messages, heard, known = exchange.begin(), 0, 0
+            messages, received, known = exchange.begin(), 0, 0
             while True:
                 await channel.exchange(exchange, messages, min(self._resend_s, until - time.monotonic()))
                 if exchange.reply is not None:
-                    self._numbering.answered(seq)
+                    self._numbers.settle(seq)
                     return exchange.reply
-                self._overhear()
+                self._check_goodbyes()
                 if exchange.answer_bytes != known:
                     known = exchange.answer_bytes
                     until = max(until, time.monotonic() + _time_for(known, 0.0, GRACE_S))
                 if time.monotonic() >= until:
-                    raise self._lost(began)
-                messages = [] if exchange.heard != heard else exchange.again()
-                heard = exchange.heard
+                    raise self._timeout_error(began)
+                messages = [] if exchange.received != received else exchange.resend()
+                received = exchange.received
         except BaseException:
-            self._numbering.drop(seq)
+            self._numbers.drop(seq)
             with contextlib.suppress(zmq.ZMQError):
-                channel.send([Message(self._numbering.frame(0, b""))])
+                channel.send([Message(self._numbers.envelope(0, b""))])
             raise
 
     def interrupt(self) -> None:
-        """Requests under way in other threads raise WireError now, and so does each that is to belong to what was begun
-        before."""
+        """Raise WireError in the requests of all threads, now, and later in those whose operation
+        began before (see ``exchange``, ``since``)."""
         with self._lock:
             self.interrupts += 1
             for channel in list(self._sockets):
                 if channel.busy:
-                    channel.rouse()
+                    channel.interrupt()
 
     def close(self) -> None:
-        """Close this client's sockets. Idempotent. A request under way in another thread ends with ServerLost,
-        and closes its socket itself: a socket closed under a thread that uses it takes the process down."""
+        """Close the sockets. Idempotent. A request in another thread raises ServerLost, and that
+        thread closes its socket: closing a socket in use by another thread crashes the process."""
         with self._lock:
             if self.closed:
                 return
@@ -239,7 +251,7 @@ class Client:
                 return
             for channel in list(self._sockets):
                 if channel.busy:
-                    channel.rouse()
+                    channel.interrupt()
                 else:
                     channel.close()
         here = asyncio._get_running_loop()
@@ -251,40 +263,50 @@ class Client:
         self._loops.clear()
 
     async def aclose_loop(self) -> None:
-        """Close what belongs to the running event loop, before the loop ends."""
+        """Close the socket of the running event loop. Call before the loop ends."""
         channel = self._loops.pop(asyncio.get_running_loop(), None)
         if channel is not None:
             channel.close()
 
     def _wait(self, channel: ThreadSocket, seconds: float) -> bool:
-        """Whether there is something to receive within so many seconds."""
-        watched: list[tuple[Any, int]] = [(channel.socket, READABLE), (channel.wake, READABLE)]
+        """Return True if a message arrives within ``seconds``."""
+        watched: list[tuple[Any, int]] = [(channel.socket, POLLIN), (channel.wake, POLLIN)]
         if self._server.ended:
-            raise self._ended()
+            raise self._ended_error()
         if self._server.fd >= 0:
-            watched.append((self._server.fd, READABLE))
+            watched.append((self._server.fd, POLLIN))
         if channel.handshake is not None:
-            watched.append((channel.handshake.monitor, READABLE))
+            watched.append((channel.handshake.monitor, POLLIN))
         ready = dict(zmq.zmq_poll(watched, int(seconds * 1000) + 1))
         if channel.handshake is not None and channel.handshake.monitor in ready and channel.handshake.read():
-            channel.handshake, self._let_in = None, True
+            channel.handshake, self._accepted = None, True
         if channel.wake in ready:
-            channel.rest()
+            channel.clear_interrupt()
             self.check()
-            raise self._interrupted()
+            raise self._interrupted_error()
         if channel.socket in ready:
             return True
-        if self._server.fd in ready and not channel.socket.poll(LAST_WORDS_MS):
-            raise self._ended()
+        if self._server.fd in ready and not channel.socket.poll(FINAL_MESSAGES_MS):
+            raise self._ended_error()
         return False
 
-    def _lost(self, began: float, cut: int = 0) -> ServerLost:
-        """``cut``: connections that were cut before they were made."""
+    def _check_goodbyes(self) -> None:
+        """Like ``check``, after reading the sockets of idle threads: newer connections get no
+        goodbye."""
+        with self._lock:
+            self._check_idle_sockets()
+
+    def _check_idle_sockets(self) -> None:
+        """The caller holds the lock, so that no thread begins to use an idle socket."""
+        self.server_closed |= any(channel.drain() for channel in list(self._sockets) if not channel.busy)
+        self.check()
+
+    def _timeout_error(self, began: float, failures: int = 0) -> ServerLost:
         took_s = time.monotonic() - began
-        if cut:
+        if failures:
             why = (
-                f"its server cut {cut} connections as they were made: is it short of file descriptors? Its log and its"
-                " events say so. Close clients, or raise its limit (ulimit -n)"
+                f"its server cut {failures} connections during the handshake: is it short of file descriptors? See"
+                " its log and its events. Close clients, or raise its limit (ulimit -n)"
             )
         elif self._server.fd >= 0:
             why = f"its process {self._server.pid} lives; is it frozen, or out of time?"
@@ -293,37 +315,27 @@ class Client:
             why = f"does its process still live{network}?"
         return ServerLost(f"{self.address} gave no answer in {took_s:.1f} s; {why}")
 
-    def _overhear(self) -> None:
-        """Raises what ``check`` does, also for a goodbye that came over a socket on which no thread waits: a connection that
-        was made after it hears none."""
-        with self._lock:
-            self._overhear_idle()
-
-    def _overhear_idle(self) -> None:
-        """The same, under the lock: a socket that is not busy is nobody's meanwhile."""
-        self.over |= any(channel.overhear() for channel in list(self._sockets) if not channel.busy)
-        self.check()
-
-    def _goodbye(self) -> ServerLost:
-        self.over = True
+    def _goodbye_error(self) -> ServerLost:
+        self.server_closed = True
         return ServerLost(f"the run at {self.address} was closed by the process that served it")
 
-    def _interrupted(self) -> WireError:
+    def _interrupted_error(self) -> WireError:
         return WireError(f"a request to {self.address} was interrupted")
 
-    def _ended(self) -> ServerLost:
+    def _ended_error(self) -> ServerLost:
         return ServerLost(f"the server at {self.address} is gone: its process {self._server.pid} has ended")
 
     def _thread_socket(self) -> ThreadSocket:
         channel: ThreadSocket | None = getattr(self._local, "channel", None)
         if channel is None:
-            self._overhear_idle()
-            channel = self._local.channel = ThreadSocket(self._context, self.address, self.key, not self._let_in)
+            self._check_idle_sockets()
+            channel = self._local.channel = ThreadSocket(self._context, self.address, self.key, not self._accepted)
             self._sockets.add(channel)
         return channel
 
     def _renew_thread_socket(self, channel: ThreadSocket) -> ThreadSocket:
-        """Another socket for this thread: of a message that was torn, the rest would be read as another."""
+        """Replace this thread's socket: the rest of a partly read message would be read as another
+        one."""
         with self._lock:
             self._sockets.discard(channel)
         channel.close(linger=0)
@@ -337,16 +349,16 @@ class Client:
     def _loop_socket(self) -> LoopSocket:
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
-            self._overhear()
-            for ended in [known for known in list(self._loops) if known.is_closed()]:  # other threads add theirs
+            self._check_goodbyes()
+            for ended in [each for each in list(self._loops) if each.is_closed()]:  # other threads change the dict
                 if (theirs := self._loops.pop(ended, None)) is not None:
                     theirs.close()
             self._loops[loop] = LoopSocket(
-                self._context, self.address, self.key, self._server, self._ended, self._goodbye
+                self._context, self.address, self.key, self._server, self._ended_error, self._goodbye_error
             )
         return self._loops[loop]
 
 
 def _time_for(nbytes: int, timeout_s: float, grace_s: float) -> float:
-    """Seconds; a deadline that is not a number waits for nothing, and must not wait for ever."""
+    """Return seconds. A NaN timeout counts as 0: it must not wait for ever."""
     return max(0.0, timeout_s) + grace_s + nbytes / SLOWEST_BYTES_PER_S

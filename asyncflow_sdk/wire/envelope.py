@@ -1,19 +1,19 @@
-"""Framing: what every message carries around its body, and how bad ones are told apart.
+"""Envelopes: the first frame of every message. A second frame may carry payload as plain bytes.
 
-A request is (protocol, session, seq, done, settled, dropped, body, part); a reply is (protocol, seq, body, part). ``session``
-and ``seq`` make a retry recognisable. ``done``: everything below it is over; ``settled``: requests from there on
-whose answers arrived; both let the server forget answers. ``dropped``: requests nobody waits for any more.
-One more frame may carry payload, bytes as they are.
+A request envelope is (protocol, session, seq, done, settled, dropped, body, part), a response
+envelope (protocol, seq, body, part). A server recognises a retry by ``session`` and ``seq``.
+``done``: all requests below it are over; ``settled``: answered requests from there on; both let the
+server forget answers. ``dropped``: cancelled requests.
 
-A message of more than FRAGMENT_BYTES travels as fragments, each in a message of its own; ``part`` then stands in the
-place of ``body``. See ``fragments``, ``exchange`` (the client's side) and ``transfers`` (the server's).
+A message above FRAGMENT_BYTES is sent as fragments, one per message, described by ``part`` instead
+of ``body``: see ``fragments``, ``exchange`` (the client's side) and ``transfers`` (the server's).
 
-A reply to request 0, which nobody asked for, is a goodbye: the server has closed for good, and nobody will ever answer
-in its place.
+A response to request 0 is a goodbye: the server has closed, and no other server will take its
+place.
 
-In every protocol, past and to come, a request begins with (protocol, session, seq), and a reply with (protocol, seq,
-body). A server answers a request of another protocol in its own, with a text for a body: so a client that finds
-another number than its own in a reply knows that the body says why.
+In every version of the protocol, a request begins with (protocol, session, seq), and a response
+with (protocol, seq, body). A server answers a request of another version in its own, with an error
+text as body. A client that receives another version can therefore show the text.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from ..errors import ProtocolError
 
 PROTOCOL = 3
 MAX_BYTES = 1 << 30
-"""The largest call a server takes, unless it is told another: body and payload, in however many fragments."""
+"""The default of the largest request: body and payload, in any number of fragments."""
 FRAGMENT_BYTES = 1 << 20
 FRAME_BYTES = 2 << 20
-"""The largest frame a socket takes: a fragment, or an envelope around one. ZeroMQ cuts a connection that announces a
-larger one before it allocates memory for it."""
+"""The largest frame a socket accepts: a fragment, or an envelope around one. ZeroMQ cuts a
+connection that announces a larger one before it allocates memory for it."""
 WINDOW_BYTES = 8 << 20
-"""Bytes of one message that may be under way: sent, and not acknowledged."""
+"""The most bytes of one message in flight: sent and not acknowledged."""
 GOODBYE = 0
-"""The request that a goodbye is a reply to."""
+"""The request number of a goodbye."""
 
 
 class Fragment(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The bytes in the frame beside it, which begin at ``start`` of a message of body and payload (``sizes``).
-    ``upload``: the server's number for the upload; 0: not known yet. In answers it is 0."""
+    """The payload frame holds the bytes from ``start`` of a message. ``sizes``: bytes of its body
+    and payload. ``upload``: the server's number of the upload; 0 if not known yet, and in answers.
+    """
 
     upload: int
     start: int
@@ -47,14 +48,15 @@ class Fragment(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Pull(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Ask for the fragments of an answer that begin at ``starts``."""
+    """Request the fragments of an answer that begin at ``starts``."""
 
     starts: tuple[int, ...]
 
 
 class ProgressQuery(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Ask after a silence what the server knows of a request. ``number``: counts the queries of the request.
-    ``answering``: True if fragments of the answer have arrived, so that a small message is enough."""
+    """After a silence, query how much of a request the server has. ``number``: counts the queries
+    of the request. ``answering``: True if answer fragments have arrived; a Progress suffices as
+    reply."""
 
     upload: int
     number: int
@@ -62,17 +64,19 @@ class ProgressQuery(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """What a server has of a request. ``known``: False if it has nothing: it came back, or gave the upload up.
+    """How much of a request the server has. ``known``: False if nothing: it restarted, or released
+    the upload.
 
-    ``upload``: the server's number for it; ``asked``: the number in the message that this answers. All bytes before
-    ``low`` are there, and the fragments that begin at ``beyond``. Fragments that begin before ``limit`` may be sent.
-    ``query``: the number of the ProgressQuery that this answers, else 0. ``answer``: sizes of the answer, if it was sent
-    in fragments; those that have not arrived before this message are lost.
+    ``upload``: the server's number for it. ``message_upload``: the number in the message that this
+    answers. ``low``: all bytes before it have arrived, and the fragments that begin at ``beyond``.
+    ``limit``: fragments that begin before it may be sent. ``query``: the number of the
+    ProgressQuery that this answers, else 0. ``answer``: sizes of the answer if it was sent in
+    fragments; fragments that have not arrived before this message are lost.
     """
 
     known: bool
     upload: int
-    asked: int
+    message_upload: int
     low: int = 0
     beyond: tuple[int, ...] = ()
     limit: int = 0
@@ -84,7 +88,7 @@ RequestPart: TypeAlias = Fragment | Pull | ProgressQuery
 ResponsePart: TypeAlias = Fragment | Progress
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class RequestEnvelope(msgspec.Struct, frozen=True, array_like=True):
     protocol: int
     session: str
     seq: int
@@ -95,15 +99,15 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     part: RequestPart | None = None
 
 
-class Response(msgspec.Struct, frozen=True, array_like=True):
+class ResponseEnvelope(msgspec.Struct, frozen=True, array_like=True):
     protocol: int
     seq: int
     body: bytes
     part: ResponsePart | None = None
 
 
-class _Start(msgspec.Struct, frozen=True, array_like=True):
-    """How requests of every protocol begin."""
+class _RequestStart(msgspec.Struct, frozen=True, array_like=True):
+    """The fields that a request of every version begins with."""
 
     protocol: int
     session: str
@@ -111,51 +115,48 @@ class _Start(msgspec.Struct, frozen=True, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_request = msgspec.msgpack.Decoder(Request)
-_response = msgspec.msgpack.Decoder(Response)
-_start = msgspec.msgpack.Decoder(_Start)
+_request = msgspec.msgpack.Decoder(RequestEnvelope)
+_response = msgspec.msgpack.Decoder(ResponseEnvelope)
+_request_start = msgspec.msgpack.Decoder(_RequestStart)
+_DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
-class OtherProtocol(ProtocolError):
-    """A request of another protocol. ``reply`` tells its sender so, in a form it can read whatever it speaks."""
+class ProtocolMismatch(ProtocolError):
+    """A request of another protocol version. ``reply``: the message to send back, readable in every
+    version."""
 
     def __init__(self, protocol: int, seq: int) -> None:
         text = f"this server speaks protocol {PROTOCOL}, you {protocol}; install the same asyncflow-sdk on both sides"
         super().__init__(text)
-        self.reply = encode(Response(PROTOCOL, seq, text.encode()))
+        self.reply = encode(ResponseEnvelope(PROTOCOL, seq, text.encode()))
 
 
-def decode_request(frame: bytes) -> Request:
-    """Raises ProtocolError for garbage, and its kind OtherProtocol for other protocol versions."""
+def decode_request(frame: bytes) -> RequestEnvelope:
+    """Raises ProtocolError for an invalid frame, its subclass ProtocolMismatch for another version."""
     try:
         request = _request.decode(frame)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        _check_protocol(frame)
+    except _DECODE_ERRORS as error:
+        try:
+            start = _request_start.decode(frame)
+        except _DECODE_ERRORS:
+            start = None
+        if start is not None and start.protocol != PROTOCOL:
+            raise ProtocolMismatch(start.protocol, start.seq) from None
         raise ProtocolError(f"not a request: {error}") from None
     if request.protocol != PROTOCOL:
-        raise OtherProtocol(request.protocol, request.seq)
+        raise ProtocolMismatch(request.protocol, request.seq)
     if not request.session or len(request.session) > 64:
         raise ProtocolError(f"a session name of {len(request.session)} characters; 1 to 64 are expected")
     return request
 
 
-def _check_protocol(frame: bytes) -> None:
-    """Raises OtherProtocol for what begins like a request of another version."""
-    try:
-        start = _start.decode(frame)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return
-    if start.protocol != PROTOCOL:
-        raise OtherProtocol(start.protocol, start.seq)
-
-
-def decode_response(frame: bytes) -> Response:
-    """Raises ProtocolError for garbage and for other protocol versions."""
+def decode_response(frame: bytes) -> ResponseEnvelope:
+    """Raises ProtocolError for an invalid frame, and for another protocol version."""
     try:
         response = _response.decode(frame)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except _DECODE_ERRORS as error:
         raise ProtocolError(f"not a response: {error}") from None
     if response.protocol != PROTOCOL:
-        said = response.body[:1000].decode(errors="replace")
-        raise ProtocolError(f"a response of protocol {response.protocol}; this client speaks {PROTOCOL}. {said}")
+        text = response.body[:1000].decode(errors="replace")
+        raise ProtocolError(f"a response of protocol {response.protocol}; this client speaks {PROTOCOL}. {text}")
     return response

@@ -1,7 +1,8 @@
-"""Fragments: a message of body and payload as ranges of its bytes, cut by the sender and put together by the receiver.
+"""Fragments of a message of body and payload, cut by the sender and reassembled by the receiver.
 
-The body's bytes come first. A fragment has FRAGMENT_BYTES, the last of the body and the last of the payload fewer;
-none has bytes of both. So a receiver knows from the start alone how long a fragment is.
+The body comes first. A fragment has FRAGMENT_BYTES; the last of the body and the last of the
+payload may be shorter, and none has bytes of both. So a receiver derives the length of a fragment
+from its start.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from ..errors import ProtocolError
 from .envelope import FRAGMENT_BYTES
 
 
-def end_of(start: int, sizes: tuple[int, int]) -> int:
-    """Where the fragment that begins at ``start`` ends, and the next begins. Raises ProtocolError if none begins there."""
-    body, whole = sizes[0], sum(sizes)
-    first, end = (0, body) if start < body else (body, whole)
+def fragment_end(start: int, sizes: tuple[int, int]) -> int:
+    """Return the end of the fragment that begins at ``start``. Raises ProtocolError if none does."""
+    body, total = sizes[0], sum(sizes)
+    first, end = (0, body) if start < body else (body, total)
     if min(sizes) < 0 or not first <= start < end or (start - first) % FRAGMENT_BYTES:
         raise ProtocolError(f"no fragment of a message of {sizes} bytes begins at {start}")
     return min(start + FRAGMENT_BYTES, end)
 
 
 def nbytes_of(body: bytes, payload: Sequence[Any]) -> int:
-    """Bytes of a message."""
+    """Return the bytes of a message."""
     return len(body) + sum(memoryview(each).nbytes for each in payload) if payload else len(body)
 
 
 class Fragments:
-    """A message to be sent. ``payload``: contiguous buffers, which follow each other and are referred to, not copied."""
+    """A message to send. ``payload``: contiguous buffers, sent one after another without a copy."""
 
     def __init__(self, body: bytes, payload: Sequence[Any] = ()) -> None:
         views = [memoryview(each) for each in (body, *payload)]
@@ -40,7 +41,7 @@ class Fragments:
         self.sizes = (len(body), self.nbytes - len(body))
 
     def read(self, start: int, stop: int) -> bytes | memoryview:
-        """A range of its bytes: a view of one buffer, or the joined copy of several."""
+        """Return a range of bytes: a view of one buffer, or the joined copy of several."""
         number = bisect_right(self._ends, start)
         pieces = []
         while start < stop:
@@ -52,9 +53,9 @@ class Fragments:
 
 
 class Reassembly:
-    """Which bytes of a message have arrived, and its body. The payload's are kept by the receiver.
+    """The received ranges of a message, and its body. The caller stores the payload.
 
-    All before ``low`` are there, and ``beyond`` it the fragments with these starts."""
+    ``low``: all bytes before it have arrived."""
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.sizes, self.low = sizes, 0
@@ -63,21 +64,23 @@ class Reassembly:
 
     @property
     def beyond(self) -> tuple[int, ...]:
+        """Starts of the fragments received after ``low``."""
         return tuple(self._ends)
 
     @property
     def body(self) -> bytes:
-        """Empty until all of it is there."""
+        """The body; empty until it is complete."""
         return b"".join(map(self._body.__getitem__, sorted(self._body))) if self.low >= self.sizes[0] else b""
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
+        """True if all bytes have arrived."""
         return self.low == sum(self.sizes)
 
     def add(self, start: int, data: Any) -> bool:
-        """Take note of a fragment. True if it is new and belongs to the payload. Raises ProtocolError if there is no such
-        fragment."""
-        end = end_of(start, self.sizes)
+        """Record a fragment. Return True if it is new payload. Raises ProtocolError for an invalid
+        start or length."""
+        end = fragment_end(start, self.sizes)
         if len(data) != end - start:
             raise ProtocolError(f"a fragment of {len(data)} bytes, where {end - start} are expected")
         if start < self.low or start in self._ends:

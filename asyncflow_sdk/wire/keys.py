@@ -1,13 +1,13 @@
-"""Key files: who may reach a server over tcp, and by which keys the two know each other.
+"""Key files: server and clients authenticate each other over tcp with CurveZMQ keys.
 
-keys = server_keys(Path("runs/x/server.key"), Path("runs/x/run.key"))    # made when they are not there
-keys.server, keys.run                                                    # what the server holds, what a client is given
-RunKey.load("runs/x/run.key")                                            # the same, read by a client
+keys = ensure_keys(Path("runs/x/server.key"), Path("runs/x/run.key"))    # makes missing files
+keys.server, keys.run                                                    # for the server, for its clients
+RunKey.load("runs/x/run.key")                                            # in a client
 
-Both are JSON with Z85 texts of CurveZMQ keys, readable by their owner alone; others' eyes make them void, as with
-ssh. ``server.key`` stays where the server is. ``run.key`` is copied to the hosts of clients: it holds the server's
-public key, by which a client knows the server, and a pair of which the server knows the public half. Each entry of
-``clients`` in ``server.key`` is one such half: striking it out, and starting the server again, shuts that key out.
+Both files are JSON with Z85 keys. As with ssh, a file readable by other users is rejected.
+``server.key`` stays on the server's host. ``run.key`` is copied to clients: it holds the server's
+public key, which identifies the server, and a key pair of the client. ``clients`` in ``server.key``
+lists the accepted public keys of clients. To revoke a key, remove it there and restart the server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from ..errors import ConfigError
-from ..memory import private_directory
+from ..memory import make_private_directory
 
 Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40, pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]*$")]
 
@@ -31,49 +31,51 @@ Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40, pattern=r"^[0-9a
 class ServerKeys(
     msgspec.Struct, frozen=True, tag="asyncflow server key", tag_field="kind", forbid_unknown_fields=True
 ):
-    """The server's pair, and the public keys of the clients it lets in."""
+    """The server's key pair, and the public keys of its accepted clients."""
 
     public: Key
     secret: Key
     clients: tuple[Key, ...]
 
     def __repr__(self) -> str:
-        """Of what is no secret: messages and logs show it."""
+        """Without the secret: it is shown in messages and logs."""
         return f"ServerKeys(public={self.public!r}, clients={self.clients!r})"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ServerKeys:
-        """Raises ConfigError: no such file, not readable, readable by others, or no server key."""
+        """Raises ConfigError for a missing or unreadable file, one readable by others, or no server
+        key."""
         return _load(Path(path), cls, "server key")
 
 
 class RunKey(msgspec.Struct, frozen=True, tag="asyncflow run key", tag_field="kind", forbid_unknown_fields=True):
-    """What a client is given: the server's public key, and a pair of its own."""
+    """A client's keys: the server's public key, and its own key pair."""
 
     server: Key
     public: Key
     secret: Key
 
     def __repr__(self) -> str:
-        """Of what is no secret: messages and logs show it."""
+        """Without the secret: it is shown in messages and logs."""
         return f"RunKey(server={self.server!r}, public={self.public!r})"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RunKey:
-        """Raises ConfigError: no such file, not readable, readable by others, or no run key."""
+        """Raises ConfigError for a missing or unreadable file, one readable by others, or no run
+        key."""
         return _load(Path(path), cls, "run key")
 
 
 class KeyPair(NamedTuple):
-    """The keys of one server, and a client's key that it lets in."""
+    """The keys of one server, and an accepted key of its clients."""
 
     server: ServerKeys
     run: RunKey
 
 
-def server_keys(server: Path, run: Path) -> KeyPair:
-    """The keys in file ``server``, and in file ``run`` a key that it lets in. Missing files are made; a run key of
-    another server is replaced. Raises ConfigError."""
+def ensure_keys(server: Path, run: Path) -> KeyPair:
+    """Load the server's keys from file ``server`` and the clients' key from ``run``. Make missing
+    files; replace the run key of another server. Raises ConfigError."""
     keys = ServerKeys.load(server) if os.path.lexists(server) else ServerKeys(*_pair(), ())
     known = None
     if os.path.lexists(run):
@@ -88,9 +90,9 @@ def server_keys(server: Path, run: Path) -> KeyPair:
     return KeyPair(keys, made)
 
 
-def fresh_keys() -> KeyPair:
-    """Keys of a server that is known to nobody yet, and the one that it lets in. No file of keys is made for them; but a run
-    keeps in its journal, which is its owner's alone, what a weight service says of itself, and so the key to it."""
+def generate_keys() -> KeyPair:
+    """Return new keys, without key files. A run writes those of its weight services into its
+    journal, which only its owner can read."""
     (server, secret), (client, own) = _pair(), _pair()
     return KeyPair(ServerKeys(server, secret, (client,)), RunKey(server, client, own))
 
@@ -128,10 +130,10 @@ def _load(path: Path, kind: type[_K], what: str) -> _K:
 
 
 def save(path: Path, keys: Any) -> None:
-    """Write a file atomically, readable by its owner alone. Raises ConfigError."""
+    """Write a file atomically, readable only by its owner. Raises ConfigError."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        private_directory(path.parent)
+        make_private_directory(path.parent)
         fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         with open(fd, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(keys)) + b"\n")
@@ -139,4 +141,4 @@ def save(path: Path, keys: Any) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(new)
-        raise ConfigError(f"no key can be written to {path}: {os.strerror(error.errno or 0)}") from None
+        raise ConfigError(f"cannot write a key to {path}: {os.strerror(error.errno or 0)}") from None

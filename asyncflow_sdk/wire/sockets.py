@@ -1,8 +1,8 @@
-"""How sockets are set: what is bounded, what a cable that was cut is noticed by, and where keys are needed.
+"""Socket options and addresses.
 
-A connection is given up by the kernel's word (keepalive and TCP_USER_TIMEOUT), not by ZeroMQ's heartbeats: those are
-answered only between frames, so that one frame longer than the patience of the other side would be cut at each
-attempt; and they are not answered by a process that is stopped, while a kernel always answers for it.
+The kernel detects lost connections (keepalive and TCP_USER_TIMEOUT), not ZeroMQ's heartbeats.
+Heartbeats are answered only between frames, so each attempt to send a frame longer than the timeout
+would fail; and a stopped process does not answer them, while its kernel does.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from .envelope import FRAME_BYTES
 from .keys import RunKey
 
 GIVE_UP_MS = 10_000
-"""A tcp connection on which nothing sent was acknowledged for so long is given up, and made anew by its client."""
+"""A tcp connection is closed after this long without acknowledgement; its client connects again."""
 BULK_THREADS = 2
-MOST_PORT = 65535
+MAX_PORT = 65535
 RETRY_S = 0.1
-"""How often a server that is awaited is looked for, the interval at which ZeroMQ connects again."""
+"""Interval between attempts to reach a server, equal to ZeroMQ's reconnect interval."""
 CONNECT_S = 5.0
-"""The longest that ``probe`` waits."""
+"""Timeout of ``probe``."""
 IDLE_S, PROBE_S, PROBES = 5, 2, 3
-"""A tcp connection on which nothing moved for IDLE_S is probed every PROBE_S; after PROBES without word it is over."""
+"""A tcp connection idle for IDLE_S is probed every PROBE_S, and closed after PROBES without
+response."""
 
 
 _bulk: list[tuple[int, zmq.Context[Any]]] = []
@@ -36,8 +37,8 @@ _bulk_lock = threading.Lock()
 
 
 def context_of(bulk: bool) -> zmq.Context[Any]:
-    """The context of this process for calls, or for payload beside which calls must not wait: that one has more threads, and
-    so moves more over more connections."""
+    """Return the ZeroMQ context of this process for calls, or for payload (``bulk``): a separate
+    one with more I/O threads, so calls do not wait for payload."""
     if not bulk:
         return zmq.Context.instance()
     with _bulk_lock:
@@ -47,7 +48,7 @@ def context_of(bulk: bool) -> zmq.Context[Any]:
 
 
 def transport_of(address: str) -> str:
-    """inproc, ipc or tcp. Raises ConfigError."""
+    """Return "inproc", "ipc" or "tcp". Raises ConfigError for an invalid address."""
     transport, _, rest = address.partition("://")
     if transport not in ("inproc", "ipc", "tcp") or not rest:
         raise ConfigError(f"{address!r} is no address; known transports are inproc, ipc and tcp")
@@ -56,13 +57,14 @@ def transport_of(address: str) -> str:
         if not (host and port.isdecimal()):
             raise ConfigError(f"{address!r} is no address; tcp://HOST:PORT is expected")
         port = port.lstrip("0")
-        if len(port) > 5 or int(port or 0) > MOST_PORT:  # of more, ZeroMQ would take the lowest bits
-            raise ConfigError(f"{address!r} is no address: a port is at most {MOST_PORT}")
+        if len(port) > 5 or int(port or 0) > MAX_PORT:  # ZeroMQ would use the lowest 16 bits of more
+            raise ConfigError(f"{address!r} is no address: a port is at most {MAX_PORT}")
     return transport
 
 
-def on_loopback(address: str) -> bool:
-    """Whether a tcp address can be reached from its own host alone. Names but localhost are not."""
+def is_loopback(address: str) -> bool:
+    """True if a tcp address is reachable only from its own host: an IP address of loopback, or
+    localhost."""
     host = address.partition("://")[2].rsplit(":", 1)[0].strip("[]")
     if host == "localhost":
         return True
@@ -73,7 +75,7 @@ def on_loopback(address: str) -> bool:
 
 
 def set_tcp(socket: Any) -> None:
-    """What holds for connections made or accepted from now on."""
+    """Set the tcp options of a socket, for its later connections."""
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = IDLE_S, PROBE_S, PROBES
     socket.setsockopt(zmq.TCP_MAXRT, GIVE_UP_MS)
@@ -81,13 +83,14 @@ def set_tcp(socket: Any) -> None:
 
 
 def connect(socket: Any, address: str, key: RunKey | None) -> None:
-    """Set a requester's socket, and connect it. Raises ConfigError for an address that is none."""
-    socket.linger = 200  # milliseconds: a last acknowledgement leaves, a dead server holds up nothing
-    socket.sndhwm = socket.rcvhwm = 0  # a requester has a request or two under way; nothing is dropped
+    """Set the options of a client's socket, and connect it. Raises ConfigError for an invalid
+    address."""
+    socket.linger = 200  # milliseconds, for the last confirmation
+    socket.sndhwm = socket.rcvhwm = 0  # no drops: at most two requests are in progress
     socket.maxmsgsize = FRAME_BYTES
     if transport_of(address) == "tcp":
         set_tcp(socket)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, 3000)  # milliseconds; the kernel's own patience is minutes
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 3000)  # milliseconds; the kernel's default is minutes
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.ipv6 = "[" in address
     if key is not None:
@@ -101,7 +104,7 @@ def connect(socket: Any, address: str, key: RunKey | None) -> None:
 
 
 def probe(address: str) -> None:
-    """Raises ServerLost when nobody listens at an address, ConfigError when it is none."""
+    """Raises ServerLost if no server listens at an address, ConfigError for an invalid address."""
     transport, _, rest = address.partition("://")
     try:
         if transport == "ipc":
@@ -112,7 +115,9 @@ def probe(address: str) -> None:
             host, _, port = rest.rpartition(":")
             sockets.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         else:
-            raise ConfigError(f"{address} is no address of another process: tcp://HOST:PORT or ipc://PATH is")
+            raise ConfigError(
+                f"{address!r} is no address of another process; tcp://HOST:PORT or ipc://PATH is expected"
+            )
     except OSError as error:
         raise ServerLost(f"nobody listens at {address} ({error.strerror or error}); its server has ended") from None
     except ValueError as error:

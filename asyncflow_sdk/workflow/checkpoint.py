@@ -34,7 +34,7 @@ import xxhash
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull
 from ..ledger import commands as cmd
-from ..memory import private_directory, sync_directory
+from ..memory import make_private_directory, sync_directory
 from ..queue import QueueClient
 from ..types import events as ev
 from .meeting import Meeting
@@ -201,7 +201,7 @@ def write(
         made = path.with_name(f".{path.name}-{os.getpid()}")
         shutil.rmtree(made, ignore_errors=True)
         for each in (made.parent, made, made / "engine"):
-            private_directory(each)
+            make_private_directory(each)
         return made.name.encode()
 
     part = path.with_name(ranks.by_first(f"the folder for the checkpoint of step {step}", begin).decode())

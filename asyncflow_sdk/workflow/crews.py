@@ -139,7 +139,7 @@ class Crews:
 
     @property
     def over(self) -> bool:
-        return self._connection.wire.over
+        return self._connection.wire.server_closed
 
     def report(self, event: Event) -> None:
         with contextlib.suppress(AsyncFlowError):  # the run may be over

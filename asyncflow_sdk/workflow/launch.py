@@ -21,7 +21,7 @@ from pathlib import Path
 from .._version import __version__
 from ..errors import ConfigError
 from ..interfaces import FATAL_STATUS, Launcher, Place, WorkerEnding, WorkerHandle, WorkerOrder
-from ..memory import private_directory, private_opener
+from ..memory import make_private_directory, private_opener
 from .worker import LAST_WORDS, THROUGH
 
 TAIL_BYTES = 64 << 10
@@ -56,7 +56,7 @@ class ProcessLauncher(Launcher):
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **place.env}
         if place.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
-        private_directory(order.log.parent)
+        make_private_directory(order.log.parent)
         ours, theirs = socket.socketpair()
         with theirs, open(order.log, "ab", opener=private_opener) as log, _kept_on(place.cpus):
             try:

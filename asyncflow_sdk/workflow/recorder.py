@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from ..errors import ConfigError
-from ..memory import private_directory, private_opener
+from ..memory import make_private_directory, private_opener
 from ..types import (
     LOSS_MASK,
     VERSION_SPANS,
@@ -75,8 +75,8 @@ class Recorder:
     def __init__(self, directory: Path, sinks: list[Sink], *, again: bool = False) -> None:
         if (directory / "events.jsonl").exists() and not again:
             raise ConfigError(f"{directory} already holds a run; choose another directory, or move it away")
-        private_directory(directory)
-        private_directory(directory / "steps")
+        make_private_directory(directory)
+        make_private_directory(directory / "steps")
         self._directory = directory
         self._sinks = list(sinks)
         self._torn = False  # events.jsonl cannot be written any more

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import ConfigError
-from ..memory import private_directory, private_opener
+from ..memory import make_private_directory, private_opener
 from .describing import from_json, to_json
 from .recorder import read_batch, write_batch
 
@@ -105,7 +105,7 @@ def writable(directory: Path) -> Iterator[None]:
 def alone(directory: Path) -> Iterator[None]:
     """This process runs what is in a directory. Raises ConfigError while another does."""
     with writable(directory):
-        private_directory(directory)
+        make_private_directory(directory)
         lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         try:

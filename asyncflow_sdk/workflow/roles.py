@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import ConfigError, VersionGone
 from ..interfaces import LeasedBatch, TrainEngine, optimizer_source
-from ..memory import private_directory
+from ..memory import make_private_directory
 from ..queue import QueueClient
 from ..types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_version
 from ..types import events as ev
@@ -135,7 +135,7 @@ def _export(queue: QueueClient, engine: TrainEngine, path: Path, ranks: Meeting)
     """Optional for engines: the run is through, and one that cannot has trained no worse."""
 
     def begin() -> bytes:
-        private_directory(path)
+        make_private_directory(path)
         return b""
 
     ranks.by_first("the folder for the model", begin)

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from ..errors import ConfigError, MemoryFull
 from ..interfaces import OnFailure, Sampler, TrackedRun, check_on_failure
-from ..memory import private_directory
+from ..memory import make_private_directory
 from ..queue import Connection, QueueServer
 from ..types import Batch, Event
-from ..wire import MAX_BYTES, KeyPair, fresh_keys, on_loopback, server_keys
+from ..wire import MAX_BYTES, KeyPair, ensure_keys, generate_keys, is_loopback
 from .address import JOURNAL, find_address, write_addresses
 from .policy import Policy, find_policy
 from .run import Run
@@ -98,7 +98,7 @@ def serve(
     check_on_failure(on_failure)
     path = Path(directory) if directory is not None else None
     if path is not None:
-        private_directory(path)
+        make_private_directory(path)
     if durability not in (None, "process", "host"):
         raise ConfigError(f'durability is "process" or "host", not {durability!r}')
     if durability is not None and path is None:
@@ -220,7 +220,7 @@ def _keys(
     if address is None or not tcp or insecure:
         return None
     if key is not None:
-        return server_keys(Path(key), (directory or Path(key).parent) / RUN_KEY)
+        return ensure_keys(Path(key), (directory or Path(key).parent) / RUN_KEY)
     if directory is not None:
-        return server_keys(directory / "server.key", directory / RUN_KEY)
-    return fresh_keys() if on_loopback(address) else None  # whoever is on another host needs a file with the key
+        return ensure_keys(directory / "server.key", directory / RUN_KEY)
+    return generate_keys() if is_loopback(address) else None  # whoever is on another host needs a file with the key

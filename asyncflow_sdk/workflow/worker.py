@@ -145,7 +145,7 @@ class WorkerMain:
             try:
                 queue.flush()
             except ServerLost:
-                if not (ending.status or connection.wire.over):
+                if not (ending.status or connection.wire.server_closed):
                     raise
             connection.close()
         except Exception as error:  # the server is gone
@@ -160,7 +160,7 @@ class WorkerMain:
             if not self._leaving:
                 self._work(queue)
         except (Exception, SystemExit) as error:  # an engine that exits has not ended the stream
-            if isinstance(error, ServerLost) and connection.wire.over and not renewing.holds:
+            if isinstance(error, ServerLost) and connection.wire.server_closed and not renewing.holds:
                 return WorkerEnding(0)  # a run that is closed has ended, for who held nothing of it
             ending = _ending(error)
             _state(connection, "failed", ending.text)

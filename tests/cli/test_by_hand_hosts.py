@@ -11,7 +11,7 @@ import pytest
 from test_by_hand import PROMPTS, Command
 from two_hosts import HERE, Hosts, two_hosts
 
-from asyncflow_sdk.wire import server_keys
+from asyncflow_sdk.wire import ensure_keys
 
 ADDRESS = f"tcp://{HERE}:7000"
 STEPS = 4
@@ -62,7 +62,7 @@ def test_workers_of_another_host_join_by_one_command_each(hosts: Hosts, tmp_path
 
 
 def test_without_the_key_nobody_of_another_host_is_let_in(hosts: Hosts, tmp_path: Path, there: Path) -> None:
-    server_keys(there / "other.server.key", there / "other.key")
+    ensure_keys(there / "other.server.key", there / "other.key")
     with Command("serve", "run", "--address", ADDRESS, cwd=tmp_path, within=hosts.here) as server:
         server.until(r"asyncflow top")
         join = ["stage", "mine:length", "--task", "reward"]

@@ -17,7 +17,7 @@ from warm_python import warm_python
 from asyncflow_sdk import __version__
 from asyncflow_sdk.cli.doctor import Examination, examine
 from asyncflow_sdk.cli.findings import Finding
-from asyncflow_sdk.wire import server_keys
+from asyncflow_sdk.wire import ensure_keys
 
 
 def interpreter(folder: Path, name: str, *arguments: str, site: Path | None = None) -> str:
@@ -247,7 +247,7 @@ def test_what_a_run_is_refused_for_is_found_by_the_same_checks(tmp_path: Path) -
 
 
 def test_addresses_and_keys(tmp_path: Path) -> None:
-    server_keys(tmp_path / "server.key", tmp_path / "run.key")
+    ensure_keys(tmp_path / "server.key", tmp_path / "run.key")
     (tmp_path / "run.key").chmod(0o644)
     (tmp_path / "empty").mkdir()
     with socket.socket() as busy:

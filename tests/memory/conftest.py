@@ -1,4 +1,4 @@
-"""What a test of memory opened is closed with it: a process may open a thousand files, and one runs all tests."""
+"""Close the arenas and mappers of each test: one process runs all tests, and may open a thousand files."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What reader and writer processes of the memory tests do."""
+"""Reader and writer processes of the memory tests."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ def digest(view: object) -> str:
 
 
 def read(directory: str, place: list[object]) -> None:
-    """Hold a view; say its digest now, and again whenever told to."""
+    """Hold a view; report its digest now, and again on request."""
     view = Mapper(Path(directory)).view(*place)  # type: ignore[arg-type]
     say(digest(view))
     while hear() == "again":
@@ -24,7 +24,7 @@ def read(directory: str, place: list[object]) -> None:
 
 
 def read_and_fork(directory: str, place: list[object]) -> None:
-    """Hold a view; fork a child that lets its copy of the view go, and one that tries to read and write."""
+    """Hold a view; fork a child that releases its copy of the view, and one that tries to read and write."""
     mapper, arena = Mapper(Path(directory)), Arena(Path(directory), "forked")
     arena.allocate(10)
     view = mapper.view(*place)  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def read_and_fork(directory: str, place: list[object]) -> None:
         os._exit(0)
     if not (second := os.fork()):
         refused = 0
-        for attempt in (lambda: mapper.view(*place), lambda: mapper.private(*place), lambda: arena.allocate(1)):  # type: ignore[arg-type]
+        for attempt in (lambda: mapper.view(*place), lambda: mapper.private_view(*place), lambda: arena.allocate(1)):  # type: ignore[arg-type]
             try:
                 attempt()
             except AsyncFlowError as error:
@@ -48,7 +48,7 @@ def read_and_fork(directory: str, place: list[object]) -> None:
 
 
 def view_at_exit(directory: str, place: list[object]) -> None:
-    """End as an interpreter that still holds views, a closed mapper's too."""
+    """Exit while the interpreter still holds views, also of a closed mapper."""
     global KEPT
     closed = Mapper(Path(directory))
     KEPT = (closed.view(*place), Mapper(Path(directory)).view(*place), closed)  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def own(base: str) -> None:
 
 
 def start_and_close(base: str, times: int) -> None:
-    """Make and remove directories, as many runs that start at once do."""
+    """Make and remove directories, like many runs starting at once."""
     hear()
     for _ in range(times):
         directory = SharedDirectory(Path(base))

@@ -1,4 +1,4 @@
-"""Room is real and bounded: a full file system is an error, and churn of any shape holds no more than it needs."""
+"""An arena's memory is bounded: a full file system is an error, and any pattern of allocations holds no more than it needs."""
 
 import random
 import sys
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow_sdk.errors import MemoryFull, ServerLost
-from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory, room, segment
+from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory, free_space, segment
 
 pytestmark = pytest.mark.fast
 
@@ -26,7 +26,7 @@ def directory() -> Iterator[Path]:
 
 
 def on_disk(directory: Path) -> int:
-    """Bytes that the files really take."""
+    """Return the bytes allocated to the files."""
     return sum(path.stat().st_blocks * 512 for path in directory.glob("w*"))
 
 
@@ -47,7 +47,7 @@ def test_a_container_with_less_memory_than_its_file_system_is_full_before_it_is_
     (tmp_path / files[0]).write_text(f"{10 * MB}\n")
     (tmp_path / files[1]).write_text(f"{9 * MB}\n")
     (tmp_path / files[2]).write_text(f"anon 5\n{files[3]}inactive_file {2 * MB}\n{files[3]}active_file {MB}\n")
-    monkeypatch.setattr(room, "CGROUPS", tmp_path)
+    monkeypatch.setattr(free_space, "CGROUPS", tmp_path)
     arena = Arena(directory, "w", MB)
     # when / then
     with pytest.raises(MemoryFull, match="no room for"):
@@ -58,7 +58,7 @@ def test_a_container_with_less_memory_than_its_file_system_is_full_before_it_is_
     assert len(arena.allocate(20 * MB).memory) == 20 * MB
     # and where the machine has less
     (tmp_path / "meminfo").write_text("MemTotal: 99999999 kB\nMemAvailable: 2048 kB\n")
-    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(free_space, "MEMINFO", tmp_path / "meminfo")
     with pytest.raises(MemoryFull, match="no room for"):
         arena.allocate(5 * MB)
 
@@ -188,7 +188,7 @@ def test_what_nobody_may_look_at_is_not_scanned_on_every_allocation(directory: P
     arena, mapper = Arena(directory, "w", MB), Mapper(directory)
 
     def work(views: int) -> int:
-        """Calls made by allocations beside so many blocks that cannot be used again yet."""
+        """Return the calls made by allocations while this many freed blocks are locked."""
         blocks = [arena.allocate(1000) for _ in range(views)]
         held = [mapper.view(block.segment, block.start, block.serial, block.nbytes) for block in blocks]
         free(arena, *blocks)
@@ -237,7 +237,7 @@ def test_no_view_ever_changes(steps: list[tuple[str, int]]) -> None:
                 free(arena, *(blocks.pop(which % len(blocks))[1] for _ in range(min(len(blocks), which % 3 + 1))))
             elif what == "look" and blocks:
                 value, block = blocks[which % len(blocks)]
-                look = mapper.private if which % 2 else mapper.view
+                look = mapper.private_view if which % 2 else mapper.view
                 view = look(block.segment, block.start, block.serial, block.nbytes)
                 views.append((value, view[HEADER_BYTES:]))
             elif what == "drop" and views:

@@ -1,4 +1,4 @@
-"""Every run's segments lie in one directory that goes with it, or with the next start after a kill -9."""
+"""The segments of a run lie in one directory, removed with the run, or by the next start after a kill -9."""
 
 import os
 import threading

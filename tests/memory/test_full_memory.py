@@ -1,4 +1,4 @@
-"""A file system without room is an error that says what to do."""
+"""A full file system is an error, and its message names remedies."""
 
 import subprocess
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
 
 
 def on_disk(directory: Path) -> int:
-    """Bytes that the files really take."""
+    """Return the bytes allocated to the files."""
     return sum(path.stat().st_blocks * 512 for path in directory.glob("w*"))
 
 

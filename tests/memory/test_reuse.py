@@ -1,4 +1,4 @@
-"""Silence costs leases, never mappings: memory is used again only after its last reader let go, or died."""
+"""Memory is reused only after its last reader has released it, or died."""
 
 import gc
 import os
@@ -55,7 +55,7 @@ def churn(arena: Arena, times: int = 50) -> set[tuple[str, int]]:
 
 
 def unread(directory: Path, block: Allocation) -> bool:
-    """Whether nobody has a lock on a block."""
+    """True if no process has a lock on a block."""
     fd = os.open(directory / block.segment, os.O_RDWR)
     try:
         return try_lock(fd, block.start, block.start + block.nbytes, exclusive=True)
@@ -121,7 +121,7 @@ def test_a_late_reader_finds_another_serial_and_not_other_data(directory: Path) 
     again = write(arena, 2)
     assert where(again) == where(block)
     # when / then
-    for look in (mapper.view, mapper.private):
+    for look in (mapper.view, mapper.private_view):
         with pytest.raises(LeaseLost, match="used again"):
             look(*place(block))
     assert digest(mapper.view(*place(again))) == digest(again.memory)
@@ -236,7 +236,7 @@ def test_threads_that_take_and_drop_views_leave_no_lock_behind(directory: Path) 
         random = np.random.default_rng(seed)
         for _ in range(300):
             value = int(random.integers(4))
-            look = (mapper.view, mapper.private)[int(random.integers(2))]
+            look = (mapper.view, mapper.private_view)[int(random.integers(2))]
             view = look(*place(blocks[value]))
             if view[17] != blocks[value].memory[17]:
                 wrong.append(value)

@@ -1,4 +1,4 @@
-"""Blocks that end early, begin anew in their place, and mappings that are used again."""
+"""Blocks trimmed or renewed in place, and mappings reused."""
 
 import gc
 import mmap
@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from asyncflow_sdk.errors import LeaseLost
-from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, PrivateMaps, SharedDirectory
-from asyncflow_sdk.memory import private as private_maps
+from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, PrivateMaps, SharedDirectory, private_maps
 
 pytestmark = pytest.mark.fast
 
@@ -84,13 +83,13 @@ def test_what_is_free_goes_back_when_it_is_settled(directory: Path) -> None:
     blocks = [arena.allocate(4 * MB) for _ in range(5)]
     arena.free([block.serial for block in blocks[1:]])
     assert arena.nbytes == 20 * MB
-    arena.settle()
+    arena.shrink()
     assert arena.nbytes <= 5 * MB
     assert sum(path.stat().st_blocks * 512 for path in directory.glob("w*")) == arena.nbytes
 
 
 def taken(mapper: Mapper, maps: PrivateMaps, block: Allocation) -> np.ndarray:  # type: ignore[type-arg]
-    return mapper.private(*place(block), skip=HEADER_BYTES, maps=maps)
+    return mapper.private_view(*place(block), skip=HEADER_BYTES, maps=maps)
 
 
 def test_a_mapping_that_nobody_wrote_into_shows_the_next_block_in_its_place(directory: Path) -> None:
@@ -154,7 +153,7 @@ def test_mappings_keep_no_memory_of_segments_that_are_gone(directory: Path) -> N
     before = mappings(directory, gone), mappings(directory, there)
     # when
     ended.close(unlink=True)
-    maps.tidy()
+    maps.prune()
     # then
     assert mappings(directory, gone) == before[0] - 1
     assert mappings(directory, there) == before[1]

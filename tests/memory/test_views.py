@@ -1,4 +1,4 @@
-"""What torch is given may be written into, lies in shared memory, and reaches neither the stored value nor numpy."""
+"""Tensors are writable and lie in shared memory; writing changes neither the block nor numpy views."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_numpy_views_are_read_only_and_lie_in_the_segment(directory: Path) -> No
 
 def test_torch_memory_lies_in_a_private_mapping_of_the_segment(directory: Path) -> None:
     _, mapper, block = stored(directory)
-    tensor = to_torch(mapper.private(*place(block), skip=HEADER).view(np.float32))
+    tensor = to_torch(mapper.private_view(*place(block), skip=HEADER).view(np.float32))
     assert mapping_of(tensor.data_ptr()) == ("rw-p", str(directory / block.segment))
 
 
@@ -63,7 +63,7 @@ def test_writing_in_place_reaches_nobody(directory: Path) -> None:
     # given numpy and torch over the same stored values
     _, mapper, block = stored(directory)
     view = mapper.view(*place(block))[HEADER:].view(np.float32)
-    first, second = (to_torch(mapper.private(*place(block), skip=HEADER).view(np.float32)) for _ in range(2))
+    first, second = (to_torch(mapper.private_view(*place(block), skip=HEADER).view(np.float32)) for _ in range(2))
     # when torch works in place, on some pages and on all
     first[1000:1010].mul_(-1)
     second.zero_()
@@ -78,7 +78,7 @@ def test_writing_in_place_reaches_nobody(directory: Path) -> None:
 def test_whatever_is_derived_from_a_tensor_holds_the_segment(directory: Path, derive: object) -> None:
     # given only something derived from a tensor
     arena, mapper, block = stored(directory)
-    derived = derive(to_torch(mapper.private(*place(block), skip=HEADER).view(np.float32)))  # type: ignore[operator]
+    derived = derive(to_torch(mapper.private_view(*place(block), skip=HEADER).view(np.float32)))  # type: ignore[operator]
     # when its memory is wanted
     arena.free([block.serial])
     # then it is not used again before that is gone

@@ -28,7 +28,7 @@ from asyncflow_sdk.errors import (
     WireError,
 )
 from asyncflow_sdk.testing.ends import Ends, Sent
-from asyncflow_sdk.wire import Client, MemorySink, Server, fresh_keys
+from asyncflow_sdk.wire import Client, MemorySink, Server, generate_keys
 
 pytestmark = pytest.mark.fast
 NBYTES = 9 << 20
@@ -49,7 +49,7 @@ def a_version(nbytes: int = NBYTES, **options: Any) -> Iterator[tuple[Ends, Sent
 def test_a_key_is_needed_unless_the_publisher_is_insecure(options: dict[str, Any]) -> None:
     with a_version(1 << 16, **options) as (ends, sent):
         sent.check(ends.fetch(ends.receiver(), sent, where=with_service(sent.where)))
-        for key in (None, fresh_keys()[1]):
+        for key in (None, generate_keys()[1]):
             with pytest.raises((AccessDenied, ServerLost, DeadlineExceeded)):
                 ends.fetch(ends.receiver(), sent, where=with_service(sent.where, key=key), timeout_s=1.0)
     with a_version(1 << 16, insecure=True) as (ends, sent):

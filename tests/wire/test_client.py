@@ -1,4 +1,4 @@
-"""The asking end: answers survive a bad connection, what is cancelled is taken back, and nothing waits for ever."""
+"""Client: answers survive a bad connection, cancellation reaches the server, and every wait times out."""
 
 import asyncio
 import os
@@ -39,12 +39,12 @@ def test_over_a_connection_that_breaks_all_the_time_each_request_is_carried_out_
     client = client_of(proxy.address)
     bodies = [b"request-%d" % number for number in range(60)]
     # when threads and an event loop ask through it
-    joins = [in_thread(lambda part=part: [client.ask(b, 60) for b in bodies[part::3]]) for part in range(2)]
+    joins = [in_thread(lambda part=part: [client.request(b, 60) for b in bodies[part::3]]) for part in range(2)]
 
-    async def ask() -> list[bytes]:
-        return await asyncio.gather(*(client.aask(body, 60) for body in bodies[2::3]))
+    async def request() -> list[bytes]:
+        return await asyncio.gather(*(client.arequest(body, 60) for body in bodies[2::3]))
 
-    answers = [*asyncio.run(ask()), *joins[0](), *joins[1]()]
+    answers = [*asyncio.run(request()), *joins[0](), *joins[1]()]
     # then
     assert proxy.cuts > 3
     assert sorted(parrot.carried_out) == sorted(bodies)
@@ -57,15 +57,15 @@ def test_over_a_connection_that_breaks_all_the_time_each_request_is_carried_out_
 def test_a_cancelled_request_is_taken_back_before_and_after_its_answer(parrot: Parrot, client: Client) -> None:
     async def scenario() -> list[object]:
         # given one request that waits, and one whose answer arrives about when it is cancelled
-        parked = asyncio.create_task(client.aask(b"park", 30))
-        answered = asyncio.create_task(client.aask(b"lease", 30))
+        parked = asyncio.create_task(client.arequest(b"park", 30))
+        answered = asyncio.create_task(client.arequest(b"lease", 30))
         await asyncio.sleep(0)  # both are sent
         until(lambda: len(parrot.carried_out) == 2, "both requests")  # while this loop reads nothing
         # when
         parked.cancel()
         answered.cancel()
         outcome = await asyncio.gather(parked, answered, return_exceptions=True)
-        await client.aask(b"next", 30)
+        await client.arequest(b"next", 30)
         return [type(each) for each in outcome]
 
     # then
@@ -83,17 +83,17 @@ def test_ctrl_c_takes_a_blocking_request_back(parrot: Parrot) -> None:
 
 
 def test_a_server_that_is_gone_is_named_within_the_deadline_and_the_grace(parrot: Parrot, client: Client) -> None:
-    client.ask(b"x", 30)
+    client.request(b"x", 30)
     parrot.server.stop()
     with pytest.raises(ServerLost, match=f"{client.address} gave no answer"):
-        client.ask(b"y", 0.1, grace_s=0.2)
+        client.request(b"y", 0.1, grace_s=0.2)
 
 
 def test_closing_ends_what_other_threads_wait_for(parrot: Parrot, client: Client) -> None:
     # given a thread and an event loop of another thread that wait
     waits = [
-        in_thread(lambda: client.ask(b"park1", 1000)),
-        in_thread(lambda: asyncio.run(client.aask(b"park2", 1000))),
+        in_thread(lambda: client.request(b"park1", 1000)),
+        in_thread(lambda: asyncio.run(client.arequest(b"park2", 1000))),
     ]
     until(lambda: len(parrot.parked) == 2, "both requests")
     # when
@@ -105,7 +105,7 @@ def test_closing_ends_what_other_threads_wait_for(parrot: Parrot, client: Client
         assert isinstance(outcome, ServerLost)
         assert "is closed" in str(outcome)
     with pytest.raises(ServerLost, match="is closed"):
-        client.ask(b"x", 1)
+        client.request(b"x", 1)
 
 
 def connections(parrot: Parrot) -> int:
@@ -116,19 +116,19 @@ def connections(parrot: Parrot) -> int:
 
 def test_sockets_go_with_their_threads_and_loops(parrot: Parrot, client: Client) -> None:
     # given threads and loops that come and go
-    client.ask(b"x", 5)
+    client.request(b"x", 5)
     for _ in range(20):
-        thread = threading.Thread(target=client.ask, args=(b"x", 5))
+        thread = threading.Thread(target=client.request, args=(b"x", 5))
         thread.start()
         thread.join()
-        asyncio.run(client.aask(b"x", 5))
+        asyncio.run(client.arequest(b"x", 5))
     # then only those of the last are open
     until(lambda: connections(parrot) <= 3, "the others' connections to close")
 
     async def tidy() -> None:
-        await client.aask(b"x", 5)
+        await client.arequest(b"x", 5)
         await client.aclose_loop()
-        await client.aask(b"x", 5)  # opened again where needed
+        await client.arequest(b"x", 5)  # opened again where needed
         await client.aclose_loop()
 
     asyncio.run(tidy())
@@ -139,21 +139,21 @@ def test_a_loop_may_begin_while_another_looks_for_those_that_have_ended(client: 
     begun: list[bytes] = []
 
     class Another(asyncio.SelectorEventLoop):
-        """While it is looked at, a thread begins a loop of its own."""
+        """A loop; when it is checked for its end, a thread begins another one."""
 
         def is_closed(self) -> bool:
             if not begun:
                 begun.append(b"")
-                begun.append(in_thread(lambda: asyncio.run(client.aask(b"x", 5)))())
+                begun.append(in_thread(lambda: asyncio.run(client.arequest(b"x", 5)))())
             return super().is_closed()
 
     # given a loop that the client knows
     known = Another()
     begun.append(b"not yet")
-    known.run_until_complete(client.aask(b"x", 5))
+    known.run_until_complete(client.arequest(b"x", 5))
     begun.clear()
     # when a further one begins
-    answer = asyncio.run(client.aask(b"x", 5))
+    answer = asyncio.run(client.arequest(b"x", 5))
     # then so could the one that came meanwhile
     assert {answer.split()[0], begun[1].split()[0]} == {b"x"}
     known.close()
@@ -174,7 +174,7 @@ def test_the_death_of_a_process_is_seen_at_once_and_its_silence_is_none(parrot: 
         # when it is frozen, then nothing
         child.stop()
         client = Client(parrot.server.addresses[0])
-        client.ask(b"x", 5)
+        client.request(b"x", 5)
         assert parrot.gone_ones == []
         # when it is killed
         child.kill()
@@ -187,12 +187,12 @@ def test_the_death_of_a_process_is_seen_at_once_and_its_silence_is_none(parrot: 
 
 
 def watches(pid: int) -> int:
-    """Descriptors of this process that stand for another one."""
+    """Count the pidfds of this process for another one."""
     return sum(f"\nPid:\t{pid}\n" in said for said in map(read, Path("/proc/self/fdinfo").iterdir()))
 
 
 def read(path: Path) -> str:
-    """A file of /proc; "" for one that is gone."""
+    """Return a file of /proc; "" if it is gone."""
     try:
         return path.read_text()
     except OSError:
@@ -231,6 +231,6 @@ def test_a_process_is_known_by_more_than_its_number(parrot: Parrot) -> None:
 def test_a_deadline_that_is_infinite_stops_no_server(parrot: Parrot, client: Client) -> None:
     for wants in (float("inf"), 1e300, -1.0, 0.001):
         parrot.wants = wants
-        client.ask(b"x", 5)
+        client.request(b"x", 5)
     parrot.wants = None
-    assert client.ask(b"x", 5) == b"x 4"
+    assert client.request(b"x", 5) == b"x 4"

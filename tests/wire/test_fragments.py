@@ -1,4 +1,4 @@
-"""Large requests and answers travel in fragments: whatever is lost, each arrives once and whole, and little is sent twice."""
+"""Large requests and answers in fragments: each arrives once and complete over lossy connections, with few repeats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def port_of(parrot: Parrot) -> int:
 def joined(address: str, resend_s: float = 0.1) -> Client:
     """A client whose session the server knows, as large requests need."""
     client = client_of(address, resend_s)
-    client.ask(b"join", 60)
+    client.request(b"join", 60)
     return client
 
 

@@ -1,4 +1,4 @@
-"""Whatever arrives at a server's socket, the server and its other sessions go on."""
+"""Invalid messages end neither the server nor its other sessions."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from waiting import in_thread, until
 from wire_handlers import PROTOCOL, Parrot, Raw, client_of, frame, serving
 
 from asyncflow_sdk.errors import ProtocolError
-from asyncflow_sdk.wire import fresh_keys
+from asyncflow_sdk.wire import generate_keys
 
 pytestmark = pytest.mark.fast
 
@@ -54,7 +54,7 @@ def test_garbage_is_counted_and_nothing_else(parrot: Parrot) -> None:
     # given a session with a parked request
     address = parrot.server.addresses[0]
     client = client_of(address)
-    waiting = in_thread(lambda: client.ask(b"park", 30))
+    waiting = in_thread(lambda: client.request(b"park", 30))
     until(lambda: parrot.parked, "the parked request")
     # when others send garbage, and messages of too many frames
     with Raw(address) as raw:
@@ -68,7 +68,7 @@ def test_garbage_is_counted_and_nothing_else(parrot: Parrot) -> None:
     assert parrot.server.garbage == len(BAD) + 2
     parrot.let_go(b"park")
     assert waiting() == b"park at last"
-    assert client.ask(b"more", 1) == b"more 2"
+    assert client.request(b"more", 1) == b"more 2"
     client.close()
 
 
@@ -105,7 +105,7 @@ def test_an_oversized_message_cuts_only_its_own_connection(parrot: Parrot) -> No
     # given another session with a parked request
     address = parrot.server.addresses[0]
     client = client_of(address)
-    waiting = in_thread(lambda: client.ask(b"park", 30))
+    waiting = in_thread(lambda: client.request(b"park", 30))
     until(lambda: parrot.parked, "the parked request")
     # when
     with Raw(address) as raw:
@@ -121,7 +121,7 @@ def test_an_oversized_message_cuts_only_its_own_connection(parrot: Parrot) -> No
 @pytest.mark.parametrize("mechanism", [b"NULL", b"CURVE"])
 def test_a_frame_is_bounded_before_its_sender_has_proven_anything(mechanism: bytes) -> None:
     # given connections that go as far as the greeting
-    keys = fresh_keys()[0] if mechanism == b"CURVE" else None
+    keys = generate_keys()[0] if mechanism == b"CURVE" else None
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
     with serving("tcp://127.0.0.1:0", keys=keys, insecure=keys is None) as parrot, contextlib.ExitStack() as held:
         host, port = parrot.server.addresses[0].removeprefix("tcp://").split(":")
@@ -163,10 +163,10 @@ def test_a_call_that_no_server_would_take_is_refused_before_it_is_sent(parrot: P
     client = client_of(parrot.server.addresses[0])
     client.max_bytes = MAX_BYTES
     with pytest.raises(ProtocolError, match="too large; this server takes at most"):
-        client.ask(bytes(MAX_BYTES), 1)
+        client.request(bytes(MAX_BYTES), 1)
     with pytest.raises(ProtocolError, match="too large; this server takes at most"):
         client.exchange(b"x", 1, [bytes(MAX_BYTES // 2)] * 2)
-    assert client.ask(b"small", 1) == b"small 0"
+    assert client.request(b"small", 1) == b"small 0"
     client.close()
 
 
@@ -191,7 +191,7 @@ def test_a_client_that_meets_a_server_of_another_protocol_raises_what_it_says(tm
     router.linger = 0
     router.bind(f"ipc://{tmp_path}/s")
     client = client_of(f"ipc://{tmp_path}/s")
-    asking = in_thread(lambda: client.ask(b"x", 30))
+    asking = in_thread(lambda: client.request(b"x", 30))
     # when
     route, _ = router.recv_multipart()
     router.send_multipart([route, msgspec.msgpack.encode((PROTOCOL + 1, 1, b"this server speaks another protocol"))])
@@ -205,7 +205,7 @@ def test_a_client_that_meets_a_server_of_another_protocol_raises_what_it_says(tm
 def test_an_answer_may_be_larger_than_any_request(parrot: Parrot) -> None:
     # given
     client = client_of(parrot.server.addresses[0])
-    waiting = in_thread(lambda: client.ask(b"park", 30))
+    waiting = in_thread(lambda: client.request(b"park", 30))
     until(lambda: parrot.parked, "the parked request")
     # when
     large = bytes(MAX_BYTES + 1)
@@ -225,7 +225,7 @@ def test_a_server_that_answers_nonsense_fails_the_request(tmp_path: Path, answer
     router.linger = 0
     router.bind(address)
     client = client_of(address)
-    asking = in_thread(lambda: client.ask(b"x", 30))
+    asking = in_thread(lambda: client.request(b"x", 30))
     # when
     route, _ = router.recv_multipart()
     router.send_multipart([route, answer])

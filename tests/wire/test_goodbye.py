@@ -1,4 +1,4 @@
-"""A server that closes for good says so to everybody it has heard from; one that may come back says nothing."""
+"""A server closing for good sends a goodbye over every connection; one to be continued sends none."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from waiting import in_thread, until
 from wire_handlers import Parrot, Raw, client_of, frame, serving
 
 from asyncflow_sdk.errors import ServerLost
-from asyncflow_sdk.wire import Client, RunKey, server_keys
+from asyncflow_sdk.wire import Client, RunKey, ensure_keys
 
 pytestmark = pytest.mark.fast
 
@@ -18,7 +18,7 @@ CLOSED = "the run at {} was closed by the process that served it"
 
 @pytest.fixture(params=["inproc", "ipc", "tcp", "keys"])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Parrot, Client]]:
-    keys = server_keys(tmp_path / "server.key", tmp_path / "run.key").server if request.param == "keys" else None
+    keys = ensure_keys(tmp_path / "server.key", tmp_path / "run.key").server if request.param == "keys" else None
     insecure = keys is None
     address = {"inproc": f"inproc://{tmp_path.name}", "ipc": f"ipc://{tmp_path}/s"}.get(request.param)
     with serving(address or "tcp://127.0.0.1:0", keys=keys, insecure=insecure) as parrot:
@@ -37,13 +37,13 @@ def test_who_waits_hears_what_was_said_before_and_then_goodbye(served: tuple[Par
     parrot, client = served
     # given threads and a loop that wait, and two of them whose answers leave just before the end
 
-    async def ask() -> list[object]:
+    async def request() -> list[object]:
         return await asyncio.gather(
-            *(client.aask(b"park-loop-%d" % n, 1000) for n in range(2)), return_exceptions=True
+            *(client.arequest(b"park-loop-%d" % n, 1000) for n in range(2)), return_exceptions=True
         )
 
-    waits = [in_thread(client.ask, b"park-%d" % n, 1000) for n in range(2)]
-    loop = in_thread(lambda: asyncio.run(ask()))
+    waits = [in_thread(client.request, b"park-%d" % n, 1000) for n in range(2)]
+    loop = in_thread(lambda: asyncio.run(request()))
     until(lambda: len(parrot.parked) == 4, "all requests")
     parrot.let_go(b"park-0")
     parrot.let_go(b"park-loop-0")
@@ -59,16 +59,16 @@ def test_who_waits_hears_what_was_said_before_and_then_goodbye(served: tuple[Par
 
 def test_who_asks_later_learns_so_on_any_thread_and_any_loop(served: tuple[Parrot, Client]) -> None:
     parrot, client = served
-    client.ask(b"x", 10)
+    client.request(b"x", 10)
     # when nobody waits
     close_for_good(parrot)
     # then a thread that has no socket yet is told what came over another's
-    outcome = in_thread(client.ask, b"y", 1000)()
+    outcome = in_thread(client.request, b"y", 1000)()
     assert str(outcome) == CLOSED.format(client.address)
     with pytest.raises(ServerLost, match="was closed by"):
-        client.ask(b"z", 1000)
+        client.request(b"z", 1000)
     with pytest.raises(ServerLost, match="was closed by"):
-        asyncio.run(client.aask(b"z", 1000))
+        asyncio.run(client.arequest(b"z", 1000))
     assert parrot.carried_out == [b"x"]
 
 
@@ -76,13 +76,13 @@ def test_a_loop_that_asked_before_learns_so_at_its_next_request(served: tuple[Pa
     parrot, client = served
 
     async def scenario() -> None:
-        await client.aask(b"x", 10)
+        await client.arequest(b"x", 10)
         close_for_good(parrot)  # while this loop reads nothing
         with pytest.raises(ServerLost, match="was closed by"):
-            await client.aask(b"y", 1000)
+            await client.arequest(b"y", 1000)
 
     asyncio.run(scenario())
-    assert client.over
+    assert client.server_closed
 
 
 def test_a_first_request_that_comes_too_late_is_not_carried_out_and_its_sender_told(tmp_path: Path) -> None:
@@ -102,12 +102,12 @@ def test_a_first_request_that_comes_too_late_is_not_carried_out_and_its_sender_t
 def test_a_server_that_may_come_back_is_waited_for(tmp_path: Path) -> None:
     with serving(f"ipc://{tmp_path}/s") as first:
         client = client_of(first.server.addresses[0])
-        client.ask(b"x", 10)
-        wait = in_thread(client.ask, b"park", 1000)
+        client.request(b"x", 10)
+        wait = in_thread(client.request, b"park", 1000)
         until(lambda: first.parked, "the request")
     with serving(f"ipc://{tmp_path}/s") as second:
         until(lambda: second.parked, "the same request")
         second.let_go(b"park")
         assert wait() == b"park at last"
-        assert client.ask(b"y", 10) == b"y 1"
+        assert client.request(b"y", 10) == b"y 1"
         client.close()

@@ -1,4 +1,4 @@
-"""Keys: who may reach a server over tcp, and what is said to who may not."""
+"""Keys: a server accepts tcp clients with a known key, and refuses others with a reason."""
 
 import os
 import stat
@@ -11,7 +11,7 @@ from waiting import until
 from wire_handlers import Parrot, serving
 
 from asyncflow_sdk.errors import AccessDenied, ConfigError
-from asyncflow_sdk.wire import Client, RunKey, Server, ServerKeys, fresh_keys, server_keys
+from asyncflow_sdk.wire import Client, RunKey, Server, ServerKeys, ensure_keys, generate_keys
 
 pytestmark = pytest.mark.fast
 
@@ -23,21 +23,21 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_keys_are_made_once_for_the_eyes_of_their_owner(files: tuple[Path, Path]) -> None:
     # given / when
-    keys, run = server_keys(*files)
+    keys, run = ensure_keys(*files)
     # then
     assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600, 0o600]
     assert run == RunKey.load(files[1])
     assert (run.server, run.public) == (keys.public, keys.clients[0])
     assert run.secret != keys.secret
     # and a second start finds the same, and makes anew only what was lost
-    assert server_keys(*files) == (keys, run)
+    assert ensure_keys(*files) == (keys, run)
     files[1].unlink()
-    more, another = server_keys(*files)
+    more, another = ensure_keys(*files)
     assert (more.public, more.secret, more.clients[0]) == (keys.public, keys.secret, keys.clients[0])
     assert RunKey.load(files[1]).public == another.public == more.clients[1]
     # and a run key that is another server's is replaced
     files[0].unlink()
-    assert RunKey.load(files[1]).server != server_keys(*files).run.server
+    assert RunKey.load(files[1]).server != ensure_keys(*files).run.server
     assert sorted(files[0].parent.iterdir()) == sorted(files)
 
 
@@ -57,7 +57,7 @@ def test_keys_are_made_once_for_the_eyes_of_their_owner(files: tuple[Path, Path]
     ],
 )
 def test_a_key_file_that_is_none_is_refused_by_name(files: tuple[Path, Path], spoil, message: str) -> None:  # type: ignore[no-untyped-def]
-    server_keys(*files)
+    ensure_keys(*files)
     spoil(files[1])
     with pytest.raises(ConfigError, match=message) as caught:
         RunKey.load(files[1])
@@ -66,12 +66,12 @@ def test_a_key_file_that_is_none_is_refused_by_name(files: tuple[Path, Path], sp
 
 def test_keys_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="no key can be written to"):
-        server_keys(tmp_path / "file" / "server.key", tmp_path / "run.key")
+    with pytest.raises(ConfigError, match="cannot write a key to"):
+        ensure_keys(tmp_path / "file" / "server.key", tmp_path / "run.key")
 
 
 def test_what_is_shown_of_keys_is_no_secret() -> None:
-    server, run = fresh_keys()
+    server, run = generate_keys()
     for shown in (repr(server), str(run), repr({"where": [server, run]}), f"{run}"):
         assert server.secret not in shown
         assert run.secret not in shown
@@ -79,18 +79,18 @@ def test_what_is_shown_of_keys_is_no_secret() -> None:
 
 
 def test_a_key_lets_in_over_tcp_and_the_local_socket_needs_none(files: tuple[Path, Path], tmp_path: Path) -> None:
-    keys = server_keys(*files).server
+    keys = ensure_keys(*files).server
     with serving(f"ipc://{tmp_path}/s", "tcp://0.0.0.0:0", keys=keys) as parrot:
         port = parrot.server.addresses[1].rsplit(":", 1)[1]
         clients = [Client(f"tcp://127.0.0.1:{port}", RunKey.load(files[1])), Client(parrot.server.addresses[0])]
         for number, client in enumerate(clients):
-            assert client.ask(b"x", 5) == b"x %d" % number
+            assert client.request(b"x", 5) == b"x %d" % number
         # and payload goes both ways
         large = os.urandom(3 << 20)
         clients[0].exchange(b"with", 5, [b"small", memoryview(large)])
         assert parrot.payloads[-1] == b"small" + large
         # and further threads of a client that is let in need no second look
-        thread = threading.Thread(target=clients[0].ask, args=(b"y", 5))
+        thread = threading.Thread(target=clients[0].request, args=(b"y", 5))
         thread.start()
         thread.join()
         for client in clients:
@@ -100,13 +100,13 @@ def test_a_key_lets_in_over_tcp_and_the_local_socket_needs_none(files: tuple[Pat
 
 def test_a_client_whose_key_does_not_fit_is_told_so_and_nobody_else_suffers(files: tuple[Path, Path]) -> None:
     # given a server with keys and one without
-    keys, known = server_keys(*files)
+    keys, known = ensure_keys(*files)
     with serving("tcp://127.0.0.1:0", keys=keys) as parrot, serving("tcp://127.0.0.1:0", insecure=True) as open_one:
         address, good = parrot.server.addresses[0], Client(parrot.server.addresses[0], known)
-        good.ask(b"x", 5)
+        good.request(b"x", 5)
         public, secret = (each.decode() for each in zmq.curve_keypair())
         for where, key, message in [
-            (address, RunKey(keys.public, public, secret), "does not let this key in"),
+            (address, RunKey(keys.public, public, secret), "does not accept this key"),
             (address, RunKey(public, known.public, known.secret), "has no keys, or others than this key is for"),
             (address, None, "needs a key; pass key="),
             (open_one.server.addresses[0], known, "has no keys, or others"),
@@ -114,11 +114,11 @@ def test_a_client_whose_key_does_not_fit_is_told_so_and_nobody_else_suffers(file
             # when
             client = Client(where, key, insecure=key is None)
             with pytest.raises(AccessDenied, match=message):
-                client.ask(b"x", 30)
+                client.request(b"x", 30)
             client.close()
         # then
         assert parrot.server.refused == 1
-        assert good.ask(b"y", 5) == b"y 1"
+        assert good.request(b"y", 5) == b"y 1"
         assert (parrot.carried_out, open_one.carried_out) == ([b"x", b"y"], [])
         good.close()
 
@@ -126,16 +126,16 @@ def test_a_client_whose_key_does_not_fit_is_told_so_and_nobody_else_suffers(file
 def test_a_key_that_was_struck_out_is_shut_out(files: tuple[Path, Path]) -> None:
     import msgspec
 
-    keys = msgspec.structs.replace(server_keys(*files).server, clients=())
+    keys = msgspec.structs.replace(ensure_keys(*files).server, clients=())
     with serving("tcp://127.0.0.1:0", keys=keys) as parrot:
         client = Client(parrot.server.addresses[0], RunKey.load(files[1]))
-        with pytest.raises(AccessDenied, match="does not let this key in"):
-            client.ask(b"x", 30)
+        with pytest.raises(AccessDenied, match="does not accept this key"):
+            client.request(b"x", 30)
         client.close()
 
 
 def test_a_key_where_none_is_needed_or_none_where_it_is(files: tuple[Path, Path], tmp_path: Path) -> None:
-    server_keys(*files)
+    ensure_keys(*files)
     with pytest.raises(ConfigError, match="takes no key"):
         Client(f"ipc://{tmp_path}/s", RunKey.load(files[1]))
     for address in ("tcp://127.0.0.1:7000", "tcp://10.0.0.1:7000", "tcp://example.org:1"):
@@ -156,12 +156,12 @@ def test_a_key_where_none_is_needed_or_none_where_it_is(files: tuple[Path, Path]
 
 
 def test_connections_that_come_and_go_leave_no_sockets_behind(files: tuple[Path, Path]) -> None:
-    keys = server_keys(*files).server
+    keys = ensure_keys(*files).server
     with serving("tcp://127.0.0.1:0", keys=keys) as parrot:
         # given
         def come_and_go() -> None:
             client = Client(parrot.server.addresses[0], RunKey.load(files[1]))
-            client.ask(b"x", 30)
+            client.request(b"x", 30)
             client.close()
 
         # when
@@ -180,16 +180,16 @@ def established(port: int) -> int:
 
 def test_a_server_with_keys_stops_and_starts_again_at_its_address(files: tuple[Path, Path]) -> None:
     # given a client that is let in, and a server that ends
-    keys = server_keys(*files).server
+    keys = ensure_keys(*files).server
     with serving("tcp://127.0.0.1:0", keys=keys) as parrot:
         address = parrot.server.addresses[0]
         client = Client(address, RunKey.load(files[1]))
-        client.ask(b"x", 5)
+        client.request(b"x", 5)
     # when it is there again
     again = Parrot()
     again.server = Server([address], again, keys=ServerKeys.load(files[0]))
     again.server.start()
     # then the client goes on
-    assert client.ask(b"y", 30) == b"y 0"
+    assert client.request(b"y", 30) == b"y 0"
     client.close()
     again.server.stop()

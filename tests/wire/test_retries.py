@@ -1,4 +1,4 @@
-"""A request that is sent again, late, over another socket or after its answer, has no second effect."""
+"""A repeated request has no second effect: late, over another socket, or after its answer."""
 
 import asyncio
 import contextlib
@@ -128,12 +128,12 @@ def test_what_was_dropped_is_taken_back_once(parrot: Parrot, raw: Raw) -> None:
 def test_a_server_forgets_answers_that_arrived_though_an_older_request_waits(parrot: Parrot) -> None:
     # given a request that waits for long
     client = Client(parrot.server.addresses[0])
-    waiting = in_thread(lambda: client.ask(b"park", 60))
+    waiting = in_thread(lambda: client.request(b"park", 60))
     until(lambda: parrot.parked, "the parked request")
     # when many others come and go, with large answers
     tracemalloc.start()
     for _ in range(100):
-        assert len(client.ask(b"large", 30)) == 100_000
+        assert len(client.request(b"large", 30)) == 100_000
     # then
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -151,7 +151,7 @@ def test_several_threads_of_one_session_are_each_answered(parrot: Parrot) -> Non
     def work(name: bytes) -> None:
         for number in range(200):
             body = b"%s-%d" % (name, number)
-            if not client.ask(body, 30).startswith(body + b" "):
+            if not client.request(body, 30).startswith(body + b" "):
                 wrong.append(body)
 
     threads = [threading.Thread(target=work, args=(b"thread%d" % i,)) for i in range(4)]
@@ -182,8 +182,8 @@ def test_what_is_cancelled_over_a_connection_that_breaks_is_not_carried_out_or_t
         client = client_of(proxy.address)
         answered: list[bytes] = []
 
-        async def ask(number: int) -> None:
-            asking = asyncio.create_task(client.aask(b"request-%d" % number, 60))
+        async def request(number: int) -> None:
+            asking = asyncio.create_task(client.arequest(b"request-%d" % number, 60))
             await asyncio.sleep(0.01 * numbers.random())
             if number % 2:
                 asking.cancel()
@@ -192,9 +192,9 @@ def test_what_is_cancelled_over_a_connection_that_breaks_is_not_carried_out_or_t
 
         async def scenario() -> None:
             # when every other one is cancelled, before or after its answer
-            await asyncio.gather(*(ask(number) for number in range(40)))
+            await asyncio.gather(*(request(number) for number in range(40)))
             proxy.steady = True
-            await client.aask(b"last", 60)
+            await client.arequest(b"last", 60)
 
         asyncio.run(scenario())
         # then each was carried out once at most, and the answers that nobody had were taken back

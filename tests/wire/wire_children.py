@@ -1,4 +1,4 @@
-"""What processes of the wire tests do."""
+"""Client processes of the wire tests."""
 
 import os
 import signal
@@ -11,18 +11,18 @@ from asyncflow_sdk.wire import Client, process_key
 
 
 def ask_after_fork(address: str) -> None:
-    """Use a connection, then fork: the child is refused, the parent goes on."""
+    """Use a connection, then fork: the child gets an error, the parent continues."""
     client = Client(address)
-    client.ask(b"before", 10)
+    client.request(b"before", 10)
     if not (child := os.fork()):
         try:
-            client.ask(b"in the child", 10)
+            client.request(b"in the child", 10)
         except AsyncFlowError as error:
             client.close()
             os._exit(7 if "fork()" in str(error) else 8)
         os._exit(9)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    say([code, client.ask(b"after", 10).decode()])
+    say([code, client.request(b"after", 10).decode()])
 
 
 def identify() -> None:
@@ -31,18 +31,18 @@ def identify() -> None:
 
 
 def ask_until_killed(address: str) -> None:
-    """Ask for something that does not come."""
+    """Send a request that is never answered."""
     say(process_key(os.getpid()))
-    Client(address).ask(b"park", 1000)
+    Client(address).request(b"park", 1000)
 
 
 def interrupted(address: str) -> None:
-    """Ctrl-C, which comes while it waits, then another request over the same socket."""
+    """Get Ctrl-C while waiting, then send another request over the same socket."""
     client = Client(address)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        client.ask(b"park", 1000)
+        client.request(b"park", 1000)
     except KeyboardInterrupt:
-        say(client.ask(b"after", 10).decode())
+        say(client.request(b"after", 10).decode())
         time.sleep(0.1)
     client.close()

@@ -1,4 +1,4 @@
-"""A real server with the plainest handler: it answers, parks, and writes down what it was told."""
+"""A real server with a simple handler: it answers or parks requests, and records all calls."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ class Parrot:
 
 
 def client_of(address: str, resend_s: float = 0.1) -> Client:
-    """A client without a key, over tcp too, which repeats itself soon."""
+    """Return a client without a key, also over tcp, that repeats requests soon."""
     return Client(address, insecure=address.startswith("tcp:"), resend_s=resend_s)
 
 
@@ -74,7 +74,7 @@ def serving(*addresses: str, **options: Any) -> Iterator[Parrot]:
 
 
 class Raw:
-    """A bare DEALER: sends whatever frames it is given."""
+    """A bare DEALER socket for arbitrary frames."""
 
     def __init__(self, address: str) -> None:
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -85,8 +85,8 @@ class Raw:
         self.socket.send_multipart(frames)
 
     def hear(self) -> tuple[int, bytes]:
-        """The next response: seq and body."""
-        assert self.socket.poll(30_000), "the server said nothing"
+        """Return seq and body of the next response."""
+        assert self.socket.poll(30_000), "the server sent nothing"
         protocol, seq, body, *_ = msgspec.msgpack.decode(self.socket.recv())
         assert protocol == PROTOCOL
         return seq, body
@@ -102,7 +102,7 @@ class Raw:
 
 
 def frame(seq: int, body: bytes, session: str = "s", done: int = 1, **more: Any) -> bytes:
-    """A request as it travels. ``more``: settled, dropped, protocol, and what part of a message is beside it."""
+    """Encode a request. ``more``: settled, dropped, protocol, part."""
     start = (
         more.get("protocol", PROTOCOL),
         session,

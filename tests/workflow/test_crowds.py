@@ -92,7 +92,7 @@ def test_crowds_are_refused_until_some_of_them_leave_and_nothing_else_is(child: 
         note_of(child, "clients of this host are refused for now")
         # then a new client is told why
         with pytest.raises(
-            ServerLost, match=r"cut \d+ connections as they were made: is it short of file descriptors"
+            ServerLost, match=r"cut \d+ connections during the handshake: is it short of file descriptors"
         ):
             told_why(tmp_path)
         # and the one that was there before goes on

@@ -12,7 +12,7 @@ from echo_runs import echo_workflow
 from functions import length
 
 import asyncflow_sdk as af
-from asyncflow_sdk.memory import private_directory
+from asyncflow_sdk.memory import make_private_directory
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o277], ids=oct)
@@ -32,15 +32,15 @@ def open_to_others(directory: Path) -> list[str]:
 
 
 def test_a_directory_that_is_made_is_its_owners_alone(umask: int, tmp_path: Path) -> None:
-    private_directory(tmp_path / "made")
+    make_private_directory(tmp_path / "made")
     assert mode(tmp_path / "made") == 0o700
     # and one that is there keeps its mode, and what is no directory is refused
     (tmp_path / "made").chmod(0o755)
-    private_directory(tmp_path / "made")
+    make_private_directory(tmp_path / "made")
     assert mode(tmp_path / "made") == 0o755
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
-        private_directory(tmp_path / "file")
+        make_private_directory(tmp_path / "file")
 
 
 def test_a_run_keeps_its_record_to_its_owner(tmp_path: Path) -> None:

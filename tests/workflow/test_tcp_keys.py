@@ -22,7 +22,7 @@ from waiting import in_thread, until
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import AccessDenied, AsyncFlowError, ServerLost
 from asyncflow_sdk.memory import SharedDirectory
-from asyncflow_sdk.wire import RunKey, await_key, fresh_keys, offer_key
+from asyncflow_sdk.wire import RunKey, await_key, generate_keys, offer_key
 
 NOBODY = 65534
 CUT_OFF = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -188,7 +188,7 @@ def port() -> Iterator[int]:
 @contextlib.contextmanager
 def offered(*addresses: str, bound: bool = True, **options: Any) -> Iterator[tuple[SharedDirectory, RunKey]]:
     """The directory of a server that offers a key, and the key."""
-    directory, key = SharedDirectory(**options), fresh_keys().run
+    directory, key = SharedDirectory(**options), generate_keys().run
     offer_key(directory.path, addresses, key, bound=bound)
     try:
         yield directory, key

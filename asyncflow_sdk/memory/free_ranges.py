@@ -1,5 +1,6 @@
-"""Holes: the free ranges of a writer's segments. Best fit, neighbours joined; the smallest hole that is large
-enough is mostly one that was freed just now, and so in the cache, and large ones stay whole."""
+"""FreeRanges: the free ranges of an arena's segments. Best fit: the smallest sufficient range was
+mostly freed just now, and is still in the cache, while large ranges stay whole.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from collections.abc import Callable, Iterator
 CHOICES = 8
 
 
-class Holes:
-    """Not thread-safe. Every operation is O(log n) and a memmove of the sorted list."""
+class FreeRanges:
+    """Not thread-safe. Every operation takes O(log n) and a memmove of the sorted list, unless
+    noted."""
 
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int, int]] = []  # (size, segment number, start)
@@ -18,7 +20,7 @@ class Holes:
         self._start_of: dict[tuple[int, int], int] = {}  # (segment, stop) → start
 
     def add(self, segment: int, start: int, stop: int) -> None:
-        """A range is free. It joins its neighbours."""
+        """Add a range, and join it with adjacent ones."""
         before = self._start_of.pop((segment, start), None)
         if before is not None:
             self._drop(segment, before, start)
@@ -28,11 +30,12 @@ class Holes:
             del self._start_of[segment, after]
             self._drop(segment, stop, after)
             stop = after
-        self._keep(segment, start, stop)
+        self._insert(segment, start, stop)
 
     def take(self, nbytes: int, cost: Callable[[int, int, int], int] | None = None) -> tuple[int, int] | None:
-        """Segment and start of ``nbytes`` that are free no longer; None if no hole is large enough. ``cost`` of using
-        a range (segment, start, stop): of the smallest few holes the one that costs least."""
+        """Remove ``nbytes`` and return their segment and start; None if no range is large enough.
+        ``cost`` of a range (segment, start, stop): take the cheapest of the smallest CHOICES
+        sufficient ranges."""
         at = bisect_left(self._by_size, (nbytes,))
         if at == len(self._by_size):
             return None
@@ -49,11 +52,11 @@ class Holes:
         del self._stop_of[segment, start]
         del self._start_of[segment, start + size]
         if size > nbytes:
-            self._keep(segment, start + nbytes, start + size)
+            self._insert(segment, start + nbytes, start + size)
         return segment, start
 
     def remove(self, segment: int, size: int) -> bool:
-        """Forget a segment that is one hole. Returns whether it was."""
+        """Remove a segment of ``size`` bytes if all of it is free. Return True if it was."""
         if self._stop_of.get((segment, 0)) != size:
             return False
         del self._start_of[segment, size]
@@ -61,16 +64,16 @@ class Holes:
         return True
 
     def forget(self, segment: int) -> None:
-        """Forget every hole of a segment. O(n)."""
+        """Remove every range of a segment. O(n)."""
         for size, start in [(size, start) for size, number, start in self._by_size if number == segment]:
             del self._start_of[segment, start + size]
             self._drop(segment, start, start + size)
 
     def largest_first(self) -> Iterator[tuple[int, int, int]]:
-        """(segment, start, stop) of each."""
+        """Yield (segment, start, stop) of each range."""
         return ((segment, start, start + size) for size, segment, start in reversed(self._by_size))
 
-    def _keep(self, segment: int, start: int, stop: int) -> None:
+    def _insert(self, segment: int, start: int, stop: int) -> None:
         self._stop_of[segment, start] = stop
         self._start_of[segment, stop] = start
         insort(self._by_size, (stop - start, segment, start))

@@ -1,4 +1,4 @@
-"""Doors of a server: shut, held and opened while peers stand before them."""
+"""Listeners are paused and resumed while peers wait."""
 
 import errno
 import socket
@@ -8,8 +8,8 @@ import pytest
 from waiting import until
 from wire_handlers import client_of, serving
 
-from asyncflow_sdk.wire import admission, listening, sockets
-from asyncflow_sdk.wire.doors import TcpDoor
+from asyncflow_sdk.wire import connection_limiter, router_sockets, sockets
+from asyncflow_sdk.wire.listeners import TcpListener
 
 pytestmark = pytest.mark.fast
 
@@ -35,17 +35,17 @@ def test_a_held_tcp_door_lets_nobody_in_and_everybody_afterwards(tmp_path: Path)
     with serving(f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0", insecure=True) as parrot:
         local, tcp = parrot.server.addresses
         there, here = client_of(tcp), client_of(local)
-        assert there.ask(b"x", 60) == b"x 0"
+        assert there.request(b"x", 60) == b"x 0"
         # when the doors of this process are held
-        TcpDoor.hold_all()
+        TcpListener.pause_all()
         try:
             peer = knock(tcp)
             # then a new peer waits, and those that are in go on, as do clients of this host
-            assert here.ask(b"y", 60) == b"y 1"
-            assert there.ask(b"z", 60) == b"z 2"
+            assert here.request(b"y", 60) == b"y 1"
+            assert there.request(b"z", 60) == b"z 2"
             assert not connected(peer)
         finally:
-            TcpDoor.release_all()
+            TcpListener.resume_all()
         until(lambda: connected(peer), "the peer to be let in")
         for each in (peer, there, here):
             each.close()
@@ -53,20 +53,20 @@ def test_a_held_tcp_door_lets_nobody_in_and_everybody_afterwards(tmp_path: Path)
 
 def test_silent_peers_shut_the_tcp_door_until_they_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     # given a server that takes three peers that have not authenticated
-    monkeypatch.setattr(admission, "MOST_UNPROVEN", 3)
+    monkeypatch.setattr(connection_limiter, "MAX_UNAUTHENTICATED", 3)
     notes: list[str] = []
     with serving("tcp://127.0.0.1:0", insecure=True) as parrot:
         parrot.server.on_note(lambda text, level: notes.append(text))
         address = parrot.server.addresses[0]
         early = client_of(address)
-        early.ask(b"x", 60)
+        early.request(b"x", 60)
         # when more come
         peers = [knock(address) for _ in range(3)]
         until(lambda: len(notes) == 1, "word that the door is shut")
         # then it is shut to others, and who is in stays in
         assert "takes no connections for now: 3 peers have connected and not authenticated" in notes[0]
         late = knock(address)
-        assert early.ask(b"y", 60) == b"y 1"
+        assert early.request(b"y", 60) == b"y 1"
         assert not connected(late)
         # when they leave
         for peer in peers:
@@ -79,7 +79,7 @@ def test_silent_peers_shut_the_tcp_door_until_they_are_gone(monkeypatch: pytest.
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 def test_a_silent_peer_is_disconnected(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (listening, sockets):
+    for module in (router_sockets, sockets):
         monkeypatch.setattr(module, "GIVE_UP_MS", 200)
     with serving(f"ipc://{tmp_path}/s" if kind == "ipc" else "tcp://127.0.0.1:0", insecure=kind == "tcp") as parrot:
         address = parrot.server.addresses[0]

@@ -1,4 +1,4 @@
-"""Room: how much more a directory can take before somebody is harmed."""
+"""Free space: how many bytes files and processes may still take."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that files in a directory may take. Below /dev/shm they take memory: where there is less of it than the
-    file system promises (a container's limit above all), the kernel would kill somebody instead of refusing."""
-    room = os.statvfs(directory)
-    free = room.f_bavail * room.f_frsize
+    """Return the free bytes for files in a directory. Below /dev/shm, at most the free memory:
+    beyond it, as in a container with a lower limit, the kernel kills a process instead of refusing.
+    """
+    found = os.statvfs(directory)
+    free = found.f_bavail * found.f_frsize
     return min(free, free_memory()) if SHM in directory.parents else free
 
 
 def free_memory() -> int:
-    """Bytes that processes may still take before the kernel kills one."""
-    return min(_memory(), _container())
+    """Return the bytes that processes may still take before the kernel kills one."""
+    return min(_machine(), _container())
 
 
-def _memory() -> int:
-    """Of the machine."""
+def _machine() -> int:
     with contextlib.suppress(OSError):
         for line in MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -34,7 +34,7 @@ def _memory() -> int:
 
 
 def _container() -> int:
-    """Of this process's container, if it has a limit: what is not used, and what the page cache would give back."""
+    """Return the free memory below this container's limit, reclaimable page cache included."""
     for limit, usage, stat, caches in (
         ("memory.max", "memory.current", "memory.stat", ("inactive_file", "active_file")),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",

@@ -1,10 +1,11 @@
-"""Keys of the servers of this user on this host: a client that has only a tcp address finds the key by itself.
+"""Key offers: a client finds the key for a tcp address if a server of the same user on this host
+offers it.
 
-offer_key(directory, ["tcp://127.0.0.1:7000"], keys.run, bound=True)     # the server, in the run's shared-memory directory
-find_key("tcp://127.0.0.1:7000")                                         # a client of the same user
+offer_key(directory, ["tcp://127.0.0.1:7000"], keys.run, bound=True)   # server, in the run's shared-memory directory
+find_key("tcp://127.0.0.1:7000")                                       # client
 
-The directory has mode 0700 and goes with its server, so no other user reads the key, and a key is no longer found
-once its server has ended, unless a journal keeps the directory for the next server of the run.
+The directory has mode 0700: other users cannot read the key. It is removed with its server, unless
+a journal keeps it for the run's next server.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ import msgspec
 from ..errors import AccessDenied, ServerLost
 from ..memory import is_served, journal_owns, own_directories
 from .keys import RunKey, save
-from .sockets import RETRY_S, on_loopback, probe
+from .sockets import RETRY_S, is_loopback, probe
 
 FILE = "tcp.key"
 _EVERY_HOST = ("*", "0.0.0.0", "::")
 
 
 class _Offer(msgspec.Struct, frozen=True):
-    """``network``: the network namespace of ``addresses``. ``bound``: the server listens there; before, it is about to."""
+    """``network``: the network namespace of ``addresses``. ``bound``: False if the server will
+    listen soon."""
 
     network: str
     addresses: tuple[str, ...]
@@ -37,8 +39,8 @@ class _Offer(msgspec.Struct, frozen=True):
 
 
 def offer_key(directory: Path, addresses: Sequence[str], key: RunKey | None, *, bound: bool) -> None:
-    """Offer the key to clients of this user, or none any more. A server calls it before and after it binds: whoever
-    can connect finds the key. Raises ConfigError if it cannot be written."""
+    """Offer a key to clients of this user; None withdraws it. Call before and after binding, so
+    that a client able to connect finds it. Raises ConfigError if it cannot be written."""
     if key is not None:
         over_tcp = tuple(address for address in addresses if address.startswith("tcp://"))
         save(directory / FILE, _Offer(_network(), over_tcp, bound, key))
@@ -47,9 +49,9 @@ def offer_key(directory: Path, addresses: Sequence[str], key: RunKey | None, *, 
 
 
 def find_key(address: str) -> RunKey | None:
-    """The key of the server of this user that listens on a tcp address of this host; None if there is none.
+    """Return the key offered by a server of this user for a tcp address of this host, else None.
 
-    Prefers a server that lives to one that a journal will continue, and one that listens to one that is about to.
+    Prefers a running server over one to be continued from its journal, then a listening server.
     """
     host, port = _split(address)
     network, found = _network(), list[tuple[bool, bool, RunKey]]()
@@ -66,14 +68,14 @@ def find_key(address: str) -> RunKey | None:
 
 
 def await_key(address: str, timeout_s: float) -> RunKey | None:
-    """The same. On loopback, wait for the server up to ``timeout_s``, since it may be starting.
+    """Like ``find_key``. On loopback, wait up to ``timeout_s`` for a starting server.
 
-    Raises ServerLost if nobody listens in that time, AccessDenied if a server listens whose key is not this user's.
+    Raises ServerLost if none listens in time, AccessDenied if one of another user listens.
     """
     until = time.monotonic() + timeout_s
     while True:
         key = find_key(address)
-        if key is not None or not on_loopback(address):
+        if key is not None or not is_loopback(address):
             return key
         try:
             probe(address)
@@ -85,11 +87,11 @@ def await_key(address: str, timeout_s: float) -> RunKey | None:
                 ) from None
             time.sleep(RETRY_S)
         else:
-            key = find_key(address)  # offered before its server could be connected to
+            key = find_key(address)  # the server offers it before it listens
             if key is not None:
                 return key
             raise AccessDenied(
-                f"what listens at {address} is no server of this user on this host, so no key for it is known; pass key=,"
+                f"at {address} listens no server of this user on this host, so no key for it is known; pass key=,"
                 " the path of a copy of the run's run.key, or insecure=True if it is served without keys"
             )
 
@@ -101,7 +103,7 @@ def _read(path: Path) -> _Offer | None:
 
 
 def _network() -> str:
-    """The network namespace of this process: other containers may have the same address."""
+    """Return the network namespace of this process: other containers may use the same address."""
     try:
         return os.readlink("/proc/self/ns/net")
     except OSError:
@@ -115,7 +117,7 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _is_here(host: str) -> bool:
-    """True if a name or an IP address is one of this host: a socket can be bound to it."""
+    """True if a host name or IP address belongs to this host: a socket can be bound to it."""
     try:
         for family, kind, _, _, (ip, *_rest) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             with socket.socket(family, kind) as trial:

@@ -1,4 +1,4 @@
-"""A server listens over tcp with keys alone, unless it is told otherwise, and says why it does not."""
+"""A server listens over tcp only with keys or insecure=True, and the error explains it."""
 
 from pathlib import Path
 
@@ -48,5 +48,5 @@ def test_one_server_at_several_addresses(tmp_path: Path) -> None:
     with serving("inproc://several", f"ipc://{tmp_path}/s", "tcp://127.0.0.1:0", insecure=True) as parrot:
         for number, address in enumerate(parrot.server.addresses):
             client = Client(address, insecure=True)
-            assert client.ask(b"x", 5) == b"x %d" % number
+            assert client.request(b"x", 5) == b"x %d" % number
             client.close()

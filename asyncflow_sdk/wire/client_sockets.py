@@ -1,0 +1,234 @@
+"""The sockets of a client, one per thread or event loop, and the watch on its server's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import zmq
+
+from ..errors import AsyncFlowError, ProtocolError, ServerLost
+from .envelope import GOODBYE, ResponseEnvelope, decode_response
+from .exchange import Message, RequestExchange
+from .handshake import HandshakeMonitor
+from .keys import RunKey
+from .processes import open_pidfd
+from .sockets import connect, transport_of
+
+# Plain integers: an operation on zmq's enumerations takes longer than receiving a message.
+_NOBLOCK, POLLIN, _RCVMORE, _EVENTS = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE), int(zmq.EVENTS)
+FINAL_MESSAGES_MS = 100
+"""How long messages of an ended server may still be in transit."""
+
+
+class ReceivedMessage(NamedTuple):
+    """A message of the server. ``data``: its payload frame, if any."""
+
+    response: ResponseEnvelope
+    data: Any = None
+
+
+class ServerWatch:
+    """The server's process, if it is visible here. ``fd``: readable once it has ended, else -1.
+    ``ended``: True if it had ended before."""
+
+    def __init__(self, pid: int = 0, key: str = "") -> None:
+        self.pid, self.fd, self.ended = pid, -1, False
+        if pid != os.getpid():
+            try:
+                fd = open_pidfd(pid, key)
+                self.fd = -1 if fd is None else fd
+            except ProcessLookupError:
+                self.ended = True
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class ThreadSocket:
+    """The socket of one thread. ``busy``: its requests in progress (2 if a signal handler makes
+    one). ``partial``: True if a message was read in part. ``got_goodbye``: True if the server
+    closed for good.
+    """
+
+    def __init__(self, context: zmq.Context[Any], address: str, key: RunKey | None, monitored: bool) -> None:
+        self.busy = 0
+        self.partial = self.got_goodbye = False
+        self.wake, self._interrupted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
+        self._open = [self.wake]
+        self.handshake: HandshakeMonitor | None = None
+        self.socket = context.socket(zmq.DEALER)
+        try:
+            if monitored:
+                patient = transport_of(address) == "ipc"
+                self.handshake = HandshakeMonitor(self.socket, address, key is not None, patient)
+            connect(self.socket, address, key)
+        except BaseException:
+            self.close()
+            raise
+
+    def interrupt(self) -> None:
+        """Make ``wake`` readable, to end the wait of another thread."""
+        self._interrupted = True
+        os.eventfd_write(self.wake, 1)
+
+    def clear_interrupt(self) -> None:
+        """Undo ``interrupt``."""
+        if self._interrupted:
+            self._interrupted = False
+            os.eventfd_read(self.wake)
+
+    def send(self, messages: Iterable[Message]) -> None:
+        """Send without waiting: a socket with a refused connection accepts no more messages, and
+        the caller must read the reason. Unsent messages are dropped."""
+        _send(self.socket, messages)
+
+    def receive(self) -> ReceivedMessage:
+        """Return the next message, which must be available. Raises ProtocolError."""
+        self.partial = True
+        envelope, data = self.socket.recv(), None
+        while self.socket.getsockopt(_RCVMORE):
+            data = self.socket.recv(copy=False)
+        self.partial = False
+        response = decode_response(envelope)
+        self.got_goodbye |= response.seq == GOODBYE
+        return ReceivedMessage(response, data)
+
+    def drain(self) -> bool:
+        """Discard messages for requests no longer in progress; return ``got_goodbye``."""
+        with contextlib.suppress(ProtocolError):
+            while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & POLLIN:
+                self.receive()
+        return self.got_goodbye
+
+    def close(self, linger: int = 200) -> None:
+        """Close the socket. ``linger``: milliseconds for unsent messages. Idempotent."""
+        if self.handshake is not None:
+            self.handshake.close()
+            self.handshake = None
+        self.socket.close(linger=linger)
+        with contextlib.suppress(IndexError):  # the end of the thread may close it at the same time
+            os.close(self._open.pop())
+
+    def __del__(self) -> None:
+        if not self.socket.closed:
+            self.close()
+
+
+class LoopSocket:
+    """The socket of an event loop. It adds its descriptor to the loop itself: zmq.asyncio takes
+    several loop iterations per message.
+
+    ``ended``, ``goodbye``: make the error of requests whose server's process ended, or closed for
+    good.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], address: str, key: RunKey | None, server: ServerWatch,
+        ended: Callable[[], AsyncFlowError], goodbye: Callable[[], AsyncFlowError],
+    ) -> None:  # fmt: skip
+        self.address, self._goodbye = address, goodbye
+        self._loop = asyncio.get_running_loop()
+        self._server, self._ended, self._server_gone = server, ended, False
+        self._exchanges: dict[int, tuple[RequestExchange, asyncio.Future[None]]] = {}
+        self.socket = context.socket(zmq.DEALER)
+        connect(self.socket, address, key)
+        self._fd = self.socket.getsockopt(zmq.FD)
+        self._loop.add_reader(self._fd, self._receive)
+        if server.fd >= 0:
+            self._loop.add_reader(server.fd, self._server_ended)
+
+    async def exchange(self, exchange: RequestExchange, messages: Iterable[Message], wait_s: float) -> None:
+        """Send, and continue the exchange as answers arrive; return once it has a reply, or after
+        ``wait_s``."""
+        if self._server_gone:
+            raise self._ended()
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._exchanges[exchange.seq] = exchange, future
+        timer = self._loop.call_later(max(wait_s, 0.0), _resolve, future)
+        try:
+            self.send(messages)
+            await future
+        finally:
+            timer.cancel()
+            self._exchanges.pop(exchange.seq, None)
+
+    def send(self, messages: Iterable[Message]) -> None:
+        """Send without waiting: see ``ThreadSocket.send``."""
+        try:
+            _send(self.socket, messages)
+        finally:
+            # Hazard: sending may consume the edge that reports received messages; nothing else wakes the loop.
+            self._loop.call_soon(self._receive)
+
+    def close(self) -> None:
+        """Close the socket; its requests raise ServerLost. Idempotent."""
+        if self.socket.closed:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._fd)
+            self._unwatch()
+            self._fail(ServerLost(f"this connection to {self.address} is closed"))
+        self.socket.close(linger=200)
+
+    def _receive(self) -> None:
+        while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & POLLIN:
+            data = None
+            try:
+                envelope = self.socket.recv(_NOBLOCK)
+                while self.socket.getsockopt(_RCVMORE):
+                    data = self.socket.recv(_NOBLOCK, copy=False)
+                response = decode_response(envelope)
+            except ProtocolError as error:
+                self._fail(error)
+                continue
+            if response.seq == GOODBYE:
+                self._fail(self._goodbye())
+            elif response.seq in self._exchanges:
+                self._continue(*self._exchanges[response.seq], response, data)
+
+    def _continue(
+        self, exchange: RequestExchange, future: asyncio.Future[None], response: ResponseEnvelope, data: Any
+    ) -> None:
+        try:
+            messages = exchange.receive(response, data)
+        except ProtocolError as error:
+            if not future.done():
+                future.set_exception(error)
+            return
+        _send(self.socket, messages)
+        if exchange.reply is not None:
+            _resolve(future)
+
+    def _server_ended(self) -> None:
+        self._unwatch()
+        self._server_gone = True
+        self._loop.call_later(FINAL_MESSAGES_MS / 1000, lambda: self._fail(self._ended()))
+
+    def _unwatch(self) -> None:
+        if self._server.fd >= 0 and not self._loop.is_closed():
+            self._loop.remove_reader(self._server.fd)
+
+    def _fail(self, error: AsyncFlowError) -> None:
+        for _, future in self._exchanges.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+def _send(socket: zmq.Socket[Any], messages: Iterable[Message]) -> None:
+    with contextlib.suppress(zmq.Again):
+        for envelope, data in messages:
+            if data is None:
+                socket.send(envelope, _NOBLOCK)
+            else:
+                socket.send_multipart((envelope, data), _NOBLOCK, copy=True)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

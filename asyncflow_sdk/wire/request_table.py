@@ -1,0 +1,104 @@
+"""RequestTable: all sessions of a server with their requests. A request repeated by (session, seq)
+is not executed again: it gets its stored answer, or waits for it.
+
+It uses no socket, so a recorded run is replayed through it: see ``RequestTable.replay``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .handler import RequestHandler
+from .router_sockets import Route
+from .session_state import SessionState
+
+
+class RequestTable:
+    """Not thread-safe: the server's thread owns it. ``sessions``: by name. A *ticket* is the number
+    of a request in this table."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, SessionState] = {}
+        self._by_ticket: dict[int, tuple[str, int]] = {}
+        self._next_ticket = 1
+
+    def begin(
+        self,
+        handler: RequestHandler,
+        route: Route | None,
+        name: str,
+        session: SessionState,
+        seq: int,
+        body: bytes,
+        payload: Any,
+    ) -> bool:
+        """Execute a request on its first arrival. Return True if its cancellation arrived before
+        it."""
+        dropped = session.mark_received(seq)
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        session.routes[seq], session.tickets[seq] = route, ticket
+        self._by_ticket[ticket] = (name, seq)
+        handler.request(name, ticket, body, payload)
+        return dropped
+
+    def take(self, ticket: int) -> tuple[SessionState | None, int]:
+        """Remove a ticket about to be answered. Return its session, None if the request was
+        cancelled or its session ended, and its seq."""
+        name, seq = self._by_ticket.pop(ticket, ("", 0))
+        session = self.sessions.get(name)
+        if session is not None:
+            session.tickets.pop(seq, None)
+        return session, seq
+
+    def numbers(self, ticket: int) -> tuple[int, int]:
+        """Return the seq of an unanswered request, and its session's ``done``: all requests below
+        are over."""
+        name, seq = self._by_ticket[ticket]
+        return seq, self.sessions[name].done
+
+    def drop(self, handler: RequestHandler, name: str, session: SessionState, seq: int) -> None:
+        """Cancel a request. Notify the handler unless the answer has arrived."""
+        if not session.is_known(seq):
+            if seq not in session.early:
+                session.drop_early(seq)
+                handler.dropped(name, seq, 0, None)
+            return
+        session.routes.pop(seq, None)
+        ticket = session.tickets.pop(seq, None)
+        answer = session.forget(seq)
+        if ticket is not None:
+            self._by_ticket.pop(ticket, None)
+            handler.dropped(name, seq, ticket, None)
+        elif answer is not None:
+            handler.dropped(name, seq, 0, answer)
+
+    def forget(self, name: str) -> None:
+        """Remove a session with its requests and answers."""
+        session = self.sessions.pop(name, None)
+        for ticket in session.tickets.values() if session else ():
+            self._by_ticket.pop(ticket, None)
+
+    # ---- replays, before the server starts
+
+    def replay(self, handler: RequestHandler, name: str, seq: int, done: int, ticket: int, body: bytes) -> None:
+        """Replay a recorded request: ``handler`` executes it."""
+        session = self.sessions.setdefault(name, SessionState())
+        session.advance_done(done)
+        session.skip_to(min(done, seq) - 1)
+        following, self._next_ticket = self._next_ticket, ticket
+        self.begin(handler, None, name, session, seq, body, None)
+        self._next_ticket = max(following, self._next_ticket)  # a request that waited has a lower ticket
+
+    def replay_drop(self, handler: RequestHandler, name: str, seq: int) -> None:
+        """Replay a recorded request cancellation."""
+        session = self.sessions.setdefault(name, SessionState())
+        if seq in session.early:  # the request arrived since, had no effect, and was cancelled
+            session.mark_received(seq)
+            handler.dropped(name, seq, 0, None)
+        else:
+            self.drop(handler, name, session, seq)
+
+    def finish_replay(self) -> None:
+        """Forget all connections: clients of the earlier server have to repeat their requests."""
+        for session in self.sessions.values():
+            session.routes = dict.fromkeys((*session.answers, *session.tickets))

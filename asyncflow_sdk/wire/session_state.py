@@ -1,0 +1,110 @@
+"""SessionState: the requests that a server has received from one session, and the answers not yet
+confirmed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from .router_sockets import Route
+from .transfers import Download
+
+MAX_CONNECTIONS = 1024
+"""Connections remembered for one session."""
+
+
+@dataclass
+class SessionState:
+    """Answers are kept until the client confirms them, so a repeated request has no second effect.
+
+    The cancellation of a request may arrive before the request, over another socket (``early``).
+    The request is then executed on arrival and cancelled at once, as if both had arrived in order:
+    a lease that it would return must not be lost.
+    """
+
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"makers", "downloads", "routes", "connections"})
+
+    answers: dict[int, bytes] = field(default_factory=dict)
+    made: set[int] = field(default_factory=set)  # answers rendered by Handler.make each time they are sent
+    makers: dict[int, Callable[[], tuple[bytes, Sequence[Any]]]] = field(default_factory=dict)  # or by a function
+    downloads: dict[int, Download] = field(default_factory=dict)  # answers being sent: large, or with payload
+    tickets: dict[int, int] = field(default_factory=dict)  # seq → ticket of unanswered requests
+    routes: dict[int, Route | None] = field(default_factory=dict)  # seq → connection of its last message
+    connections: dict[Route, None] = field(default_factory=dict)  # in the order of their first message
+    done: int = 0
+    low: int = 0  # all requests up to here were received, or are in early
+    ahead: set[int] = field(default_factory=set)  # the same for requests above low
+    early: set[int] = field(default_factory=set)
+
+    def add_connection(self, route: Route) -> None:
+        """Remember a connection. Above MAX_CONNECTIONS, keep the first, which joined, and the
+        newest."""
+        self.connections[route] = None
+        if len(self.connections) > MAX_CONNECTIONS:
+            del self.connections[next(itertools.islice(self.connections, 1, None))]
+
+    def is_known(self, seq: int) -> bool:
+        """True if the request has arrived before."""
+        return seq not in self.early and (seq <= self.low or seq in self.ahead)
+
+    def mark_received(self, seq: int) -> bool:
+        """Record the first arrival of a request. Return True if it was cancelled before."""
+        if seq in self.early:
+            self.early.remove(seq)
+            return True
+        self._mark(seq)
+        return False
+
+    def drop_early(self, seq: int) -> None:
+        """Record the cancellation of a request that has not arrived."""
+        self.early.add(seq)
+        self._mark(seq)
+
+    def _mark(self, seq: int) -> None:
+        if seq == self.low + 1 and not self.ahead:
+            self.low = seq
+            return
+        self.ahead.add(seq)
+        self._advance()
+
+    def _advance(self) -> None:
+        while self.low + 1 in self.ahead:
+            self.low += 1
+            self.ahead.remove(self.low)
+
+    def confirm(self, seq: int) -> None:
+        """The client has received this answer: forget it."""
+        if self.forget(seq) is not None:
+            self.routes.pop(seq, None)
+
+    def forget(self, seq: int) -> bytes | None:
+        """Remove and return an answer; None if there is none."""
+        self.made.discard(seq)
+        self.makers.pop(seq, None)
+        self.downloads.pop(seq, None)
+        return self.answers.pop(seq, None)
+
+    def release_downloads(self, before_s: float) -> None:
+        """Release downloads sent completely, or inactive since ``before_s``; a retry makes them
+        again."""
+        for seq in [seq for seq, each in self.downloads.items() if each.complete or each.active_s < before_s]:
+            del self.downloads[seq]
+
+    def skip_to(self, seq: int) -> None:
+        """Mark all requests up to ``seq`` as received. A restarted server has no record of requests
+        without effect."""
+        if seq > self.low:
+            self.low = seq
+            self.ahead = {s for s in self.ahead if s > seq}
+            self._advance()
+
+    def advance_done(self, done: int) -> None:
+        """Forget the answers below ``done``: each has arrived, or was cancelled."""
+        self.done = done
+        if not self.answers:
+            return
+        for seq in [s for s in self.answers if s < done]:
+            self.confirm(seq)
