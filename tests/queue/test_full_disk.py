@@ -59,7 +59,7 @@ def test_a_put_waits_for_room_in_the_journal_while_all_else_goes_on(disk: SmallD
         assert "journal" in why
         assert "No space left on device" in why
         with pytest.raises(
-            DeadlineExceeded, match=r"after \d\.\d s: the journal .* cannot take this request: No space left"
+            DeadlineExceeded, match=r"after \d\.\d s: the journal .* has no room for this request: No space left"
         ):
             other.queue.put({"x": [1.0]}, timeout_s=0.0)
         # and one that is given up leaves nothing behind

@@ -1,0 +1,47 @@
+"""Exceptions as text that can be sent: messages, and tracebacks without the SDK's own frames.
+
+user_trace(error)                # Traceback (most recent call last): ... File "rewards.py", line 7, in score ...
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+_SDK = f"{Path(__file__).parent.parent}/"
+FRAMES = 8
+"""The number of innermost frames shown."""
+
+
+def user_trace(error: BaseException) -> str:
+    """Return the traceback of an error from its first frame outside the SDK on. Thread-safe.
+
+    Return "" if there is none, for example for a function called with wrong arguments.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_SDK):
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    try:
+        lines = traceback.format_exception(type(error), error, trace, limit=-FRAMES)
+    except Exception:  # str(error) fails
+        lines = traceback.format_tb(trace, limit=-FRAMES)
+    return plain_text("".join(lines).rstrip())
+
+
+def error_text(error: BaseException) -> str:
+    """Return an exception's class name and message. An exception whose ``str`` fails has a message,
+    too."""
+    try:
+        text = str(error)
+    except Exception as wrong:
+        text = f"its __str__ raised {type(wrong).__name__}"
+    return f"{type(error).__name__}: {text}"
+
+
+def plain_text(text: str, most: int = 4000) -> str:
+    """Return text that can be encoded as UTF-8. Text longer than ``most`` is cut in the middle."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return text.encode(errors="backslashreplace").decode()
