@@ -92,7 +92,7 @@ class BatchVerbs(Batch):
         index: npt.ArrayLike | None = None,
         filtered: npt.ArrayLike | None = None,
     ) -> None:
-        """Write the payload now, and send the completion with the next request; see
+        """Write the payload now, send the completion with the next request; see
         ``LeasedBatch.finish``."""
         if self._last is not None:
             raise SchemaError(
@@ -240,8 +240,7 @@ class BlockingBatch(BatchVerbs, LeasedBatch):
 
 
 def _positions(index: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Return positions as int32, given positions or a bool mask. The ledger rejects those out of
-    range."""
+    """Return positions as int32, from positions or a bool mask. The ledger checks their range."""
     at = np.asarray(index)
     if at.dtype == bool:
         at = np.flatnonzero(at)
@@ -268,8 +267,7 @@ class Stream(Generic[B]):
         self._entered = False  # if True, __exit__ closes the batch with the exception that ended the loop
 
     async def _next(self) -> B:
-        """Return the next batch. Raises the errors of ``get``, for the previous batch and for this
-        one."""
+        """Return the next batch. Raises the errors of ``get``, for the previous batch and this one."""
         last, self._batch = self._batch, None
         try:
             self._batch = await self._lease(last)
@@ -286,8 +284,8 @@ class Stream(Generic[B]):
 
 
 class AsyncStream(Stream[AsyncLeasedBatch]):
-    """Batches for ``async for``. Use it in an ``async with``: without one, the event loop cleans up
-    an abandoned loop late."""
+    """Batches for ``async for``, best in an ``async with``: else an abandoned loop is cleaned up
+    late."""
 
     async def __aiter__(self) -> AsyncIterator[AsyncLeasedBatch]:
         try:

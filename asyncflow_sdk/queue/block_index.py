@@ -45,9 +45,8 @@ class BlockIndex:
         self._plans: dict[tuple[str, ...], list[tuple[Family, tuple[str, ...], bytes]]] = {}
         self._base = 0
         self._capacity = 1024
-        self._blocks = np.zeros(
-            (1024, 6), np.int64
-        )  # by slot: segment, start, serial, rows, nbytes, rows that need it
+        # by slot: segment, start, serial, rows, nbytes, rows that need it
+        self._blocks = np.zeros((1024, 6), np.int64)
         self._free = list(range(1023, -1, -1))  # slots; the lowest is used first
         self._segments = _Segments()
         self.live_bytes = 0  # of blocks in use
@@ -148,11 +147,11 @@ class BlockIndex:
         return freed
 
     def find_lost(self, exist: BlockCheck, among: Ids | None = None) -> Ids:
-        """Return the rows that need a lost block. ``exist``: checks blocks of a segment by start,
-        serial and bytes.
+        """Return the rows with lost blocks. ``exist``: checks blocks of a segment by start, serial
+        and bytes.
 
-        ``among``: check only the blocks of these rows; other rows that need these blocks are
-        returned, too.
+        ``among``: check only the blocks of these rows; the result includes other rows of these
+        blocks.
         """
         used = np.ones(len(self._blocks), np.bool_)
         used[self._free] = False
@@ -205,8 +204,7 @@ class BlockIndex:
         return self._segments.of(owner)
 
     def _plan(self, columns: tuple[str, ...]) -> list[tuple[Family, tuple[str, ...], bytes]]:
-        """Return the families that have some of these columns, those columns, and their positions
-        in the family."""
+        """Return for each family with some of these columns: the columns and their positions in it."""
         plan = self._plans.get(columns)
         if plan is None:
             wanted: dict[Family, list[str]] = {}
@@ -229,8 +227,8 @@ class BlockIndex:
         return self._slices((name,), field, place)
 
     def _slices(self, names: tuple[str, ...], fields: bytes | npt.NDArray[np.int32], places: Ids) -> BlockSlices:
-        """Return the slices at places. ``fields``: packed, the same for all blocks; or an array,
-        one for each row."""
+        """Return the slices at places. ``fields``: packed, for all blocks; or an array, for each
+        row."""
         first = int(places[0])
         count = len(places)
         if count == 1 or (int(places[-1]) - first == count - 1 and (places[1:] - places[:-1] == 1).all()):
@@ -271,8 +269,7 @@ class BlockIndex:
         return out
 
     def _reserve(self, lowest: int, highest: int) -> None:
-        """Make room for rows ``lowest`` to ``highest``: drop the unused front, or double the
-        arrays."""
+        """Make room for rows ``lowest`` to ``highest``: drop the unused front, or double."""
         if lowest < self._base:  # a row without columns when the front was dropped
             more = self._base - lowest
             for family, array in self._families.items():
@@ -342,8 +339,7 @@ def _numbered(values: npt.NDArray[Any]) -> tuple[list[int], npt.NDArray[Any]]:
 
 
 def _steps(values: Ids, before: int) -> Ids:
-    """Return the difference of each value to the one before it. (Four times as fast as ``np.diff``
-    with prepend.)"""
+    """Return the differences of successive values, four times as fast as ``np.diff`` with prepend."""
     steps = values.copy()
     steps[1:] -= values[:-1]
     steps[0] -= before

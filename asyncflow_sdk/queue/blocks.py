@@ -29,15 +29,13 @@ from ..types.ragged import Array
 
 ALIGN = 64
 JOIN_BYTES = 64 << 10
-"""Columns up to this size are joined before they are copied: two copies in the cache cost less than
-one call each."""
+"""Columns up to this size are joined first: two copies in the cache cost less than two calls."""
 _PAD = bytes(ALIGN)
 _PADDING: Any = np.zeros(ALIGN, np.uint8)
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """``rows`` entries of every column in ``columns``: bytes ``start`` to ``start + nbytes`` of a
-    segment."""
+    """``rows`` entries of all ``columns``: bytes ``start`` to ``start + nbytes`` of a segment."""
 
     segment: str
     start: int
@@ -70,8 +68,7 @@ class BlockSlices(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
-    """Pack a caller's columns. Raises SchemaError if they differ in their number of rows, or are no
-    mapping."""
+    """Pack a caller's columns. Raises SchemaError if they differ in rows, or are no mapping."""
     if not isinstance(columns, Mapping):
         raise SchemaError(f"columns must be a dict of columns by name, not a {type(columns).__name__}")
     for name in columns:
@@ -84,8 +81,7 @@ def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
 
 
 def arrange(columns: Mapping[str, Column]) -> tuple[int, int, bytes, list[Array]]:
-    """Return a block's rows and bytes, its header after the arena's, and its arrays in order, each
-    to be aligned to ALIGN."""
+    """Return a block's rows, bytes, header (after the arena's), and arrays, to be aligned to ALIGN."""
     rows = len(next(iter(columns.values())))
     end = -(-(HEADER_BYTES + 24 + 24 * len(columns)) // ALIGN) * ALIGN
     head = [rows, len(columns), 0]
@@ -175,8 +171,8 @@ def kind_of(name: str, spec: ColumnSpec) -> Kind:
 
 
 def _wrong(wanted: list[Kind], table: Ints, rows: Ints, nbytes: Ints, body: Ints) -> npt.NDArray[np.bool_]:
-    """Return True for each column (n, columns) not inside its block. No sum overflows: earlier
-    checks bound later sums."""
+    """Return True for each column (n, columns) outside its block. No sum of checked values
+    overflows."""
     values, size, offsets = table[:, :, 0], table[:, :, 1], table[:, :, 2]
     ragged = np.array([kind.ragged for kind in wanted])
     width = np.array([kind.width for kind in wanted])

@@ -79,8 +79,7 @@ class PendingCall(NamedTuple):
 
 
 class TrainedStep(NamedTuple):
-    """A step being acknowledged: its rows, their groups, and the current version when each was
-    completed."""
+    """A step being acknowledged: rows, groups, and the version current when each row was completed."""
 
     number: int
     ids: Ids
@@ -123,8 +122,7 @@ class CallExecutor:
         self._digest = 0
 
     def take_digest(self) -> int:
-        """Return a digest of the answers since the last call, for comparison in a replay. 0 if
-        nothing is recorded."""
+        """Return a digest of the answers since the last call; 0 if nothing is recorded."""
         digest, self._digest = self._digest, 0
         return digest
 
@@ -179,8 +177,8 @@ class CallExecutor:
         self._flush()
 
     def report_steps_again(self) -> None:
-        """Report acknowledged steps with live rows: an earlier server may have died before its
-        listener read them."""
+        """Report acknowledged steps with live rows: an earlier server's listener may not have read
+        them."""
         rows = self._state.rows
         for step, ids in self._state.steps.acknowledged() if self._listeners.steps else ():
             at = rows.at(ids)
@@ -217,7 +215,9 @@ class CallExecutor:
             if isinstance(command, cmd.Put | cmd.Complete):
                 command = msgspec.structs.replace(command, nbytes=block.nbytes if block else 0)
             command = self._measures.fill(command, block)
-            lease = self._lease_of_step(command) if step >= 0 else None
+            lease: Grant | None = None
+            if step >= 0 and isinstance(command, cmd.Complete):
+                lease = self._state.leases.by_token.get(command.token)
             unread, trained = self._unread(command), self._trained(lease, ids)
             if call.then is not None and not isinstance(command, cmd.Complete | cmd.GiveBack):
                 raise ProtocolError("`then` needs a completion or a return of rows")
@@ -280,9 +280,6 @@ class CallExecutor:
             raise by_name(*msgspec.msgpack.decode(refused, type=tuple[str, str]))
         return found[0] if found else completed(self.ledger, command, block)
 
-    def _lease_of_step(self, command: cmd.AnyCommand) -> Grant | None:
-        return self._state.leases.by_token.get(command.token) if isinstance(command, cmd.Complete) else None
-
     def _trained(self, lease: Grant | None, ids: Ids | None) -> TrainedStep | None:
         """Return the step that this call acknowledges, with the rows of all ranks."""
         if lease is None or ids is None:
@@ -313,8 +310,7 @@ class CallExecutor:
     # ---- effects
 
     def _flush(self, trained: TrainedStep | None = None) -> None:
-        """Send the ledger's answers, call listeners, and free memory. ``trained``: the acknowledged
-        step."""
+        """Send answers, call listeners, and free memory. ``trained``: the acknowledged step."""
         effects = self.ledger.drain()
         following: list[tuple[int, PendingCall, cmd.Lease]] = []
         for ticket, reply in effects.answers:

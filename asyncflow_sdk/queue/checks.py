@@ -49,8 +49,7 @@ def check_arguments(command: msgspec.Struct) -> None:
 
 
 def check_columns(what: str, names: Any) -> tuple[str, ...]:
-    """Return column names as a tuple. Raises SchemaError for a single string, and for an invalid
-    column name."""
+    """Return column names as a tuple. Raises SchemaError for a single string or an invalid name."""
     found = _listed(what, names)
     for name in found:
         try:
@@ -61,8 +60,10 @@ def check_columns(what: str, names: Any) -> tuple[str, ...]:
 
 
 def check_names(what: str, names: Any, *, empty: bool = False) -> tuple[str, ...]:
-    """Return names as a tuple. Raises SchemaError for a single string, and for an invalid name.
-    ``empty``: allow ""."""
+    """Return names as a tuple. Raises SchemaError for a single string or an invalid name.
+
+    ``empty``: allow "".
+    """
     found = _listed(what, names)
     for name in found:
         if name or not empty:
@@ -99,19 +100,15 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, tuple[type, ...]], .
     """Return the plain fields of a command with their allowed types."""
     found = []
     for field in msgspec.structs.fields(kind):
-        parts = typing.get_args(field.type) if _is_union(field.type) else (field.type,)
+        is_union = typing.get_origin(field.type) in (typing.Union, types.UnionType)
+        parts = typing.get_args(field.type) if is_union else (field.type,)
         if all(part in _EXACT for part in parts):
             found.append((field.name, tuple(kind for part in parts for kind in _EXACT[part])))
     return tuple(found)
 
 
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
 MAX_PUT_ROWS = 1 << 22
-"""Most rows of one put. The ledger keeps about 100 bytes for each row, however small the payload
-is."""
+"""Most rows of one put. The ledger keeps about 100 bytes for each row, whatever its payload."""
 
 
 def owns(session: int, segment: str) -> bool:
@@ -122,8 +119,8 @@ def owns(session: int, segment: str) -> bool:
 def check_call(
     ledger: Ledger, directory: Path, session: int, command: cmd.AnyCommand, block: Block | None
 ) -> tuple[Ids | None, int]:
-    """Return the rows that a completion names, in the order of its block, and their step. Raises
-    SchemaError, PayloadLost."""
+    """Return a completion's rows, in its block's order, and their step. Raises SchemaError,
+    PayloadLost."""
     if not isinstance(command, (cmd.Put, cmd.Complete)):
         if block is not None:
             raise SchemaError("this command takes no payload")
@@ -152,8 +149,7 @@ def check_call(
 
 
 def completed(ledger: Ledger, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
-    """Return the rows that a completion names, and their step; (None, -1) for a call that the
-    ledger will reject."""
+    """Return a completion's rows and their step; (None, -1) if the ledger will reject the call."""
     if not isinstance(command, cmd.Complete):
         return None, -1
     lease = ledger.state.leases.by_token.get(command.token)
@@ -192,8 +188,7 @@ def _check_block(block: Block, columns: cmd.Columns) -> None:
 
 @functools.lru_cache(1024)
 def _least(names: tuple[str, ...], specs: tuple[ColumnSpec, ...]) -> tuple[int, int]:
-    """Return the least bytes of such columns: for each row, and in addition. Raises SchemaError for
-    an invalid shape."""
+    """Return the least bytes of columns: for each row, and in addition. Raises SchemaError."""
     row_bytes = extra = 0
     for name, spec in zip(names, specs, strict=True):
         size = carrier(spec.dtype).itemsize

@@ -30,15 +30,13 @@ from .coroutines import run_blocking, sync
 from .protocol import CallResult
 
 _READ_TRIES = 8
-"""Rows can end between their lease and the read. The client then asks for others, this many times.
-"""
+"""Most requests for one batch: rows can end between their lease and the read."""
 B = TypeVar("B", bound=BatchVerbs)
 S = TypeVar("S")
 
 
 class QueueVerbs(Generic[B, S]):
-    """The methods of a queue, written once as coroutines, for ``QueueClient`` and
-    ``AsyncTransferQueue``."""
+    """The methods of a queue, written once as coroutines."""
 
     _batch: type[B]
     _streams: Callable[[Callable[[B | None], Awaitable[B]]], S]
@@ -290,8 +288,7 @@ class QueueClient(QueueVerbs[BlockingBatch, BlockingStream], TransferQueue):
     flush = sync(QueueVerbs._flush, TransferQueue.flush)
 
     def send(self, command: cmd.AnyCommand) -> Any:
-        """Send a ledger command and return its reply; other clients of this server use it. Raises
-        the ledger's error."""
+        """Send a ledger command for another client of this server. Raises the ledger's error."""
         return run_blocking(self._port.send(command))
 
     @property
@@ -307,8 +304,7 @@ def _sampler(sampler: Any) -> SamplerSpec | None:
 
 
 def policy_spec(policy: Any) -> PolicySpec | None:
-    """Return the spec of a staleness policy given by name, or by name and options. Raises
-    ConfigError."""
+    """Return the spec of a policy given by name, or by name and options. Raises ConfigError."""
     if policy is None or isinstance(policy, PolicySpec):
         return policy
     return PolicySpec(*_name_and_options("staleness policy", policy))

@@ -2,8 +2,8 @@
 calls.
 
 A client on the server's host writes payload into shared memory and sends only its location. A
-client without that memory (another host, or a container with its own /dev/shm) sends and receives
-the columns beside each call, as blocks, which the server stores in its own segments.
+client without this memory (another host, or a container with its own /dev/shm) sends and receives
+columns beside each call, as blocks. The server stores them in its own segments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from .._version import __version__
-from ..errors import ConfigError, DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, SchemaError, ServerLost
+from ..errors import DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, SchemaError, ServerLost
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena, Mapper, NoHole
@@ -116,18 +116,8 @@ class Connection:
         assert isinstance(answer.reply, Welcome)
         return answer.reply
 
-    def require_shared_memory(self, what: str) -> None:
-        """Raises ConfigError unless this connection shares memory with the server. ``what``: the
-        feature that needs it."""
-        if self.inline:
-            raise ConfigError(
-                f"{what} needs shared memory, and this connection to {self.wire.address} has none: use it on the"
-                " server's host"
-            )
-
     def report(self, *events: Event) -> None:
-        """Send events with the next call. An event that cannot be encoded is logged and dropped, so
-        that the call succeeds."""
+        """Send events with the next call. An event that cannot be encoded is logged and dropped."""
         fit = []
         for event in events:
             try:
@@ -145,8 +135,8 @@ class Connection:
         then: cmd.Lease | None = None,
         payload: int | None = None,
     ) -> bytes:
-        """Return the encoded call, with the waiting events. Raises TypeError and SchemaError for
-        invalid arguments."""
+        """Return the encoded call, with waiting events. Raises TypeError, SchemaError for its
+        arguments."""
         for each in (command, then):
             if each is not None:
                 check_arguments(each)
@@ -156,7 +146,7 @@ class Connection:
         return body
 
     def unpack(self, reply: Reply) -> CallResult:
-        """Decode a reply, which may be an error, and free the blocks that it lists."""
+        """Decode a reply, possibly an error, and free the blocks listed in it."""
         answer = decode_result(reply.body)
         if answer.freed:
             self.arena.free(unpack_ids(answer.freed).tolist())
@@ -185,8 +175,8 @@ class Connection:
         return answer
 
     def close(self) -> None:
-        """End the session: leases are given back. Views of batches stay valid. Idempotent; works
-        without a server, too."""
+        """End the session: its leases are given back. Views stay valid. Idempotent; needs no live
+        server."""
         if self.wire.closed:
             return
         try:
@@ -227,8 +217,7 @@ class Port(ABC):
     meanwhile."""
 
     async def call(self, command: cmd.AnyCommand | None) -> CallResult:
-        """Send a command, or only the waiting events, and return the result. Raises the server's
-        error."""
+        """Send a command, or only waiting events; return the result. Raises the server's error."""
         timeout_s: float = getattr(command, "timeout_s", CALL_S)
         return self.connection.unpack_or_raise(await self.ask(self.connection.encode_call(command), timeout_s))
 
@@ -336,7 +325,7 @@ class Port(ABC):
             asked = msgspec.structs.replace(command, timeout_s=left)
 
     async def _write_or_wait(self, command: WritingCommand, columns: Mapping[str, Column]) -> PendingWrite:
-        """Write columns. If there is no free block, ask the server for freed ones first. Raises
+        """Write columns; if memory is full, ask the server for freed blocks first. Raises
         MemoryFull."""
         try:
             return self.write(command, columns, keep=False, grow=False)

@@ -28,8 +28,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, R]) -> R:
 def sync(
     verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], promised: Callable[..., Any]
 ) -> Callable[Concatenate[Any, P], R]:
-    """Return the blocking form of an async method. It has the name and docstring of ``promised``,
-    the interface's method."""
+    """Return the blocking form of an async method, with the name and docstring of ``promised``."""
 
     @functools.wraps(promised, updated=())  # __dict__ marks it as abstract
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:

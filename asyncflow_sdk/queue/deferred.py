@@ -21,8 +21,7 @@ MOST = 100
 
 @dataclass(frozen=True)
 class DeferredRequest:
-    """A call and its wire numbers. ``since``, ``deadline``: ledger seconds. ``why``: the reason it
-    waits."""
+    """A call and its wire numbers. ``since``, ``deadline``: ledger seconds. ``why`` it waits."""
 
     session: str
     ticket: int

@@ -89,8 +89,7 @@ class Durability:
     # ---- records
 
     def reserve(self, nbytes: int, *, new_rows: bool = False) -> None:
-        """Reserve room to record a request of ``nbytes``. ``new_rows``: it is a put. Raises
-        MemoryFull."""
+        """Reserve room to record ``nbytes``. ``new_rows``: for a put. Raises MemoryFull."""
         if self._journal is not None:
             self._journal.reserve(nbytes, FOR_PROGRESS if new_rows else FOR_ENDS)
 

@@ -31,8 +31,7 @@ def user_trace(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an exception's class name and message. An exception whose ``str`` fails has a message,
-    too."""
+    """Return an exception's class name and message, even if its ``str`` raises."""
     try:
         text = str(error)
     except Exception as wrong:

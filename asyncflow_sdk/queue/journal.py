@@ -56,8 +56,7 @@ class JournalHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """A request. ``now``, here and below: ledger seconds. ``ticket``: its wire number. ``body``:
-    the encoded call."""
+    """A request. ``now``: ledger seconds. ``ticket``: its wire number. ``body``: the encoded call."""
 
     now: float
     session: str
@@ -121,8 +120,7 @@ _decode_head = msgspec.msgpack.Decoder(JournalHead).decode
 
 
 class Journal:
-    """Writes one file. ``sync``: committed records are on the disk. Not thread-safe. Raises
-    MemoryFull, OSError."""
+    """Writes one file. ``sync``: commit to the disk. Not thread-safe. Raises MemoryFull, OSError."""
 
     def __init__(self, path: Path, head: JournalHead, sync: bool) -> None:
         self.path, self.head = path, head
@@ -145,8 +143,7 @@ class Journal:
 
     @classmethod
     def reopened(cls, recorded: JournalReader, cut: int, sync: bool) -> Journal:
-        """Continue a file that was read to its end, and overwrite its ``torn_bytes``. Raises
-        OSError."""
+        """Continue a file read to its end; overwrite its ``torn_bytes``. Raises OSError."""
         assert recorded.head is not None
         journal = cls.__new__(cls)
         journal.path, journal.head, journal.failure, journal._sync = recorded.path, recorded.head, None, sync
@@ -183,8 +180,8 @@ class Journal:
         self._frame(_encode(JournalEntry(record, results, digest)))
 
     def commit(self) -> bool:
-        """Write the appended records. If the disk refuses, return False; ``reserve`` then fails
-        until all are written."""
+        """Write the appended records. Return False if the disk refuses; ``reserve`` fails
+        meanwhile."""
         if not self._buffer:
             return True
         try:
@@ -223,8 +220,8 @@ class Journal:
 
     def _full(self, error: OSError) -> MemoryFull:
         return MemoryFull(
-            f"the journal {self.path} has no room for this request: {os.strerror(error.errno or 0)}. Nothing was stored;"
-            " free space there and try again"
+            f"the journal {self.path} has no room for this request: {os.strerror(error.errno or 0)}. Nothing was"
+            " stored; free space there and try again"
         )
 
 
@@ -292,8 +289,7 @@ class JournalReader:
             self._data.close()
 
     def _next(self, number: int) -> bytes | None:
-        """Return the content of the record at ``end``; None unless it is valid and has this
-        ``number``."""
+        """Return the content of the record at ``end``; None if it is invalid or has another number."""
         start = self.end + _FRAME.size
         if start > len(self._data):
             return None

@@ -1,5 +1,4 @@
-"""The directory of a run's journal: the files that count, and the lock of the server that writes
-them.
+"""The directory of a run's journal: its current files, and the lock of the server writing them.
 
     lock               held by the live server; its process and addresses
     snapshot-000003    the state before the first record of journal-000003; the newest one counts
@@ -36,8 +35,7 @@ from .journal import FORMAT, Journal, JournalHead
 LEVELS = ("process", "host")
 LEAST_BYTES = 16 << 20
 GROWTH = 4
-"""A journal is replaced once it is longer than ``LEAST_BYTES`` and than this many times its
-snapshot."""
+"""A journal longer than ``LEAST_BYTES`` and this many times its snapshot is replaced."""
 _log = logging.getLogger(__name__)
 
 
@@ -156,8 +154,8 @@ class JournalDirectory:
         return new
 
     def keep_damaged(self, at: int) -> Path:
-        """Link or copy the damaged journal, with the position ``at`` of the damage in its name.
-        Return the new path."""
+        """Keep a copy of the damaged journal, named by the position ``at`` of the damage; return
+        its path."""
         aside = self.path / f"damaged-{self._number:06d}-at-{at}"
         try:
             os.link(self.journal_path, aside)
@@ -168,7 +166,7 @@ class JournalDirectory:
         return aside
 
     def close(self, *, over: bool) -> None:
-        """Release the lock. ``over``: no row is left; remove the run's files, or move them to the
+        """Release the lock. ``over``: no row is left; remove the files, or move them to the
         history."""
         if self.rows is not None and (over or self.head is None):
             shutil.rmtree(self.rows, ignore_errors=True)
@@ -192,8 +190,7 @@ class JournalDirectory:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return True if a journal directory holds a run that a server can continue. False if it cannot
-    be read."""
+    """Return True if a server can continue the run of a journal directory; False if unreadable."""
     try:
         return next(path.glob("snapshot-??????"), None) is not None
     except OSError:

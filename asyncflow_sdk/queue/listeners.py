@@ -12,8 +12,8 @@ _log = logging.getLogger(__name__)
 
 
 class Listeners:
-    """``on_event``, ``on_step``, ``on_final``: see ``QueueServer``. ``muted``: True during a
-    replay; no listener is called."""
+    """``on_event``, ``on_step``, ``on_final``: see ``QueueServer``. ``muted``: call none (in a
+    replay)."""
 
     def __init__(
         self,

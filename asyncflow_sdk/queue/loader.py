@@ -92,7 +92,7 @@ class StreamDataLoader(Generic[T]):
             raise
         except AsyncFlowError:
             raise AsyncFlowError(
-                "a StreamDataLoader cannot be used in a forked child, for example a worker process of a DataLoader:"
+                "a StreamDataLoader cannot be used after fork(), for example in a worker process of a DataLoader:"
                 " use num_workers=0 (prefetch=1 overlaps), or make queue and loader in the child"
             ) from None
         return self._each(_Prefetcher(self._queue, self._ask)) if self._ahead else self._each(None)
@@ -159,8 +159,7 @@ class _LoopQueue(QueueVerbs[BlockingBatch, None]):
 
 
 class _Prefetcher:
-    """Leases one batch ahead. The request runs on an event loop in its own thread, so it can be
-    cancelled."""
+    """Leases one batch ahead, on an event loop in its own thread, so the request can be cancelled."""
 
     def __init__(self, queue: QueueClient, ask: dict[str, Any]) -> None:
         self._queue, self._ask = queue, ask

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from ..ledger import Ledger
 from ..ledger import commands as cmd
-from ..ledger.commands import Ids
 from ..types import Column, ColumnSpec
 from ..types.columns import unpack
 from .block_index import BlockIndex
@@ -61,10 +60,6 @@ class Measures:
     def _read(self, slices: BlockSlices, name: str, spec: ColumnSpec) -> bytes:
         return measure(self._reader.read(slices, {name: spec})[name]).tobytes()
 
-    def _of_rows(self, ids: Ids, name: str, spec: ColumnSpec) -> bytes:
-        (slices,) = self._index.locate(ids, (name,))
-        return self._read(slices, name, spec)
-
     def _measure_existing_rows(self, command: cmd.Declare) -> cmd.Declare:
         """Measure the existing rows for a new sampler."""
         ledger, spec = self._ledger, command.task
@@ -77,6 +72,6 @@ class Measures:
         def read() -> bytes:
             """Read the measures of all rows with the column."""
             parts = [there[start : start + CHUNK_ROWS] for start in range(0, len(there), CHUNK_ROWS)]
-            return b"".join(self._of_rows(ids, name, known) for ids in parts)
+            return b"".join(self._read(self._index.locate(ids, (name,))[0], name, known) for ids in parts)
 
         return msgspec.structs.replace(command, measures=ledger.state.context.log.record_or_raise(read))

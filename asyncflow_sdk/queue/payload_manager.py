@@ -1,8 +1,7 @@
-"""The payload of a queue server: the blocks that hold its rows, and the memory that may be reused.
+"""The payload of a queue server: the blocks of its rows, and the memory free for reuse.
 
-A block belongs to the session that wrote it, or to the server if it was uploaded. Once no row needs
-it, its owner learns from its next answer that the memory is free. The segments of an ended session
-are removed.
+A block belongs to its writing session, or to the server if it was uploaded. Once no row needs it,
+its owner learns this from its next answer. The segments of an ended session are removed.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from .reader import ColumnReader
 from .remote_payload import IncomingBlock, RefusedUpload, RemotePayload
 
 MOST_UNREAD = 16
-"""Steps that may hold descriptors of their segments until they are read. Further steps are read at
-once."""
+"""Steps that may hold descriptors of their segments until read. Further steps are read at once."""
 
 
 class PayloadManager:
@@ -55,9 +53,8 @@ class PayloadManager:
         self._remote = RemotePayload(rows, self.reader, synced=synced)
         self._freed: dict[str, bytes] = {}  # by open session: serials of its freed blocks, for its next answer
         self._pending_blocks: dict[int, tuple[str, Block]] = {}  # by ticket of a waiting call: owner and block
-        self._schemas: dict[
-            tuple[tuple[str, ...], int], dict[str, ColumnSpec]
-        ] = {}  # by wanted columns, and the bit mask of common columns
+        # by wanted columns, and the bit mask of common columns
+        self._schemas: dict[tuple[tuple[str, ...], int], dict[str, ColumnSpec]] = {}
         self._step_reads: weakref.WeakSet[DeferredStepRead] = weakref.WeakSet()
 
     # ---- sessions
@@ -136,8 +133,8 @@ class PayloadManager:
             self.free(*self._pending_blocks.pop(ticket))
 
     def forget(self, ticket: int) -> None:
-        """Forget the call of an ended session. Its block is removed with its segment; an uploaded
-        block is freed."""
+        """Forget the call of an ended session. Only an uploaded block is freed: others go with its
+        segments."""
         if ticket in self._pending_blocks:
             owner, block = self._pending_blocks.pop(ticket)
             if owner == remote_payload.OWNER:
@@ -175,7 +172,7 @@ class PayloadManager:
     # ---- reading rows
 
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[tuple[BlockSlices, ...], dict[str, ColumnSpec]]:
-        """Return the slices of those ``columns`` that all rows have, and their specs."""
+        """Return the slices and specs of the ``columns`` common to all rows."""
         specs = self._columns.specs
         if not len(ids):  # a rank without rows still needs the schema
             return (), {name: specs[name] for name in columns if name in specs}
@@ -294,7 +291,7 @@ class SegmentFiles:
             self._pending.append(self._rows / segment)
 
     def end_session(self, session: int, needed: Collection[str], publishers: Collection[int]) -> None:
-        """Remove an ended session's segments, except those ``needed`` by rows or by a version of
+        """Remove an ended session's segments not ``needed`` by rows or by versions of
         ``publishers``."""
         if not self.replaying:
             self._pending += [path for path in self._rows.glob(f"s{session}-*") if path.name not in needed]
@@ -304,9 +301,6 @@ class SegmentFiles:
     def set_publishers(self, publishers: Collection[int]) -> None:
         """Set the sessions that published the versions kept."""
         self._publishers = set(publishers)
-        self._remove_weights()
-
-    def _remove_weights(self) -> None:
         for session in self._ended - self._publishers:
             self._ended.discard(session)
             if not self.replaying:
@@ -330,8 +324,7 @@ class SegmentFiles:
 
 
 class DeferredStepRead:
-    """A step's rows, read once, at the first call. Thread-safe. ``unread``: True until they are
-    read."""
+    """A step's rows, read once, at the first call. Thread-safe. ``unread``: True until then."""
 
     def __init__(self, read: Callable[[], Batch]) -> None:
         self.unread = True
@@ -347,8 +340,8 @@ class DeferredStepRead:
             return read()
 
     def now(self) -> None:
-        """Read the rows before their memory is freed, unless they were read. A later call raises
-        this read's error."""
+        """Read the rows, if unread, before their memory is freed. A later call raises this read's
+        error."""
         with self._lock:
             if not self.unread or self._read is None:
                 return

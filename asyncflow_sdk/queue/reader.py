@@ -34,8 +34,7 @@ _WORD = struct.Struct("<q")
 
 
 class _Plan(NamedTuple):
-    """The part of a read that is equal for all batches: the wanted columns and their positions in a
-    block's table."""
+    """The part of a read equal for all batches: columns and their positions in a block's table."""
 
     schema: dict[str, ColumnSpec]
     kinds: list[tuple[Kind, int]]
@@ -51,8 +50,8 @@ class ColumnReader:
         self._plans: dict[tuple[tuple[str, ...], bytes], _Plan] = {}
 
     def read(self, slices: BlockSlices, schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
-        """Return the columns of rows. Raises LeaseLost if the rows ended, SchemaError if their
-        block is damaged."""
+        """Return the columns of rows. Raises LeaseLost for ended rows, SchemaError for a damaged
+        block."""
         if len(slices.counts) > _RUN.size:
             return gather(self._mapper, slices, [kind_of(name, schema[name]) for name in slices.columns])
         _, start, serial, _, nbytes, _ = _BLOCK.unpack(slices.blocks)
@@ -153,8 +152,8 @@ def _one_run(raw: Any, slices: BlockSlices, plan: _Plan, only: str | None = None
 
 
 def from_image(memory: npt.NDArray[np.uint8], rows: int, specs: Mapping[str, ColumnSpec]) -> dict[str, Column]:
-    """Return columns over the memory of a block. Raises SchemaError unless it has ``rows`` entries
-    of exactly these columns."""
+    """Return columns over a block's memory. Raises SchemaError unless it has these rows and
+    columns."""
     if not specs or not 0 < rows < 1 << 31:
         raise SchemaError(f"the payload has {rows} rows and {len(specs)} columns; it needs at least one of each")
     count = len(specs)
@@ -179,8 +178,7 @@ Segments = Sequence[npt.NDArray[np.uint8]]
 
 
 class _Runs(NamedTuple):
-    """Runs of block entries, and their rows. int64; ``values``, ``sizes`` and ``offsets`` are
-    (columns, runs)."""
+    """Runs of entries, and their rows. int64; ``values``, ``sizes``, ``offsets``: (columns, runs)."""
 
     segment: Ints
     values: Ints  # bytes from the start of the segment

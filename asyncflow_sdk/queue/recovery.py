@@ -23,13 +23,13 @@ from .protocol import decode_call
 
 @dataclass(frozen=True)
 class Recovered:
-    """What a restarted server found.
+    """The result of a server's recovery.
 
     ``records``: replayed. ``rows``: live. ``lost``: rows with lost payload; they failed with their
     groups. ``discarded_bytes``: journal bytes not replayed. ``discarded_records``: valid records
-    among them, after damage; ``damaged``: the path of the copy that keeps them. ``differing``:
-    records with other answers than the first time, which is a bug. ``full``: the reason why no new
-    journal could begin, so the old one continues; "" otherwise.
+    among them, after damage; ``damaged``: the path of a copy with them. ``differing``: records with
+    other answers than the first time: a bug. ``full``: the reason for continuing the old journal;
+    "" if a new one was begun.
     """
 
     records: int
@@ -155,16 +155,14 @@ class RecoverableState:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A recovered server, and the data to continue the old journal if a new one does not fit on the
-    disk."""
+    """A recovered server, and the data to continue the old journal if the disk is full."""
 
     found: Recovered
     served: RestartRecord
     recorded: JournalReader
 
     def journal(self, directory: JournalDirectory, results: tuple[bytes, ...], digest: int) -> Journal:
-        """Return the old journal for writing. ``results``, ``digest``: recorded in the restart.
-        Raises OSError."""
+        """Return the old journal. ``results``, ``digest``: recorded in the restart. Raises OSError."""
         journal = Journal.reopened(self.recorded, self.found.discarded_bytes, sync=directory.syncs)
         journal.append(self.served, results, digest)
         directory.continue_journal(journal)

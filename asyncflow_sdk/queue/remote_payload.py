@@ -1,7 +1,7 @@
-"""RemotePayload: the payload of clients that share no memory with the server.
+"""RemotePayload: the payload of clients without access to the server's memory.
 
 Uploads are written into the server's own segments as they arrive, and become ordinary blocks when
-complete. Downloads are sent from the blocks that hold the rows.
+complete. Downloads are sent from the blocks of their rows.
 """
 
 from __future__ import annotations
@@ -120,16 +120,15 @@ class RemotePayload:
         return msgspec.structs.replace(call, block=block)
 
     def free(self, segment: str, serials: bytes) -> bool:
-        """Free blocks at the next ``free_pending``. Return False if the segment belongs to an
-        earlier server."""
+        """Free blocks at the next ``free_pending``. Return False for a segment of an earlier
+        server."""
         if not segment.startswith(self._prefix):
             return False
         self._freed += unpack_ids(serials).tolist()
         return True
 
     def free_pending(self) -> None:
-        """Free the blocks passed to ``free``; call it once the records of their rows' end are
-        committed."""
+        """Free the blocks passed to ``free``, once the records of their rows' end are committed."""
         if self._freed:
             freed, self._freed = self._freed, []
             self.arena.free(freed)

@@ -30,14 +30,13 @@ from .protocol import ClientHello, decode_call
 from .recovery import RecoverableState
 
 NOT_COMPARED = ("now", "deadlines")
-"""Attributes that differ between a live ledger and a recovered one: the clock, and timers, which
-may hold stale entries."""
+"""Attributes that differ after recovery: the clock, and timers, which may hold stale entries."""
 
 
 @dataclass(frozen=True)
 class Milestone:
-    """A moment of a run. ``time_s``: since the journal's beginning. ``what``: the event. ``step``:
-    the first unacknowledged one."""
+    """A moment of a run. ``time_s``: since its beginning. ``what``: the event. ``step``: to train
+    next."""
 
     time_s: float
     what: str

@@ -136,8 +136,7 @@ class QueueServer:
     def _listen(
         self, keys: KeyPair | None, insecure: bool, max_call_bytes: int, addresses: list[str], hold: bool
     ) -> Server:
-        """Bind to ``addresses``. The key is published first, so every client able to connect finds
-        it."""
+        """Bind to ``addresses``. The key is published first: a client able to connect finds it."""
         run = None if keys is None else keys.run
         offer_key(self.directory.path, addresses, run, bound=False)
         server = Server(
@@ -194,8 +193,7 @@ class QueueServer:
             self._wire.forget(session)
 
     def make(self, body: bytes) -> tuple[bytes, Sequence[Any]]:
-        """Complete a result when it is sent: a welcome with this server's process and addresses, a
-        lease with its columns."""
+        """Complete a result when it is sent: a welcome with this process, a lease with its columns."""
         answer = decode_result(body)
         if not isinstance(answer.reply, Welcome):
             return self._payloads.inline(answer)
@@ -255,8 +253,7 @@ class QueueServer:
         return min((d - now for d in deadlines if d is not None), default=None)
 
     def settle(self) -> bool:
-        """Commit this round's records. Return True if they are committed, so that its answers may
-        be sent."""
+        """Commit this round's records. Return True if its answers may be sent."""
         if not self._durability.settle(self._listeners.event):
             return False
         self._payloads.settle()
@@ -270,7 +267,7 @@ class QueueServer:
         self, session: str, ticket: int, call: Call, body: bytes, payload: IncomingBlock | RefusedUpload | None
     ) -> None:
         """Answer a read-only request; execute or defer any other."""
-        if session in self._clients:  # a call of any other session is timeout_error below
+        if session in self._clients:  # a call of any other session is rejected below
             for event in call.events:
                 self._listeners.event(event)
         if self._is_read_only(session, call):
@@ -289,8 +286,7 @@ class QueueServer:
             self._reply(ticket, no_room)
 
     def _execute(self, request: DeferredRequest) -> None:
-        """Execute and record a request. Raises MemoryFull if its record does not fit on the disk;
-        nothing was done."""
+        """Execute and record a request. Raises MemoryFull, with no effect, if the disk is full."""
         session, call, body = request.session, request.call, request.body
         self._durability.reserve(len(body), new_rows=request.puts_rows)
         if request.payload is not None or call.payload is not None:
@@ -315,7 +311,7 @@ class QueueServer:
             return
         if len(self._clients) >= MOST_SESSIONS:
             raise WireError(
-                f"this run has {len(self._clients)} sessions, the most it can have: close clients that are not needed;"
+                f"this run has {len(self._clients)} sessions, the most it can have: close unneeded clients;"
                 " queue.status() and `asyncflow top` list them"
             )
         if self._wire.short:
@@ -332,7 +328,7 @@ class QueueServer:
             self._reply(request.ticket, full, request.call.block)
             return
         if not self._deferred:
-            self._note(f"{full}; new rows wait deadline there is room", "warning")
+            self._note(f"{full}; new rows wait until the disk has room", "warning")
         self._deferred.add(request, full, now)
         self._expire_deferred(now)
 
@@ -360,8 +356,7 @@ class QueueServer:
     # ---- read-only requests
 
     def _is_read_only(self, session: str, call: Call) -> bool:
-        """True if a call changes nothing and is not recorded. Its answer then lists no freed
-        blocks."""
+        """True if a call changes nothing and is not recorded. Its answer lists no freed blocks."""
         if isinstance(call.command, ClientHello):
             return False
         if call.command is None:

@@ -40,8 +40,7 @@ _unpack = msgspec.msgpack.Decoder().decode
 
 
 def encode(state: Any, parts: Mapping[str, object] = MappingProxyType({})) -> bytes:
-    """Return the state as bytes. Raises TypeError that names an object that cannot be written, and
-    its place."""
+    """Return the state as bytes. Raises TypeError naming an object that cannot be written."""
     return _pack(_Encoder(parts).node(state, "state"))
 
 
@@ -73,8 +72,7 @@ def write(path: Path, head: bytes, body: bytes) -> None:
 
 
 def read(path: Path) -> tuple[bytes, bytes]:
-    """Return a file's head and encoded state. Raises ProtocolError if it is damaged or has another
-    format."""
+    """Return head and encoded state. Raises ProtocolError for a damaged file or another format."""
     data = path.read_bytes()
     if data[: len(MAGIC)] != MAGIC and data[: len(MAGIC) - 2] == MAGIC[:-2]:
         raise ProtocolError(
@@ -94,8 +92,7 @@ def read(path: Path) -> tuple[bytes, bytes]:
 
 
 def attributes(thing: Any) -> dict[str, Any]:
-    """Return an object's attributes to write: those in ``KEPT``, or all except those in
-    ``TRANSIENT``."""
+    """Return the attributes to write: those in ``KEPT``, or all but those in ``TRANSIENT``."""
     kept = getattr(type(thing), "KEPT", None)
     if kept is not None:
         return {name: getattr(thing, name) for name in kept}
@@ -119,7 +116,7 @@ class _Encoder:
         self._kept: list[Any] = []  # keeps objects alive, so that their ids stay unique
 
     def node(self, thing: Any, where: str) -> Any:
-        """Return numbers, text and bytes unchanged, anything else as a list that begins with its
+        """Return numbers, text and bytes unchanged, anything else as a list beginning with its
         kind."""
         kind = type(thing)
         if kind in _PLAIN:

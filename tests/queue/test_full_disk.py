@@ -105,7 +105,7 @@ def test_a_run_that_was_killed_on_a_full_disk_is_served_again_and_goes_on(disk: 
         found = run.start()
         # then it is served all the same, and says what it cannot do
         assert "No space left on device" in found["full"]
-        assert "The rows that are there are served, and new ones wait until there is room" in found["text"]
+        assert "Existing rows are served; new rows wait until the disk has room" in found["text"]
         assert (found["lost"], found["differing"]) == (10, 0)
         live = found["rows"]
         batch = other.queue.get("work", 3)

@@ -137,7 +137,7 @@ def another_format(data: bytes) -> bytes:
     ("change", "said"),
     [
         (a_byte_of_the_snapshot, "cannot be read: .*is damaged. Move it away"),
-        (another_format, "of snapshot format '1', and this asyncflow-sdk reads format '2': use the ver"),
+        (another_format, "has snapshot format '1'; this asyncflow-sdk reads format '2': use the ver"),
     ],
 )
 def test_a_snapshot_that_cannot_be_read_is_no_run_and_not_silently_a_new_one(

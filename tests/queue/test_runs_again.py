@@ -31,7 +31,7 @@ def test_a_run_is_gone_on_with_after_an_error_and_after_its_end(tmp_path: Path) 
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert any(getattr(event, "text", "").startswith("5 live rows are kept for whoever") for event in told)
+    assert any(getattr(event, "text", "").startswith("5 live rows are kept for the next server") for event in told)
     # when it is served again, it has its rows, those that were leased too, and its limits
     with af.serve(run_directory) as run:
         assert run.recovered is not None
