@@ -198,7 +198,7 @@ class CallExecutor:
         self.payloads.open_session(session)
         memory = self.memory
         welcome = Welcome(joined.session, memory.directory, __version__, memory.durability, memory.rows)
-        self._answer(ticket, session, CallResult(welcome), made=True)
+        self._answer(ticket, session, CallResult(welcome), completed_by_make=True)
 
     def _execute(self, session: str, ticket: int, call: Call, now: float) -> None:
         command, block = call.command, call.block
@@ -323,7 +323,9 @@ class CallExecutor:
                 call = PendingCall(pending.session, pending.then, None, pending.inline, first=reply)
                 following.append((ticket, call, pending.then))
             else:
-                self._answer(ticket, pending.session, answer, made=pending.inline and bool(answer.slices))
+                self._answer(
+                    ticket, pending.session, answer, completed_by_make=pending.inline and bool(answer.slices)
+                )
         done = any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
         if trained is not None and done and self._listeners.steps:
             self._report_step(trained)
@@ -369,14 +371,14 @@ class CallExecutor:
         elif isinstance(unread.reply, cmd.Permitted):
             self.ledger.unheard(self.clients.number(session), unread.reply.version, now)
 
-    def _answer(self, ticket: int, session: str, answer: CallResult, *, made: bool = False) -> None:
+    def _answer(self, ticket: int, session: str, answer: CallResult, *, completed_by_make: bool = False) -> None:
         """Send a result, with the session's freed blocks."""
         if freed := self.payloads.take_freed(session):
             answer = msgspec.structs.replace(answer, freed=freed)
         body = encode(answer)
         if self._record.active:
             self._digest = xxhash.xxh3_64_intdigest(body, self._digest)
-        self._send(ticket, body, made)
+        self._send(ticket, body, completed_by_make)
 
     def _report_step(self, step: TrainedStep) -> None:
         try:

@@ -129,28 +129,30 @@ class QueueVerbs(Generic[B, S]):
     ) -> B:
         if not isinstance(ack, BatchVerbs | None):
             raise TypeError(f"ack must be a batch that this queue leased, not {type(ack).__name__}")
-        ask = cmd.Lease(
+        request = cmd.Lease(
             task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
             columns=None if columns is None else check_names("columns", columns), team=team, rank=rank,
             world_size=world_size, shards=shards, most=most,
         )  # fmt: skip
-        return await self._lease(ask, ack)
+        return await self._lease(request, ack)
 
-    async def _lease(self, ask: cmd.Lease, last: BatchVerbs | None, *, acknowledge: bool = True) -> B:
+    async def _lease(self, request: cmd.Lease, last: BatchVerbs | None, *, acknowledge: bool = True) -> B:
         """Send a lease request together with the last message about batch ``last``; return the new
         batch.
 
         A lease with rows that cannot be read is given back. The request is repeated if they had
         ended.
         """
-        answer = None if last is None else await last._send_last(ask, acknowledge=acknowledge)
+        answer = None if last is None else await last._send_last(request, acknowledge=acknowledge)
         for left in reversed(range(_READ_TRIES)):
             if answer is None:
-                answer = await self._port.call(ask)
+                answer = await self._port.call(request)
             answer.raise_error()
             lease = answer.reply
             if isinstance(lease, cmd.LoadFirst):
-                raise VersionNeeded(f"task {ask.task!r} leases no more rows before version {lease.version} is loaded")
+                raise VersionNeeded(
+                    f"task {request.task!r} leases no more rows before version {lease.version} is loaded"
+                )
             assert isinstance(lease, cmd.Leased)
             try:
                 batch = self._read(answer, lease)
@@ -195,11 +197,11 @@ class QueueVerbs(Generic[B, S]):
         timeout_s: float = TIMEOUT_S,
     ) -> S:
         """Return the batches of a task one after another; see ``TransferQueue.stream``."""
-        ask = cmd.Lease(
+        request = cmd.Lease(
             task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
             columns=None if columns is None else check_names("columns", columns),
         )  # fmt: skip
-        return self._streams(lambda last: self._lease(ask, last, acknowledge=False))
+        return self._streams(lambda last: self._lease(request, last, acknowledge=False))
 
     async def _loaded(self, version: int) -> None:
         await self._port.send(cmd.Loaded(version=version))

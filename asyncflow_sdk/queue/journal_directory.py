@@ -113,24 +113,24 @@ class JournalDirectory:
         number = self._number + 1
         rows = str(self.rows) if self.rows is not None else ""
         head = JournalHead(FORMAT, __version__, self.run, self.durability, str(memory), rows, boot(), now)
-        path, whole = self._file("journal", number), self._file("snapshot", number)
-        for stale in (path, whole):  # from a failed attempt: they must never count
+        path, snapshot_path = self._file("journal", number), self._file("snapshot", number)
+        for stale in (path, snapshot_path):  # from a failed attempt: they must never count
             stale.unlink(missing_ok=True)
         journal = Journal(path, head, sync=self.syncs)
         try:
-            snapshot.write(whole, msgspec.msgpack.encode(head), state)
+            snapshot.write(snapshot_path, msgspec.msgpack.encode(head), state)
         except BaseException as error:
             journal.close()
-            for stale in (whole, path):
+            for stale in (snapshot_path, path):
                 stale.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise MemoryFull(f"no room for a snapshot in {self.path}: {error}") from None
             raise
         self._number, self.head, self._least = number, head, LEAST_BYTES  # the new pair counts from here on
         with contextlib.suppress(OSError):
-            self._least = max(LEAST_BYTES, GROWTH * whole.stat().st_size)
+            self._least = max(LEAST_BYTES, GROWTH * snapshot_path.stat().st_size)
             for old in self.path.glob("*-??????"):
-                if old.name.startswith(("journal-", "snapshot-")) and old not in (path, whole):
+                if old.name.startswith(("journal-", "snapshot-")) and old not in (path, snapshot_path):
                     self._retire_file(old)
             for part in self.path.glob("*.part"):  # from a server killed while writing it
                 part.unlink(missing_ok=True)

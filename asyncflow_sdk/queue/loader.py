@@ -71,13 +71,13 @@ class StreamDataLoader(Generic[T]):
             raise ConfigError(f"prefetch is 0, or 1 for one batch ahead; not {prefetch}")
         self._queue, self._ahead, self._timeout_s = queue, bool(prefetch), timeout_s
         self._collate: Callable[[LeasedBatch], Any] = collate or LeasedBatch.to_torch
-        self._ask: dict[str, Any] = {
+        self._request: dict[str, Any] = {
             "task": task, "count": count, "columns": columns, "at_least": at_least, "partition": partition,
             "timeout_s": timeout_s,
         }  # fmt: skip
         if world_size > 1:
             whole = shards or world_size
-            self._ask |= {
+            self._request |= {
                 "count": count * whole, "at_least": at_least * whole, "team": team or task, "rank": rank,
                 "world_size": world_size, "shards": shards,
             }  # fmt: skip
@@ -95,7 +95,7 @@ class StreamDataLoader(Generic[T]):
                 "a StreamDataLoader cannot be used after fork(), for example in a worker process of a DataLoader:"
                 " use num_workers=0 (prefetch=1 overlaps), or make queue and loader in the child"
             ) from None
-        return self._each(_Prefetcher(self._queue, self._ask)) if self._ahead else self._each(None)
+        return self._each(_Prefetcher(self._queue, self._request)) if self._ahead else self._each(None)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -133,7 +133,7 @@ class StreamDataLoader(Generic[T]):
                 ahead.close()
 
     def _take(self, last: LeasedBatch | None) -> LeasedBatch:
-        return self._queue.get(**self._ask, ack=last if last is not None and last.left else None)
+        return self._queue.get(**self._request, ack=last if last is not None and last.left else None)
 
     def _leave(self, error: BaseException | None) -> None:
         """Give back unacknowledged rows. An exception of ``collate`` counts as an attempt."""
@@ -161,27 +161,27 @@ class _LoopQueue(QueueVerbs[BlockingBatch, None]):
 class _Prefetcher:
     """Leases one batch ahead, on an event loop in its own thread, so the request can be cancelled."""
 
-    def __init__(self, queue: QueueClient, ask: dict[str, Any]) -> None:
-        self._queue, self._ask = queue, ask
+    def __init__(self, queue: QueueClient, request: dict[str, Any]) -> None:
+        self._queue, self._request = queue, request
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="asyncflow-ahead", daemon=True)
         self._thread.start()
-        self._asked: asyncio.Task[BlockingBatch] | None = None
+        self._pending: asyncio.Task[BlockingBatch] | None = None
 
     def take(self, last: LeasedBatch | None) -> LeasedBatch:
         """Acknowledge ``last``, return the next batch, and request the one after it."""
         if last is not None and last.left:
             last.ack()
         while True:
-            early = self._asked is not None
+            early = self._pending is not None
             try:
                 batch: BlockingBatch = self._run(self._wait())
                 batch.move_to(BlockingPort(self._queue.connection))  # this thread uses it from now on
-                self._asked = None  # not before: after a Ctrl-C in the lines above, close() gives it back
+                self._pending = None  # not before: after a Ctrl-C in the lines above, close() gives it back
                 if early:
                     batch.renew()
             except AsyncFlowError as error:
-                self._asked = None
+                self._pending = None
                 # A request made early may time out before it is waited for, and its batch's lease may have expired.
                 if early and isinstance(error, (DeadlineExceeded, LeaseLost)):
                     continue
@@ -204,19 +204,19 @@ class _Prefetcher:
 
     async def _begin(self) -> None:
         asking = _LoopQueue(LoopPort(self._queue.connection))
-        self._asked = asyncio.create_task(asking._get(**self._ask))
+        self._pending = asyncio.create_task(asking._get(**self._request))
 
     async def _wait(self) -> BlockingBatch:
-        if self._asked is None:
+        if self._pending is None:
             await self._begin()
-        assert self._asked is not None
-        return await self._asked
+        assert self._pending is not None
+        return await self._pending
 
     async def _end(self) -> None:
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            asked.cancel()
-            for batch in await asyncio.gather(asked, return_exceptions=True):
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.cancel()
+            for batch in await asyncio.gather(pending, return_exceptions=True):
                 if isinstance(batch, BlockingBatch):
                     await batch._close(None)
         await self._queue.connection.wire.aclose_loop()

@@ -99,7 +99,7 @@ class RecoverableState:
             for entry in recorded.entries():
                 executor.clock.fixed = now = entry.record.now
                 log.replay(entry.results)
-                self._carry_out(entry.record)
+                self._replay_record(entry.record)
                 used = log.replay(None)
                 differing += not used or executor.take_digest() != entry.digest
                 if after is not None:
@@ -127,7 +127,7 @@ class RecoverableState:
             if client.pid_key and client.pid_key.split(" ")[0] == found.before:
                 self.executor.close_session(session, "its host was started again", found.now)
 
-    def _carry_out(self, record: Record) -> None:
+    def _replay_record(self, record: Record) -> None:
         if isinstance(record, RequestRecord):
             self._wire.replay(self, record.session, record.seq, record.done, record.ticket, record.body)
         elif isinstance(record, DropRecord):
@@ -158,13 +158,13 @@ class Resumption:
     """A recovered server, and the data to continue the old journal if the disk is full."""
 
     found: Recovered
-    served: RestartRecord
+    restart: RestartRecord
     recorded: JournalReader
 
     def journal(self, directory: JournalDirectory, results: tuple[bytes, ...], digest: int) -> Journal:
         """Return the old journal. ``results``, ``digest``: recorded in the restart. Raises OSError."""
         journal = Journal.reopened(self.recorded, self.found.discarded_bytes, sync=directory.syncs)
-        journal.append(self.served, results, digest)
+        journal.append(self.restart, results, digest)
         directory.continue_journal(journal)
         return journal
 
@@ -179,13 +179,13 @@ def recover(directory: JournalDirectory, recoverable: RecoverableState) -> Resum
     recorded = JournalReader(directory.journal_path)
     try:
         differing, now = recoverable.replay(recorded, directory.head.now)
-        cut = recorded.torn_bytes
-        behind = recorded.count_records_behind() if cut else 0
+        torn = recorded.torn_bytes
+        valid_behind = recorded.count_records_behind() if torn else 0
     finally:
         recorded.close()
     executor.clock.resume(now)
     executor.ledger.state.context.log.keep = True  # in case the old journal must be continued
-    damaged = str(directory.keep_damaged(recorded.end)) if behind else ""
+    damaged = str(directory.keep_damaged(recorded.end)) if valid_behind else ""
     # at durability "process", payload was never synced: files that survived a host crash may be incomplete
     gone = recorded.boot != boot() and directory.durability == "process"
 
@@ -194,9 +194,9 @@ def recover(directory: JournalDirectory, recoverable: RecoverableState) -> Resum
         return executor.payloads.blocks_exist(segment, starts, serials, sizes) & (not gone)
 
     lost, waiting = executor.payloads.find_lost(exist)
-    served = RestartRecord(executor.clock(), lost.tobytes(), boot(), recorded.boot, tuple(waiting))
-    recoverable.apply_restart(served)
+    restart = RestartRecord(executor.clock(), lost.tobytes(), boot(), recorded.boot, tuple(waiting))
+    recoverable.apply_restart(restart)
     executor.payloads.reconcile(set(executor.clients.numbers().values()))
     live, sessions = executor.ledger.audit().live, len(executor.clients)
-    found = Recovered(recorded.records, live, sessions, len(lost), cut, behind, damaged, differing)
-    return Resumption(found, served, recorded)
+    found = Recovered(recorded.records, live, sessions, len(lost), torn, valid_behind, damaged, differing)
+    return Resumption(found, restart, recorded)

@@ -89,8 +89,8 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
     recoverable, watch = RecoverableState(executor, wire, listeners), _Watch(ledger, on_milestone)
     records = differing = torn = 0
     try:
-        for number, (whole, journal) in enumerate(parts):
-            head, state = _read(whole)
+        for number, (snapshot_path, journal) in enumerate(parts):
+            head, state = _read(snapshot_path)
             recoverable.restore(state)
             watch.add("begins" if not number else "continues after a snapshot", head.now)
             recorded = JournalReader(journal)
@@ -179,7 +179,10 @@ def _parts(directory: Path) -> list[tuple[Path, Path]]:
     """Return the snapshots with their journals, in order."""
     home = directory / "journal" if (directory / "journal").is_dir() else directory
     found = sorted([*home.glob("history/snapshot-??????"), *home.glob("snapshot-??????")], key=lambda path: path.name)
-    pairs = [(whole, whole.with_name(whole.name.replace("snapshot", "journal"))) for whole in found]
+    pairs = [
+        (snapshot_path, snapshot_path.with_name(snapshot_path.name.replace("snapshot", "journal")))
+        for snapshot_path in found
+    ]
     pairs = [pair for pair in pairs if pair[1].exists()]
     if not pairs:
         raise ConfigError(

@@ -60,7 +60,8 @@ class QueueServer:
     ``journal``: a directory for the recorded inputs. Every input is recorded before its answer is
     sent, so a later server on the same directory continues the run (``recovered``: what it found).
     ``durability``: "process" (any process may die at any time), or "host" (payload is also on disk
-    before a put is acknowledged); None: as before. ``history``: keep replaced journals for replays.
+    before a put is acknowledged); None: that of the existing journal, else "process". ``history``:
+    keep replaced journals for replays.
     Raises ConfigError if another process serves the directory, or if another version wrote it.
     """
 
