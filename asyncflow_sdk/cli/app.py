@@ -320,7 +320,7 @@ def replay(
     del no_plugin, debug
     from ..queue.replay import replay as carry_out
 
-    found = carry_out(run_dir, told=lambda cut: typer.echo(str(cut)))
+    found = carry_out(run_dir, on_milestone=lambda milestone: typer.echo(str(milestone)))
     typer.echo(f"{found.records} records replayed, {found.differing} with other answers; state {found.digest}")
     raise typer.Exit(1 if found.differing or not found.audit.balanced else 0)
 

@@ -1,10 +1,10 @@
-"""TransferQueue: ledger, shared memory and wire as one queue; the server and its clients."""
+"""The transfer queue of a run: QueueServer, and its clients QueueClient, Connection, BlockingBatch."""
 
+from .batches import AsyncLeasedBatch, BlockingBatch
 from .client import AsyncTransferQueue, QueueClient, open_queue
 from .connection import Connection, LoopPort, Port
 from .journal_directory import is_unfinished
 from .lease_renewal import LeaseRenewer
-from .leased import AsyncLeasedBatch, BlockingBatch
 from .loader import StreamDataLoader
 from .recovery import Recovered
 from .server import QueueServer

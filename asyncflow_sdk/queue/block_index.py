@@ -1,7 +1,7 @@
-"""BlockIndex: which block holds which columns of which row, for the server. One array for each set of columns written
-together, indexed like the ledger's rows, and one for each property of blocks; no loop over rows or blocks.
+"""BlockIndex: the block of each row and column, kept by the server.
 
-It is a function of what it is told: it never looks into shared memory.
+One array for each set of columns written together (a family), indexed like the ledger's rows, and
+one for each property of blocks; no loop over rows or blocks. It never reads shared memory.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import numpy.typing as npt
 from ..ledger.commands import Ids
 from .blocks import Block, BlockSlices
 
-LOST = "payload lost"
-"""Why rows fail that need a block which is gone."""
+LOST_REASON = "payload lost"
+"""The failure reason of rows with lost payload."""
 _NOWHERE = -1
-_SHIFT = 32  # a place is (slot of the block << 32) + entry of the block
+_SHIFT = 32  # a place is (slot of a block << 32) + entry in the block
 _ENTRY = (1 << _SHIFT) - 1
 _BLOCK = struct.Struct("<6q")
 _RUN = struct.Struct("<i")
 _SERIAL = struct.Struct("<q")
 Family = tuple[str, ...]
-There: TypeAlias = Callable[[str, Ids, Ids, Ids], npt.NDArray[np.bool_]]
+BlockCheck: TypeAlias = Callable[[str, Ids, Ids, Ids], npt.NDArray[np.bool_]]
 
 
-class Freed(NamedTuple):
-    """Blocks that nobody needs any more, all in one segment."""
+class FreedBlocks(NamedTuple):
+    """Blocks that no row needs, all in one segment."""
 
     owner: str
     segment: str
@@ -37,7 +37,7 @@ class Freed(NamedTuple):
 
 
 class BlockIndex:
-    """Not thread-safe: the server's thread owns it."""
+    """Not thread-safe: only the server's thread uses it."""
 
     def __init__(self) -> None:
         self._families: dict[Family, npt.NDArray[np.int64]] = {}
@@ -45,14 +45,15 @@ class BlockIndex:
         self._plans: dict[tuple[str, ...], list[tuple[Family, tuple[str, ...], bytes]]] = {}
         self._base = 0
         self._capacity = 1024
-        self._blocks = np.zeros((1024, 6), np.int64)  # by slot: segment, start, serial, rows, nbytes, rows in need
-        self._free = list(range(1023, -1, -1))  # slots; the lowest is given out first
+        # by slot: segment, start, serial, rows, nbytes, rows that need it
+        self._blocks = np.zeros((1024, 6), np.int64)
+        self._free = list(range(1023, -1, -1))  # slots; the lowest is used first
         self._segments = _Segments()
-        self.live_bytes = 0  # of blocks that rows still need
-        self.written_bytes = 0  # of blocks, ever
+        self.live_bytes = 0  # of blocks in use
+        self.written_bytes = 0  # of all blocks so far
 
     def put(self, first: int, block: Block, owner: str, group_size: int) -> None:
-        """Rows from ``first`` on find the columns of ``block`` there, ``group_size`` rows at each entry."""
+        """Assign ``block`` to rows from ``first`` on, ``group_size`` rows for each entry."""
         count = block.rows * group_size
         self._reserve(first, first + count - 1)
         place = self._enter(block, owner, count) << _SHIFT
@@ -66,14 +67,14 @@ class BlockIndex:
             )
 
     def add(self, ids: Ids, block: Block, owner: str, entries: npt.NDArray[np.int64]) -> None:
-        """Row ids[i] finds the columns of ``block`` at entry entries[i]."""
+        """Assign entry entries[i] of ``block`` to row ids[i]."""
         if len(ids):
             self._reserve(int(ids.min()), int(ids.max()))
             place = self._enter(block, owner, len(ids)) << _SHIFT
             self._families[block.columns][ids - self._base] = place + entries
 
     def _enter(self, block: Block, owner: str, rows: int) -> int:
-        """A block that ``rows`` rows need. Returns its slot."""
+        """Add a block needed by ``rows`` rows, and return its slot."""
         family = block.columns
         if family not in self._families:
             self._families[family] = np.full(self._capacity, _NOWHERE, np.int64)
@@ -92,7 +93,7 @@ class BlockIndex:
         return slot
 
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[BlockSlices, ...]:
-        """Where rows find columns; every row must have them."""
+        """Return the slices of columns for these rows; every row must have them."""
         if not len(ids):
             return ()
         at = ids - self._base
@@ -101,15 +102,15 @@ class BlockIndex:
         for family, names, fields in self._plan(columns):
             places = self._families[family][at]
             if (int(places[0]) if len(at) == 1 else places.min()) >= 0:
-                out.append(self._located(names, fields, places))
+                out.append(self._slices(names, fields, places))
                 covered += len(names)
         if covered < len(columns):
-            found = {name for located in out for name in located.columns}
+            found = {name for slices in out for name in slices.columns}
             out += [self._scattered(name, at) for name in columns if name not in found]
         return tuple(out)
 
     def columns_of(self, ids: Ids) -> tuple[str, ...]:
-        """The columns that every one of these rows has."""
+        """Return the columns that all of these rows have."""
         at = ids - self._base
         return tuple(
             name
@@ -117,12 +118,12 @@ class BlockIndex:
             if np.any([self._families[family][at] >= 0 for family in families], axis=0).all()
         )
 
-    def retire(self, ids: Ids) -> list[Freed]:
-        """Rows ended. What nobody needs any more."""
+    def retire(self, ids: Ids) -> list[FreedBlocks]:
+        """Release ended rows, and return the blocks that no row needs."""
         at = ids - self._base
         if len(at) == 1:
             return self._retire_one(int(at[0]))
-        freed: list[Freed] = []
+        freed: list[FreedBlocks] = []
         if len(at) and not 0 <= at.min() <= at.max() < self._capacity:
             at = at[(at >= 0) & (at < self._capacity)]
         if not len(at):
@@ -130,7 +131,7 @@ class BlockIndex:
         for array in self._families.values():
             slots = array[at] >> _SHIFT
             first = int(slots[0])
-            if (slots == first).all():  # as they nearly always are: of one block, or nowhere
+            if (slots == first).all():  # the common case: all in one block, or in none
                 if first >= 0:
                     array[at] = _NOWHERE
                     freed += self._release(first, len(at))
@@ -145,9 +146,13 @@ class BlockIndex:
                     freed += self._forget(np.unique(ended))
         return freed
 
-    def lost(self, there: There, among: Ids | None = None) -> Ids:
-        """Rows that need a block which is gone. ``there``: which blocks a segment has, by start, serial and bytes.
-        ``among``: look only at the blocks of these rows; others that need them are lost, too."""
+    def find_lost(self, exist: BlockCheck, among: Ids | None = None) -> Ids:
+        """Return the rows with lost blocks. ``exist``: checks blocks of a segment by start, serial
+        and bytes.
+
+        ``among``: check only the blocks of these rows; the result includes other rows of these
+        blocks.
+        """
         used = np.ones(len(self._blocks), np.bool_)
         used[self._free] = False
         if among is not None:
@@ -162,7 +167,7 @@ class BlockIndex:
             slots = np.flatnonzero(used & (self._blocks[:, 0] == number))
             if len(slots):
                 _, starts, serials, _, sizes, _ = self._blocks[slots].T
-                gone[slots] = ~there(name, starts, serials, sizes)
+                gone[slots] = ~exist(name, starts, serials, sizes)
         if not gone.any():
             return np.empty(0, np.int64)
         found = [np.flatnonzero((a >= 0) & gone[np.maximum(a, 0) >> _SHIFT]) for a in self._families.values()]
@@ -170,11 +175,11 @@ class BlockIndex:
         return rows
 
     def segments(self) -> set[str]:
-        """Segments that rows still need."""
+        """Return the segments that rows need."""
         return {name for _, name in self._segments._number}
 
-    def _retire_one(self, at: int) -> list[Freed]:
-        freed: list[Freed] = []
+    def _retire_one(self, at: int) -> list[FreedBlocks]:
+        freed: list[FreedBlocks] = []
         for array in self._families.values():
             place = int(array[at]) if 0 <= at < len(array) else _NOWHERE
             if place >= 0:
@@ -182,24 +187,24 @@ class BlockIndex:
                 freed += self._release(place >> _SHIFT, 1)
         return freed
 
-    def _release(self, slot: int, rows: int) -> list[Freed]:
-        """So many rows of a block need it no more."""
+    def _release(self, slot: int, rows: int) -> list[FreedBlocks]:
+        """Subtract ``rows`` from the rows that need a block; return it if none is left."""
         segment, _, serial, _, nbytes, need = self._blocks[slot].tolist()
         self._blocks[slot, 5] = need - rows
         if need > rows:
             return []
         self._free.append(slot)
         self.live_bytes -= nbytes
-        freed = Freed(self._segments.owners[segment], self._segments.names[segment], _SERIAL.pack(serial))
+        freed = FreedBlocks(self._segments.owners[segment], self._segments.names[segment], _SERIAL.pack(serial))
         self._segments.leave(segment, 1)
         return [freed]
 
     def segments_of(self, owner: str) -> Collection[str]:
-        """Segments of an owner that rows still need."""
+        """Return the segments of an owner that rows need."""
         return self._segments.of(owner)
 
     def _plan(self, columns: tuple[str, ...]) -> list[tuple[Family, tuple[str, ...], bytes]]:
-        """The families that have some of these columns, which, and their places in the family."""
+        """Return for each family with some of these columns: the columns and their positions in it."""
         plan = self._plans.get(columns)
         if plan is None:
             wanted: dict[Family, list[str]] = {}
@@ -211,18 +216,19 @@ class BlockIndex:
         return plan
 
     def _scattered(self, name: str, at: Ids) -> BlockSlices:
-        """A column that different rows got in different company."""
+        """Return the slices of a column that is in different families for different rows."""
         place = np.full(len(at), _NOWHERE, np.int64)
         field = np.zeros(len(at), np.int32)
         for family in self._of_column[name]:
             found = self._families[family][at]
             field[found >= 0] = family.index(name)
             place = np.where(found >= 0, found, place)
-        assert place.min() >= 0, "every row has it"
-        return self._located((name,), field, place)
+        assert place.min() >= 0, "every row has the column"
+        return self._slices((name,), field, place)
 
-    def _located(self, names: tuple[str, ...], fields: bytes | npt.NDArray[np.int32], places: Ids) -> BlockSlices:
-        """``fields``: of all blocks, packed, or for each row."""
+    def _slices(self, names: tuple[str, ...], fields: bytes | npt.NDArray[np.int32], places: Ids) -> BlockSlices:
+        """Return the slices at places. ``fields``: packed, for all blocks; or an array, for each
+        row."""
         first = int(places[0])
         count = len(places)
         if count == 1 or (int(places[-1]) - first == count - 1 and (places[1:] - places[:-1] == 1).all()):
@@ -235,9 +241,9 @@ class BlockIndex:
                 _RUN.pack(first & _ENTRY),
                 _RUN.pack(count),
             )
-        run = np.flatnonzero(_steps(places, first - 2) != 1)  # where runs begin
+        run = np.flatnonzero(_steps(places, first - 2) != 1)  # starts of runs
         slots = places[run] >> _SHIFT
-        new = np.flatnonzero(_steps(slots, -1))  # where blocks begin, among the runs
+        new = np.flatnonzero(_steps(slots, -1))  # the first run of each block
         blocks = self._blocks[slots[new]]
         blocks[:, 5] = _sizes(new, len(run))
         segments, blocks[:, 0] = _numbered(blocks[:, 0])
@@ -250,7 +256,7 @@ class BlockIndex:
             _sizes(run, count).astype(np.int32).tobytes(),
         )
 
-    def _forget(self, slots: Ids) -> list[Freed]:
+    def _forget(self, slots: Ids) -> list[FreedBlocks]:
         self._free.extend(slots.tolist())
         blocks = self._blocks[slots]
         self.live_bytes -= int(blocks[:, 4].sum())
@@ -258,13 +264,13 @@ class BlockIndex:
         out = []
         for number, segment in enumerate(segments):
             serials = blocks[which == number, 2]
-            out.append(Freed(self._segments.owners[segment], self._segments.names[segment], serials.tobytes()))
+            out.append(FreedBlocks(self._segments.owners[segment], self._segments.names[segment], serials.tobytes()))
             self._segments.leave(segment, len(serials))
         return out
 
     def _reserve(self, lowest: int, highest: int) -> None:
-        """Room for rows ``lowest`` to ``highest``: forget the front where nothing is placed, or double."""
-        if lowest < self._base:  # a row that had nothing when the front was forgotten
+        """Make room for rows ``lowest`` to ``highest``: drop the unused front, or double."""
+        if lowest < self._base:  # a row without columns when the front was dropped
             more = self._base - lowest
             for family, array in self._families.items():
                 self._families[family] = np.concatenate([np.full(more, _NOWHERE, np.int64), array])
@@ -285,7 +291,7 @@ class BlockIndex:
 
 
 class _Segments:
-    """Segments that blocks lie in, by a number while they do."""
+    """Segments in use, with a number, an owner and a count of blocks for each."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -295,7 +301,7 @@ class _Segments:
         self._free: list[int] = []
 
     def enter(self, owner: str, name: str) -> int:
-        """A block more."""
+        """Count one block more in a segment, and return its number."""
         number = self._number.get((owner, name))
         if number is None:
             if not self._free:
@@ -309,12 +315,14 @@ class _Segments:
         return number
 
     def leave(self, number: int, blocks: int) -> None:
+        """Count ``blocks`` blocks fewer in a segment."""
         self._blocks[number] -= blocks
         if not self._blocks[number]:
             del self._number[self.owners[number], self.names[number]]
             self._free.append(number)
 
     def of(self, owner: str) -> Collection[str]:
+        """Return the segments of an owner."""
         return {name for of, name in self._number if of == owner}
 
 
@@ -323,7 +331,7 @@ def _fields(family: Family, names: list[str]) -> bytes:
 
 
 def _numbered(values: npt.NDArray[Any]) -> tuple[list[int], npt.NDArray[Any]]:
-    """The different values, and for each which of them it is."""
+    """Return the distinct values, and the index of each value among them."""
     if (values == values[0]).all():
         return [int(values[0])], np.zeros(len(values), np.int64)
     known, which = np.unique(values, return_inverse=True)
@@ -331,7 +339,7 @@ def _numbered(values: npt.NDArray[Any]) -> tuple[list[int], npt.NDArray[Any]]:
 
 
 def _steps(values: Ids, before: int) -> Ids:
-    """How far each is from the one before it. (As ``np.diff`` with what to prepend, which takes four times as long.)"""
+    """Return the differences of successive values, four times as fast as ``np.diff`` with prepend."""
     steps = values.copy()
     steps[1:] -= values[:-1]
     steps[0] -= before
@@ -339,7 +347,7 @@ def _steps(values: Ids, before: int) -> Ids:
 
 
 def _sizes(starts: Ids, end: int) -> Ids:
-    """Of the parts that begin at ``starts``, up to ``end``."""
+    """Return the sizes of parts with these ``starts``, up to ``end``."""
     sizes = np.empty_like(starts)
     np.subtract(starts[1:], starts[:-1], out=sizes[:-1])
     sizes[-1] = end - starts[-1]

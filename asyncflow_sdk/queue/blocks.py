@@ -1,34 +1,41 @@
-"""Blocks: how the columns of one put or one completion lie in shared memory, and how rows find theirs.
+"""Blocks: the layout in shared memory of the columns of one put or one completion.
 
-A block describes itself. From its start, as little-endian int64: the arena's magic number and serial, rows, number of
-columns, bytes in all, and for each column where its values lie, how many bytes they are, and where its rows + 1
-offsets lie (-1 for the fixed kind). Then values and offsets, each at a multiple of 64 bytes. What lies where is in
-bytes from the block's start. Readers trust none of it (see ``layout``).
+A block starts with int64 words, little-endian: the arena's magic number and serial, rows, number of
+columns, total bytes, and for each column the position of its values, their bytes, and the position
+of its rows + 1 offsets (-1 for fixed columns). Values and offsets follow, each at a multiple of 64
+bytes. Positions are bytes from the block's start.
+
+Any process of this user can write shared memory, so readers check headers against the segment and
+the schema: a damaged header raises SchemaError, and never gives an array beyond its block.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from ..errors import SchemaError
+from ..errors import LeaseLost, SchemaError
 from ..memory import HEADER_BYTES, Allocation, Arena
-from ..types import Column, check_column_name
+from ..types import Column, ColumnSpec, carrier, check_column_name
 from ..types.columns import pack
 from ..types.ragged import Array
 
 ALIGN = 64
 JOIN_BYTES = 64 << 10
-"""Up to here columns are joined before they are copied: two copies in the cache cost less than a call each."""
+"""Columns up to this size are joined first: two copies in the cache cost less than two calls."""
 _PAD = bytes(ALIGN)
+_PADDING: Any = np.zeros(ALIGN, np.uint8)
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """``rows`` entries of every column in ``columns``: bytes ``start`` to ``start + nbytes`` of a segment."""
+    """``rows`` entries of all ``columns``: bytes ``start`` to ``start + nbytes`` of a segment."""
 
     segment: str
     start: int
@@ -39,16 +46,17 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def packed_serial(self) -> bytes:
-        """As notices of freed blocks carry it."""
+        """The serial as in ``CallResult.freed``."""
         return (self.serial & (1 << 64) - 1).to_bytes(8, "little")
 
 
 class BlockSlices(msgspec.Struct, frozen=True, array_like=True):
-    """Where the rows of a batch find some of their columns.
+    """The location of some columns for the rows of a batch: runs of block entries, in order.
 
-    They are runs of entries, in order: ``entries[i]`` to ``entries[i] + counts[i]`` (both int32) of a block.
-    ``blocks`` is int64 (n, 6): number in ``segments``, start, serial, rows, nbytes, and how many of the runs are in
-    it. ``fields``: int32, for each column its number in a block's table; one set for all blocks, or one for each.
+    Run i has entries ``entries[i]`` to ``entries[i] + counts[i]`` (both int32) of a block.
+    ``blocks``: int64 (n, 6), number in ``segments``, start, serial, rows, nbytes, and number of
+    runs. ``fields``: int32, for each column its number in a block's table; one set for all blocks,
+    or one for each.
     """
 
     columns: tuple[str, ...]
@@ -60,10 +68,9 @@ class BlockSlices(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
-    """Pack what a caller hands in. Raises SchemaError when columns differ in their number of rows, and for what is no
-    mapping of names to columns."""
+    """Pack a caller's columns. Raises SchemaError if they differ in rows, or are no mapping."""
     if not isinstance(columns, Mapping):
-        raise SchemaError(f"columns are given by name, as a dict; not as a {type(columns).__name__}")
+        raise SchemaError(f"columns must be a dict of columns by name, not a {type(columns).__name__}")
     for name in columns:
         check_column_name(name)
     packed = {name: pack(name, value) for name, value in columns.items()}
@@ -74,8 +81,7 @@ def pack_columns(columns: Mapping[str, Any]) -> dict[str, Column]:
 
 
 def arrange(columns: Mapping[str, Column]) -> tuple[int, int, bytes, list[Array]]:
-    """How columns lie in a block: its rows and bytes, its header behind the arena's, and the arrays that follow in order, each
-    at a multiple of ALIGN."""
+    """Return a block's rows, bytes, header (after the arena's), and arrays, to be aligned to ALIGN."""
     rows = len(next(iter(columns.values())))
     end = -(-(HEADER_BYTES + 24 + 24 * len(columns)) // ALIGN) * ALIGN
     head = [rows, len(columns), 0]
@@ -94,8 +100,8 @@ def arrange(columns: Mapping[str, Column]) -> tuple[int, int, bytes, list[Array]
 
 
 def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> tuple[Block, Allocation]:
-    """Copy packed columns into shared memory: the one copy between producer and consumer. ``grow``, and what it raises:
-    see ``Arena.allocate``."""
+    """Copy packed columns into shared memory: the only copy between producer and consumer.
+    ``grow``, errors: see ``Arena.allocate``."""
     rows, end, header, arrays = arrange(columns)
     space = arena.allocate(end, grow=grow)
     if end <= JOIN_BYTES:
@@ -107,7 +113,111 @@ def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> 
         space.memory[HEADER_BYTES : HEADER_BYTES + len(header)] = np.frombuffer(header, np.uint8)
         at = -(-(HEADER_BYTES + len(header)) // ALIGN) * ALIGN
         for array in arrays:
-            if array.nbytes:  # also of a view with steps this is the only copy
+            if array.nbytes:  # a strided view is copied only once, too
                 space.memory[at : at + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
             at += -(-array.nbytes // ALIGN) * ALIGN
     return Block(space.segment, space.start, space.serial, rows, end, tuple(columns)), space
+
+
+@dataclass(frozen=True)
+class BlockImage:
+    """A block to send: ``rows`` entries as contiguous buffers, one after another.
+
+    The arena's 16 bytes at its start are zero. The server receives a put into the memory where its
+    rows stay.
+    """
+
+    rows: int
+    nbytes: int
+    parts: list[npt.NDArray[np.uint8]]
+
+
+def to_image(columns: Mapping[str, Column], *, copy: bool = False) -> BlockImage:
+    """Return columns as an image. It refers to their memory unless ``copy``."""
+    rows, nbytes, header, arrays = arrange(columns)
+    parts = [np.frombuffer(bytes(HEADER_BYTES) + header, np.uint8), _PADDING[: -(len(header) + HEADER_BYTES) % ALIGN]]
+    for array in arrays:
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        parts += (flat.copy() if copy else flat, _PADDING[: -flat.nbytes % ALIGN])
+    return BlockImage(rows, nbytes, [part for part in parts if part.nbytes])
+
+
+ROWS, COLUMNS, NBYTES, TABLE = range(HEADER_BYTES // 8, HEADER_BYTES // 8 + 4)
+"""Positions in a header, in words of 8 bytes. The table has three words for each column."""
+MOST_BYTES = 1 << 48
+Ints = npt.NDArray[np.int64]
+
+
+class Kind(NamedTuple):
+    """A column's bytes: ``width`` is that of a row (fixed) or of an element (ragged)."""
+
+    name: str
+    spec: ColumnSpec
+    dtype: np.dtype[Any]
+    width: int
+    ragged: bool
+
+
+@functools.lru_cache(4096)
+def kind_of(name: str, spec: ColumnSpec) -> Kind:
+    """Return the expected bytes of a column. Raises SchemaError for an impossible shape or dtype."""
+    dtype = carrier(spec.dtype)
+    width = dtype.itemsize
+    for length in spec.shape:
+        width *= length
+    if min(spec.shape, default=0) < 0 or width > MOST_BYTES:
+        raise SchemaError(f"column {name!r} cannot have the shape {spec.shape}")
+    return Kind(name, spec, dtype, width, spec.kind != "fixed")
+
+
+def _wrong(wanted: list[Kind], table: Ints, rows: Ints, nbytes: Ints, body: Ints) -> npt.NDArray[np.bool_]:
+    """Return True for each column (n, columns) outside its block. No sum of checked values
+    overflows."""
+    values, size, offsets = table[:, :, 0], table[:, :, 1], table[:, :, 2]
+    ragged = np.array([kind.ragged for kind in wanted])
+    width = np.array([kind.width for kind in wanted])
+    rows, nbytes, body = rows[:, None], nbytes[:, None], body[:, None]
+    bad = (values < body) | (values > nbytes) | (values & 63 != 0) | (size < 0) | (size > nbytes - values)
+    fixed = (size != rows * width) | (offsets != -1)
+    packed = (offsets < body) | (offsets > nbytes) | (offsets & 63 != 0) | (8 * (rows + 1) > nbytes - offsets)
+    found: npt.NDArray[np.bool_] = bad | np.where(ragged, packed, fixed)
+    return found
+
+
+def damaged(name: str) -> SchemaError:
+    """Return the error for a damaged block."""
+    return SchemaError(
+        f"column {name!r}: its block in shared memory is damaged: another process wrote there; these rows cannot be"
+        " read"
+    )
+
+
+def tables(words: Ints, blocks: Ints, fields: Ints, wanted: list[Kind]) -> Ints:
+    """Return the tables of n blocks: int64 (n, columns, 3), each (values, nbytes, offsets).
+
+    ``words``: a whole segment. ``blocks``: as in BlockSlices. ``fields``: (n or 1, columns). Raises
+    SchemaError, LeaseLost.
+    """
+    _, starts, serials, rows, nbytes, _ = blocks.T
+    first = starts // 8
+    if (starts % 64).any() or first.min() < 0 or (first + TABLE > len(words)).any():
+        raise damaged(wanted[0].name)
+    check_serials(words, starts, serials)
+    head = words.take(first[:, None] + np.arange(ROWS, TABLE))
+    columns = head[:, 1]
+    bad = (head[:, 0] != rows) | (head[:, 2] != nbytes) | (columns <= 0) | (columns > nbytes // 24)
+    body = 8 * TABLE + 24 * np.where(bad, 0, columns)
+    bad |= (body > nbytes) | (nbytes > 8 * len(words) - starts)
+    if bad.any() or fields.min() < 0 or (fields >= columns[:, None]).any():
+        raise damaged(wanted[0].name)
+    table: Ints = words.take((first[:, None] + TABLE + 3 * fields)[:, :, None] + np.arange(3))
+    found = _wrong(wanted, table, rows, nbytes, body).any(axis=0)
+    if found.any():
+        raise damaged(wanted[int(found.argmax())].name)
+    return table
+
+
+def check_serials(words: Ints, starts: Ints, serials: Ints) -> None:
+    """Raises LeaseLost unless every block still has its serial."""
+    if (words.take(starts // 8 + 1) != serials).any():
+        raise LeaseLost("the rows ended and their memory was reused before this reader was done")

@@ -1,12 +1,14 @@
-"""Carry out the calls of clients on the ledger and on the payload.
+"""Execute the calls of clients on the ledger and the payload.
 
-Everything here follows from the inputs and their times: the same inputs, carried out again from a journal, give the same state and the
-same answers. What user code and the file system say meanwhile is recorded in the ledger's ``NondeterminismLog``.
+Execution is deterministic: replaying the same inputs with the same times gives the same state and
+answers. Results of user code and of the file system are recorded in the ledger's
+``NondeterminismLog``.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,24 +22,53 @@ from ..ledger import Ledger, pack_ids, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
 from ..ledger.state.grants import Grant
-from ..types import ColumnSpec
-from . import remote
-from .block_index import LOST
+from ..types import ColumnSpec, Event
+from . import remote_payload
+from .block_index import LOST_REASON
 from .blocks import Block, BlockSlices
 from .checks import check_call, completed, owns
-from .clients import Client, Clients
-from .clock import Clock
+from .clients import ClientProcess, ClientTable
 from .listeners import Listeners
 from .measures import Measures
 from .payload_manager import PayloadManager
-from .protocol import Answer, Call, Hello, Welcome, decode_answer, encode, failure
+from .protocol import Call, CallResult, ClientHello, Welcome, decode_result, encode, failure
 
 _log = logging.getLogger(__name__)
 
 
+class Clock:
+    """Ledger seconds: this host's monotonic clock while the run is served; downtime does not count.
+
+    ``fixed``: the time of the record being replayed; None when live.
+    """
+
+    def __init__(self) -> None:
+        self._offset = 0.0
+        self.fixed: float | None = None
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._offset if self.fixed is None else self.fixed
+
+    def resume(self, now: float) -> None:
+        """Continue from ledger time ``now``."""
+        self.fixed = None
+        self._offset = now - time.monotonic()
+
+    def to_host_time(self, event: Event) -> Event:
+        """Return a ledger event with the host's monotonic time."""
+        if not self._offset:
+            return event
+        shifted: Event = msgspec.structs.replace(event, time_s=event.time_s - self._offset)
+        return shifted
+
+
 class PendingCall(NamedTuple):
-    """A call whose reply is still to come from the ledger. ``ids``: rows that it completes, in the order of its block's entries.
-    ``inline``: True if payload goes beside the answer. ``then``: a lease to ask for next. ``first``: reply to the command before."""
+    """A call without a reply from the ledger yet.
+
+    ``ids``: rows that it completes, in the order of its block's entries. ``inline``: send payload
+    beside the answer. ``then``: a lease to request next. ``first``: the reply to the command before
+    it.
+    """
 
     session: str
     command: cmd.AnyCommand
@@ -48,7 +79,7 @@ class PendingCall(NamedTuple):
 
 
 class TrainedStep(NamedTuple):
-    """Rows of a step that is being acknowledged, their groups, and the version that was current when each was completed."""
+    """A step being acknowledged: rows, groups, and the version current when each row was completed."""
 
     number: int
     ids: Ids
@@ -57,8 +88,8 @@ class TrainedStep(NamedTuple):
 
 
 class RunMemory(NamedTuple):
-    """Directories of the run's shared memory. ``rows``: of the segments of rows, if elsewhere; else "". ``durability``: "" if a server
-    that dies does not come back."""
+    """Directories of the run's shared memory. ``rows``: of row segments, "" if it is ``directory``.
+    ``durability``: "" if a dead server does not restart."""
 
     directory: str
     rows: str
@@ -66,8 +97,9 @@ class RunMemory(NamedTuple):
 
 
 class CallExecutor:
-    """``send``: send an answer by ticket; True if ``QueueServer.make`` completes it. ``forget``: a session has ended. Not thread-safe:
-    the server's thread owns it."""
+    """``send``: sends an answer by ticket; its last argument is True if ``QueueServer.make``
+    completes it. ``forget``: called when a session has ended. Not thread-safe: only the server's
+    thread uses it."""
 
     KEPT = ("_pending",)
 
@@ -82,7 +114,7 @@ class CallExecutor:
         forget: Callable[[str], None],
     ) -> None:
         self.ledger, self.payloads, self.clock, self.memory = ledger, payloads, clock, memory
-        self.clients = Clients()
+        self.clients = ClientTable()
         self._state, self._record = ledger.state, ledger.state.context.log
         self._listeners, self._send, self._forget = listeners, send, forget
         self._measures = Measures(ledger, payloads.index, payloads.reader)
@@ -90,36 +122,36 @@ class CallExecutor:
         self._digest = 0
 
     def take_digest(self) -> int:
-        """Return a digest of the answers since the last call, by which a replay finds that one differs. 0 if nothing is recorded."""
+        """Return a digest of the answers since the last call; 0 if nothing is recorded."""
         digest, self._digest = self._digest, 0
         return digest
 
     # ---- inputs
 
     def execute(self, session: str, ticket: int, call: Call, now: float) -> None:
-        """Carry out a call. It is answered now, or by a later input."""
+        """Execute a call. It is answered now, or by a later input."""
         try:
             if call.command is None:
-                self._answer(ticket, session, Answer(cmd.Done()))
-            elif isinstance(call.command, Hello):
+                self._answer(ticket, session, CallResult(cmd.Done()))
+            elif isinstance(call.command, ClientHello):
                 self._open_session(session, ticket, call.command, now)
             else:
                 self._execute(session, ticket, call, now)
         except AsyncFlowError as error:
-            self._answer(ticket, session, Answer(error=failure(error)))
-        except Exception as error:  # a call that should have been refused: it fails alone
-            _log.exception("the queue server failed at a call")
-            error = ProtocolError(f"the server failed at this call: {error!r}")
-            self._answer(ticket, session, Answer(error=failure(error)))
-        if session not in self.clients:  # nobody would ever end it, so nothing is remembered of it
+            self._answer(ticket, session, CallResult(error=failure(error)))
+        except Exception as error:  # a call that the checks should have rejected
+            _log.exception("a call failed in the queue server")
+            error = ProtocolError(f"the call failed in the server: {error!r}")
+            self._answer(ticket, session, CallResult(error=failure(error)))
+        if session not in self.clients:  # it would never be closed
             self._forget(session)
 
     def drop(self, session: str, ticket: int, answer: bytes | None, now: float) -> None:
-        """Nobody waits for a call, or reads its answer. ``answer``: None if there is none yet. Undo the effects it may have had."""
+        """Undo a cancelled call. ``answer``: its unread answer; None if there is none yet."""
         if session not in self.clients:
             return
         if answer := self._record.record(lambda: answer or b""):
-            self._take_back(session, decode_answer(answer), now)
+            self._undo(session, decode_result(answer), now)
         elif ticket:
             self._pending.pop(ticket, None)
             self.payloads.discard(ticket)
@@ -127,7 +159,7 @@ class CallExecutor:
         self._flush()
 
     def close_session(self, session: str, reason: str, now: float, *, blame: bool = True) -> None:
-        """The process of a session has ended. ``blame``: that counts as an attempt of the rows it held."""
+        """Close the session of a dead process. ``blame``: its rows count an attempt."""
         number = self.clients.by_session.pop(session).number
         self.payloads.end_session(session)
         self.ledger.session_died(number, now, reason, blame=blame)
@@ -135,56 +167,60 @@ class CallExecutor:
         self._clean_up(session, number)
 
     def tick(self, now: float) -> None:
-        """Let leases and parked requests end that are due."""
+        """Expire leases and waiting requests."""
         self.ledger.tick(now)
         self._flush()
 
-    def lose(self, ids: Ids, tickets: tuple[int, ...], now: float) -> None:
-        """Fail rows whose payload is gone, and puts under way whose payload is gone."""
-        self.ledger.lose(ids, now, LOST, tickets)
+    def fail_lost(self, ids: Ids, tickets: tuple[int, ...], now: float) -> None:
+        """Fail rows, and waiting puts (by ticket), whose payload is lost."""
+        self.ledger.lose(ids, now, LOST_REASON, tickets)
         self._flush()
 
-    def tell_steps_again(self) -> None:
-        """Call the listener for acknowledged steps whose rows are there: whoever was told of them may have died with an earlier server
-        before it had read them."""
+    def report_steps_again(self) -> None:
+        """Report acknowledged steps with live rows: an earlier server's listener may not have read
+        them."""
         rows = self._state.rows
         for step, ids in self._state.steps.acknowledged() if self._listeners.steps else ():
             at = rows.at(ids)
-            self._tell_step(TrainedStep(step, ids, rows.first[at], rows.current[at]))
+            self._report_step(TrainedStep(step, ids, rows.first[at], rows.current[at]))
 
     # ---- calls
 
-    def _open_session(self, session: str, ticket: int, hello: Hello, now: float) -> None:
+    def _open_session(self, session: str, ticket: int, hello: ClientHello, now: float) -> None:
         if hello.sdk != __version__:
             raise ProtocolError(f"this run is served by asyncflow-sdk {__version__}; {hello.name} has {hello.sdk}")
         if session in self.clients:
-            raise ProtocolError(f"session {session} has already said hello")
+            raise ProtocolError(f"session {session} is open already")
         self.ledger.apply(0, cmd.Join(name=hello.name), now, 0)
         (_, joined), *_rest = self.ledger.drain().answers
         assert isinstance(joined, cmd.Joined)
-        self.clients.by_session[session] = Client(joined.session, hello.pid, hello.pid_key, hello.host)
+        self.clients.by_session[session] = ClientProcess(joined.session, hello.pid, hello.pid_key, hello.host)
         self.payloads.open_session(session)
         memory = self.memory
         welcome = Welcome(joined.session, memory.directory, __version__, memory.durability, memory.rows)
-        self._answer(ticket, session, Answer(welcome), made=True)
+        self._answer(ticket, session, CallResult(welcome), completed_by_make=True)
 
     def _execute(self, session: str, ticket: int, call: Call, now: float) -> None:
         command, block = call.command, call.block
         assert command is not None
-        assert not isinstance(command, Hello)
+        assert not isinstance(command, ClientHello)
         if isinstance(command, cmd.Join):
-            raise ProtocolError("join is said by hello")
+            raise ProtocolError("sessions are opened by hello, not by join")
         number = self.clients.number(session)
-        owner, writer = (remote.OWNER, remote.NUMBER) if call.payload is not None else (session, number)
+        owner, writer = (
+            (remote_payload.OWNER, remote_payload.NUMBER) if call.payload is not None else (session, number)
+        )
         try:
             ids, step = self._check(writer, command, block)
             if isinstance(command, cmd.Put | cmd.Complete):
                 command = msgspec.structs.replace(command, nbytes=block.nbytes if block else 0)
             command = self._measures.fill(command, block)
-            lease = self._lease_of_step(command) if step >= 0 else None
+            lease: Grant | None = None
+            if step >= 0 and isinstance(command, cmd.Complete):
+                lease = self._state.leases.by_token.get(command.token)
             unread, trained = self._unread(command), self._trained(lease, ids)
             if call.then is not None and not isinstance(command, cmd.Complete | cmd.GiveBack):
-                raise ProtocolError("a lease rides with a completion or a return of rows, and with nothing else")
+                raise ProtocolError("`then` needs a completion or a return of rows")
             if isinstance(command, cmd.Checkpoint):
                 self._listeners.final(command.covers)
             self._pending[ticket] = PendingCall(session, command, ids, call.inline, call.then)
@@ -201,13 +237,13 @@ class CallExecutor:
                 self.payloads.free(owner, block)
             raise
         if lease is not None and lease.shards is not None and len(lease.shards.done) < lease.shards.size:
-            trained = None  # other ranks have not acknowledged yet
+            trained = None  # other ranks have to acknowledge it, too
         self._flush(trained)
         if isinstance(command, cmd.Leave | cmd.Dismiss):
             self._close_left()
 
     def _close_left(self) -> None:
-        """Close sessions that the ledger has closed."""
+        """Remove sessions that the ledger has closed."""
         known = self._state.sessions.by_id
         for session, client in list(self.clients.by_session.items()):
             if client.number not in known:
@@ -223,13 +259,17 @@ class CallExecutor:
         self.payloads.remove_segments(session, number)
 
     def _check(self, number: int, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
-        """Return the rows that a call completes, and their step. Raises SchemaError, PayloadLost for wrong payload: only the files say
-        that, so the result is recorded."""
+        """Return the rows that a call completes, and their step. Raises SchemaError, PayloadLost
+        for invalid payload.
+
+        The result depends on files, so it is recorded.
+        """
         if not self._record.active:
             return check_call(self.ledger, self.payloads.rows, number, command, block)
         found: list[tuple[Ids | None, int]] = []
 
         def look() -> bytes:
+            """Check the call and return its encoded error, if any."""
             try:
                 found.append(check_call(self.ledger, self.payloads.rows, number, command, block))
             except AsyncFlowError as error:
@@ -240,11 +280,8 @@ class CallExecutor:
             raise by_name(*msgspec.msgpack.decode(refused, type=tuple[str, str]))
         return found[0] if found else completed(self.ledger, command, block)
 
-    def _lease_of_step(self, command: cmd.AnyCommand) -> Grant | None:
-        return self._state.leases.by_token.get(command.token) if isinstance(command, cmd.Complete) else None
-
     def _trained(self, lease: Grant | None, ids: Ids | None) -> TrainedStep | None:
-        """Return the rows of a step that this call acknowledges; of all ranks, if several share the step."""
+        """Return the step that this call acknowledges, with the rows of all ranks."""
         if lease is None or ids is None:
             return None
         ids = ids if lease.shards is None else lease.ids
@@ -252,27 +289,28 @@ class CallExecutor:
         return TrainedStep(lease.step, ids, rows.first[at], rows.current[at])
 
     def _unread(self, command: cmd.AnyCommand) -> Ids:
-        """Return the rows that their holder gives back because it cannot read them."""
+        """Return the rows that their holder gives back as unreadable."""
         if not isinstance(command, cmd.GiveBack) or not command.unread:
             return np.empty(0, np.int64)
         lease = self._state.leases.by_token.get(command.token)
         return np.empty(0, np.int64) if lease is None else lease.ids
 
     def _find_lost(self, unread: Ids, now: float) -> None:
-        """Fail all rows whose payload is gone, if that of rows that could not be read is."""
+        """If payload of unreadable rows is lost, fail all rows with lost payload."""
 
         def look() -> bytes:
-            lost, waiting = self.payloads.lost(self.payloads.there, among=unread)
+            """Return the encoded ids of lost rows and tickets of lost puts."""
+            lost, waiting = self.payloads.find_lost(self.payloads.blocks_exist, among=unread)
             return msgspec.msgpack.encode((pack_ids(lost), waiting)) if len(lost) else b""
 
         if found := self._record.record(look):
             lost, waiting = msgspec.msgpack.decode(found, type=tuple[bytes, list[int]])
-            self.ledger.lose(unpack_ids(lost), now, LOST, waiting)
+            self.ledger.lose(unpack_ids(lost), now, LOST_REASON, waiting)
 
     # ---- effects
 
     def _flush(self, trained: TrainedStep | None = None) -> None:
-        """Send the answers of the ledger, call listeners, and free memory. ``trained``: a step that is acknowledged."""
+        """Send answers, call listeners, and free memory. ``trained``: the acknowledged step."""
         effects = self.ledger.drain()
         following: list[tuple[int, PendingCall, cmd.Lease]] = []
         for ticket, reply in effects.answers:
@@ -285,12 +323,14 @@ class CallExecutor:
                 call = PendingCall(pending.session, pending.then, None, pending.inline, first=reply)
                 following.append((ticket, call, pending.then))
             else:
-                self._answer(ticket, pending.session, answer, made=pending.inline and bool(answer.located))
+                self._answer(
+                    ticket, pending.session, answer, completed_by_make=pending.inline and bool(answer.slices)
+                )
         done = any(isinstance(reply, cmd.Completed) for _, reply in effects.answers)
         if trained is not None and done and self._listeners.steps:
-            self._tell_step(trained)
+            self._report_step(trained)
         for event in effects.events:
-            self._listeners.event(self.clock.told(event))
+            self._listeners.event(self.clock.to_host_time(event))
         for ids in effects.retired:
             self.payloads.retire(ids)
         for ticket, call, lease in following:
@@ -299,12 +339,12 @@ class CallExecutor:
         if following:
             self._flush()
 
-    def _apply_reply(self, ticket: int, pending: PendingCall, reply: cmd.Reply | AsyncFlowError) -> Answer:
-        """Place or free the payload of a call, and return its answer."""
+    def _apply_reply(self, ticket: int, pending: PendingCall, reply: cmd.Reply | AsyncFlowError) -> CallResult:
+        """Place or free the payload of a call, and return its result."""
         if isinstance(reply, AsyncFlowError):
             self.payloads.discard(ticket)
-            return Answer(error=failure(reply), first=pending.first)  # type: ignore[arg-type]
-        located: tuple[BlockSlices, ...] = ()
+            return CallResult(error=failure(reply), first=pending.first)  # type: ignore[arg-type]
+        slices: tuple[BlockSlices, ...] = ()
         schema: dict[str, ColumnSpec] = {}
         if isinstance(reply, cmd.PutDone):
             assert isinstance(pending.command, cmd.Put)
@@ -312,16 +352,16 @@ class CallExecutor:
         elif isinstance(reply, cmd.Completed) and pending.ids is not None:
             self.payloads.complete(ticket, pending.ids, unpack_ids(reply.revoked + reply.again))
         elif isinstance(reply, cmd.Published | cmd.RolledBack):
-            self.payloads.keep_weights()
+            self.payloads.remove_old_weights()
         elif isinstance(reply, cmd.Leased):
             needs = self._state.tasks[reply.task].spec.needs
             if isinstance(pending.command, cmd.Lease) and pending.command.columns is not None:
                 needs = pending.command.columns
-            located, schema = self.payloads.locate(unpack_ids(reply.ids), needs)
-        return Answer(reply, None, located, schema, first=pending.first)  # type: ignore[arg-type]
+            slices, schema = self.payloads.locate(unpack_ids(reply.ids), needs)
+        return CallResult(reply, None, slices, schema, first=pending.first)  # type: ignore[arg-type]
 
-    def _take_back(self, session: str, unread: Answer, now: float) -> None:
-        """Undo what an answer gave that its client will never read."""
+    def _undo(self, session: str, unread: CallResult, now: float) -> None:
+        """Undo the effects of a result that its client will never read."""
         if unread.freed:
             self.payloads.free_later(session, unread.freed)
         if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self._state.leases.by_token:
@@ -331,19 +371,19 @@ class CallExecutor:
         elif isinstance(unread.reply, cmd.Permitted):
             self.ledger.unheard(self.clients.number(session), unread.reply.version, now)
 
-    def _answer(self, ticket: int, session: str, answer: Answer, *, made: bool = False) -> None:
-        """Send an answer, with the session's blocks that were freed."""
+    def _answer(self, ticket: int, session: str, answer: CallResult, *, completed_by_make: bool = False) -> None:
+        """Send a result, with the session's freed blocks."""
         if freed := self.payloads.take_freed(session):
             answer = msgspec.structs.replace(answer, freed=freed)
         body = encode(answer)
         if self._record.active:
             self._digest = xxhash.xxh3_64_intdigest(body, self._digest)
-        self._send(ticket, body, made)
+        self._send(ticket, body, completed_by_make)
 
-    def _tell_step(self, step: TrainedStep) -> None:
+    def _report_step(self, step: TrainedStep) -> None:
         try:
             read: Any = self.payloads.read_step(step.ids, step.groups, step.completed_at)
-        except Exception:  # the effects that follow must be carried out all the same
-            _log.exception("the rows of step %d cannot be kept for reading", step.number)
+        except Exception:  # later effects must still be executed
+            _log.exception("the rows of step %d cannot be read for the listener", step.number)
         else:
             self._listeners.step(step.number, read)

@@ -1,57 +1,147 @@
-"""Checks: what a client says of its payload fits its command, before anything is done. The bytes are checked when read.
+"""Checks of calls: arguments in the client before a call is sent, payload in the server before it
+is executed.
 
-Without them a client that is broken could make rows that nobody can read, or name memory that is not its own.
+The server's checks keep a faulty client from creating unreadable rows, or from naming memory of
+others. The payload's bytes are checked when they are read.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import types
+import typing
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..errors import PayloadLost, SchemaError
 from ..ledger import Ledger
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
-from ..types import ColumnSpec, carrier
+from ..types import ColumnSpec, carrier, check_column_name
 from .blocks import ALIGN, Block
 
+_LARGEST = 1 << 63
+_EXACT: dict[Any, tuple[type, ...]] = {
+    int: (int,), float: (float, int), str: (str,), bool: (bool,), bytes: (bytes,), type(None): (type(None),),
+}  # fmt: skip
+
+
+def check_arguments(command: msgspec.Struct) -> None:
+    """Raises TypeError if an argument of a command has the wrong type; SchemaError for NaN, for
+    integers beyond 64 bits, and for text with invalid Unicode."""
+    for name, allowed in _fields(type(command)):
+        value = getattr(command, name)
+        kind = type(value)
+        if kind in allowed:
+            if kind is int and not -_LARGEST <= value < _LARGEST:
+                raise SchemaError(f"{name} is beyond 64 bits: the largest number is 2**63 - 1")
+            if kind is float and value != value:
+                raise SchemaError(f"{name} is not a number")
+            if kind is str and not value.isascii():
+                _check_text(name, value)
+        elif not (isinstance(value, np.generic) and type(value.item()) in allowed):
+            words = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
+            raise TypeError(f"{name} must be {words}, not {type(value).__name__}: {value!r:.100}")
+
+
+def check_columns(what: str, names: Any) -> tuple[str, ...]:
+    """Return column names as a tuple. Raises SchemaError for a single string or an invalid name."""
+    found = _listed(what, names)
+    for name in found:
+        try:
+            check_column_name(name)
+        except SchemaError as error:
+            raise SchemaError(f"{what}: {error}") from None
+    return found
+
+
+def check_names(what: str, names: Any, *, empty: bool = False) -> tuple[str, ...]:
+    """Return names as a tuple. Raises SchemaError for a single string or an invalid name.
+
+    ``empty``: allow "".
+    """
+    found = _listed(what, names)
+    for name in found:
+        if name or not empty:
+            check_name(what, name)
+    return found
+
+
+def _listed(what: str, names: Any) -> tuple[Any, ...]:
+    if isinstance(names, str):
+        raise SchemaError(f"{what} is a list of names; {names!r} is one name: write [{names!r}]")
+    try:
+        return tuple(names)
+    except TypeError:
+        raise SchemaError(f"{what} is a list of names, not {names!r:.100}") from None
+
+
+def check_name(what: str, name: Any) -> None:
+    """Raises SchemaError unless ``name`` is text of 1 to 1,000 characters."""
+    if not isinstance(name, str) or not name or len(name) > 1000:
+        raise SchemaError(f"{what}: a name is text of 1 to 1,000 characters, not {name!r:.100}")
+    if not name.isascii():
+        _check_text(what, name)
+
+
+def _check_text(name: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise SchemaError(f"{name}: text that is not valid Unicode: {error}") from None
+
+
+@functools.cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, tuple[type, ...]], ...]:
+    """Return the plain fields of a command with their allowed types."""
+    found = []
+    for field in msgspec.structs.fields(kind):
+        is_union = typing.get_origin(field.type) in (typing.Union, types.UnionType)
+        parts = typing.get_args(field.type) if is_union else (field.type,)
+        if all(part in _EXACT for part in parts):
+            found.append((field.name, tuple(kind for part in parts for kind in _EXACT[part])))
+    return tuple(found)
+
+
 MAX_PUT_ROWS = 1 << 22
-"""Rows of one put: the ledger keeps about a hundred bytes for each, however little was sent."""
+"""Most rows of one put. The ledger keeps about 100 bytes for each row, whatever its payload."""
 
 
 def owns(session: int, segment: str) -> bool:
-    """Whether a segment is one that a session writes rows into."""
+    """Return True if a session writes rows into this segment."""
     return segment.startswith(f"s{session}-") and "/" not in segment
 
 
 def check_call(
     ledger: Ledger, directory: Path, session: int, command: cmd.AnyCommand, block: Block | None
 ) -> tuple[Ids | None, int]:
-    """Raises SchemaError, PayloadLost. Returns the rows that a completion names, in the order of its block, and their step."""
+    """Return a completion's rows, in its block's order, and their step. Raises SchemaError,
+    PayloadLost."""
     if not isinstance(command, (cmd.Put, cmd.Complete)):
         if block is not None:
             raise SchemaError("this command takes no payload")
         return None, -1
     if (block is None) != (not command.columns):
-        raise SchemaError("columns and payload belong together")
+        raise SchemaError("a call has columns without payload, or payload without columns")
     if block is not None:
         _check_block(block, command.columns)
         size = _size(f"{directory}/{block.segment}") if owns(session, block.segment) else 0
         if size is None:
             raise PayloadLost(
-                f"segment {block.segment} is not in {directory}: somebody removed it; nothing of it was stored"
+                f"segment {block.segment} is missing in {directory}: it was removed; the call had no effect"
             )
         if block.start + block.nbytes > size:
-            raise SchemaError(f"segment {block.segment!r} holds no such payload of this session")
+            raise SchemaError(f"this session has no such payload in segment {block.segment!r}")
     if isinstance(command, cmd.Put):
         if block is not None and block.rows != command.groups:
             raise SchemaError(f"{command.groups} groups are put with {block.rows} values")
         if command.groups * command.group_size > MAX_PUT_ROWS:
             raise SchemaError(
-                f"{command.groups} groups of {command.group_size} rows are more than one put takes, {MAX_PUT_ROWS:,};"
+                f"{command.groups} groups of {command.group_size} rows exceed the largest put, {MAX_PUT_ROWS:,} rows;"
                 " put fewer at a time"
             )
         return None, -1
@@ -59,19 +149,19 @@ def check_call(
 
 
 def completed(ledger: Ledger, command: cmd.AnyCommand, block: Block | None) -> tuple[Ids | None, int]:
-    """The rows that a completion names, and their step."""
+    """Return a completion's rows and their step; (None, -1) if the ledger will reject the call."""
     if not isinstance(command, cmd.Complete):
         return None, -1
     lease = ledger.state.leases.by_token.get(command.token)
     if lease is None:
-        return None, -1  # the ledger refuses it
+        return None, -1
     if lease.shards is not None and not 0 <= command.rank < lease.shards.size:
-        return None, -1  # the ledger refuses it
+        return None, -1
     ids = lease.part(command.rank)
     if command.index is not None:
         at = np.frombuffer(command.index[: len(command.index) // 4 * 4], "<i4")
         if len(at) and not 0 <= at.min() <= at.max() < len(ids):
-            return None, -1  # the ledger refuses it
+            return None, -1
         ids = ids[at]
     if block is not None and block.rows != len(ids):
         raise SchemaError(f"{len(ids)} rows are completed with {block.rows} values")
@@ -81,7 +171,7 @@ def completed(ledger: Ledger, command: cmd.AnyCommand, block: Block | None) -> t
 def _check_block(block: Block, columns: cmd.Columns) -> None:
     names = tuple(columns)
     if block.columns != names and sorted(block.columns) != sorted(names):
-        raise SchemaError("the payload is not that of the columns named")
+        raise SchemaError("the block's columns differ from the command's columns")
     if (
         not 0 < block.rows < 1 << 31
         or block.start < 0
@@ -89,30 +179,30 @@ def _check_block(block: Block, columns: cmd.Columns) -> None:
         or block.nbytes % ALIGN
         or not 0 < block.serial < 1 << 63
     ):
-        raise SchemaError(f"the payload lies nowhere: {block}")
-    a_row, more = _least(names, tuple(columns.values()))
-    least = a_row * block.rows + more
+        raise SchemaError(f"the payload's location is invalid: {block}")
+    row_bytes, extra = _least(names, tuple(columns.values()))
+    least = row_bytes * block.rows + extra
     if block.nbytes < least:
-        raise SchemaError(f"the payload has {block.nbytes} bytes, and its columns at least {least}")
+        raise SchemaError(f"the payload has {block.nbytes} bytes, but its columns need at least {least}")
 
 
 @functools.lru_cache(1024)
 def _least(names: tuple[str, ...], specs: tuple[ColumnSpec, ...]) -> tuple[int, int]:
-    """The least bytes that such columns take: for each row, and besides. Raises SchemaError for what cannot be."""
-    a_row = more = 0
+    """Return the least bytes of columns: for each row, and in addition. Raises SchemaError."""
+    row_bytes = extra = 0
     for name, spec in zip(names, specs, strict=True):
         size = carrier(spec.dtype).itemsize
         for length in spec.shape:
             size *= length
         if min(spec.shape, default=0) < 0:
             raise SchemaError(f"column {name!r} has the shape {spec.shape}")
-        a_row += size if spec.kind == "fixed" else 8
-        more += 0 if spec.kind == "fixed" else 8
-    return a_row, more
+        row_bytes += size if spec.kind == "fixed" else 8
+        extra += 0 if spec.kind == "fixed" else 8
+    return row_bytes, extra
 
 
 def _size(path: str) -> int | None:
-    """None: the file is not there."""
+    """Return a file's size; None if it does not exist, -1 if it cannot be read."""
     try:
         return os.stat(path).st_size
     except FileNotFoundError:

@@ -23,21 +23,20 @@ from ..ledger.commands import Audit, FailedGroup, PolicySpec, SamplerSpec, Statu
 from ..types.columns import empty
 from ..types.defaults import LEASE_S, TIMEOUT_S
 from . import blocks
-from .arguments import check_arguments, check_columns, check_name, check_names
-from .blocking import drive, sync
+from .batches import AsyncLeasedBatch, AsyncStream, BatchVerbs, BlockingBatch, BlockingStream
+from .checks import check_arguments, check_columns, check_name, check_names
 from .connection import BlockingPort, Connection, LoopPort, Port
-from .leased import AsyncLeasedBatch, BlockingBatch, Lease
-from .protocol import Answer
-from .stream import AsyncStream, BlockingStream
+from .coroutines import run_blocking, sync
+from .protocol import CallResult
 
 _READ_TRIES = 8
-"""Rows that ended on their way here do not come again: so often others are asked for in their place."""
-B = TypeVar("B", bound=Lease)
+"""Most requests for one batch: rows can end between their lease and the read."""
+B = TypeVar("B", bound=BatchVerbs)
 S = TypeVar("S")
 
 
-class Verbs(Generic[B, S]):
-    """The methods of a queue, each written once, as coroutines: for ``QueueClient`` and ``AsyncTransferQueue``."""
+class QueueVerbs(Generic[B, S]):
+    """The methods of a queue, written once as coroutines."""
 
     _batch: type[B]
     _streams: Callable[[Callable[[B | None], Awaitable[B]]], S]
@@ -47,7 +46,7 @@ class Verbs(Generic[B, S]):
 
     @property
     def connection(self) -> Connection:
-        """The session with the server, which events and weights of this client share."""
+        """Return the session with the server. Events and weights of this client use the same one."""
         return self._port.connection
 
     async def _configure(
@@ -126,31 +125,38 @@ class Verbs(Generic[B, S]):
         world_size: int = 1,
         shards: int = 0,
         most: int = 0,
-        ack: LeasedBatch | Lease | None = None,
+        ack: LeasedBatch | BatchVerbs | None = None,
     ) -> B:
-        if not isinstance(ack, Lease | None):
+        if not isinstance(ack, BatchVerbs | None):
             raise TypeError(f"ack must be a batch that this queue leased, not {type(ack).__name__}")
-        ask = cmd.Lease(
+        request = cmd.Lease(
             task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
             columns=None if columns is None else check_names("columns", columns), team=team, rank=rank,
             world_size=world_size, shards=shards, most=most,
         )  # fmt: skip
-        return await self._take(ask, ack)
+        return await self._lease(request, ack)
 
-    async def _take(self, ask: cmd.Lease, last: Lease | None, *, acknowledge: bool = True) -> B:
-        """The batch that ``ask`` gives. The last word on batch ``last`` rides with it."""
-        answer = None if last is None else await last._send_last(ask, acknowledge=acknowledge)
+    async def _lease(self, request: cmd.Lease, last: BatchVerbs | None, *, acknowledge: bool = True) -> B:
+        """Send a lease request together with the last message about batch ``last``; return the new
+        batch.
+
+        A lease with rows that cannot be read is given back. The request is repeated if they had
+        ended.
+        """
+        answer = None if last is None else await last._send_last(request, acknowledge=acknowledge)
         for left in reversed(range(_READ_TRIES)):
             if answer is None:
-                answer = await self._port.answer(ask)
+                answer = await self._port.call(request)
             answer.raise_error()
             lease = answer.reply
             if isinstance(lease, cmd.LoadFirst):
-                raise VersionNeeded(f"task {ask.task!r} gives nothing more before version {lease.version} is loaded")
+                raise VersionNeeded(
+                    f"task {request.task!r} leases no more rows before version {lease.version} is loaded"
+                )
             assert isinstance(lease, cmd.Leased)
             try:
                 batch = self._read(answer, lease)
-            except BaseException as error:  # rows that cannot be read must not stay ours
+            except BaseException as error:
                 with contextlib.suppress(AsyncFlowError):
                     await self._port.send(
                         cmd.GiveBack(
@@ -160,21 +166,22 @@ class Verbs(Generic[B, S]):
                     )  # fmt: skip
                 if not (left and isinstance(error, LeaseLost)):
                     raise
-                answer = None  # some ended on the way here, and their memory is others': there may be more
+                answer = None  # rows ended before they were read
                 continue
             batch._bind(self._port, lease)
             return batch
         raise AssertionError("the last try returns or raises")
 
-    def _read(self, answer: Answer, lease: cmd.Leased) -> B:
-        """Views and copies of the rows leased."""
+    def _read(self, answer: CallResult, lease: cmd.Leased) -> B:
+        """Return the leased rows as a batch of views and copies."""
         ids, reader = unpack_ids(lease.ids), self.connection.reader
         columns = self.connection.columns(answer)
-        if not len(ids):  # of a team's last rows there may be fewer than shards
+        if not len(ids):  # the last lease of a team may have fewer rows than shards
             columns = {name: empty(spec) for name, spec in answer.schema.items()}
-        where = {name: located for located in answer.located for name in located.columns}
+        where = {name: slices for slices in answer.slices for name in slices.columns}
 
         def writable(name: str) -> Any:
+            """Return a column's values in a copy-on-write mapping, or None."""
             return reader.writable(where[name], name, answer.schema)
 
         return self._batch(ids, unpack_ids(lease.groups), columns, writable if where else None)
@@ -189,11 +196,12 @@ class Verbs(Generic[B, S]):
         partition: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> S:
-        ask = cmd.Lease(
+        """Return the batches of a task one after another; see ``TransferQueue.stream``."""
+        request = cmd.Lease(
             task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
             columns=None if columns is None else check_names("columns", columns),
         )  # fmt: skip
-        return self._streams(lambda last: self._take(ask, last, acknowledge=False))
+        return self._streams(lambda last: self._lease(request, last, acknowledge=False))
 
     async def _loaded(self, version: int) -> None:
         await self._port.send(cmd.Loaded(version=version))
@@ -239,81 +247,79 @@ class Verbs(Generic[B, S]):
         return reply
 
     async def _flush(self) -> None:
-        await self._port.answer(None)
+        await self._port.call(None)
 
 
-class AsyncTransferQueue(Verbs[AsyncLeasedBatch, AsyncStream]):
+class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStream]):
     """The methods of ``TransferQueue`` as coroutines. One object serves one event loop."""
 
     _batch = AsyncLeasedBatch
     _streams = AsyncStream
-    configure = Verbs._configure
-    declare = Verbs._declare
-    put = Verbs._put
-    get = Verbs._get
-    loaded = Verbs._loaded
-    wanted = Verbs._wanted
-    lost = Verbs._lost
-    end = Verbs._end
-    cancel = Verbs._cancel
-    failed = Verbs._failed
-    audit = Verbs._audit
-    status = Verbs._status
-    flush = Verbs._flush
+    configure = QueueVerbs._configure
+    declare = QueueVerbs._declare
+    put = QueueVerbs._put
+    get = QueueVerbs._get
+    loaded = QueueVerbs._loaded
+    wanted = QueueVerbs._wanted
+    lost = QueueVerbs._lost
+    end = QueueVerbs._end
+    cancel = QueueVerbs._cancel
+    failed = QueueVerbs._failed
+    audit = QueueVerbs._audit
+    status = QueueVerbs._status
+    flush = QueueVerbs._flush
 
 
-class QueueClient(Verbs[BlockingBatch, BlockingStream], TransferQueue):
-    """The queue of a run, as a client of its server."""
+class QueueClient(QueueVerbs[BlockingBatch, BlockingStream], TransferQueue):
+    """``TransferQueue`` over a connection to its server."""
 
     _batch = BlockingBatch
     _streams = BlockingStream
-    configure = sync(Verbs._configure, TransferQueue.configure)
-    declare = sync(Verbs._declare, TransferQueue.declare)
-    put = sync(Verbs._put, TransferQueue.put)
-    get = sync(Verbs[BlockingBatch, BlockingStream]._get, TransferQueue.get)
-    loaded = sync(Verbs._loaded, TransferQueue.loaded)
-    wanted = sync(Verbs._wanted, TransferQueue.wanted)
-    lost = sync(Verbs._lost, TransferQueue.lost)
-    end = sync(Verbs._end, TransferQueue.end)
-    cancel = sync(Verbs._cancel, TransferQueue.cancel)
-    failed = sync(Verbs._failed, TransferQueue.failed)
-    audit = sync(Verbs._audit, TransferQueue.audit)
-    status = sync(Verbs._status, TransferQueue.status)
-    flush = sync(Verbs._flush, TransferQueue.flush)
+    configure = sync(QueueVerbs._configure, TransferQueue.configure)
+    declare = sync(QueueVerbs._declare, TransferQueue.declare)
+    put = sync(QueueVerbs._put, TransferQueue.put)
+    get = sync(QueueVerbs[BlockingBatch, BlockingStream]._get, TransferQueue.get)
+    loaded = sync(QueueVerbs._loaded, TransferQueue.loaded)
+    wanted = sync(QueueVerbs._wanted, TransferQueue.wanted)
+    lost = sync(QueueVerbs._lost, TransferQueue.lost)
+    end = sync(QueueVerbs._end, TransferQueue.end)
+    cancel = sync(QueueVerbs._cancel, TransferQueue.cancel)
+    failed = sync(QueueVerbs._failed, TransferQueue.failed)
+    audit = sync(QueueVerbs._audit, TransferQueue.audit)
+    status = sync(QueueVerbs._status, TransferQueue.status)
+    flush = sync(QueueVerbs._flush, TransferQueue.flush)
 
     def send(self, command: cmd.AnyCommand) -> Any:
-        """Send a command of the ledger and return its reply, for the other interfaces to this server. Raises the ledger's error."""
-        return drive(self._port.send(command))
+        """Send a ledger command for another client of this server. Raises the ledger's error."""
+        return run_blocking(self._port.send(command))
 
     @property
     def aio(self) -> AsyncTransferQueue:
+        """Return the same methods as coroutines, on the same session."""
         return AsyncTransferQueue(LoopPort(self.connection))
 
 
 def _sampler(sampler: Any) -> SamplerSpec | None:
     if sampler is None or isinstance(sampler, SamplerSpec):
         return sampler
-    return SamplerSpec(*_named("sampler", sampler))
+    return SamplerSpec(*_name_and_options("sampler", sampler))
 
 
 def policy_spec(policy: Any) -> PolicySpec | None:
-    """A staleness policy by its name, or its name and options. Raises ConfigError."""
+    """Return the spec of a policy given by name, or by name and options. Raises ConfigError."""
     if policy is None or isinstance(policy, PolicySpec):
         return policy
-    return PolicySpec(*_named("staleness policy", policy))
+    return PolicySpec(*_name_and_options("staleness policy", policy))
 
 
-def _named(what: str, said: Any) -> tuple[str, dict[str, Any]]:
-    name, options = (said, {}) if isinstance(said, str) else said if _is_pair(said) else (None, None)
+def _name_and_options(what: str, given: Any) -> tuple[str, dict[str, Any]]:
+    is_pair = isinstance(given, tuple) and len(given) == 2
+    name, options = (given, {}) if isinstance(given, str) else given if is_pair else (None, None)
     if not isinstance(name, str) or not isinstance(options, Mapping):
-        raise ConfigError(f"a {what} is a name, or a pair of name and options, not {said!r:.100}")
+        raise ConfigError(f"a {what} is a name, or a pair of name and options, not {given!r:.100}")
     for option in options:
         check_name(f"an option of {what} {name!r:.100}", option)
     return name, dict(options)
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2
 
 
 def _ids(rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -324,5 +330,5 @@ def _ids(rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
 
 def open_queue(connection: Connection) -> QueueClient:
-    """The queue of a connection."""
+    """Return the blocking queue client of a connection."""
     return QueueClient(BlockingPort(connection))

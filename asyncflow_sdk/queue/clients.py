@@ -1,4 +1,4 @@
-"""The clients of a queue server: their sessions, and the process that each runs in."""
+"""The clients of a queue server: their sessions and processes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import msgspec
 from ..ledger import StatusReport
 
 
-class Client(msgspec.Struct, frozen=True, array_like=True):
-    """``number``: its session in the ledger. ``pid_key``: by which its end is noticed; "" on another host. ``host``: for people."""
+class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
+    """``number``: its ledger session. ``pid_key``: identifies the process to detect its death; ""
+    on another host. ``host``: for display."""
 
     number: int
     pid: int
@@ -16,11 +17,11 @@ class Client(msgspec.Struct, frozen=True, array_like=True):
     host: str
 
 
-class Clients:
-    """Open sessions by the name that the wire has for them. Not thread-safe: the server's thread owns it."""
+class ClientTable:
+    """Open sessions by their wire name. Not thread-safe: only the server's thread uses it."""
 
     def __init__(self) -> None:
-        self.by_session: dict[str, Client] = {}
+        self.by_session: dict[str, ClientProcess] = {}
 
     def __contains__(self, session: str) -> bool:
         return session in self.by_session
@@ -29,10 +30,11 @@ class Clients:
         return len(self.by_session)
 
     def number(self, session: str) -> int:
-        """Return the ledger's number of a session that is open."""
+        """Return the ledger's number of an open session."""
         return self.by_session[session].number
 
     def numbers(self) -> dict[str, int]:
+        """Return the ledger's numbers of all open sessions."""
         return {session: client.number for session, client in self.by_session.items()}
 
     def fill(self, report: StatusReport) -> StatusReport:

@@ -1,8 +1,9 @@
-"""Connection: a session with a queue server, the memory it writes and reads, and the ways to call it.
+"""Connection: a session with a queue server, the memory it reads and writes, and its ports for
+calls.
 
-A client that sees the server's shared memory writes and reads there, and only places travel. One on another host, or
-in a container that has another /dev/shm, sends and gets its columns beside each call, as blocks; the server puts
-them where they would have been.
+A client on the server's host writes payload into shared memory and sends only its location. A
+client without this memory (another host, or a container with its own /dev/shm) sends and receives
+columns beside each call, as blocks. The server stores them in its own segments.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import msgspec
 import numpy as np
 
 from .._version import __version__
-from ..errors import ConfigError, DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, SchemaError, ServerLost
+from ..errors import DeadlineExceeded, LeaseLost, MemoryFull, PayloadLost, SchemaError, ServerLost
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena, GrowthNeeded, Mapper
@@ -33,17 +34,17 @@ from ..types import Column, Event, digest_of
 from ..types.defaults import CALL_S
 from ..wire import Client, RunKey, WireReply, await_key, process_key, same_host
 from . import blocks
-from .arguments import check_arguments
-from .deferred import TRY_AGAIN_S
-from .payload import BlockImage, from_image, to_image
-from .protocol import Answer, Call, Delivered, Hello, Welcome, decode_answer, encode
-from .reader import Reader
+from .blocks import BlockImage, to_image
+from .checks import check_arguments
+from .journal import DISK_RETRY_S
+from .protocol import Call, CallResult, ClientHello, ResultWithPayload, Welcome, decode_result, encode
+from .reader import ColumnReader, from_image
 
 LARGE_BYTES = 128 << 20
-POST_TRIES = 3
-"""How often a call is sent whose payload was lost before it was carried out."""
+SEND_TRIES = 3
+"""The number of times a call is sent if its payload is lost before it is executed."""
 RESPONSE = "response_ids"
-"""The column whose lengths a run accounts for."""
+"""The column of response tokens. The run counts its lengths."""
 _log = logging.getLogger(__name__)
 
 WritingCommand: TypeAlias = cmd.Put | cmd.Complete
@@ -51,7 +52,7 @@ WritingCommand: TypeAlias = cmd.Put | cmd.Complete
 
 @dataclass(frozen=True)
 class PendingWrite:
-    """A command whose payload is written, or is to travel with it as an ``image``."""
+    """A command with its payload: a ``block`` in shared memory, or an ``image`` to send beside it."""
 
     command: WritingCommand | cmd.GiveBack
     block: blocks.Block | None = None
@@ -62,11 +63,12 @@ class PendingWrite:
 class Connection:
     """A session with a queue server, and the memory it writes and reads. Thread-safe.
 
-    ``key``: a copy of the run's run.key, or its path. Without one, a tcp address of this host gives the key of this user's
-    server there; ``insecure``: the run is served without keys. ``shared_memory`` False:
-    send columns even where the server's memory is in sight. ``inline`` says whether they are. ``timeout_s``:
-    the longest it waits for the server's first word. ``served``: the tcp addresses of the server.
-    Raises ConfigError, AccessDenied, ServerLost, ProtocolError.
+    ``key``: a copy of the run's run.key, or its path. Default: for a tcp address of this host, the
+    key of this user's server. ``insecure``: the run is served without keys. ``shared_memory``
+    False: send columns over the socket even if the server's memory is accessible. ``inline``: True
+    if columns are sent over the socket. ``timeout_s``: the longest wait for the server's first
+    answer. ``server_addresses``: the server's tcp addresses. Raises ConfigError, AccessDenied,
+    ServerLost, ProtocolError.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Connection:
         known = key if key is None or isinstance(key, RunKey) else RunKey.load(key)
         self.wire = Client(address, known, insecure=insecure)
         self.on_lease: Callable[[Any], None] = lambda lease: None
-        """Called with each lease, in the thread that asked for it."""
+        """Called with each new lease, in the thread that asked for it."""
         self._events: list[Event] = []
         self._lock = threading.Lock()
         try:
@@ -97,53 +99,44 @@ class Connection:
         self.wire.max_bytes = welcome.max_bytes
         if not welcome.durability:
             self.wire.watch(welcome.pid, welcome.pid_key)
-        self.inline = not (shared_memory and _sees(welcome))
+        self.inline = not (shared_memory and _shares_memory(welcome))
         self.directory = Path(welcome.directory)
         self.session = welcome.session
-        self.served = welcome.addresses
+        self.server_addresses = welcome.addresses
         rows = Path(welcome.rows) if welcome.rows else self.directory
         self.arena = Arena(rows, f"s{self.session}-")
         self.mapper = Mapper(rows)
-        self.synced = welcome.durability == "host"  # payload is on disk before its command is sent
-        self.reader = Reader(self.mapper)
+        self.synced = welcome.durability == "host"  # payload is synced to disk before its command is sent
+        self.reader = ColumnReader(self.mapper)
 
     def _hello(self, timeout_s: float) -> Welcome:
-        hello = Hello(self.name, os.getpid(), process_key(os.getpid()), __version__, socket.gethostname())
-        answer = decode_answer(self.wire.request(encode(Call(hello)), timeout_s, grace_s=0.0))
+        hello = ClientHello(self.name, os.getpid(), process_key(os.getpid()), __version__, socket.gethostname())
+        answer = decode_result(self.wire.request(encode(Call(hello)), timeout_s, grace_s=0.0))
         answer.raise_error()
         assert isinstance(answer.reply, Welcome)
         return answer.reply
 
-    def need_memory(self, what: str) -> None:
-        """Raises ConfigError unless this connection shares memory with the server."""
-        if self.inline:
-            raise ConfigError(
-                f"{what} goes through shared memory, which this connection to {self.wire.address} has not: it works"
-                " on the server's host alone"
-            )
-
     def report(self, *events: Event) -> None:
-        """Tell the run something; it goes with the next call. What cannot be sent is logged and left out: it must not
-        keep that call from being made."""
+        """Send events with the next call. An event that cannot be encoded is logged and dropped."""
         fit = []
         for event in events:
             try:
                 encode(event)
                 fit.append(event)
             except (TypeError, ValueError, OverflowError) as error:
-                _log.warning("an event cannot be sent and is left out: %s: %r", error, event)
+                _log.warning("an event cannot be encoded and is dropped: %s: %r", error, event)
         with self._lock:
             self._events.extend(fit)
 
-    def call(
+    def encode_call(
         self,
         command: cmd.AnyCommand | None,
         block: blocks.Block | None = None,
         then: cmd.Lease | None = None,
         payload: int | None = None,
     ) -> bytes:
-        """The encoded call, with the events that were waiting. Raises TypeError and SchemaError for arguments that no
-        server could read."""
+        """Return the encoded call, with waiting events. Raises TypeError, SchemaError for its
+        arguments."""
         for each in (command, then):
             if each is not None:
                 check_arguments(each)
@@ -152,49 +145,51 @@ class Connection:
             self._events.clear()
         return body
 
-    def opened(self, reply: WireReply) -> Answer:
-        """The answer, its notices taken. It may be an error."""
-        answer = decode_answer(reply.body)
+    def unpack(self, reply: WireReply) -> CallResult:
+        """Decode a reply, possibly an error, and free the blocks listed in it."""
+        answer = decode_result(reply.body)
         if answer.freed:
             self.arena.free(unpack_ids(answer.freed).tolist())
         if reply.payload is None:
             return answer
         reply.payload.flags.writeable = False
-        return Delivered(**msgspec.structs.asdict(answer), memory=reply.payload)
+        return ResultWithPayload(**msgspec.structs.asdict(answer), memory=reply.payload)
 
-    def columns(self, answer: Answer) -> dict[str, Column]:
-        """The columns of rows leased: views where they lie together, else copies; or what came with the answer."""
-        if isinstance(answer, Delivered):
+    def columns(self, answer: CallResult) -> dict[str, Column]:
+        """Return the columns of leased rows: from the reply's payload, or from shared memory (views
+        where contiguous, else copies)."""
+        if isinstance(answer, ResultWithPayload):
             assert answer.payload is not None
             return from_image(answer.memory, answer.payload, answer.schema)
         if answer.payload is not None:
-            raise LeaseLost("the rows ended before their values were sent")
+            raise LeaseLost("the rows ended before their columns were sent")
         columns: dict[str, Column] = {}
-        for located in answer.located:
-            columns.update(self.reader.read(located, answer.schema))
+        for slices in answer.slices:
+            columns.update(self.reader.read(slices, answer.schema))
         return columns
 
-    def answered(self, reply: WireReply) -> Answer:
-        """The same as ``opened``. Raises what the server reported."""
-        answer = self.opened(reply)
+    def unpack_or_raise(self, reply: WireReply) -> CallResult:
+        """Decode a reply as ``unpack`` does. Raises the error that the server returned."""
+        answer = self.unpack(reply)
         answer.raise_error()
         return answer
 
     def close(self) -> None:
-        """Leave: leases go back. Views of batches stay valid. Idempotent; a server that is gone is left anyway."""
+        """End the session: its leases are given back. Views stay valid. Idempotent; needs no live
+        server."""
         if self.wire.closed:
             return
         try:
             with contextlib.suppress(ServerLost):
-                self.wire.request(self.call(cmd.Leave()), 0.0)
+                self.wire.request(self.encode_call(cmd.Leave()), 0.0)
         finally:
             self.wire.close()
             self.arena.close(unlink=False)
             self.mapper.close()
 
 
-def _sees(welcome: Welcome) -> bool:
-    """Whether this process can write and map what the server wrote and mapped."""
+def _shares_memory(welcome: Welcome) -> bool:
+    """Return True if this process can write the server's files and map its memory."""
     try:
         found = os.stat(f"{welcome.directory}/owner")
     except OSError:
@@ -204,37 +199,44 @@ def _sees(welcome: Welcome) -> bool:
 
 
 class Port(ABC):
-    """How verbs reach the server: ``ask`` blocks the thread or suspends the task."""
+    """A way to call the server: ``BlockingPort`` blocks the thread, ``LoopPort`` suspends the task."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
     @abstractmethod
-    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
+    async def request(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         """Send a request and wait for its answer. Raises ServerLost, AccessDenied."""
 
     @abstractmethod
     async def pause(self, seconds: float) -> None:
-        """Block the thread, or suspend the task, for so long."""
+        """Block the thread, or suspend the task, for ``seconds``."""
 
-    _copies = False
-    """True if columns must be copied before they are sent: other tasks may change them meanwhile."""
+    _must_copy = False
+    """True if columns must be copied before they are sent, because other tasks may change them
+    meanwhile."""
 
-    async def answer(self, command: cmd.AnyCommand | None) -> Answer:
+    async def call(self, command: cmd.AnyCommand | None) -> CallResult:
+        """Send a command, or only waiting events; return the result. Raises the server's error."""
         timeout_s: float = getattr(command, "timeout_s", CALL_S)
-        return self.connection.answered(await self.ask(self.connection.call(command), timeout_s))
+        return self.connection.unpack_or_raise(await self.request(self.connection.encode_call(command), timeout_s))
 
     async def send(self, command: cmd.AnyCommand) -> Any:
-        return (await self.answer(command)).reply
+        """Send a command and return its reply. Raises the server's error."""
+        return (await self.call(command)).reply
 
     def write(
         self, command: WritingCommand, columns: Mapping[str, Column], *, keep: bool = True, grow: bool = True
     ) -> PendingWrite:
-        """Write columns to shared memory: the command with their place, ready to be posted, or to be torn.
-        ``keep``: the columns may change before it is posted. ``grow``: see ``Arena.allocate``."""
+        """Write columns to shared memory, and return the command with their location, for
+        ``submit`` or ``discard``.
+
+        ``keep``: the caller may change the columns before they are sent. ``grow``: see
+        ``Arena.allocate``.
+        """
         if not columns:
             return PendingWrite(command)
-        self.connection.wire.check()  # a forked child must not write into what its parent writes
+        self.connection.wire.check()  # a forked child must not write into its parent's segments
         specs = {name: column.spec for name, column in columns.items()}
         if (response := columns.get(RESPONSE)) is not None and response.offsets is not None:
             command = msgspec.structs.replace(command, lengths=np.diff(response.offsets).astype("<i4").tobytes())
@@ -242,41 +244,41 @@ class Port(ABC):
             command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
         if self.connection.inline:
             self.connection.wire.check_size(sum(column.values.nbytes for column in columns.values()))
-            image = to_image(columns, copy=keep or self._copies)
+            image = to_image(columns, copy=keep or self._must_copy)
             return PendingWrite(msgspec.structs.replace(command, columns=specs), image=image)
         block, space = blocks.write(self.connection.arena, columns, grow=grow)
         if self.connection.synced:
             self.connection.arena.sync(space)
         return PendingWrite(msgspec.structs.replace(command, columns=specs), block, space)
 
-    async def submit(self, pending: PendingWrite, then: cmd.Lease | None = None) -> Answer:
-        """Send a write, and in the same request ask for a lease. The answer may be an error.
+    async def submit(self, pending: PendingWrite, then: cmd.Lease | None = None) -> CallResult:
+        """Send a write, with a lease request if ``then`` is given. The result may be an error.
 
-        From the moment it is sent, the block is the server's to free: it alone knows whether rows lie in it,
-        also when this call is cancelled before the answer is here. So a write is sent once; if its payload was lost
-        on the way, with the run's shared memory, a copy is posted in its place.
+        Once the request is sent, only the server frees the block, because only it knows if rows use
+        it; this also holds if the call is cancelled before the answer arrives. A write is therefore
+        sent once. If its payload was lost with the run's shared memory, a copy is sent.
         """
         began = time.monotonic()
-        for left in reversed(range(POST_TRIES)):
+        for left in reversed(range(SEND_TRIES)):
             try:
                 image = pending.image
-                body = self.connection.call(
+                body = self.connection.encode_call(
                     pending.command, pending.block, then, None if image is None else image.rows
                 )
             except BaseException:
                 self.discard(pending)
                 raise
             timeout_s: float = getattr(then or pending.command, "timeout_s", CALL_S)
-            answer = self.connection.opened(await self.ask(body, timeout_s, () if image is None else image.parts))
+            answer = self.connection.unpack(await self.request(body, timeout_s, () if image is None else image.parts))
             if not left or answer.error is None or answer.error[0] != PayloadLost.__name__:
                 break
             if pending.space is not None and not self.connection.arena.is_lost(pending.space):
-                break  # it is here, where the server does not see it
+                break  # the payload exists here: the server cannot see this client's memory
             pending = self._copy(pending, time.monotonic() - began)
         return answer
 
     def _copy(self, pending: PendingWrite, waited_s: float) -> PendingWrite:
-        """Copy the payload of a write to another place: this process still has the memory that it was written into."""
+        """Copy a write's payload to a new block: this process still maps the lost memory."""
         command, block, old = pending.command, pending.block, pending.space
         if isinstance(command, cmd.Put):
             command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))
@@ -295,21 +297,21 @@ class Port(ABC):
             self.connection.arena.free([pending.space.serial])
 
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
-        """Write and post. Return the reply, or raise what the server reported. Where rows lie on the disk and it is full, a put
-        waits up to its deadline, and raises DeadlineExceeded."""
+        """Write and send columns; return the reply or raise the server's error.
+
+        If rows lie on a disk that is full, a put waits up to its deadline and raises
+        DeadlineExceeded.
+        """
         size = sum(column.values.nbytes for column in columns.values())
         if size >= LARGE_BYTES and isinstance(command, cmd.Put):
             room = (await self.send(cmd.GetStatus())).capacity_bytes
-            if size > room:  # seen before so much is written only to be refused
-                raise SchemaError(
-                    f"{size} bytes in one put are more than the whole queue holds (capacity_bytes={room}); put fewer"
-                    " at a time"
-                )
+            if size > room:  # checked before it is written
+                raise SchemaError(f"a put of {size} bytes exceeds capacity_bytes={room}; put fewer rows at a time")
         timeout_s: float = getattr(command, "timeout_s", CALL_S)
         began, asked = time.monotonic(), command
         while True:
             try:
-                answer = await self.submit(await self._written(asked, columns))
+                answer = await self.submit(await self._write_or_wait(asked, columns))
                 answer.raise_error()
                 return answer.reply
             except MemoryFull as full:
@@ -318,26 +320,26 @@ class Port(ABC):
                 waited = time.monotonic() - began
                 if waited >= timeout_s:
                     raise DeadlineExceeded(f"after {waited:.1f} s: {full}") from None
-            await self.pause(min(TRY_AGAIN_S, timeout_s - waited))
+            await self.pause(min(DISK_RETRY_S, timeout_s - waited))
             left = max(0.0, timeout_s - (time.monotonic() - began))
             asked = msgspec.structs.replace(command, timeout_s=left)
 
-    async def _written(self, command: WritingCommand, columns: Mapping[str, Column]) -> PendingWrite:
-        """Write columns. Raises MemoryFull."""
+    async def _write_or_wait(self, command: WritingCommand, columns: Mapping[str, Column]) -> PendingWrite:
+        """Write columns; if memory is full, ask the server for freed blocks first. Raises
+        MemoryFull."""
         try:
             return self.write(command, columns, keep=False, grow=False)
-        except (
-            GrowthNeeded,
-            ServerLost,
-        ):  # rows that ended may have left room; a server that comes back makes its directory
+        except (GrowthNeeded, ServerLost):  # ended rows may have left room; a restarted server recreates its directory
             check_arguments(command)
         timeout_s: float = getattr(command, "timeout_s", CALL_S)
-        self.connection.answered(await self.ask(self.connection.call(None), timeout_s))
+        self.connection.unpack_or_raise(await self.request(self.connection.encode_call(None), timeout_s))
         return self.write(command, columns, keep=False)
 
 
 class BlockingPort(Port):
-    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
+    """Calls that block the thread."""
+
+    async def request(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         return self.connection.wire.exchange(body, timeout_s, payload)
 
     async def pause(self, seconds: float) -> None:
@@ -345,9 +347,11 @@ class BlockingPort(Port):
 
 
 class LoopPort(Port):
-    _copies = True
+    """Calls that suspend the task."""
 
-    async def ask(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
+    _must_copy = True
+
+    async def request(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         return await self.connection.wire.aexchange(body, timeout_s, payload)
 
     async def pause(self, seconds: float) -> None:

@@ -1,6 +1,5 @@
-"""Requests that wait for room on the disk. Nothing of them was recorded or carried out, so another server knows nothing of
-them: their clients ask it again.
-"""
+"""Requests waiting for disk space. They are neither recorded nor executed, so clients resend them
+to a restarted server."""
 
 from __future__ import annotations
 
@@ -12,19 +11,17 @@ import msgspec
 
 from ..errors import DeadlineExceeded, MemoryFull
 from ..ledger import commands as cmd
+from .journal import DISK_RETRY_S
 from .protocol import Call, encode
-from .remote import IncomingBlock, RefusedUpload
+from .remote_payload import IncomingBlock, RefusedUpload
 
-TRY_AGAIN_S = 0.5
-"""How often the disk is asked again whether it has room."""
 MOST = 100
-"""Requests that a status names."""
+"""The number of waiting requests listed in a status."""
 
 
 @dataclass(frozen=True)
 class DeferredRequest:
-    """A call as it came, and the numbers that the wire knows it by. Times are ledger seconds; ``until``: its deadline.
-    ``why``: it waits."""
+    """A call and its wire numbers. ``since``, ``deadline``: ledger seconds. ``why`` it waits."""
 
     session: str
     ticket: int
@@ -37,38 +34,41 @@ class DeferredRequest:
     why: str = ""
 
     @property
-    def until(self) -> float:
+    def deadline(self) -> float:
+        """The ledger time at which it fails."""
         return self.since + float(getattr(self.call.command, "timeout_s", 0.0))
 
     @property
     def may_wait(self) -> bool:
-        """True if the client said how long it waits."""
+        """True if the client set a timeout."""
         return hasattr(self.call.command, "timeout_s")
 
     @property
     def puts_rows(self) -> bool:
+        """True if it is a put."""
         return isinstance(self.call.command, cmd.Put)
 
-    def at(self, now: float) -> DeferredRequest:
-        """The same request, made now with the time that is left."""
+    def restarted(self, now: float) -> DeferredRequest:
+        """Return the same request as of ``now``, with the time left as its timeout."""
         if now <= self.since:
             return self
         assert self.call.command is not None
-        command = msgspec.structs.replace(self.call.command, timeout_s=self.until - now)
+        command = msgspec.structs.replace(self.call.command, timeout_s=self.deadline - now)
         call = msgspec.structs.replace(self.call, command=command)
         return replace(self, call=call, body=encode(call), since=now)
 
     def release(self) -> None:
-        """Free the memory of payload that was sent with it, which nobody will use."""
+        """Free the memory of the payload sent with it."""
         if self.payload is not None:
             self.payload.release()
 
-    def refused(self, now: float) -> DeadlineExceeded:
+    def timeout_error(self, now: float) -> DeadlineExceeded:
+        """Return the error for a request past its deadline."""
         return DeadlineExceeded(f"after {now - self.since:.1f} s: {self.why}")
 
 
 class DeferredRequests:
-    """In order of arrival. Not thread-safe: the server's thread owns it."""
+    """Requests in order of arrival. Not thread-safe: only the server's thread uses it."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, DeferredRequest] = {}
@@ -79,58 +79,60 @@ class DeferredRequests:
 
     @property
     def requests(self) -> list[DeferredRequest]:
+        """All of them, oldest first."""
         return list(self._waiting.values())
 
     def check_turn(self, request: DeferredRequest) -> None:
-        """Raise MemoryFull if rows of an earlier put still wait."""
+        """Raise MemoryFull for a put if an earlier put waits."""
         before = next((each for each in self._waiting.values() if each.puts_rows), None)
         if request.puts_rows and before is not None:
             raise MemoryFull(before.why)
 
     def add(self, request: DeferredRequest, full: MemoryFull, now: float) -> None:
+        """Let a request wait. ``full``: the reason."""
         self._waiting[request.ticket] = replace(request, why=str(full))
-        self._next_try = min(self._next_try, now + TRY_AGAIN_S)
+        self._next_try = min(self._next_try, now + DISK_RETRY_S)
 
     def drop(self, ticket: int) -> DeferredRequest | None:
-        """Nobody waits for a request any more."""
+        """Remove and return a cancelled request; None if it is not waiting."""
         return self._waiting.pop(ticket, None)
 
     def drop_session(self, session: str) -> list[DeferredRequest]:
-        """Return the requests of a session, which wait no longer."""
+        """Remove and return the requests of a session."""
         dropped = [each for each in self._waiting.values() if each.session == session]
         for each in dropped:
             del self._waiting[each.ticket]
         return dropped
 
     def due(self, now: float) -> bool:
-        """True if the disk is to be asked again."""
+        """True if it is time to try the disk again."""
         if not self._waiting or now < self._next_try:
             return False
-        self._next_try = now + TRY_AGAIN_S
+        self._next_try = now + DISK_RETRY_S
         return True
 
-    def take_late(self, now: float) -> list[DeferredRequest]:
-        """Requests past their deadline, which wait no longer."""
-        late = [each for each in self._waiting.values() if each.until <= now]
+    def take_expired(self, now: float) -> list[DeferredRequest]:
+        """Remove and return requests past their deadline."""
+        late = [each for each in self._waiting.values() if each.deadline <= now]
         for each in late:
             del self._waiting[each.ticket]
         return late
 
-    def next_s(self) -> float | None:
-        """When there is something to do."""
+    def next_due(self) -> float | None:
+        """Return the ledger time of the next try or deadline; None without requests."""
         if not self._waiting:
             return None
-        return min(self._next_try, *(each.until for each in self._waiting.values()))
+        return min(self._next_try, *(each.deadline for each in self._waiting.values()))
 
     def status(self, report: cmd.StatusReport, sessions: dict[str, int], now: float) -> cmd.StatusReport:
-        """A status with these requests among those that wait."""
+        """Add these requests to the waiting requests of a status report."""
         if not self._waiting:
             return report
         names = {session.id: session.name for session in report.sessions}
         parked = [
             cmd.ParkedStatus(
                 session=sessions[each.session], name=names.get(sessions[each.session], ""), verb=_verb(each.call.command),
-                why=each.why, since_s=now - each.since, left_s=each.until - now,
+                why=each.why, since_s=now - each.since, left_s=each.deadline - now,
             )
             for each in self._waiting.values()
             if each.session in sessions

@@ -1,4 +1,5 @@
-"""What a queue server keeps of its inputs. Without a journal nothing is kept, nothing waits, and nothing comes back."""
+"""Durability: record a server's inputs, and recover from the records. Without a journal it does
+nothing."""
 
 from __future__ import annotations
 
@@ -11,17 +12,15 @@ from ..errors import ConfigError, MemoryFull
 from ..memory import SharedDirectory
 from ..types import events as ev
 from ..wire import Server
-from .journal import FOR_ENDS, FOR_PROGRESS, Journal, Record
+from .journal import DISK_RETRY_S, FOR_ENDS, FOR_PROGRESS, Journal, Record
 from .journal_directory import JournalDirectory
-from .recovery import Recovered, Replica, recover
-
-TRY_AGAIN_S = 0.5
-"""How often a journal that could not be written is tried again."""
+from .recovery import RecoverableState, Recovered, recover
 
 
 class Durability:
-    """``path``: of the journal's directory, or None. ``level``: "process" or "host"; "" without a journal. ``directory``: of the run's
-    shared memory. ``rows``: where segments of rows lie. Not thread-safe: the server's thread owns it. Raises ConfigError."""
+    """``path``: the journal's directory, or None. ``level``: "process" or "host"; "" without a
+    journal. ``directory``: of the run's shared memory. ``rows``: directory of the row segments. Not
+    thread-safe: only the server's thread uses it. Raises ConfigError."""
 
     def __init__(self, path: Path | None, level: str | None, history: bool = False) -> None:
         self._files = JournalDirectory(path.absolute(), level, history) if path is not None else None
@@ -39,33 +38,35 @@ class Durability:
 
     @property
     def path(self) -> Path | None:
-        """The journal, if one is written."""
+        """The current journal file; None without one."""
         return None if self._journal is None else self._journal.path
 
     # ---- the life of a server
 
     def listen(self, addresses: list[str], make: Callable[[list[str], bool], Server]) -> Server:
-        """Listen where an earlier server of the run did, if that is possible. ``make``: called with addresses, and True if answers are
-        held until they are settled."""
+        """Bind to the addresses of the run's earlier server if they are free, else to new ones.
+
+        ``make``: makes the server from addresses, and from True if answers wait for ``settle``.
+        """
         if self._files is None:
             return make(addresses, False)
         try:
-            wire = make([self._files.bound.get(address, address) for address in addresses], True)
-        except ConfigError:  # its port is somebody else's now
+            wire = make([self._files.addresses.get(address, address) for address in addresses], True)
+        except ConfigError:  # another process has its port now
             wire = make(addresses, True)
-        self._files.listens(dict(zip(addresses, wire.addresses, strict=True)))
+        self._files.save_addresses(dict(zip(addresses, wire.addresses, strict=True)))
         return wire
 
-    def recover(self, replica: Replica) -> Recovered | None:
-        """Bring the server to the state of the last one, and begin to record. Returns None for a new run."""
+    def recover(self, recoverable: RecoverableState) -> Recovered | None:
+        """Restore the state of the last server, and begin to record. Return None for a new run."""
         if self._files is None:
             return None
-        executor = replica.executor
+        executor = recoverable.executor
         log = executor.ledger.state.context.log
-        resumption = recover(self._files, replica)
+        resumption = recover(self._files, recoverable)
         found = None if resumption is None else resumption.found
         try:
-            self._journal = self._files.begin(replica.encode(), self.directory.path, executor.clock())
+            self._journal = self._files.begin(recoverable.encode(), self.directory.path, executor.clock())
         except MemoryFull as full:
             if resumption is None or resumption.found.damaged:
                 raise
@@ -77,7 +78,7 @@ class Durability:
         return found
 
     def close(self, *, over: bool) -> None:
-        """``over``: nobody will want the rows again."""
+        """Close the journal. ``over``: remove the run's memory and journal."""
         if self._journal is not None:
             self._journal.close(keep_room=not over)
         keep = self._files is not None and self._files.head is not None and not over
@@ -88,23 +89,23 @@ class Durability:
     # ---- records
 
     def reserve(self, nbytes: int, *, new_rows: bool = False) -> None:
-        """Make sure that a request of so many bytes can be recorded. ``new_rows``: it puts some. Raises MemoryFull."""
+        """Reserve room to record ``nbytes``. ``new_rows``: for a put. Raises MemoryFull."""
         if self._journal is not None:
             self._journal.reserve(nbytes, FOR_PROGRESS if new_rows else FOR_ENDS)
 
-    def record(self, record: Record, replica: Replica) -> None:
-        """Record an input that was carried out, with what user code and files said meanwhile."""
+    def record(self, record: Record, recoverable: RecoverableState) -> None:
+        """Record an executed input, with the nondeterministic results it used."""
         if self._journal is not None:
-            executor = replica.executor
+            executor = recoverable.executor
             self._journal.append(record, executor.ledger.state.context.log.take(), executor.take_digest())
 
     @property
     def try_again_s(self) -> float | None:
-        """Seconds until the disk is asked again to take records that it refused; None if it took all."""
-        return TRY_AGAIN_S if self._journal is not None and self._journal.failure is not None else None
+        """Seconds until the next try to write rejected records; None if all are written."""
+        return DISK_RETRY_S if self._journal is not None and self._journal.failure is not None else None
 
     def settle(self, emit: Callable[[ev.Event], None]) -> bool:
-        """Write the records of this round. Return True if all are kept."""
+        """Commit this round's records. Return True if all are committed."""
         if self._journal is None:
             return True
         failed, kept = self._journal.failure, self._journal.commit()
@@ -115,8 +116,8 @@ class Durability:
             emit(ev.Note(time_s=time.monotonic(), text=f"{self._journal.path} can be written again"))
         return kept
 
-    def compact(self, replica: Replica) -> None:
-        """Begin a new journal after a snapshot, if this one has grown long."""
+    def compact(self, recoverable: RecoverableState) -> None:
+        """Replace a long journal by a snapshot and a new journal."""
         if self._journal is not None and self._files is not None:
-            now = replica.executor.clock()
-            self._journal = self._files.compact(self._journal, replica.encode, self.directory.path, now)
+            now = recoverable.executor.clock()
+            self._journal = self._files.compact(self._journal, recoverable.encode, self.directory.path, now)

@@ -1,14 +1,15 @@
-"""Journal: every input of a queue server in the order it was carried out, so that another server can carry them out again.
+"""Journal: the inputs of a queue server in order of execution, so that a later server can replay
+them.
 
-A file is a magic number and records; a record is its length (4 bytes), its number (8), a checksum over both and its
-content (8), and the content. Numbers count up from 0, which is the file's head. What is torn, changed, missing or out
-of order is therefore seen. Room is allocated ahead, so that a full disk is found before a request is carried
-out and not after; what is allocated and not yet written is zero.
+A file is a magic number and records. A record is its length (4 bytes), its number (8), an xxh3
+checksum of number and content (8), and the content. Record 0 is the head. Torn, changed, missing or
+reordered records are therefore detected. Space is allocated ahead and zero until written, so a full
+disk is detected before a request is executed.
 
-    journal.reserve(len(body))                  # raises MemoryFull: nothing was carried out
-    ...                                         # carry it out
-    journal.append(Asked(...), notes, told)
-    journal.commit()                            # once for all requests of a round; then answers may leave
+    journal.reserve(len(body))                  # raises MemoryFull: nothing was executed
+    ...                                         # execute the request
+    journal.append(RequestRecord(...), results, digest)
+    journal.commit()                            # once for all requests of a round; then answers may be sent
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from ..errors import MemoryFull
 
 FORMAT = 1
 MAGIC = b"asyncfl-journal\n"
+DISK_RETRY_S = 0.5
+"""Seconds between two tries to write to a full disk."""
 ROOM_BYTES = 4 << 20
-"""Allocated ahead. Where no more can be allocated, the last of it is kept for what goes first."""
+"""Allocated ahead. On a full disk, parts of it are reserved as follows."""
 FOR_ENDS = ROOM_BYTES // 4
-"""Kept for what is recorded beside requests: deaths, deadlines, notes."""
+"""Reserved for records without a request: dead sessions, deadlines, cancellations."""
 FOR_PROGRESS = ROOM_BYTES // 2
-"""Kept, when new rows are put, for that and for work on the rows that are there."""
+"""Reserved against puts: for ``FOR_ENDS`` and for work on existing rows."""
 _FRAME = struct.Struct("<IQQ")
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True):
-    """What a file belongs to. ``directory``: of the run's shared memory; ``rows``: of the segments of rows; ``boot``: of
-    the host; ``now``: ledger seconds at its start."""
+class JournalHead(msgspec.Struct, frozen=True, array_like=True):
+    """The run that a file belongs to. ``directory``: of the run's shared memory. ``rows``: of the
+    row segments. ``boot``: of the host. ``now``: ledger seconds at the file's start."""
 
     format: int
     sdk: str
@@ -52,8 +55,8 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     now: float
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """A request. ``now``, here and below: ledger seconds. ``ticket``: what the wire called it. ``body``: as it came."""
+class RequestRecord(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
+    """A request. ``now``: ledger seconds. ``ticket``: its wire number. ``body``: the encoded call."""
 
     now: float
     session: str
@@ -63,16 +66,16 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     body: bytes
 
 
-class Dropped(msgspec.Struct, frozen=True, array_like=True, tag="dropped"):
-    """Nobody waits for a request any more."""
+class DropRecord(msgspec.Struct, frozen=True, array_like=True, tag="dropped"):
+    """A cancelled request."""
 
     now: float
     session: str
     seq: int
 
 
-class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
-    """The process of a session ended. ``blame``: that counts against the rows it held."""
+class SessionEndRecord(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
+    """The process of a session ended. ``blame``: its rows count an attempt."""
 
     now: float
     session: str
@@ -80,16 +83,18 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
     blame: bool = True
 
 
-class Ticked(msgspec.Struct, frozen=True, array_like=True, tag="ticked"):
-    """Leases or parked requests came to their end."""
+class TickRecord(msgspec.Struct, frozen=True, array_like=True, tag="ticked"):
+    """Leases or waiting requests expired."""
 
     now: float
 
 
-class Served(msgspec.Struct, frozen=True, array_like=True, tag="served"):
-    """Another server goes on with this file, for lack of room for a new one. ``lost``: rows (int64) whose payload it found
-    gone; ``waiting``: tickets of the puts that waited and lost theirs; ``boot``: of the host; ``before``: of the host of the
-    server before it."""
+class RestartRecord(msgspec.Struct, frozen=True, array_like=True, tag="served"):
+    """A restarted server continues this file, because a new one did not fit on the disk.
+
+    ``lost``: rows (int64) with lost payload. ``waiting``: tickets of waiting puts with lost
+    payload. ``boot``: of the host. ``before``: of the earlier server's host.
+    """
 
     now: float
     lost: bytes
@@ -98,26 +103,26 @@ class Served(msgspec.Struct, frozen=True, array_like=True, tag="served"):
     waiting: tuple[int, ...] = ()
 
 
-Record: TypeAlias = Asked | Dropped | Gone | Ticked | Served
+Record: TypeAlias = RequestRecord | DropRecord | SessionEndRecord | TickRecord | RestartRecord
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """A record, what was learned outside while it was carried out, and a digest of the answers it made."""
+class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A record, the nondeterministic results used in its execution, and a digest of its answers."""
 
     record: Record
-    notes: tuple[bytes, ...]
-    told: int
+    results: tuple[bytes, ...]
+    digest: int
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Entry).decode
-_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode = msgspec.msgpack.Decoder(JournalEntry).decode
+_decode_head = msgspec.msgpack.Decoder(JournalHead).decode
 
 
 class Journal:
-    """Writes one file. Not thread-safe. ``sync``: what is committed is on disk. Raises MemoryFull, OSError."""
+    """Writes one file. ``sync``: commit to the disk. Not thread-safe. Raises MemoryFull, OSError."""
 
-    def __init__(self, path: Path, head: Head, sync: bool) -> None:
+    def __init__(self, path: Path, head: JournalHead, sync: bool) -> None:
         self.path, self.head = path, head
         self.failure: OSError | None = None
         self._sync = sync
@@ -137,9 +142,8 @@ class Journal:
             raise
 
     @classmethod
-    def reopened(cls, recorded: Recorded, cut: int, sync: bool) -> Journal:
-        """Go on with a file that was read to its end; the ``cut`` bytes that were torn there are overwritten.
-        Raises OSError."""
+    def reopened(cls, recorded: JournalReader, cut: int, sync: bool) -> Journal:
+        """Continue a file read to its end; overwrite its ``torn_bytes``. Raises OSError."""
         assert recorded.head is not None
         journal = cls.__new__(cls)
         journal.path, journal.head, journal.failure, journal._sync = recorded.path, recorded.head, None, sync
@@ -160,7 +164,7 @@ class Journal:
         return self._written + len(self._buffer)
 
     def reserve(self, nbytes: int, keep: int = FOR_ENDS) -> None:
-        """See to it that a request of ``nbytes`` can be recorded, and ``keep`` bytes besides. Raises MemoryFull."""
+        """Reserve room for a request of ``nbytes``, and ``keep`` bytes more. Raises MemoryFull."""
         if self.failure is not None:
             raise self._full(self.failure)
         lacks = self.nbytes + nbytes + keep - self._allocated
@@ -171,12 +175,13 @@ class Journal:
                 raise self._full(error) from None
             self._allocated += lacks + ROOM_BYTES
 
-    def append(self, record: Record, notes: tuple[bytes, ...] = (), told: int = 0) -> None:
-        """Record an input that was carried out."""
-        self._frame(_encode(Entry(record, notes, told)))
+    def append(self, record: Record, results: tuple[bytes, ...] = (), digest: int = 0) -> None:
+        """Record an executed input."""
+        self._frame(_encode(JournalEntry(record, results, digest)))
 
     def commit(self) -> bool:
-        """Write what was appended. False when the disk refuses: nothing more can be reserved until it takes all of it."""
+        """Write the appended records. Return False if the disk refuses; ``reserve`` fails
+        meanwhile."""
         if not self._buffer:
             return True
         try:
@@ -188,7 +193,8 @@ class Journal:
         return True
 
     def close(self, *, keep_room: bool = False) -> None:
-        """``keep_room``: what was allocated ahead stays so, for a server that may go on with this file. Idempotent."""
+        """Close the file. ``keep_room``: keep the space allocated ahead, for a server that
+        continues the file. Idempotent."""
         if self._fd >= 0:
             with suppress(OSError):
                 if not keep_room:
@@ -202,7 +208,7 @@ class Journal:
         self._buffer += content
 
     def _write(self) -> None:
-        """All of it at its place, also what an earlier try may have written."""
+        """Write the buffer at its place, again from its start after a failed try."""
         done = 0
         with memoryview(self._buffer) as view:
             while done < len(view):
@@ -214,25 +220,25 @@ class Journal:
 
     def _full(self, error: OSError) -> MemoryFull:
         return MemoryFull(
-            f"the journal {self.path} cannot take this request: {os.strerror(error.errno or 0)}. Nothing was stored;"
-            " free space there and ask again"
+            f"the journal {self.path} has no room for this request: {os.strerror(error.errno or 0)}. Nothing was"
+            " stored; free space there and try again"
         )
 
 
-class Recorded:
-    """Reads one file: ``head`` (None when it is torn), its ``entries``, and then what lay behind them."""
+class JournalReader:
+    """Reads one file: ``head`` (None if it is torn), ``entries``, and the bytes after them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records = 0
         self.boot = ""
-        """Of the host of the server that wrote the last entry read."""
+        """Boot of the host of the server that wrote the last entry read."""
         self.end = 0
-        """Bytes that were read: behind them lies nothing, or something that is no record."""
+        """Bytes read. After them there is nothing, or no valid record."""
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             self._data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if size else b""
-        self.head: Head | None = None
+        self.head: JournalHead | None = None
         if self._data[: len(MAGIC)] == MAGIC:
             self.end = len(MAGIC)
             with suppress(msgspec.MsgspecError):
@@ -241,25 +247,25 @@ class Recorded:
                 self.boot = "" if self.head is None else self.head.boot
                 self.end += 0 if content is None else _FRAME.size + len(content)
 
-    def entries(self) -> Iterator[Entry]:
-        """All up to the end, or to what is damaged."""
+    def entries(self) -> Iterator[JournalEntry]:
+        """Yield entries up to the end or the first damage."""
         while self.head is not None and (content := self._next(self.records + 1)) is not None:
             try:
                 entry = _decode(content)
             except msgspec.MsgspecError:
                 return
-            self.boot = entry.record.boot if isinstance(entry.record, Served) else self.boot
+            self.boot = entry.record.boot if isinstance(entry.record, RestartRecord) else self.boot
             self.records += 1
             self.end += _FRAME.size + len(content)
             yield entry
 
     @property
-    def cut(self) -> int:
-        """Bytes behind the last entry that are not zero to the end: torn or damaged. 0 after a clean end."""
+    def torn_bytes(self) -> int:
+        """Bytes after the last entry, without trailing zeros: torn or damaged. 0 after a clean end."""
         return len(self._data[self.end :].rstrip(b"\0"))
 
-    def readable_behind(self) -> int:
-        """Whole records behind ``end``: any means damage, none a torn end."""
+    def count_records_behind(self) -> int:
+        """Return the number of valid records after ``end``. More than 0 means damage, 0 a torn end."""
         data, at, found, least = self._data, self.end, 0, self.records
         while at + _FRAME.size <= len(data):
             window = np.frombuffer(data[at + 4 : at + 12 + (1 << 20)], np.uint8)
@@ -278,11 +284,12 @@ class Recorded:
         return found
 
     def close(self) -> None:
+        """Unmap the file."""
         if isinstance(self._data, mmap.mmap):
             self._data.close()
 
     def _next(self, number: int) -> bytes | None:
-        """The content of the record at ``end``; None unless it is whole and the one that has to come."""
+        """Return the content of the record at ``end``; None if it is invalid or has another number."""
         start = self.end + _FRAME.size
         if start > len(self._data):
             return None

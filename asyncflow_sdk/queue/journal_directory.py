@@ -1,14 +1,15 @@
-"""The directory of a run's journal: which files count, and who may write them.
+"""The directory of a run's journal: its current files, and the lock of the server writing them.
 
-lock               held while a server lives; its process, and where it listens
-snapshot-000003    the whole state before the first record of journal-000003; the newest one counts
-journal-000003     every input since
-damaged-...        records of a damaged journal that could not be applied
-history/           files that were replaced, if all of a run is kept for replays
-segments/          at level host, the rows themselves
+    lock               held by the live server; its process and addresses
+    snapshot-000003    the state before the first record of journal-000003; the newest one counts
+    journal-000003     the inputs since
+    damaged-...        a copy of a damaged journal, if valid records follow the damage
+    history/           replaced files, if the run is served with history
+    segments/          the rows' payload, at durability "host"
 
-Each start, and each journal that has grown long, begins the next number: first the empty journal, then, renamed into
-place, the snapshot that makes it count; then the old ones go. A crash in between leaves either pair whole.
+A server's start, and each journal that has grown long, begin the next number. The empty journal is
+written first; renaming the snapshot into place makes both count; then the old files are removed.
+After a crash at any moment, one pair is complete.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ from ..errors import ConfigError, MemoryFull, ProtocolError
 from ..memory import SharedDirectory, make_private_directory, sync_directory
 from ..wire import process_key
 from . import snapshot
-from .journal import FORMAT, Head, Journal
+from .journal import FORMAT, Journal, JournalHead
 
 LEVELS = ("process", "host")
 LEAST_BYTES = 16 << 20
 GROWTH = 4
-"""A journal longer than ``LEAST_BYTES``, and than so many times its snapshot, is replaced by a new snapshot."""
+"""A journal longer than ``LEAST_BYTES`` and this many times its snapshot is replaced."""
 _log = logging.getLogger(__name__)
 
 
 class JournalDirectory:
-    """``durability``, ``history``: see ``QueueServer``. ``head``: of the newest snapshot, None for a new run; ``state``: its content.
-    ``bound``: where an earlier server listened, by the address that it was asked for. Not thread-safe.
+    """``durability``, ``history``: see ``QueueServer``. ``head``, ``state``: of the newest
+    snapshot; ``head`` is None for a new run. ``addresses``: the earlier server's bound addresses,
+    by requested address. Not thread-safe.
 
-    Raises ConfigError when another server has the directory, or when it cannot be read.
+    Raises ConfigError if another server has locked the directory, or if it cannot be read.
     """
 
     def __init__(self, path: Path, durability: str | None, history: bool = False) -> None:
@@ -50,11 +52,11 @@ class JournalDirectory:
         try:
             make_private_directory(path)
         except OSError as error:
-            raise ConfigError(f"no journal can be kept in {path}: {error}") from None
-        for made in (path.parent, path.parent.parent):
-            with contextlib.suppress(OSError):  # not ours to open, so not made by us
-                sync_directory(made)
-        self._lock, self.bound = _take_lock(path)
+            raise ConfigError(f"cannot create a journal in {path}: {error}") from None
+        for parent in (path.parent, path.parent.parent):
+            with contextlib.suppress(OSError):  # not accessible, so it existed before
+                sync_directory(parent)
+        self._lock, self.addresses = _take_lock(path)
         try:
             self._number, self.head, self.state = _newest(path)
             if self.head is not None:
@@ -69,110 +71,113 @@ class JournalDirectory:
             self.rows.mkdir(mode=0o700, exist_ok=True)
         self._least = 0
 
-    def _check(self, head: Head, durability: str | None) -> None:
+    def _check(self, head: JournalHead, durability: str | None) -> None:
         if head.sdk != __version__:
             raise ConfigError(
-                f"{self.path} was written by asyncflow-sdk {head.sdk}, and this is {__version__}, which may decide"
-                " otherwise: continue it with that version, or choose another directory"
+                f"{self.path} was written by asyncflow-sdk {head.sdk}; {__version__} may replay it differently:"
+                f" continue it with {head.sdk}, or choose another directory"
             )
         if durability not in (None, head.durability):
             raise ConfigError(
-                f"{self.path} holds a run of durability {head.durability!r}; it cannot go on as {durability!r}"
+                f"{self.path} holds a run of durability {head.durability!r}; it cannot continue as {durability!r}"
             )
 
     @property
     def syncs(self) -> bool:
-        """True if the journal is on the disk before an answer leaves."""
+        """True if the journal is synced to the disk before an answer is sent."""
         return self.durability == "host"
 
     @property
     def journal_path(self) -> Path:
-        """The journal that follows the newest snapshot."""
+        """The journal after the newest snapshot."""
         return self._file("journal", self._number)
 
     def shared_directory(self) -> SharedDirectory:
-        """Return the run's shared memory: that of the earlier server, if there was one."""
+        """Return the run's shared memory: that of the earlier server, if any."""
         path = Path(self.head.directory) if self.head is not None else None
         return SharedDirectory(journal=self.path, path=path)
 
-    def listens(self, addresses: dict[str, str]) -> None:
-        """Note where the server listens: asked for → bound. The next one listens there too."""
+    def save_addresses(self, addresses: dict[str, str]) -> None:
+        """Save the server's addresses (requested → bound) for the next server."""
         content = msgspec.json.encode({"pid": os.getpid(), "addresses": addresses})
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk: the old content is written over, and cut to its length later
+        with contextlib.suppress(OSError):  # a full disk
             os.pwrite(self._lock, content, 0)
             os.ftruncate(self._lock, len(content))
 
     def begin(self, state: bytes, memory: Path, now: float) -> Journal:
-        """Write a snapshot of ``state``, and return the journal that follows it. ``memory``: the run's shared memory. ``now``: ledger
-        seconds. Raises MemoryFull, OSError: then the old files count."""
+        """Write a snapshot of ``state``, and return the new journal after it.
+
+        ``memory``: the run's shared memory. ``now``: ledger seconds. Raises MemoryFull, OSError;
+        then the old files count.
+        """
         number = self._number + 1
         rows = str(self.rows) if self.rows is not None else ""
-        head = Head(FORMAT, __version__, self.run, self.durability, str(memory), rows, boot(), now)
-        path, whole = self._file("journal", number), self._file("snapshot", number)
-        for left in (path, whole):  # of an attempt that failed: a stale one must never count
-            left.unlink(missing_ok=True)
+        head = JournalHead(FORMAT, __version__, self.run, self.durability, str(memory), rows, boot(), now)
+        path, snapshot_path = self._file("journal", number), self._file("snapshot", number)
+        for stale in (path, snapshot_path):  # from a failed attempt: they must never count
+            stale.unlink(missing_ok=True)
         journal = Journal(path, head, sync=self.syncs)
         try:
-            snapshot.write(whole, msgspec.msgpack.encode(head), state)
+            snapshot.write(snapshot_path, msgspec.msgpack.encode(head), state)
         except BaseException as error:
             journal.close()
-            for left in (whole, path):
-                left.unlink(missing_ok=True)
+            for stale in (snapshot_path, path):
+                stale.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise MemoryFull(f"no room for a snapshot in {self.path}: {error}") from None
             raise
-        self._number, self.head, self._least = number, head, LEAST_BYTES  # from here on it is this one that counts
+        self._number, self.head, self._least = number, head, LEAST_BYTES  # the new pair counts from here on
         with contextlib.suppress(OSError):
-            self._least = max(LEAST_BYTES, GROWTH * whole.stat().st_size)
+            self._least = max(LEAST_BYTES, GROWTH * snapshot_path.stat().st_size)
             for old in self.path.glob("*-??????"):
-                if old.name.startswith(("journal-", "snapshot-")) and old not in (path, whole):
-                    self._put_away(old)
-            for part in self.path.glob("*.part"):  # of a server that was killed while it wrote it
+                if old.name.startswith(("journal-", "snapshot-")) and old not in (path, snapshot_path):
+                    self._retire_file(old)
+            for part in self.path.glob("*.part"):  # from a server killed while writing it
                 part.unlink(missing_ok=True)
         return journal
 
-    def keep_writing(self, journal: Journal) -> None:
-        """There was no room for a new journal, so the old one is written on until it is twice as long."""
+    def continue_journal(self, journal: Journal) -> None:
+        """Continue the old journal, for lack of room for a new one, until it is twice as long."""
         self._least = max(LEAST_BYTES, 2 * journal.nbytes)
 
     def compact(self, journal: Journal, state: Callable[[], bytes], memory: Path, now: float) -> Journal:
-        """Return the journal to write from now on: a new one, if this one has grown long."""
+        """Return the journal to write from now on: a new one if this one has grown long."""
         if journal.nbytes <= self._least:
             return journal
         try:
             new = self.begin(state(), memory, now)
         except Exception:
-            _log.exception("the journal in %s goes on without a snapshot", self.path)
+            _log.exception("the journal in %s continues without a snapshot", self.path)
             self._least = 2 * journal.nbytes
             return journal
         journal.close()
         return new
 
     def keep_damaged(self, at: int) -> Path:
-        """Keep the newest journal, which is damaged ``at`` this byte, under another name too; return the name."""
+        """Keep a copy of the damaged journal, named by the position ``at`` of the damage; return
+        its path."""
         aside = self.path / f"damaged-{self._number:06d}-at-{at}"
         try:
             os.link(self.journal_path, aside)
-        except FileExistsError:  # by a recovery that was killed before it was through
+        except FileExistsError:  # from a recovery that was killed
             pass
         except OSError:  # a file system without links
             shutil.copyfile(self.journal_path, aside)
         return aside
 
     def close(self, *, over: bool) -> None:
-        """Let another server have it. ``over``: no row is left, and nobody will continue the run."""
+        """Release the lock. ``over``: no row is left; remove the files, or move them to the
+        history."""
         if self.rows is not None and (over or self.head is None):
             shutil.rmtree(self.rows, ignore_errors=True)
-        if over:  # the next run in this directory is a new one
+        if over:
             for kind in ("snapshot", "journal"):
                 for path in self.path.glob(f"{kind}-*"):
-                    self._put_away(path)
+                    self._retire_file(path)
         os.close(self._lock)
 
-    def _put_away(self, path: Path) -> None:
-        """Remove a file that does not count any more, or move it to the history."""
+    def _retire_file(self, path: Path) -> None:
+        """Remove a replaced file, or move it to the history."""
         if not self._history:
             path.unlink(missing_ok=True)
             return
@@ -185,8 +190,7 @@ class JournalDirectory:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return True if a journal directory holds a run that is not over: another server may continue it. False if it cannot be
-    read."""
+    """Return True if a server can continue the run of a journal directory; False if unreadable."""
     try:
         return next(path.glob("snapshot-??????"), None) is not None
     except OSError:
@@ -194,12 +198,12 @@ def is_unfinished(path: Path) -> bool:
 
 
 def boot() -> str:
-    """Return a name of this boot of the host, so that a restart can be seen."""
+    """Return an identifier of this boot of the host."""
     return process_key(os.getpid()).split(" ")[0]
 
 
-def _newest(path: Path) -> tuple[int, Head | None, bytes]:
-    """Return number, head and state of the newest snapshot; 0, None and nothing where there is none yet."""
+def _newest(path: Path) -> tuple[int, JournalHead | None, bytes]:
+    """Return number, head and state of the newest snapshot; 0, None and b"" if there is none."""
     numbers = sorted(int(found.name[-6:]) for found in path.glob("snapshot-??????"))
     failed = ""
     for number in reversed(numbers):
@@ -208,23 +212,23 @@ def _newest(path: Path) -> tuple[int, Head | None, bytes]:
             continue
         try:
             head_bytes, state = snapshot.read(path / f"snapshot-{number:06d}")
-            head = msgspec.msgpack.decode(head_bytes, type=Head)
+            head = msgspec.msgpack.decode(head_bytes, type=JournalHead)
         except (ProtocolError, msgspec.MsgspecError) as error:
             failed = failed or str(error)
         else:
             return number, head, state
     if numbers:
-        raise ConfigError(f"{path} holds a run that cannot be read: {failed}. Move it away to begin anew")
+        raise ConfigError(f"{path} holds a run that cannot be read: {failed}. Move it away to start a new run")
     return 0, None, b""
 
 
 def _take_lock(path: Path) -> tuple[int, dict[str, str]]:
-    """Return the lock's descriptor, and where the last server that had it listened."""
+    """Lock the directory. Return the lock's descriptor, and the last server's addresses."""
     lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        said = msgspec.json.decode(os.pread(lock, 1 << 16, 0) or b"{}")
-        addresses = {str(asked): str(bound) for asked, bound in said.get("addresses", {}).items()}
-        pid = said.get("pid", "?")
+        saved = msgspec.json.decode(os.pread(lock, 1 << 16, 0) or b"{}")
+        addresses = {str(asked): str(bound) for asked, bound in saved.get("addresses", {}).items()}
+        pid = saved.get("pid", "?")
     except (msgspec.MsgspecError, AttributeError):
         addresses, pid = {}, "?"
     try:
@@ -233,7 +237,7 @@ def _take_lock(path: Path) -> tuple[int, dict[str, str]]:
         os.close(lock)
         where = ", ".join(addresses.values()) or "this host alone"
         raise ConfigError(
-            f"{path.parent} is being served by process {pid}, on {where}; connect to it, or end that process and those"
-            " it forked"
+            f"{path.parent} is being served by process {pid}, on {where}; connect to it, or end that process and its"
+            " forked children"
         ) from None
     return lock, addresses

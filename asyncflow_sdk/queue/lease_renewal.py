@@ -1,5 +1,7 @@
-"""LeaseRenewer: a worker's leases are short, so that others soon have what a frozen one holds, and yet last for as long as its
-work does, because they are renewed while it gets on."""
+"""LeaseRenewer: renew short leases while their work makes progress.
+
+Leases are short so that other workers soon get the rows of a frozen one.
+"""
 
 from __future__ import annotations
 
@@ -11,94 +13,96 @@ from typing import TYPE_CHECKING
 
 from ..errors import AsyncFlowError, LeaseLost
 from ..ledger import commands as cmd
-from .blocking import drive
 from .connection import BlockingPort, Connection
+from .coroutines import run_blocking
 
 if TYPE_CHECKING:
-    from .leased import Lease
+    from .batches import BatchVerbs
 
 _PARTS = 3
-"""A lease is renewed when one of so many parts of its time is over, so that two may be missed."""
+"""A lease is renewed after this fraction (1/3) of its time, so two renewals may be missed."""
 _MOST = 1000
-"""So many leases may have ended before those that are over are forgotten."""
+"""Ended leases are forgotten once this many leases are known."""
 
 
 class LeaseRenewer:
-    """Renews what this connection leases from now on, in a thread of its own, until this is closed or the server is gone.
+    """Renews every lease of this connection, in its own thread, until it is closed or the server is
+    gone.
 
-    Not for ever: when in ``patience_s`` nothing was leased and no row completed, the work hangs, and its leases run out
-    like those of a process that is stopped, dead, or cut off. What is sent for them later is ``LeaseLost``.
+    It stops renewing if nothing was leased and no row was completed for ``patience_s`` seconds: the
+    work hangs, and its leases expire like those of a dead process. A later request for them raises
+    LeaseLost.
     """
 
     def __init__(self, connection: Connection, patience_s: float) -> None:
         self._port, self._patience_s = BlockingPort(connection), patience_s
-        self._held: dict[tuple[int, int], weakref.ref[Lease]] = {}
+        self._held: dict[tuple[int, int], weakref.ref[BatchVerbs]] = {}
         self._left: dict[tuple[int, int], int] = {}
-        self._moved = time.monotonic()  # last progress that was seen
-        self._news = threading.Condition()
+        self._progress_at = time.monotonic()  # last progress that was seen
+        self._changed = threading.Condition()
         self._closed = False
-        self._until = math.inf
-        """When it looks again: a lease that is due later need not wake it."""
+        self._wake_at = math.inf
+        """Time of the next check. A lease due later need not wake the thread."""
         connection.on_lease = self._leased
         threading.Thread(target=self._run, name="renewing", daemon=True).start()
 
     @property
     def holds(self) -> bool:
-        """Whether anything that was leased is held still, and has rows left."""
-        with self._news:
-            return bool(self._look())
+        """True if a lease is still held and has rows left."""
+        with self._changed:
+            return bool(self._update())
 
     def close(self) -> None:
         """Renew nothing more, and end the thread. Does not wait."""
-        with self._news:
+        with self._changed:
             self._closed = True
-            self._news.notify()
+            self._changed.notify()
 
-    def _leased(self, lease: Lease) -> None:
-        with self._news:
+    def _leased(self, lease: BatchVerbs) -> None:
+        with self._changed:
             self._held[lease.token, lease.rank] = weakref.ref(lease)
-            self._moved = time.monotonic()
-            if lease._since + lease.lease_s / _PARTS < self._until or len(self._held) > _MOST:
-                self._news.notify()
+            self._progress_at = time.monotonic()
+            if lease._since + lease.lease_s / _PARTS < self._wake_at or len(self._held) > _MOST:
+                self._changed.notify()
 
     def _run(self) -> None:
         while not self._closed:
             for token, rank in self._due():
                 try:
-                    drive(self._port.send(cmd.Renew(token=token, rank=rank)))
+                    run_blocking(self._port.send(cmd.Renew(token=token, rank=rank)))
                 except LeaseLost:
-                    with self._news:
+                    with self._changed:
                         self._held.pop((token, rank), None)
                 except AsyncFlowError:
                     if self._port.connection.wire.closed or self._port.connection.wire.server_closed:
                         return
 
     def _due(self) -> list[tuple[int, int]]:
-        """Wait for leases that are to be renewed now, and count them as renewed. None when this is closed."""
+        """Wait for leases due for renewal, and mark them renewed. Return none once this is closed."""
         while True:
-            with self._news:
+            with self._changed:
                 if self._closed:
                     return []
-                held = self._look()
+                held = self._update()
                 now = time.monotonic()
                 first = min((lease._since + lease.lease_s / _PARTS for lease in held), default=None)
                 if first is None or first > now:
                     del held
-                    self._until = math.inf if first is None else first
-                    self._news.wait(None if first is None else first - now)
+                    self._wake_at = math.inf if first is None else first
+                    self._changed.wait(None if first is None else first - now)
                     continue
                 due = [lease for lease in held if lease._since + lease.lease_s / _PARTS <= now]
                 for lease in due:
                     lease._since = now
-                if now - self._moved < self._patience_s:
+                if now - self._progress_at < self._patience_s:
                     return [(lease.token, lease.rank) for lease in due]
             del held, due, lease
 
-    def _look(self) -> list[Lease]:
-        """What is held still. Fewer rows left than before is progress."""
+    def _update(self) -> list[BatchVerbs]:
+        """Return the leases still held. Fewer rows left than before count as progress."""
         alive = {key: lease for key, ref in self._held.items() if (lease := ref()) is not None and lease.left > 0}
         left = {key: lease.left for key, lease in alive.items()}
         if any(rows < self._left.get(key, rows) for key, rows in left.items()) or self._left.keys() - left.keys():
-            self._moved = time.monotonic()
+            self._progress_at = time.monotonic()
         self._held, self._left = {key: self._held[key] for key in alive}, left
         return list(alive.values())

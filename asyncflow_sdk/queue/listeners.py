@@ -1,4 +1,4 @@
-"""Listeners: the functions that the owner of a queue server wants called, each of which may fail without changing anything."""
+"""Listeners: functions called by the queue server for its owner. Their exceptions are logged."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable
 
 from ..types import Batch, Event
-from .user_frames import error_text, user_trace
+from .error_text import error_text, user_trace
 
 _log = logging.getLogger(__name__)
 
 
 class Listeners:
-    """``on_event``, ``on_step``, ``on_final``: see ``QueueServer``. ``muted``: True while a journal is replayed; then none is called."""
+    """``on_event``, ``on_step``, ``on_final``: see ``QueueServer``. ``muted``: call none (in a
+    replay)."""
 
     def __init__(
         self,
@@ -25,22 +26,24 @@ class Listeners:
 
     @property
     def events(self) -> bool:
-        """True if somebody listens to events."""
+        """True if there is a listener for events."""
         return self._on_event is not None
 
     @property
     def steps(self) -> bool:
-        """True if somebody wants the rows of acknowledged steps."""
+        """True if there is a listener for rows of acknowledged steps."""
         return self._on_step is not None and not self.muted
 
     def event(self, event: Event) -> None:
+        """Call the listener for events."""
         self._call(self._on_event, event)
 
     def step(self, step: int, read: Callable[[], Batch]) -> None:
+        """Call the listener for rows of acknowledged steps."""
         self._call(self._on_step, step, read)
 
     def final(self, covers: int) -> None:
-        """A checkpoint is about to make the steps before ``covers`` final."""
+        """Call ``on_final``, before a checkpoint makes the steps below ``covers`` final."""
         self._call(self._on_final, covers)
 
     def _call(self, listener: Callable[..., None] | None, *arguments: object) -> None:

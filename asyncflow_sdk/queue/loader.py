@@ -1,11 +1,11 @@
-"""StreamDataLoader: a task of a queue as what a training loop takes for a data loader.
+"""StreamDataLoader: read a task of a queue as a training loop reads a data loader.
 
-loader = af.StreamDataLoader(run.queue, "train", columns=["response_ids", "advantage"], count=32)
-for batch in loader:                    # a dict of tensors, or what ``collate`` makes; ends with the stream
-    loss = step(batch["response_ids"], batch["advantage"])
+    loader = af.StreamDataLoader(run.queue, "train", columns=["response_ids", "advantage"], count=32)
+    for batch in loader:                    # a dict of tensors, or the result of ``collate``; ends with the stream
+        loss = step(batch["response_ids"], batch["advantage"])
 
-Asking for the next batch acknowledges the last one; a loop that is left gives it back. With torch it may be
-wrapped as any iterable dataset: ``DataLoader(loader, batch_size=None)``.
+Asking for the next batch acknowledges the last one. Leaving the loop gives it back. torch accepts
+it as an iterable dataset: ``DataLoader(loader, batch_size=None)``.
 """
 
 from __future__ import annotations
@@ -22,27 +22,30 @@ from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, Ended, Lease
 from ..interfaces import LeasedBatch
 from ..types import events as ev
 from ..types.defaults import NEXT_S
-from .client import QueueClient, Verbs
+from .batches import BlockingBatch
+from .client import QueueClient, QueueVerbs
 from .connection import BlockingPort, LoopPort
-from .leased import BlockingBatch
 
 T = TypeVar("T")
 
 
 class StreamDataLoader(Generic[T]):
-    """Iterates over batches of ``count`` rows of ``task`` (of a task with batch_rows: one whole step each) until
-    the stream ends; each ``iter`` goes on where the stream stands. It has no length.
+    """Iterates over batches of ``count`` rows of ``task`` until the stream ends. Each ``iter``
+    continues at the stream's position; there is no length. A task with batch_rows gives one whole
+    step each.
 
-    ``columns``: those to read, of the task's needs (None: all); the others are not touched. ``collate``: makes
-    what is yielded out of a Batch; without it, ``Batch.to_torch()``. It runs in the loop's thread; memory is
-    pinned there by whoever wants that. ``rank`` of ``world_size``: every rank of ``team`` (the task's name) iterates
-    over a loader of its own, and the k-th batches of all ranks are the shards, of ``count`` rows each, of one lease;
-    ``shards``: as of ``get``, fewer where several ranks need the same rows. ``prefetch`` 1: the next batch is leased
-    while this one is worked on; its time (``lease_s`` of the task) starts again when it is handed out.
-    ``at_least``, ``partition``: as of ``get``. ``timeout_s``: the longest the loop waits for a batch.
+    ``columns``: columns to read, among the task's needs (None: all); others are not mapped or
+    copied. ``collate``: turns a batch into the yielded value, in the loop's thread (default:
+    ``Batch.to_torch()``, unpinned). ``rank`` of ``world_size``: each rank of ``team`` (default: the
+    task's name) iterates over its own loader, and the k-th batches of all ranks are the shards, of
+    ``count`` rows each, of one lease. ``shards``: as of ``get``, fewer if several ranks need the
+    same rows. ``prefetch`` 1: lease the next batch while this one is in use; its lease time
+    (``lease_s`` of the task) starts again when it is yielded. ``at_least``, ``partition``: as of
+    ``get``. ``timeout_s``: the longest wait for a batch.
 
-    Raises what ``get`` raises: DeadlineExceeded, LeaseLost when the batch before took longer than its lease.
-    One thread iterates at a time. It works in the process that made it: not in worker processes of a DataLoader.
+    Raises the errors of ``get``: DeadlineExceeded, and LeaseLost if the previous batch took longer
+    than its lease. One thread iterates at a time. Use it only in the process that made it, not in
+    worker processes of a DataLoader.
     """
 
     def __init__(
@@ -68,18 +71,18 @@ class StreamDataLoader(Generic[T]):
             raise ConfigError(f"prefetch is 0, or 1 for one batch ahead; not {prefetch}")
         self._queue, self._ahead, self._timeout_s = queue, bool(prefetch), timeout_s
         self._collate: Callable[[LeasedBatch], Any] = collate or LeasedBatch.to_torch
-        self._ask: dict[str, Any] = {
+        self._request: dict[str, Any] = {
             "task": task, "count": count, "columns": columns, "at_least": at_least, "partition": partition,
             "timeout_s": timeout_s,
         }  # fmt: skip
         if world_size > 1:
             whole = shards or world_size
-            self._ask |= {
+            self._request |= {
                 "count": count * whole, "at_least": at_least * whole, "team": team or task, "rank": rank,
                 "world_size": world_size, "shards": shards,
             }  # fmt: skip
         self.lease: LeasedBatch | None = None
-        """The batch being worked on, to complete, renew or give back parts of it by hand."""
+        """The current batch, to complete, renew or give back parts of it directly."""
         _known_to_torch()
 
     def __iter__(self) -> Iterator[T]:
@@ -89,10 +92,10 @@ class StreamDataLoader(Generic[T]):
             raise
         except AsyncFlowError:
             raise AsyncFlowError(
-                "a StreamDataLoader cannot be used in a child made by fork(), as worker processes of a DataLoader"
-                " are: use num_workers=0 (prefetch=1 overlaps), or make queue and loader in the child"
+                "a StreamDataLoader cannot be used after fork(), for example in a worker process of a DataLoader:"
+                " use num_workers=0 (prefetch=1 overlaps), or make queue and loader in the child"
             ) from None
-        return self._each(_Ahead(self._queue, self._ask)) if self._ahead else self._each(None)
+        return self._each(_Prefetcher(self._queue, self._request)) if self._ahead else self._each(None)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -101,11 +104,11 @@ class StreamDataLoader(Generic[T]):
         )
 
     def ack(self) -> None:
-        """Acknowledge the batch being worked on now, before the next is asked for. Raises LeaseLost."""
+        """Acknowledge the current batch now, before the next is requested. Raises LeaseLost."""
         if self.lease is not None and self.lease.left:
             self.lease.ack()
 
-    def _each(self, ahead: _Ahead | None) -> Iterator[T]:
+    def _each(self, ahead: _Prefetcher | None) -> Iterator[T]:
         take = self._take if ahead is None else ahead.take
         try:
             while True:
@@ -118,7 +121,7 @@ class StreamDataLoader(Generic[T]):
                 self._report(began)
                 made = self._collate(self.lease)
                 yield made
-                del made  # what the consumer keeps is the consumer's; memory of a batch that it dropped is free
+                del made  # free the memory of a batch that the consumer dropped
         except GeneratorExit:
             self._leave(None)
             raise
@@ -130,10 +133,10 @@ class StreamDataLoader(Generic[T]):
                 ahead.close()
 
     def _take(self, last: LeasedBatch | None) -> LeasedBatch:
-        return self._queue.get(**self._ask, ack=last if last is not None and last.left else None)
+        return self._queue.get(**self._request, ack=last if last is not None and last.left else None)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Give back what was not acknowledged. An exception of ``collate`` counts against the rows."""
+        """Give back unacknowledged rows. An exception of ``collate`` counts as an attempt."""
         lease, self.lease = self.lease, None
         if lease is not None and not isinstance(error, WireError):
             try:
@@ -149,37 +152,37 @@ class StreamDataLoader(Generic[T]):
             connection.report(ev.Span(time_s=began, worker=connection.name, kind="wait", seconds=waited))
 
 
-class _Asking(Verbs[BlockingBatch, None]):
-    """Asks on an event loop for batches that a thread then uses."""
+class _LoopQueue(QueueVerbs[BlockingBatch, None]):
+    """Leases batches on an event loop for use in a thread."""
 
     _batch = BlockingBatch
 
 
-class _Ahead:
-    """One batch ahead: asked for on an event loop in a thread of its own, since that can take a request back."""
+class _Prefetcher:
+    """Leases one batch ahead, on an event loop in its own thread, so the request can be cancelled."""
 
-    def __init__(self, queue: QueueClient, ask: dict[str, Any]) -> None:
-        self._queue, self._ask = queue, ask
+    def __init__(self, queue: QueueClient, request: dict[str, Any]) -> None:
+        self._queue, self._request = queue, request
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="asyncflow-ahead", daemon=True)
         self._thread.start()
-        self._asked: asyncio.Task[BlockingBatch] | None = None
+        self._pending: asyncio.Task[BlockingBatch] | None = None
 
     def take(self, last: LeasedBatch | None) -> LeasedBatch:
-        """Acknowledge ``last``, give the next batch, and ask for the one after it."""
+        """Acknowledge ``last``, return the next batch, and request the one after it."""
         if last is not None and last.left:
             last.ack()
         while True:
-            early = self._asked is not None
+            early = self._pending is not None
             try:
                 batch: BlockingBatch = self._run(self._wait())
-                batch.move_to(BlockingPort(self._queue.connection))  # from here on this thread's
-                self._asked = None  # not before: a Ctrl-C in the lines above leaves it to close()
+                batch.move_to(BlockingPort(self._queue.connection))  # this thread uses it from now on
+                self._pending = None  # not before: after a Ctrl-C in the lines above, close() gives it back
                 if early:
                     batch.renew()
             except AsyncFlowError as error:
-                self._asked = None
-                # Nobody waited all that time when it was asked early; a batch that waited here for too long is others'.
+                self._pending = None
+                # A request made early may time out before it is waited for, and its batch's lease may have expired.
                 if early and isinstance(error, (DeadlineExceeded, LeaseLost)):
                     continue
                 raise
@@ -187,7 +190,7 @@ class _Ahead:
             return batch
 
     def close(self) -> None:
-        """Take the request back, or give back what came of it, and end the thread."""
+        """Cancel the request, or give its batch back, and end the thread."""
         try:
             self._run(self._end())
         finally:
@@ -200,20 +203,20 @@ class _Ahead:
         return future.result()
 
     async def _begin(self) -> None:
-        asking = _Asking(LoopPort(self._queue.connection))
-        self._asked = asyncio.create_task(asking._get(**self._ask))
+        asking = _LoopQueue(LoopPort(self._queue.connection))
+        self._pending = asyncio.create_task(asking._get(**self._request))
 
     async def _wait(self) -> BlockingBatch:
-        if self._asked is None:
+        if self._pending is None:
             await self._begin()
-        assert self._asked is not None
-        return await self._asked
+        assert self._pending is not None
+        return await self._pending
 
     async def _end(self) -> None:
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            asked.cancel()
-            for batch in await asyncio.gather(asked, return_exceptions=True):
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.cancel()
+            for batch in await asyncio.gather(pending, return_exceptions=True):
                 if isinstance(batch, BlockingBatch):
                     await batch._close(None)
         await self._queue.connection.wire.aclose_loop()
@@ -224,7 +227,7 @@ class _Ahead:
 
 
 def _known_to_torch() -> None:
-    """Where torch is, its DataLoader takes this for the iterable data set that it is."""
+    """Register the loader as an iterable dataset if torch is imported."""
     data = sys.modules.get("torch.utils.data")
     if data is not None:
         data.IterableDataset.register(StreamDataLoader)

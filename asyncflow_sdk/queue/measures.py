@@ -1,6 +1,6 @@
-"""Measures: the numbers that samplers choose by, read from payload once, when a column is written.
+"""Measures: numbers that samplers choose by, read from payload once, when a column is written.
 
-What is read is noted, so that a replay needs no payload.
+They are recorded, so a replay needs no payload.
 """
 
 from __future__ import annotations
@@ -11,31 +11,30 @@ import numpy.typing as npt
 
 from ..ledger import Ledger
 from ..ledger import commands as cmd
-from ..ledger.commands import Ids
 from ..types import Column, ColumnSpec
 from ..types.columns import unpack
 from .block_index import BlockIndex
 from .blocks import Block, BlockSlices
-from .reader import Reader
+from .reader import ColumnReader
 
-ROWS = 4096  # read at a time, where rows were put before anybody measured them
+CHUNK_ROWS = 4096  # rows read at a time
 
 
 def measure(column: Column) -> npt.NDArray[np.float64]:
-    """A number a row: the length of what varies in length, the value of what is one number."""
+    """Return a number for each row: the length of a ragged value, or a scalar's value."""
     if column.offsets is not None:
         return np.diff(column.offsets).astype(np.float64)
     return np.asarray(unpack(column)).astype(np.float64)
 
 
 class Measures:
-    """Fills in what a command brings for samplers. Not thread-safe: the server's thread owns it."""
+    """Adds measures to commands. Not thread-safe: only the server's thread uses it."""
 
-    def __init__(self, ledger: Ledger, index: BlockIndex, reader: Reader) -> None:
+    def __init__(self, ledger: Ledger, index: BlockIndex, reader: ColumnReader) -> None:
         self._ledger, self._index, self._reader = ledger, index, reader
 
     def fill(self, command: cmd.AnyCommand, block: Block | None) -> cmd.AnyCommand:
-        """The command with its measures. Never takes them from a client."""
+        """Return the command with its measures. Measures sent by a client are dropped."""
         if isinstance(command, (cmd.Put, cmd.Complete)):
             known = self._ledger.state.rows.measures
             names = [n for n, s in command.columns.items() if n in known and s.measurable] if known else []
@@ -44,7 +43,7 @@ class Measures:
                 return msgspec.structs.replace(command, measures=measures)
             return msgspec.structs.replace(command, measures={}) if command.measures else command
         if isinstance(command, cmd.Declare):
-            return self._declared(command)
+            return self._measure_existing_rows(command)
         return command
 
     def _of_block(self, block: Block, name: str, spec: ColumnSpec) -> bytes:
@@ -58,15 +57,11 @@ class Measures:
         )
         return self._ledger.state.context.log.record_or_raise(lambda: self._read(whole, name, spec))
 
-    def _read(self, located: BlockSlices, name: str, spec: ColumnSpec) -> bytes:
-        return measure(self._reader.read(located, {name: spec})[name]).tobytes()
+    def _read(self, slices: BlockSlices, name: str, spec: ColumnSpec) -> bytes:
+        return measure(self._reader.read(slices, {name: spec})[name]).tobytes()
 
-    def _of_rows(self, ids: Ids, name: str, spec: ColumnSpec) -> bytes:
-        (located,) = self._index.locate(ids, (name,))
-        return self._read(located, name, spec)
-
-    def _declared(self, command: cmd.Declare) -> cmd.Declare:
-        """A sampler that comes after rows: what they have is read now."""
+    def _measure_existing_rows(self, command: cmd.Declare) -> cmd.Declare:
+        """Measure the existing rows for a new sampler."""
         ledger, spec = self._ledger, command.task
         name = ledger.samplers.describe(spec).measure if spec.name not in ledger.state.tasks else ""
         known = ledger.state.columns.specs.get(name)
@@ -75,7 +70,8 @@ class Measures:
         there = ledger.state.columns.having(name)
 
         def read() -> bytes:
-            parts = [there[start : start + ROWS] for start in range(0, len(there), ROWS)]
-            return b"".join(self._of_rows(ids, name, known) for ids in parts)
+            """Read the measures of all rows with the column."""
+            parts = [there[start : start + CHUNK_ROWS] for start in range(0, len(there), CHUNK_ROWS)]
+            return b"".join(self._read(self._index.locate(ids, (name,))[0], name, known) for ids in parts)
 
         return msgspec.structs.replace(command, measures=ledger.state.context.log.record_or_raise(read))

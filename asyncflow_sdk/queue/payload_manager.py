@@ -1,15 +1,15 @@
-"""The payload of a queue server: which blocks its rows lie in, and which memory may be written again.
+"""The payload of a queue server: the blocks of its rows, and the memory free for reuse.
 
-Rows find their columns in blocks of shared memory. A block belongs to the session that wrote it, or to the server if it was uploaded.
-Its memory is free again when no row needs it: its owner is told with its next answer, and the segments of a session that has ended are
-removed.
+A block belongs to its writing session, or to the server if it was uploaded. Once no row needs it,
+its owner learns this from its next answer. The segments of an ended session are removed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,23 @@ from ..ledger.state import LedgerState
 from ..memory import BlockHold, Mapper, find_blocks
 from ..types import Batch, ColumnSpec
 from ..wire import PayloadSink
-from . import remote
-from .block_index import BlockIndex, There
+from . import remote_payload
+from .block_index import BlockCheck, BlockIndex
 from .blocks import Block, BlockSlices
-from .protocol import Answer, Call
-from .reader import Reader
-from .remote import IncomingBlock, RefusedUpload, RemotePayload
-from .segment_files import SegmentFiles
-from .step_reads import DeferredStepRead
+from .protocol import Call, CallResult
+from .reader import ColumnReader
+from .remote_payload import IncomingBlock, RefusedUpload, RemotePayload
 
 MOST_UNREAD = 16
-"""Steps that may keep descriptors of their segments open until they are read. Rows of further ones are read at once."""
+"""Steps that may hold descriptors of their segments until read. Further steps are read at once."""
 
 
 class PayloadManager:
-    """``rows``: directory of the segments of rows; ``weights``: of those of weights. ``synced``: uploads are on the disk before they
-    count. Not thread-safe: the server's thread owns it."""
+    """``rows``: directory of the row segments. ``weights``: of the weight segments. ``synced``:
+    uploads are synced to the disk before they count. Not thread-safe: only the server's thread uses
+    it."""
 
-    KEPT = ("_freed", "_unplaced")
+    KEPT = ("_freed", "_pending_blocks")
 
     def __init__(self, state: LedgerState, rows: Path, weights: Path, *, synced: bool) -> None:
         self.rows, self._weights = rows, weights
@@ -50,34 +49,37 @@ class PayloadManager:
         self.files = SegmentFiles(rows, weights)
         self._rows, self._columns, self._versions = state.rows, state.columns, state.versions
         self._mapper = Mapper(rows)
-        self.reader = Reader(self._mapper)
+        self.reader = ColumnReader(self._mapper)
         self._remote = RemotePayload(rows, self.reader, synced=synced)
-        self._freed: dict[str, bytes] = {}  # by open session, serials of its blocks that it has not been told of
-        self._unplaced: dict[int, tuple[str, Block]] = {}  # by the ticket of a call under way, owner and block
-        self._schemas: dict[tuple[tuple[str, ...], int], dict[str, ColumnSpec]] = {}  # by columns, and all rows have
+        self._freed: dict[str, bytes] = {}  # by open session: serials of its freed blocks, for its next answer
+        self._pending_blocks: dict[int, tuple[str, Block]] = {}  # by ticket of a waiting call: owner and block
+        # by wanted columns, and the bit mask of common columns
+        self._schemas: dict[tuple[tuple[str, ...], int], dict[str, ColumnSpec]] = {}
         self._step_reads: weakref.WeakSet[DeferredStepRead] = weakref.WeakSet()
 
     # ---- sessions
 
     def open_session(self, session: str) -> None:
+        """Register a session as an owner of blocks."""
         self._freed[session] = b""
 
     def end_session(self, session: str) -> None:
-        """Free blocks of this session for good from now on: it will not write again."""
+        """Unregister a session, which writes no further blocks."""
         self._freed.pop(session, None)
 
     def remove_segments(self, session: str, number: int) -> None:
-        """Remove the segments of a session that has ended, except those that rows or kept versions need."""
-        self.files.ended(number, self.index.segments_of(session), self._versions.sessions())
+        """Remove the segments of an ended session, except those needed by rows or kept versions."""
+        self.files.end_session(number, self.index.segments_of(session), self._versions.sessions())
 
     def take_freed(self, session: str) -> bytes:
-        """Return the serials (packed int64) of the session's blocks that were freed since the last call."""
+        """Return the serials (packed int64) of the session's blocks freed since the last call."""
         freed = self._freed.get(session, b"")
         if freed:
             self._freed[session] = b""
         return freed
 
     def has_freed(self, session: str) -> bool:
+        """True if blocks of the session were freed since ``take_freed``."""
         return bool(self._freed.get(session))
 
     def free_later(self, owner: str, serials: bytes) -> None:
@@ -87,22 +89,22 @@ class PayloadManager:
     # ---- blocks of calls
 
     def sink(self, body: bytes, nbytes: int) -> PayloadSink:
-        """Return the memory for the payload of a call, which is still to come."""
+        """Return the memory for the payload of a call."""
         return self._remote.sink(body, nbytes)
 
     def store(self, call: Call, incoming: IncomingBlock | RefusedUpload | None) -> Call:
-        """Return the call as a client on this host would have made it: its payload is a block. Raises SchemaError, MemoryFull."""
+        """Return the call with its upload as ``block``. Raises SchemaError, MemoryFull."""
         return self._remote.store(call, incoming)
 
     def hold(self, ticket: int, owner: str, block: Block) -> None:
-        """Keep the block of a call that is carried out."""
-        self._unplaced[ticket] = owner, block
+        """BlockHold the block of a call being executed."""
+        self._pending_blocks[ticket] = owner, block
 
     def put(self, ticket: int, command: cmd.Put, done: cmd.PutDone, groups: Ids) -> None:
-        """Place the rows that a put made. ``groups``: of the block, if a repeated put adds only some of them."""
-        if ticket not in self._unplaced:
+        """Place the rows of a put. ``groups``: the block's groups that a repeated put adds."""
+        if ticket not in self._pending_blocks:
             return
-        owner, block = self._unplaced.pop(ticket)
+        owner, block = self._pending_blocks.pop(ticket)
         if done.again:
             self.free(owner, block)
         elif done.groups:
@@ -112,10 +114,10 @@ class PayloadManager:
             self.index.put(done.first, block, owner, command.group_size)
 
     def complete(self, ticket: int, ids: Ids, revoked: Ids) -> None:
-        """Place columns of rows, in the order of the block's entries; except of the revoked ones."""
-        if ticket not in self._unplaced:
+        """Place columns of rows, in the order of the block's entries, except for revoked rows."""
+        if ticket not in self._pending_blocks:
             return
-        owner, block = self._unplaced.pop(ticket)
+        owner, block = self._pending_blocks.pop(ticket)
         entries = np.arange(block.rows)
         if not len(revoked):
             self.index.add(ids, block, owner, entries)
@@ -126,51 +128,53 @@ class PayloadManager:
             self.free(owner, block)
 
     def discard(self, ticket: int) -> None:
-        """Free the block of a call that failed or was dropped, if it has one."""
-        if ticket in self._unplaced:
-            self.free(*self._unplaced.pop(ticket))
+        """Free the block, if any, of a call that failed or was cancelled."""
+        if ticket in self._pending_blocks:
+            self.free(*self._pending_blocks.pop(ticket))
 
     def forget(self, ticket: int) -> None:
-        """The session of a call has ended: its segments go as a whole, but an uploaded block lies in the server's."""
-        if ticket in self._unplaced:
-            owner, block = self._unplaced.pop(ticket)
-            if owner == remote.OWNER:
+        """Forget the call of an ended session. Only an uploaded block is freed: others go with its
+        segments."""
+        if ticket in self._pending_blocks:
+            owner, block = self._pending_blocks.pop(ticket)
+            if owner == remote_payload.OWNER:
                 self.free(owner, block)
 
     def free(self, owner: str, block: Block) -> None:
+        """Free a block."""
         self._free(owner, block.segment, block.packed_serial)
 
     def retire(self, ids: Ids) -> None:
-        """Free the blocks that no row needs once these have ended."""
+        """Free the blocks that no row needs once these rows have ended."""
         for owner, segment, serials in self.index.retire(ids):
             self._free(owner, segment, serials)
 
     def _free(self, owner: str, segment: str, serials: bytes) -> None:
-        if owner == remote.OWNER and self._remote.free(segment, serials):
+        if owner == remote_payload.OWNER and self._remote.free(segment, serials):
             return
         if owner in self._freed:
             self.free_later(owner, serials)
         elif segment not in {
             *self.index.segments_of(owner),
-            *(block.segment for _, block in self._unplaced.values()),
+            *(block.segment for _, block in self._pending_blocks.values()),
         }:
             self.files.remove(segment)
 
-    def keep_weights(self) -> None:
-        """Remove weights of versions that nobody can ask for any more."""
-        self.files.keep_weights(self._versions.sessions())
+    def remove_old_weights(self) -> None:
+        """Remove weights of versions that cannot be fetched any more."""
+        self.files.set_publishers(self._versions.sessions())
 
     def settle(self) -> None:
-        """Free memory and remove files, now that the records are kept by which they are free."""
-        self.files.carry_out()
-        self._remote.carry_out()
+        """Free memory and remove files, once the records are committed."""
+        self.files.remove_pending()
+        self._remote.free_pending()
 
     # ---- reading rows
 
     def locate(self, ids: Ids, columns: tuple[str, ...]) -> tuple[tuple[BlockSlices, ...], dict[str, ColumnSpec]]:
-        """Return where rows find those of ``columns`` that all of them have, and the specs of these."""
+        """Return the slices and specs of the ``columns`` common to all rows."""
         specs = self._columns.specs
-        if not len(ids):  # a rank without rows: the columns that there would be
+        if not len(ids):  # a rank without rows still needs the schema
             return (), {name: specs[name] for name in columns if name in specs}
         common = int(np.bitwise_and.reduce(self._rows.columns[self._rows.at(ids)]))
         schema = self._schemas.get((columns, common))
@@ -179,22 +183,26 @@ class PayloadManager:
             schema = self._schemas[columns, common] = {name: specs[name] for name in here}
         return self.index.locate(ids, tuple(schema)), schema
 
-    def inline(self, answer: Answer) -> tuple[bytes, Sequence[Any]]:
-        """Return an answer and the values of its rows beside it, for a client without shared memory."""
+    def inline(self, answer: CallResult) -> tuple[bytes, Sequence[Any]]:
+        """Return an encoded result and the columns of its rows, for a client without shared memory."""
         return self._remote.inline(answer)
 
     def read_step(self, ids: Ids, groups: Ids, completed_at: Ids) -> DeferredStepRead:
-        """Return a reader of rows with every column that they have, for any thread, at any time: their blocks and the mappings of
-        them are held until then. The ledger may have forgotten the rows by now; their blocks are known until they are retired."""
+        """Return a function that reads all columns of rows, from any thread, at any time.
+
+        It holds their blocks and mappings until then. Call this before the rows are retired; the
+        ledger may have forgotten them.
+        """
         columns_of = self.index.columns_of(ids)
-        located = self.index.locate(ids, columns_of)
+        slices = self.index.locate(ids, columns_of)
         schema = {name: self._columns.specs[name] for name in columns_of}
         held: list[BlockHold] = []
         stretches = self._versions.lineage.offsets
 
         def read() -> Batch:
-            columns = remote.read(self.reader, located, schema)
-            held.clear()  # the columns hold their blocks themselves, where they are views
+            """Read the rows."""
+            columns = remote_payload.read(self.reader, slices, schema)
+            held.clear()  # columns that are views hold their blocks themselves
             batch = Batch(ids, groups, columns)
             batch.completed_at, batch.stretches = completed_at, stretches
             return batch
@@ -204,44 +212,43 @@ class PayloadManager:
             if sum(each.unread for each in self._step_reads) >= MOST_UNREAD:
                 step.now()
             else:
-                held += [hold for part in located for hold in self.reader.hold(part)]
-        except (
-            AsyncFlowError,
-            OSError,
-        ):  # no descriptor is left, or a segment is gone: whoever reads the step gets the error
+                held += [hold for part in slices for hold in self.reader.hold(part)]
+        except (AsyncFlowError, OSError):  # no descriptor is left, or a segment is gone: reading raises the error
             step.now()
         self._step_reads.add(step)
         return step
 
-    # ---- payload that is gone
+    # ---- lost payload
 
-    def there(self, segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
-        """Return for each block of a segment True if it can be read."""
+    def blocks_exist(self, segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
+        """Return True for each block of a segment that can be read."""
         return find_blocks(self.rows / segment, starts, serials, sizes)
 
-    def lost(self, there: There, among: Ids | None = None) -> tuple[Ids, list[int]]:
-        """Return the rows whose payload is gone, and the tickets of puts under way whose payload is gone. ``among``: return nothing
-        unless the payload of one of these rows is gone."""
-        if among is not None and not len(self.index.lost(there, among)):
+    def find_lost(self, exist: BlockCheck, among: Ids | None = None) -> tuple[Ids, list[int]]:
+        """Return the rows with lost payload, and the tickets of waiting puts with lost payload.
+
+        ``among``: return nothing unless one of these rows has lost its payload.
+        """
+        if among is not None and not len(self.index.find_lost(exist, among)):
             return np.empty(0, np.int64), []
         waiting = [
             ticket
-            for ticket, (_, block) in self._unplaced.items()
-            if not there(block.segment, *np.array([[block.start], [block.serial], [block.nbytes]])).all()
+            for ticket, (_, block) in self._pending_blocks.items()
+            if not exist(block.segment, *np.array([[block.start], [block.serial], [block.nbytes]])).all()
         ]
-        return self.index.lost(there), waiting
+        return self.index.find_lost(exist), waiting
 
     def reconcile(self, sessions: Collection[int]) -> None:
-        """After a crash, remove segments that neither these sessions nor rows need."""
-        needed = self.index.segments() | {block.segment for _, block in self._unplaced.values()}
+        """After a crash, remove segments needed neither by these sessions nor by rows."""
+        needed = self.index.segments() | {block.segment for _, block in self._pending_blocks.values()}
         self.files.reconcile(sessions, needed)
 
-    # ---- status, and the end
+    # ---- status and end
 
     def held_bytes(self) -> int:
-        """Return the bytes of shared memory that the run takes."""
+        """Return the bytes of disk and shared memory used by the run's segments."""
         total = 0
-        with contextlib.suppress(OSError):  # a file may go meanwhile
+        with contextlib.suppress(OSError):  # a file may be removed meanwhile
             for directory in {self.rows, self._weights}:
                 total += sum(path.stat().st_blocks * 512 for path in directory.iterdir())
         return total
@@ -254,8 +261,99 @@ class PayloadManager:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Read the steps that listeners have not read yet, and unmap everything."""
+        """Read the steps not read by listeners yet, and unmap all segments."""
         for step in list(self._step_reads):
             step.now()
         self._remote.close()
         self._mapper.close()
+
+
+class SegmentFiles:
+    """The segment files of sessions. Not thread-safe: only the server's thread uses it.
+
+    Session 7 writes rows into ``s7-*`` and, as rank 0 of a publisher, weights into ``w0.7-*``.
+    After it has ended, each file is removed once no live row and no kept version needs it, at the
+    next ``remove_pending``.
+    """
+
+    TRANSIENT = frozenset({"_rows", "_weights", "_pending", "replaying"})
+
+    def __init__(self, rows: Path, weights: Path) -> None:
+        self._rows, self._weights = rows, weights
+        self._pending: list[Path] = []
+        self.replaying = False
+        self._publishers: set[int] = set()  # sessions that published the versions kept
+        self._ended: set[int] = set()  # ended sessions whose weights are not removed yet
+
+    def remove(self, segment: str) -> None:
+        """Remove a segment of an ended session: its last row has ended."""
+        if not self.replaying:
+            self._pending.append(self._rows / segment)
+
+    def end_session(self, session: int, needed: Collection[str], publishers: Collection[int]) -> None:
+        """Remove an ended session's segments not ``needed`` by rows or by versions of
+        ``publishers``."""
+        if not self.replaying:
+            self._pending += [path for path in self._rows.glob(f"s{session}-*") if path.name not in needed]
+        self._ended.add(session)
+        self.set_publishers(publishers)
+
+    def set_publishers(self, publishers: Collection[int]) -> None:
+        """Set the sessions that published the versions kept."""
+        self._publishers = set(publishers)
+        for session in self._ended - self._publishers:
+            self._ended.discard(session)
+            if not self.replaying:
+                self._pending += self._weights.glob(f"w[0-9]*.{session}-*")
+
+    def reconcile(self, sessions: Collection[int], needed: Collection[str]) -> None:
+        """After a crash, remove segments of sessions other than these, unless ``needed``."""
+        for path in self._rows.glob("s[0-9]*-*"):
+            if int(path.name[1:].split("-")[0]) not in sessions and path.name not in needed:
+                self._pending.append(path)
+        publishers = {*sessions, *self._publishers}
+        for path in self._weights.glob("w[0-9]*.[0-9]*-*"):  # w<rank>.<session>-...
+            if int(path.name.split(".")[1].split("-")[0]) not in publishers:
+                self._pending.append(path)
+
+    def remove_pending(self) -> None:
+        """Remove the files; call it once the records that allow it are committed."""
+        doomed, self._pending = self._pending, []
+        for path in doomed:
+            path.unlink(missing_ok=True)
+
+
+class DeferredStepRead:
+    """A step's rows, read once, at the first call. Thread-safe. ``unread``: True until then."""
+
+    def __init__(self, read: Callable[[], Batch]) -> None:
+        self.unread = True
+        self._read: Callable[[], Batch] | None = read
+        self._lock = threading.Lock()
+
+    def __call__(self) -> Batch:
+        """Return the rows. Raises LeaseLost, SchemaError, OSError if they cannot be read."""
+        with self._lock:
+            read, self._read = self._read, None
+            assert read is not None, "the rows of a step are read once"
+            self.unread = False
+            return read()
+
+    def now(self) -> None:
+        """Read the rows, if unread, before their memory is freed. A later call raises this read's
+        error."""
+        with self._lock:
+            if not self.unread or self._read is None:
+                return
+            self.unread = False
+            try:
+                batch = self._read()
+            except (AsyncFlowError, OSError) as error:
+                failure = error
+
+                def fail() -> Batch:
+                    raise failure
+
+                self._read = fail
+            else:
+                self._read = lambda: batch

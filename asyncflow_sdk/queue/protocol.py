@@ -1,4 +1,4 @@
-"""What queue clients and servers say to each other: a ledger command and where its payload lies."""
+"""Messages of queue clients and servers: ledger commands, and the location of their payload."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..types import ColumnSpec, Event
 from .blocks import Block, BlockSlices
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """The first call of a client. ``pid_key`` lets the server see its death; "" where it cannot. ``host``: for
-    people."""
+class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """The first call of a client. ``pid_key``: identifies the process to detect its death; "" from
+    another host. ``host``: for display."""
 
     name: str
     pid: int
@@ -25,10 +25,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """``directory``: of the run's shared memory; ``owner``: device and inode of the file of that name in it, by which a
-    client knows that it sees this directory and not its like. ``rows``: where segments of rows lie, if elsewhere.
-    ``durability``: a server that dies may come back: "" (never), process or host. ``pid``, ``pid_key``: its process.
-    ``max_bytes``: the largest call it takes. ``addresses``: the tcp ones that it serves."""
+    """The reply to ``ClientHello``.
+
+    ``directory``: of the run's shared memory. ``owner``: device and inode of the file ``owner`` in
+    it; the client compares them to recognise the same directory. ``rows``: directory of the row
+    segments; "" if it is ``directory``. ``durability``: "" if a dead server does not restart; else
+    "process" or "host". ``pid``, ``pid_key``: the server's process. ``max_bytes``: largest call
+    accepted. ``addresses``: the server's tcp addresses.
+    """
 
     session: int
     directory: str
@@ -43,12 +47,15 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """``command`` None only delivers ``events``. ``block``: the payload of a put or a completion. ``then``: a lease
-    asked for by the way, once ``command`` (a completion or a return of rows) has had its effect; if that fails,
-    nothing is leased. ``payload``: rows of a put or a completion whose columns come beside this, as a block; ``inline``: so
-    shall those of the answer."""
+    """A request. ``command`` None only delivers ``events``.
 
-    command: AnyCommand | Hello | None
+    ``block``: payload of a put or a completion. ``then``: a lease to request once ``command`` (a
+    completion or a return of rows) has succeeded; if it fails, nothing is leased. ``payload``:
+    number of rows whose columns are sent beside the call, as a block. ``inline``: send the columns
+    of the answer beside it, too.
+    """
+
+    command: AnyCommand | ClientHello | None
     block: Block | None = None
     events: tuple[Event, ...] = ()
     then: Lease | None = None
@@ -56,33 +63,37 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     inline: bool = False
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Either ``reply`` or ``error`` (class name and message). ``freed``: serials (int64) of this session's blocks
-    that nobody needs any more. ``first``: of a call with ``then``, what ``command`` came to; None when
-    that failed, and the error is its. With it, ``reply`` and ``error`` are those of ``then``. ``payload``: rows of the
-    block beside this, which has the columns of ``schema``; 0: they ended before they could be sent."""
+class CallResult(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to a call: either ``reply`` or ``error`` (class name and message).
+
+    ``freed``: serials (int64) of this session's freed blocks. ``first``: in a call with ``then``,
+    the reply to ``command``; None if it failed, with its error in ``error``. ``reply`` and
+    ``error`` are otherwise those of ``then``. ``payload``: number of rows in the block beside the
+    answer, with the columns of ``schema``; 0 if the rows ended before they were sent.
+    """
 
     reply: AnyReply | Welcome | None = None
     error: tuple[str, str] | None = None
-    located: tuple[BlockSlices, ...] = ()
+    slices: tuple[BlockSlices, ...] = ()
     schema: dict[str, ColumnSpec] = {}
     freed: bytes = b""
     first: AnyReply | None = None
     payload: int | None = None
 
     def raise_error(self) -> None:
+        """Raise ``error``, if there is one."""
         if self.error is not None:
             raise by_name(*self.error)
 
 
-class Delivered(Answer, frozen=True, array_like=True):
-    """An answer with the block that came beside it. It does not travel."""
+class ResultWithPayload(CallResult, frozen=True, array_like=True):
+    """A result and the block received beside it. It is never sent."""
 
     memory: Any = None
 
 
 def _plain(value: Any) -> Any:
-    """A numpy scalar, as counts and versions often are, is a number."""
+    """Encode a numpy scalar as a number."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"a {type(value).__name__} cannot be sent to a queue server: {value!r}")
@@ -90,8 +101,9 @@ def _plain(value: Any) -> Any:
 
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 decode_call = msgspec.msgpack.Decoder(Call).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_result = msgspec.msgpack.Decoder(CallResult).decode
 
 
 def failure(error: AsyncFlowError) -> tuple[str, str]:
+    """Return an error as ``CallResult.error``."""
     return type(error).__name__, str(error)

@@ -1,28 +1,32 @@
-"""Reader: located rows become columns: views where they lie together in one block, else copies.
+"""ColumnReader: read block slices as columns, as views if they are contiguous in one block, else as
+copies.
 
-Copies take no lock: a block loses its serial before anything else of it changes, so what was copied is right if the
-serial is still there afterwards.
+Copies take no lock: a block loses its serial before anything else in it changes, so a copy is valid
+if the serial is unchanged afterwards. Scattered rows are gathered without a Python loop over rows
+or blocks: the positions of all bytes are computed from the headers; short pieces are copied by word
+index, long ones by memcpy. (Measured: 1 ns for each word, 100 ns for each memcpy.)
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import LeaseLost
-from ..memory import HEADER_BYTES, BlockHold, Mapper
+from ..errors import LeaseLost, SchemaError
+from ..memory import HEADER_BYTES, BlockHold, MappedSegment, Mapper
 from ..types import Column, ColumnSpec
 from ..types.ragged import Array
-from .blocks import BlockSlices
-from .gather import gather
-from .layout import MOST_BYTES, TABLE, Kind, damaged, kind_of
+from .blocks import MOST_BYTES, TABLE, BlockSlices, Ints, Kind, check_serials, damaged, kind_of, tables
 
 COPY_BYTES = 16 << 10
-"""A block up to this size is copied whole: that costs less than the lock that a view holds."""
+"""A block up to this size is copied whole: that costs less than a view's lock."""
 MOST_PLANS = 256
 _BLOCK = struct.Struct("<6q")
 _RUN = struct.Struct("<i")
@@ -30,66 +34,70 @@ _WORD = struct.Struct("<q")
 
 
 class _Plan(NamedTuple):
-    """What does not change from one batch to the next: the columns wanted and their places in the table of a block."""
+    """The part of a read equal for all batches: columns and their positions in a block's table."""
 
     schema: dict[str, ColumnSpec]
     kinds: list[tuple[Kind, int]]
     last: int
-    head: struct.Struct  # up to the last of them
+    head: struct.Struct  # of a block's header, up to the last of these columns
 
 
-class Reader:
-    """Reads located rows into columns. Thread-safe."""
+class ColumnReader:
+    """Reads block slices as columns. Thread-safe."""
 
     def __init__(self, mapper: Mapper) -> None:
         self._mapper = mapper
         self._plans: dict[tuple[tuple[str, ...], bytes], _Plan] = {}
 
-    def read(self, located: BlockSlices, schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
-        """The columns of rows. Raises LeaseLost when they ended, SchemaError when they are damaged."""
-        if len(located.counts) > _RUN.size:
-            return gather(self._mapper, located, [kind_of(name, schema[name]) for name in located.columns])
-        _, start, serial, _, nbytes, _ = _BLOCK.unpack(located.blocks)
+    def read(self, slices: BlockSlices, schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
+        """Return the columns of rows. Raises LeaseLost for ended rows, SchemaError for a damaged
+        block."""
+        if len(slices.counts) > _RUN.size:
+            return gather(self._mapper, slices, [kind_of(name, schema[name]) for name in slices.columns])
+        _, start, serial, _, nbytes, _ = _BLOCK.unpack(slices.blocks)
         raw: Any
         if nbytes <= COPY_BYTES:
-            raw = self._mapper.copy(located.segments[0], start, serial, nbytes)
+            raw = self._mapper.copy(slices.segments[0], start, serial, nbytes)
         else:
-            raw = self._mapper.view(located.segments[0], start, serial, nbytes)
-        return {name: column for name, column, _ in _one_run(raw, located, self._plan(located, schema))}
+            raw = self._mapper.view(slices.segments[0], start, serial, nbytes)
+        return {name: column for name, column, _ in _one_run(raw, slices, self._plan(slices, schema))}
 
-    def writable(self, located: BlockSlices, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
-        """The values of a column in a copy-on-write mapping, where ``read`` gave a view; else None, as for a view whose segment
-        cannot be mapped again because its file is gone or this reader is closed."""
-        if len(located.counts) > _RUN.size:
+    def writable(self, slices: BlockSlices, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
+        """Return a column's values in a copy-on-write mapping if ``read`` gave a view, else None.
+
+        Also None if the segment cannot be mapped again because its file is removed or this reader
+        is closed.
+        """
+        if len(slices.counts) > _RUN.size:
             return None
-        _, start, serial, _, nbytes, _ = _BLOCK.unpack(located.blocks)
+        _, start, serial, _, nbytes, _ = _BLOCK.unpack(slices.blocks)
         if nbytes <= COPY_BYTES:
             return None
         try:
-            raw = self._mapper.view(located.segments[0], start, serial, nbytes)
-            ((_, column, at),) = _one_run(raw, located, self._plan(located, schema), name)
+            raw = self._mapper.view(slices.segments[0], start, serial, nbytes)
+            ((_, column, at),) = _one_run(raw, slices, self._plan(slices, schema), name)
             values = column.values
             if not values.size:
                 return None
-            own = self._mapper.private_view(located.segments[0], start, serial, at + values.nbytes, at)
+            own = self._mapper.private_view(slices.segments[0], start, serial, at + values.nbytes, at)
         except LeaseLost:
             return None
         return own.view(values.dtype).reshape(values.shape)
 
-    def hold(self, located: BlockSlices) -> list[BlockHold]:
-        """Keep the blocks of rows that live from being used again, until the answer goes."""
-        blocks = np.frombuffer(located.blocks, np.int64).reshape(-1, 6)
+    def hold(self, slices: BlockSlices) -> list[BlockHold]:
+        """Keep the blocks of live rows from reuse, until the returned holds are dropped."""
+        blocks = np.frombuffer(slices.blocks, np.int64).reshape(-1, 6)
         return [
             self._mapper.hold(segment, blocks[blocks[:, 0] == number, 1].tolist())
-            for number, segment in enumerate(located.segments)
+            for number, segment in enumerate(slices.segments)
         ]
 
-    def _plan(self, located: BlockSlices, schema: Mapping[str, ColumnSpec]) -> _Plan:
-        key = located.columns, located.fields
+    def _plan(self, slices: BlockSlices, schema: Mapping[str, ColumnSpec]) -> _Plan:
+        key = slices.columns, slices.fields
         plan = self._plans.get(key)
         if plan is None or plan.schema != schema:
-            fields = struct.unpack(f"<{len(located.columns)}i", located.fields)
-            kinds = [kind_of(name, schema[name]) for name in located.columns]
+            fields = struct.unpack(f"<{len(slices.columns)}i", slices.fields)
+            kinds = [kind_of(name, schema[name]) for name in slices.columns]
             head = struct.Struct(f"<{3 * max(fields) + 6}q")
             plan = _Plan(dict(schema), list(zip(kinds, fields, strict=True)), max(fields), head)
             if len(self._plans) >= MOST_PLANS:
@@ -98,31 +106,21 @@ class Reader:
         return plan
 
 
-def read_block(raw: Any, rows: int, schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
-    """The columns of ``schema``, which are the first of a block, in that order, with all its ``rows``; over its bytes. Raises
-    SchemaError where it has not got them."""
-    count = len(schema)
-    kinds = [(kind_of(name, spec), field) for field, (name, spec) in enumerate(schema.items())]
-    plan = _Plan(dict(schema), kinds, count - 1, struct.Struct(f"<{3 * count + 3}q"))
-    block = _BLOCK.pack(0, 0, 0, rows, len(raw), 1)
-    whole = BlockSlices(tuple(schema), b"", (), block, _RUN.pack(0), _RUN.pack(rows))
-    return {name: column for name, column, _ in _one_run(raw, whole, plan)}
+def _one_run(raw: Any, slices: BlockSlices, plan: _Plan, only: str | None = None) -> list[tuple[str, Column, int]]:
+    """Return the columns of one run of entries, over the block's bytes, and the position of their
+    values.
 
-
-def _one_run(raw: Any, located: BlockSlices, plan: _Plan, only: str | None = None) -> list[tuple[str, Column, int]]:
-    """Columns of one run of entries of one block, over its bytes, and where their values begin.
-
-    What is checked here in plain numbers, ``layout`` checks for many blocks in arrays.
+    It checks in plain numbers what ``blocks.tables`` checks for many blocks in arrays.
     """
-    _, _, _, rows, nbytes, _ = _BLOCK.unpack(located.blocks)
-    (first,), (count,) = _RUN.unpack(located.entries), _RUN.unpack(located.counts)
+    _, _, _, rows, nbytes, _ = _BLOCK.unpack(slices.blocks)
+    (first,), (count,) = _RUN.unpack(slices.entries), _RUN.unpack(slices.counts)
     try:
-        said_rows, columns, said_nbytes, *table = plan.head.unpack_from(raw, HEADER_BYTES)
+        header_rows, columns, header_nbytes, *table = plan.head.unpack_from(raw, HEADER_BYTES)
     except struct.error:
-        raise damaged(located.columns[0]) from None
+        raise damaged(slices.columns[0]) from None
     body = 8 * TABLE + 24 * columns
-    if said_rows != rows or said_nbytes != nbytes or not plan.last < columns <= nbytes // 24:
-        raise damaged(located.columns[0])
+    if header_rows != rows or header_nbytes != nbytes or not plan.last < columns <= nbytes // 24:
+        raise damaged(slices.columns[0])
     if not 0 <= first <= first + count <= rows:
         raise LeaseLost(f"entries {first} to {first + count} of a block of {rows}")
     out = []
@@ -151,3 +149,172 @@ def _one_run(raw: Any, located: BlockSlices, plan: _Plan, only: str | None = Non
         array: Array = np.ndarray((length, *spec.shape), dtype, raw, begin)
         out.append((name, Column(spec, array, offsets), begin))
     return out
+
+
+def from_image(memory: npt.NDArray[np.uint8], rows: int, specs: Mapping[str, ColumnSpec]) -> dict[str, Column]:
+    """Return columns over a block's memory. Raises SchemaError unless it has these rows and
+    columns."""
+    if not specs or not 0 < rows < 1 << 31:
+        raise SchemaError(f"the payload has {rows} rows and {len(specs)} columns; it needs at least one of each")
+    count = len(specs)
+    kinds = [(kind_of(name, spec), field) for field, (name, spec) in enumerate(specs.items())]
+    plan = _Plan(dict(specs), kinds, count - 1, struct.Struct(f"<{3 * count + 3}q"))
+    block = _BLOCK.pack(0, 0, 0, rows, len(memory), 1)
+    whole = BlockSlices(tuple(specs), b"", (), block, _RUN.pack(0), _RUN.pack(rows))
+    try:
+        columns = {name: column for name, column, _ in _one_run(memory, whole, plan)}
+    except LeaseLost as error:
+        raise SchemaError(str(error)) from None
+    for name, column in columns.items():
+        offsets = column.offsets
+        if offsets is not None and (offsets[1:] < offsets[:-1]).any():
+            raise SchemaError(f"column {name!r} has decreasing offsets")
+    return columns
+
+
+JOIN_BYTES = 256
+_WORD_TYPES: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.int64}
+Segments = Sequence[npt.NDArray[np.uint8]]
+
+
+class _Runs(NamedTuple):
+    """Runs of entries, and their rows. int64; ``values``, ``sizes``, ``offsets``: (columns, runs)."""
+
+    segment: Ints
+    values: Ints  # bytes from the start of the segment
+    sizes: Ints
+    offsets: Ints
+    entry: Ints
+    length: Ints
+    of_row: Ints  # (rows,): the run of each row
+    place: Ints  # (rows,): its place in that run
+
+    def pick(self, columns: list[int]) -> _Runs:
+        """Return the runs with these columns only."""
+        return self._replace(values=self.values[columns], sizes=self.sizes[columns], offsets=self.offsets[columns])
+
+
+def gather(mapper: Mapper, slices: BlockSlices, wanted: list[Kind]) -> dict[str, Column]:
+    """Return copies of the columns of scattered rows. Raises LeaseLost, SchemaError."""
+    blocks = np.frombuffer(slices.blocks, np.int64).reshape(-1, 6)
+    number, starts, serials, _, nbytes, _ = blocks.T
+    with contextlib.ExitStack() as stack:
+        parts: list[tuple[MappedSegment, Any]] = []
+        for at, name in enumerate(slices.segments):
+            mine: Any = number == at if len(slices.segments) > 1 else slice(None)
+            segment = stack.enter_context(mapper.mapped(name, int((starts[mine] + nbytes[mine]).max())))
+            parts.append((segment, mine))
+            if not stack.enter_context(segment.keep_pages()):
+                stack.enter_context(contextlib.closing(BlockHold(segment, starts[mine].tolist())))
+                for start, serial in zip(starts[mine].tolist(), serials[mine].tolist(), strict=True):
+                    segment.check(start, serial)
+        try:
+            table = _table(slices, blocks, parts, wanted)
+            return _copy([segment.bytes for segment, _ in parts], _runs(slices, blocks, table), wanted)
+        finally:  # data that seems damaged may have been overwritten meanwhile: LeaseLost, not SchemaError
+            for segment, mine in parts:
+                check_serials(segment.bytes.view(np.int64), starts[mine], serials[mine])
+
+
+def _table(slices: BlockSlices, blocks: Ints, parts: list[tuple[MappedSegment, Any]], wanted: list[Kind]) -> Ints:
+    """Return the tables of the blocks: (blocks, columns, 3)."""
+    out = np.empty((len(blocks), len(wanted), 3), np.int64)
+    fields = np.frombuffer(slices.fields, np.int32).astype(np.int64).reshape(-1, len(wanted))
+    for segment, mine in parts:
+        words = segment.bytes.view(np.int64)
+        out[mine] = tables(words, blocks[mine], fields[mine] if len(fields) > 1 else fields, wanted)
+    return out
+
+
+def _runs(slices: BlockSlices, blocks: Ints, table: Ints) -> _Runs:
+    number, starts, _, rows, _, runs = blocks.T
+    block = np.repeat(np.arange(len(blocks)), runs)
+    entry = np.frombuffer(slices.entries, np.int32).astype(np.int64)
+    count = np.frombuffer(slices.counts, np.int32).astype(np.int64)
+    if (
+        not len(block) == len(entry) == len(count)
+        or ((entry < 0) | (count < 1) | (entry + count > rows[block])).any()
+    ):
+        raise damaged(slices.columns[0])
+    values, sizes, offsets = (table[block, :, part].T for part in range(3))
+    start = starts[block]
+    of_row = np.arange(len(block))
+    place = np.zeros(len(block), np.int64)
+    if (count != 1).any():
+        of_row = np.repeat(of_row, count)
+        place = np.arange(len(of_row)) - np.repeat(np.cumsum(count) - count, count)
+    return _Runs(number[block], values + start, sizes, offsets + start, entry, count, of_row, place)
+
+
+def _copy(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Column]:
+    out: dict[str, Column] = {}
+    narrow: dict[int, list[int]] = {}
+    ragged = [c for c, kind in enumerate(wanted) if kind.ragged]
+    for c, kind in enumerate(wanted):
+        if not kind.ragged:
+            if kind.width in _WORD_TYPES and len(runs.of_row) * kind.width < JOIN_BYTES * len(runs.entry):
+                narrow.setdefault(kind.width, []).append(c)
+            else:
+                raw = _move(
+                    segments, runs.segment, runs.values[c] + runs.entry * kind.width, runs.length * kind.width, kind
+                )
+                out[kind.name] = Column(kind.spec, _array(raw, kind, len(runs.of_row)), None)
+    for width, columns in narrow.items():
+        at = runs.values[columns] // width + runs.entry
+        words = _take(segments, _WORD_TYPES[width], runs.segment[runs.of_row], at[:, runs.of_row] + runs.place)
+        for c, row in zip(columns, words, strict=True):
+            out[wanted[c].name] = Column(wanted[c].spec, _array(row, wanted[c], len(row)), None)
+    if ragged:
+        out |= _ragged(segments, runs.pick(ragged), [wanted[c] for c in ragged])
+    return {kind.name: out[kind.name] for kind in wanted}
+
+
+def _ragged(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Column]:
+    """Copy ragged columns."""
+    out: dict[str, Column] = {}
+    at = (runs.offsets // 8 + runs.entry)[:, runs.of_row] + runs.place
+    segment = runs.segment[runs.of_row]
+    low, high = (_take(segments, np.int64, segment, at + more) for more in (0, 1))
+    first = np.cumsum(runs.length) - runs.length
+    offsets = np.zeros((len(wanted), len(segment) + 1), np.int64)
+    for c, kind in enumerate(wanted):
+        most = runs.sizes[c][runs.of_row] // kind.width if kind.width else MOST_BYTES
+        if ((low[c] < 0) | (high[c] < low[c]) | (high[c] > most)).any():
+            raise damaged(kind.name)
+        np.cumsum(high[c] - low[c], out=offsets[c, 1:])
+        begin = runs.values[c] + low[c][first] * kind.width
+        nbytes = (high[c][first + runs.length - 1] - low[c][first]) * kind.width
+        raw = _move(segments, runs.segment, begin, nbytes, kind)
+        out[kind.name] = Column(kind.spec, _array(raw, kind, int(offsets[c, -1])), offsets[c])
+    return out
+
+
+def _move(segments: Segments, segment: Ints, start: Ints, nbytes: Ints, kind: Kind) -> Any:
+    """Concatenate pieces of segments."""
+    total = int(nbytes.sum())
+    if total >= JOIN_BYTES * len(start) or not kind.width:
+        pieces = map(slice, start.tolist(), (start + nbytes).tolist())
+        views = [memoryview(each) for each in segments]  # type: ignore[arg-type]
+        of = repeat(views[0]) if len(views) == 1 else map(views.__getitem__, segment.tolist())
+        return b"".join(map(memoryview.__getitem__, of, pieces))
+    unit = math.gcd(kind.width, 8)
+    words = nbytes // unit
+    index = np.repeat(start // unit - (np.cumsum(words) - words), words)
+    index += np.arange(total // unit)
+    return _take(segments, _WORD_TYPES[unit], np.repeat(segment, words) if len(segments) > 1 else segment, index)
+
+
+def _take(segments: Segments, unit: Any, segment: Ints, index: Ints) -> npt.NDArray[Any]:
+    """Copy words of segments. ``segment`` belongs to the last axis of ``index``."""
+    if len(segments) == 1:
+        only: npt.NDArray[Any] = segments[0].view(unit).take(index)
+        return only
+    out = np.empty(index.shape, unit)
+    for number, each in enumerate(segments):
+        mine = segment == number
+        out[..., mine] = each.view(unit).take(index[..., mine])
+    return out
+
+
+def _array(raw: Any, kind: Kind, rows: int) -> npt.NDArray[Any]:
+    return np.ndarray((rows, *kind.spec.shape), kind.dtype, raw if len(raw) else b"")

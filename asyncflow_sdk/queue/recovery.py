@@ -1,4 +1,5 @@
-"""Bring a queue server to the state that an earlier one had: its newest snapshot, and the journal since, carried out again."""
+"""Recovery: restore the state of an earlier queue server from its newest snapshot and the journal
+after it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ..ledger.commands import Ids
 from ..wire import Server
 from . import snapshot
 from .call_executor import CallExecutor
-from .journal import Asked, Dropped, Gone, Journal, Record, Recorded, Served
+from .journal import DropRecord, Journal, JournalReader, Record, RequestRecord, RestartRecord, SessionEndRecord
 from .journal_directory import JournalDirectory, boot
 from .listeners import Listeners
 from .protocol import decode_call
@@ -22,17 +23,21 @@ from .protocol import decode_call
 
 @dataclass(frozen=True)
 class Recovered:
-    """What a server found that came back. ``rows``: live; ``lost``: whose payload was gone, and which failed with their groups;
-    ``cut``: bytes of the journal that were not applied, of them ``behind`` whole records behind a damage, kept in
-    ``damaged``; ``differing``: records that gave other answers than the first time, which is a bug; ``full``: why no new
-    journal could begin, so that the old one is written on."""
+    """The result of a server's recovery.
+
+    ``records``: replayed. ``rows``: live. ``lost``: rows with lost payload; they failed with their
+    groups. ``discarded_bytes``: journal bytes not replayed. ``discarded_records``: valid records
+    among them, after damage; ``damaged``: the path of a copy with them. ``differing``: records with
+    other answers than the first time: a bug. ``full``: the reason for continuing the old journal;
+    "" if a new one was begun.
+    """
 
     records: int
     rows: int
     sessions: int
     lost: int
-    cut: int
-    behind: int
+    discarded_bytes: int
+    discarded_records: int
     damaged: str
     differing: int
     full: str = ""
@@ -42,7 +47,7 @@ class Recovered:
         """Level of the note about it."""
         if self.damaged or self.differing:
             return "error"
-        return "warning" if self.lost or self.cut or self.full else "info"
+        return "warning" if self.lost or self.discarded_bytes or self.full else "info"
 
     def __str__(self) -> str:
         text = f"recovered {self.rows} live rows and {self.sessions} sessions; {self.records} records were replayed"
@@ -50,50 +55,53 @@ class Recovered:
             text += f"; the payload of {self.lost} rows is lost, and they failed with their groups"
         if self.damaged:
             text += (
-                f"; the journal is damaged: {self.cut} bytes with {self.behind} records that can still be read were not"
-                f" applied, and are kept in {self.damaged}"
+                f"; the journal is damaged: {self.discarded_bytes} bytes with {self.discarded_records} valid records"
+                f" were not replayed; a copy is {self.damaged}"
             )
-        elif self.cut:
-            text += f"; {self.cut} bytes at the end of the journal were torn and never acknowledged"
+        elif self.discarded_bytes:
+            text += f"; {self.discarded_bytes} bytes at the journal's end were torn; they were never acknowledged"
         if self.differing:
             text += f"; {self.differing} records gave other answers than before: a bug of the SDK, please report it"
         if self.full:
-            text += f"; {self.full}. The rows that are there are served, and new ones wait until there is room"
+            text += f"; {self.full}. Existing rows are served; new rows wait until the disk has room"
         return text
 
 
-class Replica:
-    """The parts of a queue server that its inputs determine. Before the server starts."""
+class RecoverableState:
+    """The state of a queue server determined by its inputs. Use it before the server starts."""
 
     def __init__(self, executor: CallExecutor, wire: Server, listeners: Listeners) -> None:
         self.executor, self._wire, self._listeners = executor, wire, listeners
 
     def encode(self) -> bytes:
-        """Return the whole state: everything that the next answers depend on."""
+        """Return the whole state as bytes."""
         parts = self._parts()
         return snapshot.encode({name: snapshot.attributes(part) for name, part in parts.items()}, parts)
 
     def restore(self, state: bytes) -> None:
+        """Set the state to that of ``encode``."""
         parts = self._parts()
         for name, attributes in snapshot.decode(state, parts).items():
             vars(parts[name]).update(attributes)
         self._wire.finish_replay()
 
     def replay(
-        self, recorded: Recorded, now: float, after: Callable[[Record], None] | None = None
+        self, recorded: JournalReader, now: float, after: Callable[[Record], None] | None = None
     ) -> tuple[int, float]:
-        """Carry out the records of a journal. ``after`` is called with each. Returns how many gave other answers than before, and the
-        ledger's time."""
+        """Replay the records of a journal, and call ``after`` with each.
+
+        Return the number of records with other answers than before, and the ledger's time.
+        """
         executor = self.executor
         log, differing = executor.ledger.state.context.log, 0
         self._listeners.muted = executor.payloads.files.replaying = True
         try:
             for entry in recorded.entries():
                 executor.clock.fixed = now = entry.record.now
-                log.replay(entry.notes)
-                self._carry_out(entry.record)
+                log.replay(entry.results)
+                self._replay_record(entry.record)
                 used = log.replay(None)
-                differing += not used or executor.take_digest() != entry.told
+                differing += not used or executor.take_digest() != entry.digest
                 if after is not None:
                     after(entry.record)
         finally:
@@ -102,33 +110,33 @@ class Replica:
         return differing, now
 
     def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
-        """The wire delivers a recorded call."""
+        """Execute a recorded call; called by the wire."""
         self.executor.execute(session, ticket, decode_call(body), self.executor.clock())
 
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
-        """The wire delivers a recorded cancellation."""
+        """Undo a recorded cancelled call; called by the wire."""
         self.executor.drop(session, ticket, answer, self.executor.clock())
 
-    def serve_again(self, found: Served) -> None:
-        """Fail rows and puts whose payload is gone, and close sessions that did not outlive their host."""
+    def apply_restart(self, found: RestartRecord) -> None:
+        """Fail rows and puts with lost payload, and close sessions that ended with their host."""
         if found.lost or found.waiting:
-            self.executor.lose(unpack_ids(found.lost), found.waiting, found.now)
+            self.executor.fail_lost(unpack_ids(found.lost), found.waiting, found.now)
         if found.before == found.boot:
             return
         for session, client in list(self.executor.clients.by_session.items()):
             if client.pid_key and client.pid_key.split(" ")[0] == found.before:
                 self.executor.close_session(session, "its host was started again", found.now)
 
-    def _carry_out(self, record: Record) -> None:
-        if isinstance(record, Asked):
+    def _replay_record(self, record: Record) -> None:
+        if isinstance(record, RequestRecord):
             self._wire.requests.replay(self, record.session, record.seq, record.done, record.ticket, record.body)
-        elif isinstance(record, Dropped):
+        elif isinstance(record, DropRecord):
             self._wire.requests.replay_drop(self, record.session, record.seq)
-        elif isinstance(record, Gone):
+        elif isinstance(record, SessionEndRecord):
             if record.session in self.executor.clients:
                 self.executor.close_session(record.session, record.reason, record.now, blame=record.blame)
-        elif isinstance(record, Served):
-            self.serve_again(record)
+        elif isinstance(record, RestartRecord):
+            self.apply_restart(record)
         else:
             self.executor.tick(record.now)
 
@@ -147,47 +155,48 @@ class Replica:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A recovered server, and what it needs to write on in the old journal, should there be no room for a new one."""
+    """A recovered server, and the data to continue the old journal if the disk is full."""
 
     found: Recovered
-    served: Served
-    recorded: Recorded
+    restart: RestartRecord
+    recorded: JournalReader
 
     def journal(self, directory: JournalDirectory, results: tuple[bytes, ...], digest: int) -> Journal:
-        """Return the old journal. ``results``, ``digest``: recorded when the server came back. Raises OSError."""
-        journal = Journal.reopened(self.recorded, self.found.cut, sync=directory.syncs)
-        journal.append(self.served, results, digest)
-        directory.keep_writing(journal)
+        """Return the old journal. ``results``, ``digest``: recorded in the restart. Raises OSError."""
+        journal = Journal.reopened(self.recorded, self.found.discarded_bytes, sync=directory.syncs)
+        journal.append(self.restart, results, digest)
+        directory.continue_journal(journal)
         return journal
 
 
-def recover(directory: JournalDirectory, replica: Replica) -> Resumption | None:
-    """Bring a server that has not started to the state of the last one. Returns None for a new run."""
+def recover(directory: JournalDirectory, recoverable: RecoverableState) -> Resumption | None:
+    """Restore a server that has not started. Return None for a new run."""
     if directory.head is None:
         return None
-    executor = replica.executor
-    replica.restore(directory.state)
+    executor = recoverable.executor
+    recoverable.restore(directory.state)
     directory.state = b""
-    recorded = Recorded(directory.journal_path)
+    recorded = JournalReader(directory.journal_path)
     try:
-        differing, now = replica.replay(recorded, directory.head.now)
-        cut = recorded.cut
-        behind = recorded.readable_behind() if cut else 0
+        differing, now = recoverable.replay(recorded, directory.head.now)
+        torn = recorded.torn_bytes
+        valid_behind = recorded.count_records_behind() if torn else 0
     finally:
         recorded.close()
     executor.clock.resume(now)
-    executor.ledger.state.context.log.keep = True  # should there be no room for a snapshot
-    damaged = str(directory.keep_damaged(recorded.end)) if behind else ""
-    # memory that outlived a restart of the host was never synced at level process
+    executor.ledger.state.context.log.keep = True  # in case the old journal must be continued
+    damaged = str(directory.keep_damaged(recorded.end)) if valid_behind else ""
+    # at durability "process", payload was never synced: files that survived a host crash may be incomplete
     gone = recorded.boot != boot() and directory.durability == "process"
 
-    def there(segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
-        return executor.payloads.there(segment, starts, serials, sizes) & (not gone)
+    def exist(segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
+        """Return True for each readable block that survived."""
+        return executor.payloads.blocks_exist(segment, starts, serials, sizes) & (not gone)
 
-    lost, waiting = executor.payloads.lost(there)
-    served = Served(executor.clock(), lost.tobytes(), boot(), recorded.boot, tuple(waiting))
-    replica.serve_again(served)
+    lost, waiting = executor.payloads.find_lost(exist)
+    restart = RestartRecord(executor.clock(), lost.tobytes(), boot(), recorded.boot, tuple(waiting))
+    recoverable.apply_restart(restart)
     executor.payloads.reconcile(set(executor.clients.numbers().values()))
     live, sessions = executor.ledger.audit().live, len(executor.clients)
-    found = Recovered(recorded.records, live, sessions, len(lost), cut, behind, damaged, differing)
-    return Resumption(found, served, recorded)
+    found = Recovered(recorded.records, live, sessions, len(lost), torn, valid_behind, damaged, differing)
+    return Resumption(found, restart, recorded)

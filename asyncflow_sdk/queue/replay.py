@@ -1,9 +1,9 @@
-"""Replaying: what a run's journal says happened, carried out again offline; nothing of the run is touched.
+"""Replay a run's journal offline. Nothing of the run is changed.
 
-replayed = replay("runs/mine", told=print)
-replayed.audit, replayed.digest
+    replayed = replay("runs/mine", on_milestone=print)
+    replayed.audit, replayed.digest
 
-Where a run was served with ``history``, all of it is replayed; else what the newest snapshot left.
+A run served with ``history`` is replayed from its beginning, any other from its newest snapshot.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from ..ledger import Audit, Ledger
 from ..ledger import commands as cmd
 from ..wire import PayloadSink, Server
 from . import snapshot
-from .call_executor import CallExecutor, RunMemory
-from .clock import Clock
-from .journal import Asked, Gone, Head, Record, Recorded
+from .call_executor import CallExecutor, Clock, RunMemory
+from .journal import JournalHead, JournalReader, Record, RequestRecord, SessionEndRecord
 from .listeners import Listeners
 from .payload_manager import PayloadManager
-from .protocol import Hello, decode_call
-from .recovery import Replica
+from .protocol import ClientHello, decode_call
+from .recovery import RecoverableState
 
 NOT_COMPARED = ("now", "deadlines")
-"""Attributes of a ledger's parts that differ between a ledger that ran on and one that was recovered: the clock, and the timers, which
-may still hold entries of things that are gone."""
+"""Attributes that differ after recovery: the clock, and timers, which may hold stale entries."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A moment of a run. ``time_s``: since the journal begins; ``what``: happened; ``step``: the first that is not acknowledged."""
+class Milestone:
+    """A moment of a run. ``time_s``: since its beginning. ``what``: the event. ``step``: to train
+    next."""
 
     time_s: float
     what: str
@@ -55,20 +54,27 @@ class Cut:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay came to. ``differing``: records that gave other answers than in the run, which is a bug. ``cut``: bytes that
-    were torn. ``digest``: of the ledger's state, as ``digest_of`` says."""
+    """The result of a replay.
+
+    ``differing``: records with other answers than in the run, which is a bug. ``torn_bytes``: at
+    the journal's end. ``digest``: see ``digest_of``.
+    """
 
     records: int
     differing: int
-    cut: int
-    cuts: tuple[Cut, ...]
+    torn_bytes: int
+    milestones: tuple[Milestone, ...]
     audit: Audit
     digest: str
 
 
-def replay(directory: str | Path, told: Callable[[Cut], None] | None = None) -> Replayed:
-    """Replay the journal of a run directory, also while it is served. ``told`` is called with every cut: the beginning, checkpoints,
-    trainers that resumed, ranks and workers whose process ended, and the end. Raises ConfigError for what cannot be replayed."""
+def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | None = None) -> Replayed:
+    """Replay the journal of a run directory, also while it is served.
+
+    ``on_milestone`` is called with each milestone: the beginning, new sessions, checkpoints,
+    resumed trainers, ended sessions, and the end. Raises ConfigError if the directory cannot be
+    replayed.
+    """
     parts = _parts(Path(directory))
     first, _ = _read(parts[0][0])
     listeners, ledger = Listeners(None, None, None), Ledger()
@@ -80,28 +86,28 @@ def replay(directory: str | Path, told: Callable[[Cut], None] | None = None) -> 
         ledger, payloads, Clock(), listeners, RunMemory(first.directory, first.rows, first.durability), wire.answer,
         wire.forget,
     )  # fmt: skip
-    replica, watch = Replica(executor, wire, listeners), _Watch(ledger, told)
+    recoverable, watch = RecoverableState(executor, wire, listeners), _Watch(ledger, on_milestone)
     records = differing = torn = 0
     try:
-        for number, (whole, journal) in enumerate(parts):
-            head, state = _read(whole)
-            replica.restore(state)
-            watch.cut("begins" if not number else "is served again, or its journal was cut short", head.now)
-            recorded = Recorded(journal)
+        for number, (snapshot_path, journal) in enumerate(parts):
+            head, state = _read(snapshot_path)
+            recoverable.restore(state)
+            watch.add("begins" if not number else "continues after a snapshot", head.now)
+            recorded = JournalReader(journal)
             try:
-                now_differing, now = replica.replay(recorded, head.now, watch.after)
-                records, differing, torn = records + recorded.records, differing + now_differing, recorded.cut
+                now_differing, now = recoverable.replay(recorded, head.now, watch.after)
+                records, differing, torn = records + recorded.records, differing + now_differing, recorded.torn_bytes
             finally:
                 recorded.close()
-        watch.cut("ends", now)
-        return Replayed(records, differing, torn, tuple(watch.cuts), ledger.audit(), digest_of(ledger))
+        watch.add("ends", now)
+        return Replayed(records, differing, torn, tuple(watch.milestones), ledger.audit(), digest_of(ledger))
     finally:
         wire.stop()
         payloads.close()
 
 
 def digest_of(ledger: Ledger) -> str:
-    """Of all of a ledger's state but its clock: equal for equal ledgers."""
+    """Return a digest of a ledger's state without its clock: equal for equal ledgers."""
     parts = ledger.parts()
     state = {
         name: {key: value for key, value in snapshot.attributes(part).items() if key not in NOT_COMPARED}
@@ -111,7 +117,7 @@ def digest_of(ledger: Ledger) -> str:
 
 
 class _NoHandler:
-    """Nobody calls a server that is never started."""
+    """Handler of a server that is never started."""
 
     def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
         raise AssertionError
@@ -136,55 +142,64 @@ class _NoHandler:
 
 
 class _Watch:
-    def __init__(self, ledger: Ledger, told: Callable[[Cut], None] | None) -> None:
-        self._ledger, self._told = ledger, told
-        self.cuts: list[Cut] = []
+    """Collects the milestones of a replay."""
+
+    def __init__(self, ledger: Ledger, on_milestone: Callable[[Milestone], None] | None) -> None:
+        self._ledger, self._on_milestone = ledger, on_milestone
+        self.milestones: list[Milestone] = []
         self._began = 0.0
 
-    def cut(self, what: str, now: float) -> None:
+    def add(self, what: str, now: float) -> None:
+        """Add a milestone."""
         ledger = self._ledger
         step = ledger.state.steps.next_to_train() if ledger.state.steps.declared else 0
-        if not self.cuts:
+        if not self.milestones:
             self._began = now
-        self.cuts.append(Cut(now - self._began, what, step, ledger.state.versions.current, ledger.audit()))
-        if self._told is not None:
-            self._told(self.cuts[-1])
+        self.milestones.append(
+            Milestone(now - self._began, what, step, ledger.state.versions.current, ledger.audit())
+        )
+        if self._on_milestone is not None:
+            self._on_milestone(self.milestones[-1])
 
     def after(self, record: Record) -> None:
-        if isinstance(record, Gone):
-            self.cut(f"session {record.session} is gone ({record.reason})", record.now)
-        elif isinstance(record, Asked):
+        """Add a milestone if a record is one."""
+        if isinstance(record, SessionEndRecord):
+            self.add(f"session {record.session} is gone ({record.reason})", record.now)
+        elif isinstance(record, RequestRecord):
             command = decode_call(record.body).command
             if isinstance(command, cmd.Checkpoint):
-                self.cut(f"a checkpoint of step {command.step} covers the steps before {command.covers}", record.now)
+                self.add(f"a checkpoint of step {command.step} covers the steps before {command.covers}", record.now)
             elif isinstance(command, cmd.Resume):
-                self.cut(f"a trainer goes on with step {command.step}", record.now)
-            elif isinstance(command, Hello):
-                self.cut(f"{command.name} comes as session {record.session}", record.now)
+                self.add(f"a trainer continues with step {command.step}", record.now)
+            elif isinstance(command, ClientHello):
+                self.add(f"{command.name} opens session {record.session}", record.now)
 
 
 def _parts(directory: Path) -> list[tuple[Path, Path]]:
-    """Snapshots with the journals that follow them, in order."""
+    """Return the snapshots with their journals, in order."""
     home = directory / "journal" if (directory / "journal").is_dir() else directory
     found = sorted([*home.glob("history/snapshot-??????"), *home.glob("snapshot-??????")], key=lambda path: path.name)
-    pairs = [(whole, whole.with_name(whole.name.replace("snapshot", "journal"))) for whole in found]
+    pairs = [
+        (snapshot_path, snapshot_path.with_name(snapshot_path.name.replace("snapshot", "journal")))
+        for snapshot_path in found
+    ]
     pairs = [pair for pair in pairs if pair[1].exists()]
     if not pairs:
         raise ConfigError(
-            f"{directory} holds no journal: it belonged to a run that is over, or that had none; serve a run with"
+            f"{directory} holds no journal: its run is over, or had none; serve a run with"
             ' durability="process" and history=True to replay it later'
         )
     return pairs
 
 
-def _read(path: Path) -> tuple[Head, bytes]:
+def _read(path: Path) -> tuple[JournalHead, bytes]:
     try:
         head_bytes, state = snapshot.read(path)
-        head = msgspec.msgpack.decode(head_bytes, type=Head)
+        head = msgspec.msgpack.decode(head_bytes, type=JournalHead)
     except (ProtocolError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path} cannot be replayed: {error}") from None
     if head.sdk != __version__:
         raise ConfigError(
-            f"{path} was written by asyncflow-sdk {head.sdk}, and this is {__version__}: replay it with that"
+            f"{path} was written by asyncflow-sdk {head.sdk}, not {__version__}: replay it with {head.sdk}"
         )
     return head, state

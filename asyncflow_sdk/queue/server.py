@@ -1,4 +1,4 @@
-"""QueueServer: the ledger, the payload, the journal and the wire, put together. Everything runs in the wire's thread."""
+"""QueueServer: a ledger, its payload, a journal and a socket. All of it runs in the wire's thread."""
 
 from __future__ import annotations
 
@@ -24,43 +24,45 @@ from ..types import Batch, Event
 from ..types import events as ev
 from ..wire import MAX_BYTES, KeyPair, PayloadSink, Server, has_ended, offer_key, process_key
 from .blocks import Block
-from .call_executor import CallExecutor, RunMemory
-from .clock import Clock
+from .call_executor import CallExecutor, Clock, RunMemory
 from .deferred import DeferredRequest, DeferredRequests
 from .durability import Durability
-from .journal import Asked, Dropped, Gone, Record, Ticked
+from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
 from .listeners import Listeners
 from .payload_manager import PayloadManager
-from .protocol import Answer, Call, Hello, Welcome, decode_answer, decode_call, encode, failure
-from .recovery import Recovered, Replica
-from .remote import UNREADABLE, IncomingBlock, RefusedUpload
+from .protocol import Call, CallResult, ClientHello, Welcome, decode_call, decode_result, encode, failure
+from .recovery import RecoverableState, Recovered
+from .remote_payload import DECODE_ERRORS, IncomingBlock, RefusedUpload
 
 STATUS_EVERY_S = 1.0
 MOST_SESSIONS = 4096
-"""A session costs memory, and a descriptor for each connection of it."""
-LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetCut, cmd.GetPut, cmd.GetRestoration)
-"""Commands that change nothing."""
+"""A session costs memory, and one file descriptor for each of its connections."""
+READ_ONLY = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetCut, cmd.GetPut, cmd.GetRestoration)
+"""Commands that change nothing. They are not recorded."""
 _log = logging.getLogger(__name__)
 
 
 class QueueServer:
-    """Serves a queue and versions, at a socket of its own on this host and at ``addresses``, and to
-    its own process at ``here``.
+    """Serves a queue and weight versions: at ``addresses``, at a socket on this host, and at
+    ``here`` in this process.
 
-    ``on_event``, and ``on_step`` with the number of an acknowledged step and a function that reads its rows
-    (every column they have; in any thread, once), are called in the server's thread and must return at
-    once. Of a server that comes back, steps that no checkpoint covers are told again. ``on_final``: called there before a checkpoint
-    makes the steps below a number final: they are not told again, so it returns when they need not be. What these raise is logged and
-    changes nothing. ``keys``: for the addresses that are tcp, which need them, unless ``insecure``; this user's clients on this
-    host find them.
-    ``max_call_bytes``: of the largest call taken, with its payload where that comes over the socket; and of the payload of
-    all calls together that have not arrived whole.
+    ``on_event``, ``on_step`` and ``on_final`` run in the server's thread and must return at once;
+    their exceptions are logged. ``on_step`` gets the number of an acknowledged step and a function
+    to read its rows (all their columns; from any thread, once). A restarted server reports the
+    steps not covered by a checkpoint again. ``on_final`` gets a number before a checkpoint makes
+    the steps below it final; they are not reported again, so it returns only when they are no
+    longer needed.
 
-    ``journal``: a directory where every input is kept before its answer leaves, so that a server that is made with it
-    later continues the run (``recovered`` tells what it found). ``durability``: "process" (any process may
-    die at any time) or "host" (the payload is on disk, too, before a put is acknowledged); None: what it was. Raises
-    ConfigError when the directory is served by another process or was written by another version. ``history``: what a journal
-    replaces is kept, too, for replays.
+    ``keys``: required for tcp addresses unless ``insecure``; this user's clients on this host find
+    them. ``max_call_bytes``: the largest call, with a payload sent over the socket; also the limit
+    for the payload of all incomplete calls together.
+
+    ``journal``: a directory for the recorded inputs. Every input is recorded before its answer is
+    sent, so a later server on the same directory continues the run (``recovered``: what it found).
+    ``durability``: "process" (any process may die at any time), or "host" (payload is also on disk
+    before a put is acknowledged); None: that of the existing journal, else "process". ``history``:
+    keep replaced journals for replays.
+    Raises ConfigError if another process serves the directory, or if another version wrote it.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class QueueServer:
         self._durability = Durability(journal, durability, history)
         self.durability, self.directory = self._durability.level, self._durability.directory
         self.rows = self._durability.rows
-        # the name of an inproc socket is free a while after its server is gone
+        # libzmq frees the name of an inproc socket some time after it is closed
         self.here = f"inproc://{self.directory.path.name}-{secrets.token_hex(4)}"
         addresses = [self.here, f"ipc://{self.directory.path}/queue", *addresses]
         try:
@@ -109,13 +111,13 @@ class QueueServer:
             self._wire.forget,
         )  # fmt: skip
         self._clients = self._executor.clients
-        self._replica = Replica(self._executor, self._wire, self._listeners)
+        self._recoverable = RecoverableState(self._executor, self._wire, self._listeners)
         self._wire.on_note(self._note_or_log)
         if self.directory.warning:
             self._note_or_log(self.directory.warning, "warning")
         self.recovered: Recovered | None = None
         try:
-            self.recovered = self._durability.recover(self._replica)
+            self.recovered = self._durability.recover(self._recoverable)
             self._ledger.staleness.check_available()
         except BaseException:
             self._wire.stop()
@@ -125,17 +127,17 @@ class QueueServer:
         if self.recovered is not None:
             self._note(str(self.recovered), self.recovered.level)
         for session, client in list(self._clients.by_session.items()):
-            if has_ended(client.pid, client.pid_key):  # with its server, as when a whole run is killed
-                self.gone(session, f"process {client.pid} ended while nobody served", blame=False)
+            if has_ended(client.pid, client.pid_key):  # with its server, for example when a whole run is killed
+                self.gone(session, f"process {client.pid} ended while no server was running", blame=False)
             else:
                 self._wire.watch(session, client.pid, client.pid_key)
-        self._executor.tell_steps_again()
+        self._executor.report_steps_again()
         self._wire.start()
 
     def _listen(
         self, keys: KeyPair | None, insecure: bool, max_call_bytes: int, addresses: list[str], hold: bool
     ) -> Server:
-        """Bind to ``addresses``. The key is offered before, so that whoever can connect finds it."""
+        """Bind to ``addresses``. The key is published first: a client able to connect finds it."""
         run = None if keys is None else keys.run
         offer_key(self.directory.path, addresses, run, bound=False)
         server = Server(
@@ -149,46 +151,51 @@ class QueueServer:
 
     def _note_or_log(self, text: str, level: str) -> None:
         self._note(text, level)
-        if not self._listeners.events:  # nobody would see it
+        if not self._listeners.events:
             _log.log(logging.WARNING if level == "warning" else logging.INFO, text)
 
     def close(self) -> None:
-        """Stop serving and remove the run's segments, unless a journal may want them: one does until the stream has ended
-        and every row with it. Views that processes hold stay valid."""
+        """Stop serving. Remove the run's segments, unless a journal still needs them.
+
+        A journal needs them until the stream has ended and all rows have ended. Views of other
+        processes stay valid.
+        """
         journal = self._durability.path
         self._wire.stop(for_good=lambda: journal is None or self._is_over())
         self._payloads.close()
         over = self._is_over()
         if journal is not None and not over:
             live = self._ledger.audit().live
-            text = f"{live} live rows are kept for whoever serves this run again; to give them up, remove"
+            text = f"{live} live rows are kept for the next server of this run; to discard them, remove"
             self._note(f"{text} {journal.parent}", "info")
         self._durability.close(over=over)
 
     def _is_over(self) -> bool:
-        """True if the stream has ended, and every row with it."""
+        """True if the stream and all rows have ended."""
         return self._ledger.ended and not self._ledger.audit().live
 
     # ---- called by the wire
 
     def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
+        """Return the sink for a call's payload."""
         if session not in self._clients:
-            return RefusedUpload(ProtocolError("say hello first"))
+            return RefusedUpload(ProtocolError("unknown session: send hello first"))
         return self._payloads.sink(body, nbytes)
 
     def request(self, session: str, ticket: int, body: bytes, payload: IncomingBlock | RefusedUpload | None) -> None:
+        """Handle a call."""
         try:
             call = decode_call(body)
-        except UNREADABLE as error:
+        except DECODE_ERRORS as error:
             self._reply(ticket, ProtocolError(f"the server cannot read this call: {error}"))
         else:
-            self._take(session, ticket, call, body, payload)
-        if session not in self._clients:  # nobody would ever end it, so nothing is remembered of it
+            self._handle(session, ticket, call, body, payload)
+        if session not in self._clients:  # it would never be closed
             self._wire.forget(session)
 
     def make(self, body: bytes) -> tuple[bytes, Sequence[Any]]:
-        """Complete an answer when it is sent: a welcome with what may differ for a server that came back, a lease with its values."""
-        answer = decode_answer(body)
+        """Complete a result when it is sent: a welcome with this process, a lease with its columns."""
+        answer = decode_result(body)
         if not isinstance(answer.reply, Welcome):
             return self._payloads.inline(answer)
         owner = os.stat(self.directory.path / "owner")
@@ -204,36 +211,39 @@ class QueueServer:
         return encode(msgspec.structs.replace(answer, reply=reply)), ()
 
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
+        """Undo a cancelled call. ``answer``: its unread answer; None if there is none yet."""
         if session not in self._clients:
             return
-        if (request := self._deferred.drop(ticket)) is not None:  # not recorded; but what it wrote is free
+        if (request := self._deferred.drop(ticket)) is not None:  # not recorded, but its block must be freed
             request.release()
             if request.call.block is None:
                 return
-            answer = encode(Answer(freed=request.call.block.packed_serial))
+            answer = encode(CallResult(freed=request.call.block.packed_serial))
         now = self._clock()
         self._executor.drop(session, ticket, answer, now)
-        self._record(Dropped(now, session, seq))
+        self._record(DropRecord(now, session, seq))
 
     def gone(self, session: str, reason: str, blame: bool = True) -> None:
+        """Close the session of a dead process."""
         if session not in self._clients:
             return
         now = self._clock()
         for request in self._deferred.drop_session(session):
             request.release()
         self._executor.close_session(session, reason, now, blame=blame)
-        self._record(Gone(now, session, reason, blame))
+        self._record(SessionEndRecord(now, session, reason, blame))
 
     def idle(self) -> float | None:
+        """Run what is due. Return the seconds until the next call; None without a deadline."""
         now = self._clock()
         due = self._ledger.next_deadline()
         if due is not None and due <= now:
             self._executor.tick(now)
-            self._record(Ticked(now))
+            self._record(TickRecord(now))
         if self._deferred.due(now):
             self._try_deferred(now)
-        self._end_late(now)
-        deadlines = [self._ledger.next_deadline(), self._deferred.next_s()]
+        self._expire_deferred(now)
+        deadlines = [self._ledger.next_deadline(), self._deferred.next_due()]
         if self._listeners.events:
             if now >= self._next_status:
                 self._next_status = now + STATUS_EVERY_S
@@ -244,39 +254,40 @@ class QueueServer:
         return min((d - now for d in deadlines if d is not None), default=None)
 
     def settle(self) -> bool:
+        """Commit this round's records. Return True if its answers may be sent."""
         if not self._durability.settle(self._listeners.event):
             return False
         self._payloads.settle()
-        if not self._deferred:  # the wire knows them, and requests that a snapshot knows are not asked again
-            self._durability.compact(self._replica)
+        if not self._deferred:  # a snapshot would contain them, and their clients would not resend them
+            self._durability.compact(self._recoverable)
         return True
 
     # ---- requests
 
-    def _take(
+    def _handle(
         self, session: str, ticket: int, call: Call, body: bytes, payload: IncomingBlock | RefusedUpload | None
     ) -> None:
-        """Answer a request that changes nothing, or carry it out now or when there is room for its record."""
-        if session in self._clients:  # a call of any other session is refused below
+        """Answer a read-only request; execute or defer any other."""
+        if session in self._clients:  # a call of any other session is rejected below
             for event in call.events:
                 self._listeners.event(event)
-        if self._is_look(session, call):
-            self._look(session, ticket, call.command)
+        if self._is_read_only(session, call):
+            self._answer_read_only(session, ticket, call.command)
             return
         now = self._clock()
         request = DeferredRequest(session, ticket, *self._wire.requests.numbers(ticket), call, body, payload, now)
         try:
-            if isinstance(call.command, Hello):
-                self._check_room(session)
+            if isinstance(call.command, ClientHello):
+                self._check_session_limit(session)
             self._deferred.check_turn(request)
-            self._carry_out(request)
+            self._execute(request)
         except MemoryFull as full:
             self._defer(request, full, now)
         except WireError as no_room:
             self._reply(ticket, no_room)
 
-    def _carry_out(self, request: DeferredRequest) -> None:
-        """Carry out a request, and record it. Raises MemoryFull if the disk has no room: nothing was done."""
+    def _execute(self, request: DeferredRequest) -> None:
+        """Execute and record a request. Raises MemoryFull, with no effect, if the disk is full."""
         session, call, body = request.session, request.call, request.body
         self._durability.reserve(len(body), new_rows=request.puts_rows)
         if request.payload is not None or call.payload is not None:
@@ -290,73 +301,72 @@ class QueueServer:
         self._executor.execute(session, request.ticket, call, request.since)
         if new and (client := self._clients.by_session.get(session)) is not None:
             self._wire.watch(session, client.pid, client.pid_key)
-        self._record(Asked(request.since, session, request.seq, request.done, request.ticket, body))
+        self._record(RequestRecord(request.since, session, request.seq, request.done, request.ticket, body))
 
     def _record(self, record: Record) -> None:
-        self._durability.record(record, self._replica)
+        self._durability.record(record, self._recoverable)
 
-    def _check_room(self, session: str) -> None:
+    def _check_session_limit(self, session: str) -> None:
         """Raises WireError if no further session can be served."""
         if session in self._clients:
             return
         if len(self._clients) >= MOST_SESSIONS:
             raise WireError(
-                f"this run has {len(self._clients)} sessions, and takes no more: close clients that are not needed;"
+                f"this run has {len(self._clients)} sessions, the most it can have: close unneeded clients;"
                 " queue.status() and `asyncflow top` list them"
             )
         if self._wire.short:
             raise WireError(
-                "the server of this run has hardly a file descriptor left: close clients, or raise its limit (ulimit -n)"
+                "the server of this run is short of file descriptors: close clients, or raise its limit (ulimit -n)"
             )
 
-    # ---- requests that wait for room on the disk
+    # ---- deferred requests
 
     def _defer(self, request: DeferredRequest, full: MemoryFull, now: float) -> None:
-        """Let a request wait up to its deadline, where the disk has no room for it."""
+        """Let a request wait for disk space, up to its deadline."""
         if not request.may_wait:
             request.release()
             self._reply(request.ticket, full, request.call.block)
             return
         if not self._deferred:
-            self._note(f"{full}; new rows wait until there is room", "warning")
+            self._note(f"{full}; new rows wait until the disk has room", "warning")
         self._deferred.add(request, full, now)
-        self._end_late(now)
+        self._expire_deferred(now)
 
     def _try_deferred(self, now: float) -> None:
-        """Carry out what the disk has room for by now. Puts stay in their order."""
+        """Execute the deferred requests that fit on the disk now. Puts keep their order."""
         puts_wait = False
         for request in self._deferred.requests:
             if puts_wait and request.puts_rows:
                 continue
             try:
                 if request.session in self._clients:
-                    self._carry_out(request.at(now))
+                    self._execute(request.restarted(now))
             except MemoryFull:
                 puts_wait |= request.puts_rows
             else:
                 self._deferred.drop(request.ticket)
         if not self._deferred:
-            self._note("the disk has room again, and what waited for it was carried out", "info")
+            self._note("the disk has room again; all waiting requests were executed", "info")
 
-    def _end_late(self, now: float) -> None:
-        for request in self._deferred.take_late(now):
+    def _expire_deferred(self, now: float) -> None:
+        for request in self._deferred.take_expired(now):
             request.release()
-            self._reply(request.ticket, request.refused(now), request.call.block)
+            self._reply(request.ticket, request.timeout_error(now), request.call.block)
 
-    # ---- requests that change nothing
+    # ---- read-only requests
 
-    def _is_look(self, session: str, call: Call) -> bool:
-        """True if a call changes nothing and need not be recorded. Its answer then carries no freed blocks."""
-        if isinstance(call.command, Hello):
+    def _is_read_only(self, session: str, call: Call) -> bool:
+        """True if a call changes nothing and is not recorded. Its answer lists no freed blocks."""
+        if isinstance(call.command, ClientHello):
             return False
         if call.command is None:
             return not self._payloads.has_freed(session)
-        return session not in self._clients or (isinstance(call.command, LOOKS) and call.then is None)
+        return session not in self._clients or (isinstance(call.command, READ_ONLY) and call.then is None)
 
-    def _look(self, session: str, ticket: int, command: cmd.AnyCommand | Hello | None) -> None:
+    def _answer_read_only(self, session: str, ticket: int, command: cmd.AnyCommand | ClientHello | None) -> None:
         if session not in self._clients:
-            unknown = "say hello first: this session is unknown here, or its process was seen to end"
-            self._reply(ticket, ProtocolError(unknown))
+            self._reply(ticket, ProtocolError("unknown session: send hello first, or its process has ended"))
         elif command is None:
             self._reply(ticket, cmd.Done())
         else:
@@ -365,18 +375,18 @@ class QueueServer:
                 self._reply(ticket, self._fill(reply) if isinstance(reply, StatusReport) else reply)
 
     def _reply(self, ticket: int, reply: cmd.Reply | AsyncFlowError, back: Block | None = None) -> None:
-        """Answer a call that is not recorded. ``back``: a block that came with it and is not taken."""
+        """Answer a call that is not recorded. ``back``: its block, to be freed by the client."""
         freed = b"" if back is None else back.packed_serial
         if isinstance(reply, AsyncFlowError):
-            self._wire.answer(ticket, encode(Answer(error=failure(reply), freed=freed)), at_once=True)
+            self._wire.answer(ticket, encode(CallResult(error=failure(reply), freed=freed)), at_once=True)
         else:
-            waits = self._durability.try_again_s is not None  # a look need not
-            self._wire.answer(ticket, encode(Answer(reply)), at_once=waits, recorded=False)  # type: ignore[arg-type]
+            waits = self._durability.try_again_s is not None  # a read-only answer need not wait for the journal
+            self._wire.answer(ticket, encode(CallResult(reply)), at_once=waits, recorded=False)  # type: ignore[arg-type]
 
     # ---- status
 
     def _fill(self, report: StatusReport) -> StatusReport:
-        """Return the report with what the ledger does not know: deferred requests, processes, bytes."""
+        """Add deferred requests, processes and byte counts to the ledger's report."""
         report = self._deferred.status(report, self._clients.numbers(), self._clock())
         report = self._payloads.fill(self._clients.fill(report))
         garbage, pid, host = self._wire.garbage, os.getpid(), socket.gethostname()

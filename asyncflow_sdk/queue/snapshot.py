@@ -1,12 +1,13 @@
-"""Snapshot: the whole state of a queue server as bytes, and back, without pickle.
+"""Snapshots: the state of a queue server as bytes, without pickle.
 
-    data = encode(state, parts)     # dicts, lists, sets, deques, arrays, numbers, and objects of our own packages
-    state = decode(data, parts)     # equal, with the same object wherever it was the same
+    data = encode(state, parts)     # dicts, lists, sets, deques, arrays, numbers, and objects of our packages
+    state = decode(data, parts)     # equal, and shared objects are shared again
 
-It is structural: every attribute of every object is written, also one that was added yesterday. Attributes named in ``TRANSIENT`` of
-a class are not; the constructor makes them anew. ``parts`` are objects that outlive a snapshot, by name: a reference to one is
-written as its name. Only classes of the packages below are made; nothing is imported, and nothing is called but a constructor
-without arguments.
+Encoding is structural: every attribute of every object is written, except those named in its
+class's ``TRANSIENT``, which the constructor makes anew. If the class has ``KEPT``, only the
+attributes named there are written. ``parts`` are objects outside the snapshot, by name; a reference
+to one is written as its name. Decoding creates only classes of the packages below, imports nothing,
+and calls only constructors without arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import xxhash
 from ..errors import AsyncFlowError, ProtocolError
 from ..memory import sync_directory
 
-ROOMS = ("ledger", "memory", "queue", "types", "wire")
+PACKAGES = ("ledger", "memory", "queue", "types", "wire")
 FORMAT = b"2"
 MAGIC = b"asyncfl-snapsh" + FORMAT + b"\n"
 _LENGTH = struct.Struct("<QQ")
@@ -39,22 +40,22 @@ _unpack = msgspec.msgpack.Decoder().decode
 
 
 def encode(state: Any, parts: Mapping[str, object] = MappingProxyType({})) -> bytes:
-    """Raises TypeError that names the object that cannot be written, and where it is."""
+    """Return the state as bytes. Raises TypeError naming an object that cannot be written."""
     return _pack(_Encoder(parts).node(state, "state"))
 
 
 def decode(data: bytes, parts: Mapping[str, object] = MappingProxyType({})) -> Any:
-    """Raises ProtocolError for bytes that ``encode`` did not make."""
+    """Return the state. Raises ProtocolError for bytes not made by ``encode``."""
     try:
         return _Decoder(parts).value(_unpack(data))
     except AsyncFlowError:
         raise
     except Exception as error:
-        raise ProtocolError(f"this is no snapshot: {error!r}") from error
+        raise ProtocolError(f"not a snapshot: {error!r}") from error
 
 
 def write(path: Path, head: bytes, body: bytes) -> None:
-    """Write a file that is whole or not there, also if the host dies. Raises OSError."""
+    """Write a file atomically, also if the host crashes. Raises OSError."""
     part = path.with_suffix(".part")
     try:
         with os.fdopen(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
@@ -71,11 +72,11 @@ def write(path: Path, head: bytes, body: bytes) -> None:
 
 
 def read(path: Path) -> tuple[bytes, bytes]:
-    """The head and the encoded state. Raises ProtocolError if the file is damaged, or of another format."""
+    """Return head and encoded state. Raises ProtocolError for a damaged file or another format."""
     data = path.read_bytes()
     if data[: len(MAGIC)] != MAGIC and data[: len(MAGIC) - 2] == MAGIC[:-2]:
         raise ProtocolError(
-            f"{path} is of snapshot format {data[len(MAGIC) - 2 : len(MAGIC) - 1].decode(errors='replace')!r}, and this"
+            f"{path} has snapshot format {data[len(MAGIC) - 2 : len(MAGIC) - 1].decode(errors='replace')!r}; this"
             f" asyncflow-sdk reads format {FORMAT.decode()!r}: use the version that wrote it"
         )
     found = []
@@ -91,7 +92,7 @@ def read(path: Path) -> tuple[bytes, bytes]:
 
 
 def attributes(thing: Any) -> dict[str, Any]:
-    """What an object carries: all it has, but for what its class calls ``TRANSIENT``; or what it calls ``KEPT``."""
+    """Return the attributes to write: those in ``KEPT``, or all but those in ``TRANSIENT``."""
     kept = getattr(type(thing), "KEPT", None)
     if kept is not None:
         return {name: getattr(thing, name) for name in kept}
@@ -107,13 +108,16 @@ def attributes(thing: Any) -> dict[str, Any]:
 
 
 class _Encoder:
+    """Encodes one state. Objects are numbered in order of their first appearance."""
+
     def __init__(self, parts: Mapping[str, object]) -> None:
         self._parts = {id(part): name for name, part in parts.items()}
         self._known: dict[int, int] = {}
-        self._kept: list[Any] = []  # ids are those of living objects
+        self._kept: list[Any] = []  # keeps objects alive, so that their ids stay unique
 
     def node(self, thing: Any, where: str) -> Any:
-        """Numbers, text and bytes as they are; else a list that begins with what it is."""
+        """Return numbers, text and bytes unchanged, anything else as a list beginning with its
+        kind."""
         kind = type(thing)
         if kind in _PLAIN:
             return thing
@@ -134,7 +138,7 @@ class _Encoder:
         if kind is defaultdict:
             factory = getattr(thing.default_factory, "__name__", "")
             if factory not in _FACTORIES:
-                raise TypeError(f"{where}: a defaultdict of {thing.default_factory} cannot be carried")
+                raise TypeError(f"{where}: a defaultdict of {thing.default_factory} cannot be written")
             return ["defaultdict", factory, *self._pairs(thing, where)]
         if kind is list:
             return ["list", *self._all(thing, where)]
@@ -176,6 +180,7 @@ class _Decoder:
         self._types: dict[str, type] = {}
 
     def value(self, node: Any) -> Any:
+        """Return the object for an encoded node."""
         if type(node) is not list:
             return node
         kind, rest = node[0], node[1:]
@@ -195,7 +200,7 @@ class _Decoder:
             return msgspec.msgpack.decode(rest[1], type=self._type(rest[0]))
         dtype = np.dtype(rest[0])
         if dtype.kind not in "biuf":
-            raise ProtocolError(f"a snapshot has no {dtype}")
+            raise ProtocolError(f"a snapshot cannot contain {dtype}")
         if kind == "number":
             return np.frombuffer(rest[1], dtype)[0]
         return np.frombuffer(rest[2], dtype).reshape(rest[1]).copy()
@@ -237,19 +242,19 @@ class _Decoder:
         if name not in self._types:
             self._types = self._types or classes()
             if name not in self._types:
-                raise ProtocolError(f"a snapshot names {name!r}, which is none of our classes")
+                raise ProtocolError(f"the snapshot names an unknown class, {name!r}")
         return self._types[name]
 
 
 def _known_name(cls: type, where: str) -> str:
     name = _name(cls)
     if name is None:
-        raise TypeError(f"{where}: a {cls.__module__}.{cls.__qualname__} cannot be carried")
+        raise TypeError(f"{where}: a {cls.__module__}.{cls.__qualname__} cannot be written")
     return name
 
 
 def classes() -> dict[str, type]:
-    """Those of our rooms that are imported, by what they are called in snapshots."""
+    """Return the imported classes of our packages, by their names in snapshots."""
     named: dict[str, type] = {}
     for module in [module for name, module in sys.modules.items() if name.startswith(f"{_PACKAGE}.")]:
         for cls in list(vars(module).values()):
@@ -259,9 +264,9 @@ def classes() -> dict[str, type]:
 
 
 def _name(cls: type) -> str | None:
-    """What a class is called in snapshots, wherever in its room it stands; None for one that is not of our rooms."""
-    package, _, module = cls.__module__.partition(".")
-    room = module.partition(".")[0]
-    if package != _PACKAGE or room not in ROOMS or issubclass(cls, BaseException):
+    """Return a class's name in snapshots, independent of its module; None outside our packages."""
+    top, _, module = cls.__module__.partition(".")
+    package = module.partition(".")[0]
+    if top != _PACKAGE or package not in PACKAGES or issubclass(cls, BaseException):
         return None
-    return f"{room}:{cls.__qualname__}"
+    return f"{package}:{cls.__qualname__}"

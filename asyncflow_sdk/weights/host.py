@@ -18,7 +18,7 @@ def host_of(connection: Connection, name: str, *, rank: int = 0, world_size: int
     return Host(
         directory=None if connection.inline else connection.directory,
         name=name,
-        address=own_address(connection.wire.address, connection.served),
+        address=own_address(connection.wire.address, connection.server_addresses),
         rank=rank,
         world_size=world_size,
         run=connection.directory.name,

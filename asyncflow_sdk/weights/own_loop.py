@@ -23,7 +23,7 @@ import numpy as np
 from ..errors import AsyncFlowError, DeadlineExceeded, Ended
 from ..interfaces import FilePlace, LoadableUpdate, WeightSubscriber
 from ..queue import LoopPort, QueueClient
-from ..queue.event_wait import is_set
+from ..queue.coroutines import wait_for_event
 from ..types import Probe
 from ..types.defaults import FETCH_S, NEXT_S
 from .prefetch import CLOSE_S, Staged, said
@@ -222,7 +222,7 @@ class TransportSubscriber(WeightSubscriber):
                 raise self._updates.failure
             if self._updates.staged is not None or self._updates.ended:
                 return self._updates.staged
-            if not await is_set(self._changed, max(until - time.monotonic(), 0.0)):
+            if not await wait_for_event(self._changed, max(until - time.monotonic(), 0.0)):
                 on = "no version" if self.loaded is None else f"version {self.loaded}"
                 why = await self._updates.why()
                 raise DeadlineExceeded(

@@ -20,7 +20,7 @@ from ..errors import DeadlineExceeded, DigestMismatch, Ended, MemoryFull, Protoc
 from ..interfaces import Fetched, WeightReceiver
 from ..ledger import commands as cmd
 from ..queue import Connection, LoopPort
-from ..queue.event_wait import is_set
+from ..queue.coroutines import wait_for_event
 from ..types import Manifest, Probe
 from ..types.defaults import FETCH_S
 from ..types.probe import plain_probe
@@ -224,7 +224,7 @@ class Prefetch:
                 wait_s = self._again_at - time.monotonic() if self._newest.version == self._failed_version else 0.0
                 if wait_s <= 0:
                     return self._newest
-            await is_set(self._news, wait_s)
+            await wait_for_event(self._news, wait_s)
 
     async def _failed(self, told: cmd.Version, error: Exception) -> None:
         """Tell it, and let the version alone for a while; but for one whose place a newer one has taken."""

@@ -38,8 +38,8 @@ from ..interfaces.weights import WeightTransport
 from ..ledger import commands as cmd
 from ..plugins import registry
 from ..queue import QueueClient
-from ..queue.blocking import drive
 from ..queue.connection import BlockingPort
+from ..queue.coroutines import run_blocking
 from ..types import Chunk, Manifest, Probe
 from ..types import events as ev
 from ..types.defaults import FETCH_S
@@ -132,7 +132,9 @@ class TransportPublisher(WeightPublisher):
         self._preparing: Future[None] | None = None
         self._needed = threading.Event()  # the sender, by somebody else than who prepares
         self._closed = False
-        role = drive(self._port.send(cmd.OpenPublisher(rank=rank, world_size=world_size, no_rollback=no_rollback)))
+        role = run_blocking(
+            self._port.send(cmd.OpenPublisher(rank=rank, world_size=world_size, no_rollback=no_rollback))
+        )
         try:  # with the role: what a live publisher has is touched by no other
             self._sender = made.sender(host)
             try:
@@ -145,7 +147,7 @@ class TransportPublisher(WeightPublisher):
                 raise
         except BaseException:
             with contextlib.suppress(AsyncFlowError):
-                drive(self._port.send(cmd.ClosePublisher()))
+                run_blocking(self._port.send(cmd.ClosePublisher()))
             raise
         self.current: int = role.version
         """The newest version that is known here: current, or, of several ranks, one that this rank's part of is there."""
@@ -174,7 +176,7 @@ class TransportPublisher(WeightPublisher):
         announced = True
         try:
             try:
-                told = drive(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s)))
+                told = run_blocking(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s)))
             except AsyncFlowError:
                 announced = False
                 raise
@@ -207,7 +209,7 @@ class TransportPublisher(WeightPublisher):
     def rollback(self, version: int, reason: str = "") -> RollbackResult:
         version = version_number(version)
         self._settle(f"version {version} cannot be rolled back to yet", self.timeout_s)
-        reply = drive(self._port.send(cmd.Rollback(version=version, reason=reason)))
+        reply = run_blocking(self._port.send(cmd.Rollback(version=version, reason=reason)))
         self.current, self._doubtful = reply.version, None
         return RollbackResult(reply.version, reply.expired, reply.checkpoint)
 
@@ -226,7 +228,7 @@ class TransportPublisher(WeightPublisher):
             self._stop_preparing()
             self._background.shutdown(wait=False, cancel_futures=True)
             with contextlib.suppress(AsyncFlowError):
-                drive(self._port.send(cmd.ClosePublisher()))
+                run_blocking(self._port.send(cmd.ClosePublisher()))
             self._sender.close()
 
     def __enter__(self) -> TransportPublisher:
@@ -259,7 +261,7 @@ class TransportPublisher(WeightPublisher):
             )  # fmt: skip
             command = cmd.Publish(version=version, part=part, probe=msgspec.msgpack.encode(probe) if probe else b"")
             publication._last_word()
-            keep = drive(self._port.send(command)).keep
+            keep = run_blocking(self._port.send(command)).keep
         except BaseException as error:
             if publication.done:  # given up, and so was the role
                 return
@@ -291,7 +293,7 @@ class TransportPublisher(WeightPublisher):
         if self._doubtful is None:
             return
         with contextlib.suppress(AsyncFlowError):
-            self.current = drive(self._port.send(cmd.GetStatus())).version
+            self.current = run_blocking(self._port.send(cmd.GetStatus())).version
             if self.current == self._doubtful:
                 self._note(f"version {self.current} is current: only the server's answer was lost")
             self._doubtful = None
@@ -315,7 +317,7 @@ class TransportPublisher(WeightPublisher):
     def _withdraw(self, version: int, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"
         with contextlib.suppress(AsyncFlowError):
-            drive(self._port.send(cmd.Withdraw(version=version, reason=reason[:1000])))
+            run_blocking(self._port.send(cmd.Withdraw(version=version, reason=reason[:1000])))
 
     def _settle(self, what: str, timeout_s: float) -> None:
         """Wait for the version under way, and until the sender is free. Raises what went wrong with it, once."""

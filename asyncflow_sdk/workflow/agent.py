@@ -21,8 +21,7 @@ import numpy.typing as npt
 from ..errors import AsyncFlowError, ConfigError, EngineError, SchemaError
 from ..interfaces import Completion, Request
 from ..plugins import import_name, import_path
-from ..queue.arguments import plain_text
-from ..queue.user_frames import error_text
+from ..queue.error_text import error_text, plain_text
 from ..types import Ragged, Sampling, VersionSpan, pack
 from ..types.typed import check_fields
 from .completing import Answer, Ids

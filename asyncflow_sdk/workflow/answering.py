@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, LeaseLost
 from ..interfaces import Completion, Completions, Request, RolloutEngine
 from ..queue import AsyncLeasedBatch, Connection
-from ..queue.arguments import plain_text
+from ..queue.error_text import plain_text
 from ..types import Sampling
 from ..types import events as ev
 from .agent import Agent, AgentFailed, Turns

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..errors import LeaseLost
 from ..interfaces import Completion, Completions
 from ..queue import AsyncLeasedBatch
-from ..queue.event_wait import is_set
+from ..queue.coroutines import wait_for_event
 from ..types import LOSS_MASK, VERSION_SPANS, Ragged, one_version
 from .drawing import spans_of
 from .text import Text
@@ -98,7 +98,7 @@ class Completing:
             await self._wanted.wait()
             await asyncio.sleep(0)  # whoever the engine woke in this turn adds its rows first
             if not self._through.is_set():
-                await is_set(self._through, WAITS_S)
+                await wait_for_event(self._through, WAITS_S)
             self._wanted.clear()
             self._through.clear()
             await self.now()

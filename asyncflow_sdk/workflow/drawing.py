@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import DeadlineExceeded, EngineError
 from ..interfaces import Completion, Completions, Request, RolloutEngine
-from ..queue.event_wait import is_set
+from ..queue.coroutines import wait_for_event
 from ..types import VersionSpan
 
 WAIT_S = 3600.0
@@ -63,7 +63,7 @@ class Drawing:
             if self._requests:
                 if interrupt:
                     await self._engine.interrupt()
-                await is_set(self._empty, WAIT_S)
+                await wait_for_event(self._empty, WAIT_S)
             if self._requests:
                 raise DeadlineExceeded(
                     f"{self._requests} requests have been in the engine for {WAIT_S:g} s without an end"

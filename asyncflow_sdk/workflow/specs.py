@@ -15,7 +15,7 @@ from ..ledger import TaskSpec
 from ..ledger.commands import SamplerSpec
 from ..plugins import import_name, import_path
 from ..queue import QueueClient
-from ..queue.arguments import check_names
+from ..queue.checks import check_names
 from ..types import LOSS_MASK, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 from ..types.defaults import LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S

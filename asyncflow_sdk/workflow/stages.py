@@ -15,7 +15,7 @@ from ..errors import ConfigError, DeadlineExceeded, Ended, EngineError, EngineGo
 from ..interfaces import LeasedBatch, Request, RolloutEngine, TrainEngine
 from ..plugins import import_name
 from ..queue import AsyncLeasedBatch, Connection, QueueClient
-from ..queue.user_frames import error_text
+from ..queue.error_text import error_text
 from ..types import Batch, Ragged, Sampling
 from ..types import events as ev
 from ..types.columns import odd_entry, pack

@@ -6,7 +6,7 @@ raise FunctionFailed(told("score() raised KeyError: 'x'", error)) from None
 from __future__ import annotations
 
 from ..errors import ConfigError
-from ..queue.user_frames import user_trace
+from ..queue.error_text import user_trace
 
 
 class FunctionFailed(ConfigError):

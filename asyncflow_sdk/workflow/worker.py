@@ -28,7 +28,7 @@ from ..ledger import commands as cmd
 from ..memory import directory_at, remove_if_ownerless
 from ..plugins import plugin_choice
 from ..queue import Connection, LeaseRenewer, QueueClient, open_queue
-from ..queue.arguments import plain_text
+from ..queue.error_text import plain_text
 from ..types import Sampling, Weights
 from ..types import events as ev
 from ..weights import check_fetching

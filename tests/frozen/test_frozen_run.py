@@ -50,9 +50,9 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 
 def test_its_journal_is_replayed(directory: Path) -> None:
     found = af.replay(directory)
-    assert (found.records, found.differing, found.cut) == (EXPECTED["records"], 0, 0)
+    assert (found.records, found.differing, found.torn_bytes) == (EXPECTED["records"], 0, 0)
     assert found.audit.terminal | {"put": found.audit.put, "live": found.audit.live} == EXPECTED["audit"]
-    assert [[cut.step, cut.version, cut.audit.live] for cut in found.cuts] == EXPECTED["cuts"]
+    assert [[each.step, each.version, each.audit.live] for each in found.milestones] == EXPECTED["cuts"]
 
 
 def test_a_server_goes_on_with_it(directory: Path) -> None:

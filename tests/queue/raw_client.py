@@ -3,7 +3,7 @@
 from typing import Any
 
 from asyncflow_sdk import __version__
-from asyncflow_sdk.queue.protocol import Block, Call, Hello, decode_answer, encode
+from asyncflow_sdk.queue.protocol import Block, Call, ClientHello, decode_result, encode
 from asyncflow_sdk.wire import Client
 
 
@@ -15,7 +15,7 @@ class RawClient:
     ) -> None:
         self._client = Client(address, insecure=insecure)
         if sdk is not None:
-            self.send(Hello(name, 0, "", sdk))
+            self.send(ClientHello(name, 0, "", sdk))
 
     def send(
         self, command: Any, segment: str | None = None, *place: Any, events: tuple[Any, ...] = (), **more: Any
@@ -27,7 +27,7 @@ class RawClient:
 
     def send_bytes(self, body: bytes, payload: Any = ()) -> Any:
         """The reply to a call as it lies on the wire. ``payload``: what comes beside it."""
-        answer = decode_answer(self._client.exchange(body, 5, payload).body)
+        answer = decode_result(self._client.exchange(body, 5, payload).body)
         answer.raise_error()
         return answer.reply
 

@@ -59,7 +59,7 @@ def test_a_put_waits_for_room_in_the_journal_while_all_else_goes_on(disk: SmallD
         assert "journal" in why
         assert "No space left on device" in why
         with pytest.raises(
-            DeadlineExceeded, match=r"after \d\.\d s: the journal .* cannot take this request: No space left"
+            DeadlineExceeded, match=r"after \d\.\d s: the journal .* has no room for this request: No space left"
         ):
             other.queue.put({"x": [1.0]}, timeout_s=0.0)
         # and one that is given up leaves nothing behind
@@ -105,7 +105,7 @@ def test_a_run_that_was_killed_on_a_full_disk_is_served_again_and_goes_on(disk: 
         found = run.start()
         # then it is served all the same, and says what it cannot do
         assert "No space left on device" in found["full"]
-        assert "The rows that are there are served, and new ones wait until there is room" in found["text"]
+        assert "Existing rows are served; new rows wait until the disk has room" in found["text"]
         assert (found["lost"], found["differing"]) == (10, 0)
         live = found["rows"]
         batch = other.queue.get("work", 3)

@@ -81,8 +81,8 @@ def test_a_file_that_is_cut_anywhere_gives_the_records_before_the_cut(killed: Ki
             found = ended(run).recovered
             assert found is not None
             assert puts == puts_of(killed.parts[: len(there)])
-            assert (found.damaged, found.behind, found.differing, found.lost) == ("", 0, 0, 0)
-            assert found.cut == len(whole[there[-1] : max(cut, there[-1])].rstrip(b"\0"))
+            assert (found.damaged, found.discarded_records, found.differing, found.lost) == ("", 0, 0, 0)
+            assert found.discarded_bytes == len(whole[there[-1] : max(cut, there[-1])].rstrip(b"\0"))
 
 
 def changed(parts: list[bytes]) -> Iterator[tuple[list[bytes], int]]:
@@ -105,8 +105,8 @@ def test_damage_ends_what_is_applied_and_the_rest_is_kept(killed: Killed) -> Non
         found = run.recovered
         assert found is not None
         assert puts == puts_of(killed.parts[:before])
-        assert found.behind > 0
-        assert found.cut > 0
+        assert found.discarded_records > 0
+        assert found.discarded_bytes > 0
         assert "the journal is damaged" in str(found)
         assert Path(found.damaged).read_bytes().rstrip(b"\0") == data.rstrip(b"\0")
         # and a put that is repeated by its key is put again, if it is not there
@@ -137,7 +137,7 @@ def another_format(data: bytes) -> bytes:
     ("change", "said"),
     [
         (a_byte_of_the_snapshot, "cannot be read: .*is damaged. Move it away"),
-        (another_format, "of snapshot format '1', and this asyncflow-sdk reads format '2': use the ver"),
+        (another_format, "has snapshot format '1'; this asyncflow-sdk reads format '2': use the ver"),
     ],
 )
 def test_a_snapshot_that_cannot_be_read_is_no_run_and_not_silently_a_new_one(
@@ -162,7 +162,7 @@ def test_a_directory_is_served_by_one_process_with_one_durability_for_the_eyes_o
     with pytest.raises(ConfigError, match=f"being served by process {os.getpid()}, on .*connect to it"):
         af.serve(tmp_path / "run")
     run.close()
-    with pytest.raises(ConfigError, match="durability 'process'; it cannot go on as 'host'"):
+    with pytest.raises(ConfigError, match="durability 'process'; it cannot continue as 'host'"):
         af.serve(tmp_path / "run", durability="host")
     with af.serve(tmp_path / "run") as run:
         run.queue.end(cancel=True)

@@ -260,7 +260,7 @@ def test_an_exception_whose_text_cannot_be_sent_gives_the_rows_back(queue: Trans
         with pytest.raises(type(error)), queue.get("work"):
             raise error
     assert queue.failed()[0].reasons == (
-        "work: ValueError: \\ud800", "work: Mute: its text cannot be made: ZeroDivisionError", "work: ValueError: third",
+        "work: ValueError: \\ud800", "work: Mute: its __str__ raised ZeroDivisionError", "work: ValueError: third",
     )  # fmt: skip
 
 
@@ -272,4 +272,4 @@ def test_an_event_that_cannot_be_sent_is_left_out_and_logged(caplog: pytest.LogC
             client.tell(ev.Note(time_s=0.0, text=text))  # type: ignore[arg-type]
         client.queue.put({"x": [1.0]})
     assert [event.text for event in seen if isinstance(event, ev.Note) and event.text == "fine"] == ["fine"]
-    assert caplog.text.count("cannot be sent and is left out") == 2
+    assert caplog.text.count("cannot be encoded and is dropped") == 2

@@ -202,7 +202,9 @@ def test_nothing_is_acknowledged_that_the_disk_did_not_take(run: Durable) -> Non
         waiting = in_thread(one.queue.put, {"x": [2.0]})
         until(lambda: two.queue.audit().put == 2, "the put")
         # then it is not acknowledged, and further ones may not begin
-        with pytest.raises(DeadlineExceeded, match=r"cannot take this request: File too large\. Nothing was stored"):
+        with pytest.raises(
+            DeadlineExceeded, match=r"has no room for this request: File too large\. Nothing was stored"
+        ):
             two.queue.put({"x": [3.0]}, timeout_s=0.0)
         # and when the disk takes it again, all goes on
         resource.prlimit(run.server.pid, resource.RLIMIT_FSIZE, most)

@@ -31,11 +31,11 @@ def test_a_run_is_gone_on_with_after_an_error_and_after_its_end(tmp_path: Path) 
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert any(getattr(event, "text", "").startswith("5 live rows are kept for whoever") for event in told)
+    assert any(getattr(event, "text", "").startswith("5 live rows are kept for the next server") for event in told)
     # when it is served again, it has its rows, those that were leased too, and its limits
     with af.serve(run_directory) as run:
         assert run.recovered is not None
-        assert (run.recovered.rows, run.recovered.cut) == (5, 0)
+        assert (run.recovered.rows, run.recovered.discarded_bytes) == (5, 0)
         assert run.queue.put({"x": values_of(0, 5)}, key="first").again
         assert run.queue.status().capacity_rows == 50
         taken = 0

@@ -41,6 +41,6 @@ def test_what_a_client_held_goes_when_it_is_evicted() -> None:
         queue.get("work", 2, at_least=2, timeout_s=60).ack()
         until(lambda: not list(run.memory.glob(segments)), "the end of its memory")
         # and it is refused when it lives after all
-        with pytest.raises(ProtocolError, match="say hello first"):
+        with pytest.raises(ProtocolError, match="send hello first"):
             held.ack()
         assert [session.name for session in queue.status().sessions] == ["driver", "test"]

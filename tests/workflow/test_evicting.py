@@ -36,7 +36,7 @@ def test_another_publishes_in_the_place_of_a_trainer_whose_host_is_gone(tmp_path
         with run.weight_publisher("tcp") as publisher:
             publisher.publish(1, {"w": np.ones(4)})
         assert run.queue.status().version == 1
-        with pytest.raises(ProtocolError, match="say hello first"):
+        with pytest.raises(ProtocolError, match="send hello first"):
             gone.publish(2, {"w": np.zeros(4)})
         gone.close()
 

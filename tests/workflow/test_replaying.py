@@ -47,12 +47,12 @@ def test_a_live_ledger_and_the_replay_of_its_journal_are_the_same(tmp_path: Path
         found = af.replay(tmp_path / "run")
         # then
         assert found.audit == live
-        assert (found.differing, found.cut) == (0, 0)
+        assert (found.differing, found.torn_bytes) == (0, 0)
         assert found.audit.failed == 8
-        said = [cut.what for cut in found.cuts]
+        said = [each.what for each in found.milestones]
         assert sum("is gone" in what for what in said) == 2
-        assert "a trainer goes on with step 1" in said
-        assert all(cut.audit.balanced for cut in found.cuts)
+        assert "a trainer continues with step 1" in said
+        assert all(each.audit.balanced for each in found.milestones)
         run.queue.put({"x": np.arange(1.0)}, group_size=2)
         later = af.replay(tmp_path / "run")
         assert (later.digest != found.digest, later.audit == run.audit()) == (True, True)
@@ -84,9 +84,9 @@ def test_a_whole_run_with_killed_workers_is_replayed_from_its_beginning(
     assert found.differing == 0
     assert found.audit.terminal == result.summary["rows"]
     assert (found.audit.put, found.audit.live) == (result.summary["rows_put"], 0)
-    assert (found.cuts[0].audit.put, found.cuts[0].time_s) == (0, 0.0)
-    assert max(cut.step for cut in found.cuts) == 12
-    assert any("a checkpoint of step 10 covers" in cut.what for cut in found.cuts)
+    assert (found.milestones[0].audit.put, found.milestones[0].time_s) == (0, 0.0)
+    assert max(each.step for each in found.milestones) == 12
+    assert any("a checkpoint of step 10 covers" in each.what for each in found.milestones)
 
 
 def test_what_cannot_be_replayed_says_so(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes(
     # it ended by itself, and its books balance: by its own word, and by its journal carried out again
     summary, found = json.loads((directory / "summary.json").read_text()), af.replay(directory)
     assert (summary["status"], summary["steps"], summary["balanced"]) == ("completed", STEPS, True)
-    assert (found.differing, found.cut, found.audit.balanced) == (0, 0, True)
+    assert (found.differing, found.torn_bytes, found.audit.balanced) == (0, 0, True)
     assert (found.audit.terminal, found.audit.put) == (summary["rows"], summary["rows_put"])
     assert (found.audit.consumed, found.audit.live) == (STEPS * ROWS, 0)
     # each row once in the weights that it ended with, in the order of the record

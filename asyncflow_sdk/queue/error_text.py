@@ -1,4 +1,4 @@
-"""Tracebacks of functions that users wrote, without the SDK's frames that called them.
+"""Exceptions as text that can be sent: messages, and tracebacks without the SDK's own frames.
 
 user_trace(error)                # Traceback (most recent call last): ... File "rewards.py", line 7, in score ...
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from .arguments import plain_text
-
 _SDK = f"{Path(__file__).parent.parent}/"
 FRAMES = 8
-"""The innermost frames of a traceback that are shown."""
+"""The number of innermost frames shown."""
 
 
 def user_trace(error: BaseException) -> str:
-    """The traceback of an error from the first frame on that is not the SDK's; "" if there is none, as of a function that was
-    called with wrong arguments. Text that can be sent, whatever the error says. Thread-safe."""
+    """Return the traceback of an error from its first frame outside the SDK on. Thread-safe.
+
+    Return "" if there is none, for example for a function called with wrong arguments.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_SDK):
         trace = trace.tb_next
@@ -25,15 +25,22 @@ def user_trace(error: BaseException) -> str:
         return ""
     try:
         lines = traceback.format_exception(type(error), error, trace, limit=-FRAMES)
-    except Exception:  # of an error whose text cannot be made
+    except Exception:  # str(error) fails
         lines = traceback.format_tb(trace, limit=-FRAMES)
     return plain_text("".join(lines).rstrip())
 
 
 def error_text(error: BaseException) -> str:
-    """What an exception says, whatever it does when it is asked."""
+    """Return an exception's class name and message, even if its ``str`` raises."""
     try:
         text = str(error)
     except Exception as wrong:
-        text = f"its text cannot be made: {type(wrong).__name__}"
+        text = f"its __str__ raised {type(wrong).__name__}"
     return f"{type(error).__name__}: {text}"
+
+
+def plain_text(text: str, most: int = 4000) -> str:
+    """Return text that can be encoded as UTF-8. Text longer than ``most`` is cut in the middle."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return text.encode(errors="backslashreplace").decode()

@@ -1,6 +1,7 @@
-"""RemotePayload: the server's part in the payload of clients that share no memory with it. What comes beside a call is written
-to segments of the server's own as it arrives, and is a block like any other once it is whole; what goes beside an answer
-is sent from where it lies.
+"""RemotePayload: the payload of clients without access to the server's memory.
+
+Uploads are written into the server's own segments as they arrive, and become ordinary blocks when
+complete. Downloads are sent from the blocks of their rows.
 """
 
 from __future__ import annotations
@@ -19,20 +20,19 @@ from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..memory import HEADER_BYTES, Allocation, Arena
 from ..types import Column, ColumnSpec
-from .blocks import Block, BlockSlices
-from .payload import from_image, to_image
-from .protocol import Answer, Call, decode_call, encode
-from .reader import Reader
+from .blocks import Block, BlockSlices, to_image
+from .protocol import Call, CallResult, decode_call, encode
+from .reader import ColumnReader, from_image
 
 OWNER, NUMBER = "", 0
 """Who owns blocks that the server wrote: no session."""
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding a call raises."""
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Exceptions raised by decoding an invalid call."""
 _log = logging.getLogger(__name__)
 
 
 class IncomingBlock:
-    """Where the payload of a call goes (see ``PayloadSink``): a block that nobody else knows of yet."""
+    """A block being received (see ``PayloadSink``)."""
 
     error: AsyncFlowError | None = None
 
@@ -41,31 +41,33 @@ class IncomingBlock:
         self.space: Allocation = arena.allocate(max(nbytes, HEADER_BYTES))
 
     def write(self, start: int, data: Any) -> None:
-        skip = max(0, HEADER_BYTES - start)  # the arena's own
+        """Write a part of the block. The arena's header at its start is skipped."""
+        skip = max(0, HEADER_BYTES - start)
         self.space.memory[start + skip : start + len(data)] = np.frombuffer(data, np.uint8)[skip:]
 
     def release(self) -> None:
+        """Free the block."""
         self._arena.free([self.space.serial])
 
 
 class RefusedUpload:
-    """A sink for payload that is not wanted, or for which there is no memory."""
+    """A sink for a rejected upload. ``error``: the reason."""
 
     def __init__(self, error: AsyncFlowError) -> None:
         self.error = error
 
     def write(self, start: int, data: Any) -> None:
-        raise AssertionError("a refused payload has no place")
+        raise AssertionError("the payload of a refused upload is never written")
 
     def release(self) -> None:
         pass
 
 
 class RemotePayload:
-    """Not thread-safe: the server's thread owns it. ``directory``: where segments of rows lie. ``synced``: what comes is
-    on the disk before it counts."""
+    """``directory``: of the row segments. ``synced``: uploads are synced to the disk before they
+    count. Not thread-safe: only the server's thread uses it."""
 
-    def __init__(self, directory: Path, reader: Reader, synced: bool) -> None:
+    def __init__(self, directory: Path, reader: ColumnReader, synced: bool) -> None:
         self._directory, self._reader, self._synced = directory, reader, synced
         self._prefix = f"s{NUMBER}-{secrets.token_hex(4)}-"
         self._arena: Arena | None = None
@@ -73,12 +75,13 @@ class RemotePayload:
 
     @property
     def arena(self) -> Arena:
+        """The server's own segments, made at first use."""
         if self._arena is None:
             self._arena = Arena(self._directory, self._prefix)
         return self._arena
 
     def sink(self, body: bytes, nbytes: int) -> IncomingBlock | RefusedUpload:
-        """Room for the payload of a call, which is still to come."""
+        """Return a sink for the payload of a call."""
         try:
             call = decode_call(body)
             if (
@@ -90,14 +93,17 @@ class RemotePayload:
             return IncomingBlock(self.arena, nbytes)
         except AsyncFlowError as error:
             return RefusedUpload(error)
-        except UNREADABLE as error:
+        except DECODE_ERRORS as error:
             return RefusedUpload(ProtocolError(f"the server cannot read this call: {error}"))
 
     def store(self, call: Call, incoming: IncomingBlock | RefusedUpload | None) -> Call:
-        """The payload of a call is there. Return the call as a client on this host would have made it, but for its
-        ``payload``. Raises SchemaError for what is not that of the call, MemoryFull; then its memory is free again."""
+        """Return the call with ``block`` set to its complete upload.
+
+        Raises SchemaError if the upload does not fit the call, MemoryFull; then its memory is free
+        again.
+        """
         if incoming is None:
-            raise SchemaError("no payload came with the call")
+            raise SchemaError("the call's payload is missing")
         if isinstance(incoming, RefusedUpload):
             raise incoming.error
         assert isinstance(call.command, (cmd.Put, cmd.Complete))
@@ -114,37 +120,42 @@ class RemotePayload:
         return msgspec.structs.replace(call, block=block)
 
     def free(self, segment: str, serials: bytes) -> bool:
-        """Blocks in a segment are needed no more, once ``carry_out`` is called. False if it is an earlier server's."""
+        """Free blocks at the next ``free_pending``. Return False for a segment of an earlier
+        server."""
         if not segment.startswith(self._prefix):
             return False
         self._freed += unpack_ids(serials).tolist()
         return True
 
-    def carry_out(self) -> None:
-        """What was freed may be written again, now that it is kept who ended."""
+    def free_pending(self) -> None:
+        """Free the blocks passed to ``free``, once the records of their rows' end are committed."""
         if self._freed:
             freed, self._freed = self._freed, []
             self.arena.free(freed)
 
-    def inline(self, answer: Answer) -> tuple[bytes, Sequence[Any]]:
-        """An answer with the values of its rows beside it. They are read where they lie each time it is sent: the lease
-        holds them there. When they cannot be, the rows have ended, and the answer goes without."""
+    def inline(self, answer: CallResult) -> tuple[bytes, Sequence[Any]]:
+        """Return an encoded result and the columns of its rows, read anew each time it is sent.
+
+        The lease keeps the rows in place. If they cannot be read they have ended, and the result
+        has no payload.
+        """
         rows, parts = 0, list[Any]()
         try:
-            image = to_image(read(self._reader, answer.located, answer.schema))
+            image = to_image(read(self._reader, answer.slices, answer.schema))
             rows, parts = image.rows, list[Any](image.parts)
         except AsyncFlowError as error:
-            _log.warning("rows leased to a client on another host cannot be read: %s", error)
-        return encode(msgspec.structs.replace(answer, located=(), payload=rows)), parts
+            _log.warning("rows leased to a client without shared memory cannot be read: %s", error)
+        return encode(msgspec.structs.replace(answer, slices=(), payload=rows)), parts
 
     def close(self) -> None:
+        """Unmap the server's segments."""
         if self._arena is not None:
             self._arena.close(unlink=False)
 
 
-def read(reader: Reader, located: Sequence[BlockSlices], schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
-    """The columns of rows, in the order of ``schema``."""
+def read(reader: ColumnReader, slices: Sequence[BlockSlices], schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
+    """Return the columns of rows, in the order of ``schema``."""
     columns: dict[str, Column] = {}
-    for part in located:
+    for part in slices:
         columns.update(reader.read(part, schema))
     return {name: columns[name] for name in schema}

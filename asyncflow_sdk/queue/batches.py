@@ -1,44 +1,45 @@
-"""Leased batches of a queue client, blocking and for event loops.
+"""Leased batches and streams of batches of a queue client, blocking and for event loops.
 
-with queue.get("reward", count=64) as batch:        # an exception gives the rows back
-    batch.complete({"reward": score(batch["response"])})
+    with queue.get("reward", count=64) as batch:        # an exception gives the rows back
+        batch.complete({"reward": score(batch["response"])})
 
-A loop saves half of its requests when the last word on one batch rides with the request for the next:
+A stream sends the completion of one batch with the request for the next, so a batch costs one
+request:
 
-for batch in queue.stream("reward", count=64):
-    batch.finish({"reward": score(batch["response"])})
+    with queue.stream("reward", count=64) as stream:    # an exception gives the rows back, and counts as an attempt
+        for batch in stream:
+            batch.finish({"reward": score(batch["response"])})
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AsyncFlowError, LeaseLost, SchemaError
-from ..interfaces import LeasedBatch
+from ..errors import AsyncFlowError, Ended, LeaseLost, SchemaError, WireError
+from ..interfaces import BatchStream, LeasedBatch
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..types import Batch, Column
-from .arguments import plain_text
-from .blocking import drive, sync
 from .blocks import pack_columns
 from .connection import PendingWrite, Port
-from .user_frames import error_text
+from .coroutines import run_blocking, sync
+from .error_text import error_text, plain_text
 
 if TYPE_CHECKING:
-    from .protocol import Answer
+    from .protocol import CallResult
 
 _LEFT = "left without completing"
 
 
-class Lease(Batch):
-    """The methods of a leased batch, each written once, as coroutines; attributes: see ``LeasedBatch``."""
+class BatchVerbs(Batch):
+    """The methods of a leased batch, written once as coroutines. Attributes: see ``LeasedBatch``."""
 
     token: int
     task: str
@@ -53,7 +54,7 @@ class Lease(Batch):
     _port: Port
     _left: int
     _since: float
-    _last: tuple[PendingWrite, int] | None = None  # what finish() left to be sent, and of how many rows
+    _last: tuple[PendingWrite, int] | None = None  # the unsent completion of finish(), and its number of rows
 
     def _bind(self, port: Port, lease: cmd.Leased) -> None:
         self._port, self._left, self._since = port, self.rows, time.monotonic()
@@ -73,12 +74,12 @@ class Lease(Batch):
         filtered: npt.ArrayLike | None = None,
     ) -> npt.NDArray[np.int64]:
         command, packed, count = self._completion(columns, index, filtered)
-        if not self.rows:  # a rank without rows has nothing to say
+        if not self.rows:
             return self.ids
         try:
             reply = await self._port.send_columns(command, packed)
         except LeaseLost:
-            self._left = 0  # there is nothing left to give back
+            self._left = 0
             raise
         assert isinstance(reply, cmd.Completed)
         self._left -= count
@@ -91,24 +92,30 @@ class Lease(Batch):
         index: npt.ArrayLike | None = None,
         filtered: npt.ArrayLike | None = None,
     ) -> None:
+        """Write the payload now, send the completion with the next request; see
+        ``LeasedBatch.finish``."""
         if self._last is not None:
-            raise SchemaError("this batch is finished already; complete() takes rows in parts, finish() the last")
+            raise SchemaError(
+                "this batch is finished already: use complete() for parts of it, and finish() once, for the last part"
+            )
         command, packed, count = self._completion(columns, index, filtered)
         if self.rows:
             self._last = self._port.write(command, packed), count
 
     @property
     def left(self) -> int:
+        """The number of rows neither completed nor given back."""
         return self._left
 
     @property
     def finished(self) -> bool:
+        """True if ``finish`` was called and its result is not sent yet."""
         return self._last is not None
 
     def _completion(
         self, columns: Mapping[str, Any] | None, index: npt.ArrayLike | None, filtered: npt.ArrayLike | None
     ) -> tuple[cmd.Complete, dict[str, Column], int]:
-        """The command, its payload, and how many rows it is of."""
+        """Return the command, its payload, and the number of rows it completes."""
         rows = None if index is None else _positions(index)
         count = self.rows if rows is None else len(rows)
         drop = None
@@ -126,11 +133,12 @@ class Lease(Batch):
         )
         return command, pack_columns(columns or {}), count
 
-    async def _send_last(self, then: cmd.Lease | None = None, *, acknowledge: bool = False) -> Answer | None:
-        """Send the last word on this batch, if there is one to send, and with it the request ``then``.
+    async def _send_last(self, then: cmd.Lease | None = None, *, acknowledge: bool = False) -> CallResult | None:
+        """Send the last message about this batch, if there is one, together with the lease request
+        ``then``.
 
-        Without a ``finish`` it acknowledges all rows left, or gives them back. Returns the answer of ``then``.
-        Raises what the server found wrong with the last word; then nothing was leased.
+        Without a ``finish``, acknowledge the rows left, or give them back. Return the result of
+        ``then``. Raises the server's error about the last message; nothing was leased in this case.
         """
         last, self._last = self._last, None
         if last is None:
@@ -139,17 +147,17 @@ class Lease(Batch):
             token, rank = self.token, self.rank
             done, back = (
                 cmd.Complete(token=token, columns={}, rank=rank),
-                # blamed, or a loop that finishes nothing would get the same rows for ever
+                # counted as an attempt, or a loop that finishes nothing would get the same rows for ever
                 cmd.GiveBack(token=token, rank=rank, reason=_LEFT, blame=then is not None),
             )
-            word: cmd.Complete | cmd.GiveBack = done if acknowledge else back
-            last = PendingWrite(word), self._left
+            command: cmd.Complete | cmd.GiveBack = done if acknowledge else back
+            last = PendingWrite(command), self._left
         pending, count = last
         answer = await self._port.submit(pending, then)
         if answer.first is not None or (then is None and answer.error is None):
             self._left -= count
         elif answer.error is not None and answer.error[0] == LeaseLost.__name__:
-            self._left = 0  # there is nothing left to give back
+            self._left = 0
         if then is None or answer.first is None:
             answer.raise_error()
         return answer
@@ -193,13 +201,13 @@ class Lease(Batch):
                 raise
 
 
-class AsyncLeasedBatch(Lease):
+class AsyncLeasedBatch(BatchVerbs):
     """A leased batch for ``async with``."""
 
-    complete = Lease._complete
-    give_back = Lease._give_back
-    renew = Lease._renew
-    ack = Lease._ack
+    complete = BatchVerbs._complete
+    give_back = BatchVerbs._give_back
+    renew = BatchVerbs._renew
+    ack = BatchVerbs._ack
 
     async def __aenter__(self) -> AsyncLeasedBatch:
         return self
@@ -210,17 +218,17 @@ class AsyncLeasedBatch(Lease):
         await self._close(error)
 
 
-class BlockingBatch(Lease, LeasedBatch):
+class BlockingBatch(BatchVerbs, LeasedBatch):
     """A leased batch for threads."""
 
     def move_to(self, port: Port) -> None:
-        """Send the batch's requests over another port of its connection from now on."""
+        """Send later requests of this batch over another port of its connection."""
         self._port = port
 
-    complete = sync(Lease._complete, LeasedBatch.complete)
-    give_back = sync(Lease._give_back, LeasedBatch.give_back)
-    renew = sync(Lease._renew, LeasedBatch.renew)
-    ack = sync(Lease._ack, LeasedBatch.ack)
+    complete = sync(BatchVerbs._complete, LeasedBatch.complete)
+    give_back = sync(BatchVerbs._give_back, LeasedBatch.give_back)
+    renew = sync(BatchVerbs._renew, LeasedBatch.renew)
+    ack = sync(BatchVerbs._ack, LeasedBatch.ack)
 
     def __enter__(self) -> BlockingBatch:
         return self
@@ -228,11 +236,11 @@ class BlockingBatch(Lease, LeasedBatch):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        drive(self._close(error))
+        run_blocking(self._close(error))
 
 
 def _positions(index: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Positions as they travel, from positions or a bool mask. What does not name a row, the ledger refuses."""
+    """Return positions as int32, from positions or a bool mask. The ledger checks their range."""
     at = np.asarray(index)
     if at.dtype == bool:
         at = np.flatnonzero(at)
@@ -240,3 +248,87 @@ def _positions(index: npt.ArrayLike) -> npt.NDArray[np.int32]:
         raise SchemaError(f"positions must be integers in one dimension, not {at.dtype} of shape {at.shape}")
     packed: npt.NDArray[np.int32] = np.clip(at, -1, (1 << 31) - 1).astype("<i4")
     return packed
+
+
+B = TypeVar("B", bound=BatchVerbs)
+
+
+class Stream(Generic[B]):
+    """Base of both kinds of stream. After an error it can be iterated over again. One thread or
+    task iterates over it.
+
+    A loop that is left early sends its unsent completion. If the server rejects it, the ``with``
+    block raises the error; without a ``with`` block Python only prints it.
+    """
+
+    def __init__(self, lease: Callable[[B | None], Awaitable[B]]) -> None:
+        self._lease = lease
+        self._batch: B | None = None
+        self._entered = False  # if True, __exit__ closes the batch with the exception that ended the loop
+
+    async def _next(self) -> B:
+        """Return the next batch. Raises the errors of ``get``, for the previous batch and this one."""
+        last, self._batch = self._batch, None
+        try:
+            self._batch = await self._lease(last)
+        except AsyncFlowError as error:
+            if last is not None and not isinstance(error, WireError):
+                await last._close(error)  # its completion was rejected: this client still holds the rows
+            raise
+        return self._batch
+
+    async def _close(self, error: BaseException | None = None) -> None:
+        last, self._batch = self._batch, None
+        if last is not None:
+            await last._close(error)
+
+
+class AsyncStream(Stream[AsyncLeasedBatch]):
+    """Batches for ``async for``, best in an ``async with``: else an abandoned loop is cleaned up
+    late."""
+
+    async def __aiter__(self) -> AsyncIterator[AsyncLeasedBatch]:
+        try:
+            while True:
+                try:
+                    batch = await self._next()
+                except Ended:
+                    return
+                yield batch
+        finally:
+            if not self._entered:
+                await self._close()
+
+    async def __aenter__(self) -> AsyncStream:
+        self._entered = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close(error)
+
+
+class BlockingStream(Stream[BlockingBatch], BatchStream):
+    """Batches for ``for``, best in a ``with``."""
+
+    def __iter__(self) -> Iterator[BlockingBatch]:
+        try:
+            while True:
+                try:
+                    batch = run_blocking(self._next())
+                except Ended:
+                    return
+                yield batch
+        finally:
+            if not self._entered:
+                run_blocking(self._close())
+
+    def __enter__(self) -> BlockingStream:
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run_blocking(self._close(error))
