@@ -45,22 +45,22 @@ if TYPE_CHECKING:
     from .interfaces import Capabilities as Capabilities
     from .interfaces import Completion as Completion
     from .interfaces import Completions as Completions
-    from .interfaces import Filling as Filling
     from .interfaces import Launcher as Launcher
     from .interfaces import PackedTokens as PackedTokens
-    from .interfaces import Place as Place
+    from .interfaces import Placement as Placement
     from .interfaces import Request as Request
     from .interfaces import RolloutEngine as RolloutEngine
     from .interfaces import Sampler as Sampler
     from .interfaces import StalenessPolicy as StalenessPolicy
     from .interfaces import StepResult as StepResult
+    from .interfaces import StepWindow as StepWindow
     from .interfaces import TrackedRun as TrackedRun
     from .interfaces import Tracker as Tracker
     from .interfaces import TrainEngine as TrainEngine
     from .interfaces import WeightUpdate as WeightUpdate
-    from .interfaces import WorkerEnding as WorkerEnding
+    from .interfaces import WorkerExit as WorkerExit
     from .interfaces import WorkerHandle as WorkerHandle
-    from .interfaces import WorkerOrder as WorkerOrder
+    from .interfaces import WorkerSpec as WorkerSpec
     from .plugins import AdapterSpec as AdapterSpec
     from .plugins import hookimpl as hookimpl
     from .queue import StreamDataLoader as StreamDataLoader
@@ -120,7 +120,7 @@ _WHERE = {
     "Capabilities": "interfaces",
     "Completion": "interfaces",
     "Completions": "interfaces",
-    "Filling": "interfaces",
+    "StepWindow": "interfaces",
     "CISPO": "algorithms",
     "DAPO": "algorithms",
     "GRPO": "algorithms",
@@ -153,10 +153,10 @@ _WHERE = {
     "Weights": "types",
     "Launcher": "interfaces",
     "PackedTokens": "interfaces",
-    "Place": "interfaces",
-    "WorkerEnding": "interfaces",
+    "Placement": "interfaces",
+    "WorkerExit": "interfaces",
     "WorkerHandle": "interfaces",
-    "WorkerOrder": "interfaces",
+    "WorkerSpec": "interfaces",
     "LiveView": "cli.live",
     "hookimpl": "plugins",
     "write_report": "cli.report",

@@ -5,16 +5,16 @@ from .launcher import (
     FATAL_STATUS,
     Launcher,
     OnFailure,
-    Place,
-    WorkerEnding,
+    Placement,
+    WorkerExit,
     WorkerHandle,
-    WorkerOrder,
+    WorkerSpec,
     check_on_failure,
 )
 from .queue import DEFAULT_LEASE_S, DEFAULT_TIMEOUT_S, BatchStream, LeasedBatch, PutRows, TransferQueue
 from .rollout import Capabilities, Completion, Completions, Request, RolloutEngine
 from .sampler import Candidates, Sampler
-from .staleness import Filling, StalenessPolicy
+from .staleness import StalenessPolicy, StepWindow
 from .tracker import TrackedRun, Tracker
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
 from .weights import (
@@ -43,13 +43,12 @@ __all__ = [
     "Completions",
     "Fetched",
     "FilePlace",
-    "Filling",
     "Host",
     "Launcher",
     "LeasedBatch",
     "OnFailure",
     "PackedTokens",
-    "Place",
+    "Placement",
     "PutRows",
     "Request",
     "RolloutEngine",
@@ -57,6 +56,7 @@ __all__ = [
     "Sampler",
     "StalenessPolicy",
     "StepResult",
+    "StepWindow",
     "TensorType",
     "TrackedRun",
     "Tracker",
@@ -66,8 +66,8 @@ __all__ = [
     "WeightSender",
     "WeightTransport",
     "WeightUpdate",
-    "WorkerEnding",
+    "WorkerExit",
     "WorkerHandle",
-    "WorkerOrder",
+    "WorkerSpec",
     "check_on_failure",
 ]

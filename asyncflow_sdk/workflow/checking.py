@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError
-from ..interfaces import Launcher, Place
+from ..interfaces import Launcher, Placement
 from ..plugins import registry
 from ..types.dtypes import floating_name
 from ..weights import AUTO
@@ -216,7 +216,7 @@ def _check_numbers(flow: Workflow, problems: Problems) -> None:
             flow.train.algorithm.check(group_size=size)
 
 
-def _check_place(where: str, place: Place, problems: Problems, *key: str | int, world_size: int = 1) -> None:
+def _check_place(where: str, place: Placement, problems: Problems, *key: str | int, world_size: int = 1) -> None:
     if _role.get() is not None:
         return
     try:
@@ -227,7 +227,7 @@ def _check_place(where: str, place: Place, problems: Problems, *key: str | int, 
 
 
 def _check_engine(
-    kind: str, spec: Rollout | Train | Logprobs | Generate, place: Place, problems: Problems, *key: str | int
+    kind: str, spec: Rollout | Train | Logprobs | Generate, place: Placement, problems: Problems, *key: str | int
 ) -> None:
     if _lacks_model(spec):
         text = f"{kind} model {spec.model!r} is no model folder: it has no config.json"

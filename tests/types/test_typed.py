@@ -92,9 +92,9 @@ def test_names_that_only_a_type_checker_knows_are_not_looked_at() -> None:
         lambda: af.Weights(keep="x"),  # type: ignore[arg-type]
         lambda: af.GRPO(clip_high=math.nan),
         lambda: af.GRPO(epsilon=-1.0),
-        lambda: af.Place(env={"A=B": "c"}),
-        lambda: af.Place(env={"A": "\0"}),
-        lambda: af.Place(max_restarts=1.5),  # type: ignore[arg-type]
+        lambda: af.Placement(env={"A=B": "c"}),
+        lambda: af.Placement(env={"A": "\0"}),
+        lambda: af.Placement(max_restarts=1.5),  # type: ignore[arg-type]
     ],
 )
 def test_configurations_are_looked_at_when_they_are_made(make: Callable[[], Any]) -> None:
