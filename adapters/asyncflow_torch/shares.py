@@ -94,7 +94,7 @@ def token_staleness_of(batch: Batch) -> Ragged:
             "the algorithm asks for staleness, and these rows are no step of a run, which alone says it"
         )
     spans = batch.ragged(VERSION_SPANS)
-    late = step - token_steps(spans, batch.stretches)
+    late = step - token_steps(spans, batch.version_step_offsets)
     return Ragged(late.astype(np.float32), token_versions(spans).offsets)
 
 

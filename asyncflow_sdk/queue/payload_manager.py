@@ -190,13 +190,13 @@ class PayloadManager:
         located = self.places.locate(ids, columns_of)
         schema = {name: self._columns.specs[name] for name in columns_of}
         held: list[Hold] = []
-        stretches = self._versions.lineage.offsets
+        version_step_offsets = self._versions.lineage.offsets
 
         def read() -> Batch:
             columns = remote.read(self.reader, located, schema)
             held.clear()  # the columns hold their blocks themselves, where they are views
             batch = Batch(ids, groups, columns)
-            batch.completed_at, batch.stretches = completed_at, stretches
+            batch.completed_at, batch.version_step_offsets = completed_at, version_step_offsets
             return batch
 
         step = DeferredStepRead(read)
