@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ..errors import ConfigError
-from ..types.typed import check_fields
+from ..types.validation import check_fields
 
 OnFailure = Literal["stop", "continue"]
 FATAL_STATUS = 3

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import AsyncFlowError, by_name
+from ..errors import AsyncFlowError, error_from_name
 from ..ledger.commands import AnyCommand, AnyReply, Lease
 from ..types import ColumnSpec, Event
 from .blocks import Block, Located
@@ -72,7 +72,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     def raise_error(self) -> None:
         if self.error is not None:
-            raise by_name(*self.error)
+            raise error_from_name(*self.error)
 
 
 class Delivered(Answer, frozen=True, array_like=True):

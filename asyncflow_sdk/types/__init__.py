@@ -6,7 +6,7 @@ from .columns import Column, ColumnSpec, Values, check_column_name, digest_of, p
 from .config import Checkpoint, Sampling, Staleness, Weights
 from .dtypes import carrier, dtype_name, from_torch, to_torch
 from .events import Event
-from .lengths import Lengths
+from .lengths import LengthHistogram
 from .manifest import Chunk, Manifest, TensorInfo
 from .probe import Probe
 from .ragged import Ragged
@@ -31,7 +31,7 @@ __all__ = [
     "Column",
     "ColumnSpec",
     "Event",
-    "Lengths",
+    "LengthHistogram",
     "Manifest",
     "Probe",
     "Ragged",

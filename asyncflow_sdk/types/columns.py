@@ -104,14 +104,14 @@ def _pack(value: Any) -> Column:
     try:
         return _pack_sequence(rows)
     except SchemaError:
-        odd = odd_entry(rows)
+        odd = find_invalid_entry(rows)
         if odd is None:
             raise
         entry, what = odd
     raise SchemaError(f"entry {entry} is {what}")
 
 
-def odd_entry(rows: Iterable[Any]) -> tuple[int, str] | None:
+def find_invalid_entry(rows: Iterable[Any]) -> tuple[int, str] | None:
     """The first entry that no column can hold, and what it is, in words; None if each could be held by some column."""
     for number, row in enumerate(rows):
         if isinstance(row, (str, bytes, bytearray, memoryview)) or is_torch(row):

@@ -9,15 +9,15 @@ from typing import Any, Literal, get_args
 
 from ..errors import ConfigError
 from .dtypes import check_floating
-from .probe import Probe, plain_probe
-from .typed import Configuration, check_fields, check_types
+from .probe import Probe, validate_probe
+from .validation import UserConfig, check_fields, check_types
 
 SwapPolicy = Literal["auto", "drain", "boundary", "partial", "in_flight"]
 Proof = Literal["probe", "held"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staleness(Configuration):
+class Staleness(UserConfig):
     """How far rollouts may lag behind training. ``max_staleness``: versions that a trained token may be old; 0 trains
     synchronously, 1 one step off. ``policy``: what is done about rows that take long. "wait": steps wait for them. "drop": what would be
     too old expires, and others are generated in its place. "count": it is trained, however old; only the number of rows
@@ -41,7 +41,7 @@ class Staleness(Configuration):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling(Configuration):
+class Sampling(UserConfig):
     """How tokens are drawn. ``temperature``: 0 takes the likeliest token each time. ``max_tokens``: of a response. ``top_p``: only from
     the likeliest tokens that together have this much probability, 1 from all; ``top_k``: only from so many, 0 from all. ``seed``:
     None draws differently each run. ``stop_ids``: token ids that end a response beside the model's own; they are its last token.
@@ -78,7 +78,7 @@ class Sampling(Configuration):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights(Configuration):
+class Weights(UserConfig):
     """How new versions get from the trainer to the replicas, and when these load them.
 
     ``transport``, ``options``: by which, made with which options. ``dtype``: floating-point tensors are published in it; None
@@ -118,11 +118,11 @@ class Weights(Configuration):
         if "probe" in self.verify and self.probe is None:
             raise ConfigError('verify asks for a probe, and there is none: give probe=, or leave "probe" out')
         if self.probe is not None:
-            object.__setattr__(self, "probe", plain_probe(self.probe, scored=False))
+            object.__setattr__(self, "probe", validate_probe(self.probe, scored=False))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint(Configuration):
+class Checkpoint(UserConfig):
     """How a run can be gone on with: a checkpoint of the trainer after every so many steps. ``keep``: so many, the newest; the
     rows of steps since the oldest of them keep their memory. ``history``: keep the journal of the whole run, for replays."""
 

@@ -1,4 +1,4 @@
-"""Lengths: a histogram of response lengths in bins whose width grows with the length, small enough to go with events."""
+"""LengthHistogram: a histogram of response lengths in bins whose width grows with the length, small enough to go with events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BINS_PER_DOUBLING = 8
 """Bin b has the lengths from 2^(b/8) on and below 2^((b+1)/8): up to 12 tokens each length has its own, above it is 9 % wide."""
 
 
-def bins_of(lengths: npt.NDArray[np.int64]) -> dict[int, int]:
+def length_bins(lengths: npt.NDArray[np.int64]) -> dict[int, int]:
     """Rows by bin of their length."""
     if not len(lengths):
         return {}
@@ -21,19 +21,19 @@ def bins_of(lengths: npt.NDArray[np.int64]) -> dict[int, int]:
     return {int(b): int(counts[b]) for b in np.flatnonzero(counts)}
 
 
-def edge(number: int) -> float:
+def bin_start(number: int) -> float:
     """The length from which on a bin has them."""
     return float(2 ** (number / BINS_PER_DOUBLING))
 
 
-def middle(number: int) -> float:
+def bin_middle(number: int) -> float:
     """Of the whole numbers in a bin."""
-    low, high = math.ceil(edge(number) - 1e-9), math.ceil(edge(number + 1) - 1e-9) - 1
+    low, high = math.ceil(bin_start(number) - 1e-9), math.ceil(bin_start(number + 1) - 1e-9) - 1
     return (low + max(low, high)) / 2
 
 
 @dataclass
-class Lengths:
+class LengthHistogram:
     """A histogram, with what its mean and spread need exactly. ``squares``: the sum of squared lengths."""
 
     rows: float = 0
@@ -49,7 +49,7 @@ class Lengths:
         for number, rows in bins.items():
             self.bins[number] = self.bins.get(number, 0) + rows
 
-    def join(self, other: Lengths) -> None:
+    def merge(self, other: LengthHistogram) -> None:
         self.add(other.bins, other.tokens, other.squares)
 
     @property
@@ -70,16 +70,16 @@ class Lengths:
         for number in sorted(self.bins):
             left -= self.bins[number]
             if left <= 0:
-                return middle(number)
+                return bin_middle(number)
         return math.nan
 
-    def with_unfinished(self, unfinished: Lengths) -> Lengths:
+    def with_unfinished(self, unfinished: LengthHistogram) -> LengthHistogram:
         """What the lengths would be if the ``unfinished`` responses, by the tokens they had, had been finished as well: each as
         long as those are that lasted longer than it (Kaplan and Meier 1958, product-limit estimate)."""
         if not unfinished.rows:
             return self
         rows = at_risk = self.rows + unfinished.rows
-        left, found = 1.0, Lengths()
+        left, found = 1.0, LengthHistogram()
         for number in sorted({*self.bins, *unfinished.bins}):
             share = left * self.bins.get(number, 0) / at_risk
             at_risk -= self.bins.get(number, 0) + unfinished.bins.get(number, 0)
@@ -87,6 +87,6 @@ class Lengths:
             if at_risk < 0.5:  # nobody lasted longer
                 share, left = share + left, 0.0
             if share:
-                length = middle(number)
+                length = bin_middle(number)
                 found.add({number: share * rows}, share * rows * length, share * rows * length**2)
         return found

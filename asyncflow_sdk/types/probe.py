@@ -20,7 +20,7 @@ class Probe(msgspec.Struct, frozen=True, array_like=True):
     tolerance: float = 1e-3
 
 
-def plain_probe(probe: Any, *, scored: bool) -> Probe:
+def validate_probe(probe: Any, *, scored: bool) -> Probe:
     """The same in plain numbers, also where arrays were given. Raises ConfigError for one that no engine can be compared with;
     ``scored``: the log-probs must be there."""
     if not isinstance(probe, Probe):

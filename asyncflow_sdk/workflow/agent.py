@@ -24,7 +24,7 @@ from ..plugins import import_name, import_path
 from ..queue.arguments import plain_text
 from ..queue.user_frames import said
 from ..types import Ragged, Sampling, VersionSpan, pack
-from ..types.typed import check_fields
+from ..types.validation import check_fields
 from .completing import Answer, Ids
 from .drawing import Deliver, joined_spans, spans_of
 from .text import Text

@@ -363,12 +363,12 @@ def _check_dtypes(flow: Workflow, problems: Problems) -> None:
     """Versions have a dtype that each rollout takes, as far as adapters and model folders say."""
     asked = flow.weights.dtype
     trained = registry().find("train", flow.train.engine)
-    if asked is None and trained is not None and trained.spec.said("dtype") == ("option",):
+    if asked is None and trained is not None and trained.spec.declared("dtype") == ("option",):
         asked = flow.train.options.get("dtype") or "auto"
     published = "" if asked is None else _dtype_of(asked, flow.train.model)
     for number, rollout in enumerate(flow.rollouts):
         adapter = registry().find("rollout", rollout.engine)
-        taken = (adapter.spec.said("dtype") if adapter is not None else None) or ()
+        taken = (adapter.spec.declared("dtype") if adapter is not None else None) or ()
         options = {"option": rollout.options.get("dtype") or "auto", "folder": "auto"}
         names = list(dict.fromkeys(_dtype_of(options[each], rollout.model) for each in taken))
         if published and names and all(names) and published not in names:

@@ -26,7 +26,7 @@ from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError, Serv
 from ..interfaces import FATAL_STATUS, WorkerExit
 from ..ledger import commands as cmd
 from ..memory import directory_at, remove_if_ownerless
-from ..plugins import plugin_choice
+from ..plugins import plugin_variables
 from ..queue import Connection, QueueClient, Renewing, open_queue
 from ..queue.arguments import plain_text
 from ..types import Sampling, Weights
@@ -108,7 +108,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """What the driver itself came in with, over tcp."""
     insecure: bool = False
     """The driver came in over tcp without a key."""
-    plugins: dict[str, str] = msgspec.field(default_factory=plugin_choice)
+    plugins: dict[str, str] = msgspec.field(default_factory=plugin_variables)
     """The variables by which the driver's plugins were chosen."""
     rank: Rank = Rank()
 

@@ -198,7 +198,7 @@ class Workflow(Described):
                 text = f"{directory} has no summary.json: {error}; the run {outcome.status}"
                 outcome.error = outcome.error or MemoryFull(f"{text}, {recorder.steps} of {self.steps} steps trained")
         if isinstance(outcome.error, Interrupted):
-            outcome.error.again = signals.hurried
+            outcome.error.repeated = signals.hurried
         if outcome.error is not None:
             raise outcome.error
         return Result(directory, summary)

@@ -290,4 +290,4 @@ def test_a_run_that_was_interrupted_says_whether_it_was_asked_again(tmp_path: Pa
     with pytest.raises(af.Interrupted) as caught:
         echo_workflow(steps=100_000).run(tmp_path / "run", on_event=stop)
 
-    assert not caught.value.again
+    assert not caught.value.repeated

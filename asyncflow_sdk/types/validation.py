@@ -28,14 +28,14 @@ LOOKED_AT = 1000
 """Of a list, so many: data is looked at by whoever takes it."""
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """What to say behind a name that there is not: the nearest there is, or all of them."""
     known = list(known)
-    near = nearest(name, known)
+    near = closest_name(name, known)
     return f"did you mean {near!r}?" if near else f"it takes: {', '.join(known) or 'none'}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def closest_name(name: str, known: Iterable[str]) -> str:
     """The known name that may be meant: one that begins with ``name``, as stop_ids with stop, before one that is only spelt like
     it. "" if there is none."""
     known = list(known)
@@ -43,7 +43,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return next(iter(longer or difflib.get_close_matches(name, known, 1)), "")
 
 
-def check_names(made: type, given: Iterable[str]) -> None:
+def check_keywords(made: type, given: Iterable[str]) -> None:
     """Raises TypeError, as Python does, for an argument that there is not; it says what may have been meant, as Python does
     from 3.13 on."""
     parameters = inspect.signature(made).parameters
@@ -51,14 +51,14 @@ def check_names(made: type, given: Iterable[str]) -> None:
         return
     for name in given:
         if name not in parameters:
-            raise TypeError(f"{made.__name__} has no argument {name!r}; {meant(name, parameters)}")
+            raise TypeError(f"{made.__name__} has no argument {name!r}; {suggestion(name, parameters)}")
 
 
-class Configuration:
-    """Base of a dataclass that users make: ``check_names`` of it."""
+class UserConfig:
+    """Base of a dataclass that users make: ``check_keywords`` of it."""
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
-        check_names(cls, given)
+        check_keywords(cls, given)
         return super().__new__(cls)
 
 
@@ -73,7 +73,7 @@ def check_types(made: type, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{made.__name__}: {name} {_unfit(found[1], value)}")
 
 
-def misfits(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def type_errors(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Names of ``given`` whose values, plain ones as JSON has them, are not of the type that ``function`` or the constructor of a
     class says, each with what is wrong. Only numbers, text, true or false, None, and lists and mappings of these are judged: of
     another annotation ``function`` may make what it needs. Raises nothing."""
