@@ -1,4 +1,4 @@
-"""What plugins implement: abstract classes and their promises, nothing else."""
+"""Interfaces for plugins: abstract classes with their contracts, and the values they exchange."""
 
 from .algorithm import Advantages, Algorithm, PackedTokens
 from .launcher import (
