@@ -20,8 +20,8 @@ from .spans import steps_of, token_steps, token_versions
 class TokenAges(NamedTuple):
     """Staleness of each token, in versions: int64 (tokens,).
 
-    ``in_flight``: versions published between the token's version and the completion of its row. ``in_queue``: versions
-    published after that and before the row's step was trained.
+    ``in_flight``: versions published between the token's version and the completion of its row.
+    ``in_queue``: versions published after that and before the row's step was trained.
     """
 
     in_flight: npt.NDArray[np.int64]
@@ -38,7 +38,8 @@ class TokenAges(NamedTuple):
 
 
 class AgeSums(NamedTuple):
-    """Sums of token ages, which can be merged over the shards of a step. ``parts``: (sum, maximum) by name."""
+    """Sums of token ages, which can be merged over the shards of a step. ``parts``: (sum, maximum)
+    by name."""
 
     tokens: int
     parts: dict[str, tuple[int, int]]
@@ -83,10 +84,11 @@ def token_ages(
     version_step_offsets: tuple[tuple[int, int], ...] = (),
     mask: Ragged | None = None,
 ) -> TokenAges:
-    """Return the ages of the tokens of ``step``, or of those in ``mask``, counted in steps as by ``token_steps``.
+    """Return the ages of the tokens of ``step``, or of those in ``mask``, counted in steps as by
+    ``token_steps``.
 
-    ``completed_at``: int64 (rows,), the current version at each row's completion; -1 for a row, or None for all rows, if
-    unknown: the full age then counts as queue time.
+    ``completed_at``: int64 (rows,), the current version at each row's completion; -1 for a row, or
+    None for all rows, if unknown: the full age then counts as queue time.
     """
     drawn = token_steps(spans, version_step_offsets)
     completed = drawn

@@ -26,9 +26,10 @@ from .spans import LOSS_MASK, VERSION_SPANS
 class Batch(Mapping[str, Values]):
     """An immutable set of rows. Thread-safe for reading.
 
-    ``ids``: int64 (n,), row numbers. ``groups``: int64 (n,), equal for rows of one prompt. ``version_step_offsets``:
-    maps versions to steps; see ``token_steps``. ``completed_at``: int64 (n,), the current version at each row's completion,
-    for the rows of a step; else None. numpy views are read-only. Writing into torch tensors never changes stored values.
+    ``ids``: int64 (n,), row numbers. ``groups``: int64 (n,), equal for rows of one prompt.
+    ``version_step_offsets``: maps versions to steps; see ``token_steps``. ``completed_at``: int64
+    (n,), the current version at each row's completion, for the rows of a step; else None. numpy
+    views are read-only. Writing into torch tensors never changes stored values.
     """
 
     version_step_offsets: tuple[tuple[int, int], ...] = ()
@@ -93,8 +94,8 @@ class Batch(Mapping[str, Values]):
     def torch(self, name: str) -> Any:
         """Return a fixed column as a tensor (n, *shape), a ragged one as (values, cu_seqlens).
 
-        cu_seqlens is int32 (n + 1,). Rows in one segment are not copied. Writing into the tensor changes neither
-        the stored value nor any numpy view. Raises SchemaError for text and bytes.
+        cu_seqlens is int32 (n + 1,). Rows in one segment are not copied. Writing into the tensor
+        changes neither the stored value nor any numpy view. Raises SchemaError for text and bytes.
         """
         column = self._column(name)
         if column.spec.kind in ("text", "bytes"):
@@ -111,7 +112,8 @@ class Batch(Mapping[str, Values]):
         return {n: self[n] if c.spec.kind in plain else self.torch(n) for n, c in self.columns.items()}
 
     def ages(self, step: int) -> TokenAges:
-        """Return the ages of the trained tokens in ``step``. Raises SchemaError without version spans."""
+        """Return the ages of the trained tokens in ``step``. Raises SchemaError without version
+        spans."""
         return token_ages(
             self.ragged(VERSION_SPANS), step, self.completed_at, self.version_step_offsets, loss_mask(self)
         )

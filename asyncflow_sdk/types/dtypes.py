@@ -1,8 +1,9 @@
 """Names of element types, in torch's spelling, with their numpy dtypes and safetensors codes.
 
-Element types unknown to numpy (``complex32``, packed 4-bit floats, torch's sub-byte integers of one byte each) get an
-opaque numpy dtype of the same size: their values are copied bit for bit and never interpreted. Quantised tensors are
-refused, because their values depend on a scale and a zero point stored beside the bytes.
+Element types unknown to numpy (``complex32``, packed 4-bit floats, torch's sub-byte integers of one
+byte each) get an opaque numpy dtype of the same size: their values are copied bit for bit and never
+interpreted. Quantised tensors are refused, because their values depend on a scale and a zero point
+stored beside the bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ _SYNONYMS = {
 
 
 def carrier(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype for elements of dtype ``name``. Raises SchemaError for an unknown name."""
+    """Return the numpy dtype for elements of dtype ``name``. Raises SchemaError for an unknown
+    name."""
     try:
         return NUMPY_DTYPES[name]
     except KeyError:
@@ -60,7 +62,8 @@ def carrier(name: str) -> np.dtype[Any]:
 
 
 def floating_name(dtype: Any) -> str:
-    """Return the name in ``FLOATS`` for a dtype or one of its synonyms: "half" is "float16"; "" for other dtypes."""
+    """Return the name in ``FLOATS`` for a dtype or one of its synonyms: "half" is "float16"; "" for
+    other dtypes."""
     plain = str(dtype).removeprefix("torch.")
     plain = _SYNONYMS.get(plain, plain)
     return plain if plain in FLOATS else ""
@@ -77,7 +80,8 @@ def check_floating(dtype: Any) -> None:
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name of a numpy dtype. Raises SchemaError for object arrays and for dtypes unknown to torch."""
+    """Return the name of a numpy dtype. Raises SchemaError for object arrays and for dtypes unknown
+    to torch."""
     name = _NAMES.get(dtype)  # the hash of a dtype depends on its byte order
     try:
         return name or _NAMES[dtype.newbyteorder("=")]
@@ -93,8 +97,8 @@ def is_torch(value: object) -> bool:
 
 
 def storable(tensor: Any) -> str:
-    """Return the name of a torch tensor's dtype. Raises SchemaError for tensors without plain bytes: sparse, quantised or
-    meta tensors, and unknown dtypes."""
+    """Return the name of a torch tensor's dtype. Raises SchemaError for tensors without plain
+    bytes: sparse, quantised or meta tensors, and unknown dtypes."""
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_quantized:
         raise SchemaError(
@@ -109,7 +113,8 @@ def storable(tensor: Any) -> str:
 
 
 def from_torch(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a numpy view of a tensor's elements; a copy only if the tensor is not contiguous or not on the CPU.
+    """Return a numpy view of a tensor's elements; a copy only if the tensor is not contiguous or
+    not on the CPU.
 
     Shape (*tensor.shape,), dtype ``carrier``. Raises SchemaError as ``storable`` does.
     """

@@ -3,9 +3,9 @@
     layout = plan({"w": ("bfloat16", (4, 8))})          # to write: layout.header, then each tensor at layout.offsets[name]
     header = read_header(file)                          # to read: header.tensors["w"].start
 
-A file holds the length of its header (8 bytes, little-endian), the header (JSON), and the tensors' bytes without gaps.
-Source: https://github.com/huggingface/safetensors#format. A dtype without a safetensors code is stored as bytes (U8)
-with one more dimension, and the metadata keep its name.
+A file holds the length of its header (8 bytes, little-endian), the header (JSON), and the tensors'
+bytes without gaps. Source: https://github.com/huggingface/safetensors#format. A dtype without a
+safetensors code is stored as bytes (U8) with one more dimension, and the metadata keep its name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file, at bytes ``start`` to ``stop``. ``dtype``: its name, or its code if the SDK has no name for it."""
+    """A tensor in a file, at bytes ``start`` to ``stop``. ``dtype``: its name, or its code if the
+    SDK has no name for it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,7 +45,8 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """A decoded header. ``nbytes``: its size with the length field. ``end``: the byte after the last tensor."""
+    """A decoded header. ``nbytes``: its size with the length field. ``end``: the byte after the
+    last tensor."""
 
     tensors: dict[str, StoredTensor]
     metadata: dict[str, str]
@@ -54,7 +56,8 @@ class Header:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A file to write. ``header``: its first bytes. ``offsets``: first byte of each tensor. ``nbytes``: size of the file."""
+    """A file to write. ``header``: its first bytes. ``offsets``: first byte of each tensor.
+    ``nbytes``: size of the file."""
 
     header: bytes
     offsets: dict[str, int]
@@ -69,13 +72,14 @@ def entry(dtype: str, shape: tuple[int, ...], at: int) -> TensorEntry:
 
 
 def dtype_metadata(name: str, dtype: str) -> dict[str, str]:
-    """Return metadata with the dtype of a tensor stored as bytes; empty for a dtype with a safetensors code."""
+    """Return metadata with the dtype of a tensor stored as bytes; empty for a dtype with a
+    safetensors code."""
     return {} if dtype in SAFETENSORS_CODES else {f"dtype of {name}": dtype}
 
 
 def encode_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], align: int = 8) -> bytes:
-    """Return the header with its length field, padded so that the data start at a multiple of ``align`` bytes. Empty
-    metadata are left out."""
+    """Return the header with its length field, padded so that the data start at a multiple of
+    ``align`` bytes. Empty metadata are left out."""
     text = msgspec.json.encode({**({METADATA: metadata} if metadata else {}), **tensors})
     text += b" " * (-(8 + len(text)) % align)
     return len(text).to_bytes(8, "little") + text
@@ -84,8 +88,9 @@ def encode_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str
 def plan(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None, align: int = 8
 ) -> FileLayout:
-    """Lay out tensors, given by dtype and shape, in one file. Wide elements come first: each tensor is then aligned without
-    gaps. Tensors of one width keep their order. ``metadata``: default ``{"format": "pt"}``."""
+    """Lay out tensors, given by dtype and shape, in one file. Wide elements come first: each tensor
+    is then aligned without gaps. Tensors of one width keep their order. ``metadata``: default
+    ``{"format": "pt"}``."""
     found = dict({"format": "pt"} if metadata is None else metadata)
     entries: dict[str, TensorEntry] = {}
     end = 0
@@ -100,7 +105,8 @@ def plan(
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Read the header of an open file. Raises ValueError if it is no safetensors file, or truncated."""
+    """Read the header of an open file. Raises ValueError if it is no safetensors file, or
+    truncated."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     begin = 8 + length

@@ -109,10 +109,10 @@ def test_columns_that_it_needs_are_given_to_the_trainer_and_asked_of_the_workflo
         (("grpo", {"kl": 0.1}), "GRPO: kl must be KL or None, not float"),
         ("builtins:dict", "is a dict, not an asyncflow_sdk.Algorithm"),
         ("test_algorithms:Nothing", "importing 'test_algorithms:Nothing' failed"),
-        (3, "an algorithm is a name, a class, either with options, or an Algorithm, not 3"),
+        (3, "an algorithm must be a name, a class, either with options, or an Algorithm, not 3"),
         (Penalised(beta={1, 2}), None),  # type: ignore[arg-type]
         (Penalised(beta=object()), "options must be JSON"),  # type: ignore[arg-type]
-        (("grpo", [1]), "an algorithm is a name"),
+        (("grpo", [1]), "an algorithm must be a name"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_starts(algorithm: Any, message: str | None) -> None:

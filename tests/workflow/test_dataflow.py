@@ -39,7 +39,7 @@ def chain(needs: str, gives: str, task: str = "") -> af.Stage:
             {"stages": [chain("reward", "logprobs", "again")]},
             "column 'logprobs' is given by task 'rollout' and by task 'again', and can be written once",
         ),
-        ({"stages": [chain("reward", "log probs")]}, "task 'log probs': a column cannot be named 'log probs': a name is 1 to 100"),
+        ({"stages": [chain("reward", "log probs")]}, "task 'log probs': a column cannot be named 'log probs': use 1 to 100"),
         ({"stages": [chain("reward", "prompt_ids")]}, "column 'prompt_ids' is given by the prompts and by task"),
         ({"stages": [chain("reward", "a"), chain("a", "b", "a")]}, "two tasks have the same name 'a': give one another"),
         ({"train": af.Train("echo", needs=["ref_logprobs"])}, "task 'train' needs 'ref_logprobs'.*, which nobody gives"),
