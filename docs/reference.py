@@ -31,7 +31,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
     "A run": ("", [workflow.serve, workflow.connect, workflow.Run]),
     "The queue": (
         "`run.queue`; `run.queue.aio` has the same verbs as coroutines. What follows the queue is what its verbs return",
-        [queue.TransferQueue, queue.Rows, queue.LeasedBatch, Audit],
+        [interfaces.TransferQueue, interfaces.PutRows, interfaces.BatchStream, interfaces.LeasedBatch, Audit],
     ),
     "Versions of the weights": (
         "what `run.weight_publisher`, `run.weight_updates`, `run.rollback` and `run.restoration` return",
@@ -248,7 +248,7 @@ def _parameter(parameter: inspect.Parameter, kind: Any) -> tuple[str, str]:
     return left, " ".join((said.help or "").split()) + (f" [{default}]" if kept else "")
 
 
-GIVEN = (workflow.Run, queue.TransferQueue, queue.LeasedBatch, weights.Publication, weights.OwnUpdate)
+GIVEN = (workflow.Run, interfaces.TransferQueue, interfaces.LeasedBatch, weights.Publication, weights.OwnUpdate)
 """By functions and methods: nobody makes them by themselves."""
 INNER = ("Verbs", "Lease", "Stream")
 """Written once for two faces, blocking and not."""

@@ -4,13 +4,12 @@ import path."""
 from .advantages import Moments, gae, group_advantages, standardise
 from .critic import Critic
 from .factory import AlgorithmSpec, algorithm_spec, make_algorithm
-from .grpo import GRPO
 from .kl import KL
 from .off_policy import OffPolicy
 from .policy_gradient import PolicyGradient
 from .rewards import Overlong, dynamic_sampling
 from .terms import clamp_log_ratio, clip, row_mean, sequence_ratio, token_mean, token_ratio, truncate
-from .variants import CISPO, DAPO, GSPO, PPO, DrGRPO
+from .variants import CISPO, DAPO, GRPO, GSPO, PPO, DrGRPO
 
 __all__ = [
     "CISPO", "DAPO", "GRPO", "GSPO", "KL", "PPO", "AlgorithmSpec", "Critic", "DrGRPO", "Moments", "OffPolicy", "Overlong",

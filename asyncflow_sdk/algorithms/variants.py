@@ -10,6 +10,13 @@ from .policy_gradient import PolicyGradient
 
 
 @dataclass(frozen=True, kw_only=True)
+class GRPO(PolicyGradient):
+    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3) with the clip-higher range and
+    the token-mean loss of DAPO (arXiv 2503.14476, eq. 8). As in the GRPO paper: ``mean="rows",
+    clip_high=0.2, kl=af.KL(coef=0.04)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DrGRPO(PolicyGradient):
     """GRPO without its biases (arXiv 2503.20783, section 3.2): advantages are not divided by the
     group's spread, and losses are divided by the constant ``length`` (for example the token limit

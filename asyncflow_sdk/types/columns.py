@@ -108,8 +108,8 @@ def _pack(value: Any) -> Column:
         odd = find_invalid_entry(rows)
         if odd is None:
             raise
-        entry, what = odd
-    raise SchemaError(f"entry {entry} is {what}")
+        number, description = odd
+    raise SchemaError(f"entry {number} is {description}")
 
 
 def find_invalid_entry(rows: Iterable[Any]) -> tuple[int, str] | None:

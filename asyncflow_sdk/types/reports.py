@@ -138,7 +138,7 @@ class StepAges(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StatusReport(Reply, frozen=True, tag="status"):
     """A queue at ``time_s`` (its own clock, seconds).
 
-    ``rows``: task → state → live rows. ``came`` and ``passed``: task → rows that became ready for
+    ``rows``: task → state → live rows. ``arrived`` and ``completed``: task → rows that became ready for
     it and rows it completed, since the start; differences between two reports are rates.
     ``waiting``: client name → the missing thing for its parked request, as text. ``sessions`` and
     ``parked``: at most 100 each, of ``session_count`` and ``parked_count``. ``step``: being filled,
@@ -162,8 +162,8 @@ class StatusReport(Reply, frozen=True, tag="status"):
     live: int
     put: int = 0
     capacity_rows: int = 0
-    came: dict[str, int] = msgspec.field(default_factory=dict)
-    passed: dict[str, int] = msgspec.field(default_factory=dict)
+    arrived: dict[str, int] = msgspec.field(default_factory=dict)
+    completed: dict[str, int] = msgspec.field(default_factory=dict)
     sessions: tuple[SessionStatus, ...] = ()
     session_count: int = 0
     parked: tuple[ParkedStatus, ...] = ()

@@ -95,7 +95,7 @@ def test_kinds(value: object, spec: str) -> None:
         ([np.zeros(2, np.int32), np.zeros(2, np.int64)], "rows have different dtypes"),
         ([np.zeros((2, 3)), np.zeros((2, 4))], "row 1 has shape"),
         ([[[1, 2]], [[1]]], "row 1 has shape"),
-        ([1, 2**63 + 1], "neither int64 nor float64 can hold exactly"),
+        ([1, 2**63 + 1], "neither int64 nor float64 represents exactly"),
         ([2**64], "entry 0 is 18446744073709551616, which does not fit 64 bits"),
         ([[], [], ()], "every row is an empty list without a dtype"),
         ([[[]], []], "every row is an empty list without a dtype"),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.fast
 
 @pytest.mark.parametrize(
     ("dtype", "message"),
-    [("int8", "not 'int8'"), ("bf16", "say 'bfloat16'"), ("bfloat6", "say 'bfloat16'"), (7, "not 7")],
+    [("int8", "not 'int8'"), ("bf16", "use 'bfloat16'"), ("bfloat6", "use 'bfloat16'"), (7, "not 7")],
 )  # fmt: skip
 def test_a_dtype_that_weights_are_not_published_in_is_refused_before_anything_else(
     served: Served, dtype: Any, message: str
