@@ -2,7 +2,7 @@
 
     import asyncflow_sdk as af
 
-Names load when first used, so that importing this package loads no engine, no torch and no sockets.
+Names load at first use. Importing this package loads no engine, no torch and no sockets.
 """
 
 from __future__ import annotations
@@ -27,18 +27,29 @@ if TYPE_CHECKING:
     from .algorithms import dynamic_sampling as dynamic_sampling
     from .cli.live import LiveView as LiveView
     from .cli.report import write_report as write_report
+    from .errors import AccessDenied as AccessDenied
     from .errors import AsyncFlowError as AsyncFlowError
     from .errors import ConfigError as ConfigError
     from .errors import DeadlineExceeded as DeadlineExceeded
+    from .errors import DigestMismatch as DigestMismatch
     from .errors import Ended as Ended
     from .errors import EngineError as EngineError
     from .errors import EngineGone as EngineGone
     from .errors import Interrupted as Interrupted
     from .errors import LeaseLost as LeaseLost
+    from .errors import MemoryFull as MemoryFull
+    from .errors import PayloadLost as PayloadLost
     from .errors import PluginError as PluginError
+    from .errors import ProtocolError as ProtocolError
     from .errors import SchemaError as SchemaError
+    from .errors import ServerLost as ServerLost
+    from .errors import VersionGone as VersionGone
+    from .errors import VersionNeeded as VersionNeeded
+    from .errors import WeightError as WeightError
     from .errors import WeightMismatch as WeightMismatch
+    from .errors import WireError as WireError
     from .errors import WorkerFailed as WorkerFailed
+    from .errors import WriteOnceError as WriteOnceError
     from .interfaces import TRAIN_COLUMNS as TRAIN_COLUMNS
     from .interfaces import Algorithm as Algorithm
     from .interfaces import Candidates as Candidates
@@ -46,11 +57,10 @@ if TYPE_CHECKING:
     from .interfaces import Completion as Completion
     from .interfaces import Completions as Completions
     from .interfaces import Consumer as Consumer
-    from .interfaces import Filling as Filling
     from .interfaces import Launcher as Launcher
     from .interfaces import LeasedBatch as LeasedBatch
     from .interfaces import PackedTokens as PackedTokens
-    from .interfaces import Place as Place
+    from .interfaces import Placement as Placement
     from .interfaces import Producer as Producer
     from .interfaces import Publication as Publication
     from .interfaces import Request as Request
@@ -58,6 +68,7 @@ if TYPE_CHECKING:
     from .interfaces import Sampler as Sampler
     from .interfaces import StalenessPolicy as StalenessPolicy
     from .interfaces import StepResult as StepResult
+    from .interfaces import StepWindow as StepWindow
     from .interfaces import TrackedRun as TrackedRun
     from .interfaces import Tracker as Tracker
     from .interfaces import TrainEngine as TrainEngine
@@ -66,9 +77,9 @@ if TYPE_CHECKING:
     from .interfaces import WeightSubscriber as WeightSubscriber
     from .interfaces import WeightSync as WeightSync
     from .interfaces import WeightUpdate as WeightUpdate
-    from .interfaces import WorkerEnding as WorkerEnding
+    from .interfaces import WorkerExit as WorkerExit
     from .interfaces import WorkerHandle as WorkerHandle
-    from .interfaces import WorkerOrder as WorkerOrder
+    from .interfaces import WorkerSpec as WorkerSpec
     from .plugins import AdapterSpec as AdapterSpec
     from .plugins import hookimpl as hookimpl
     from .queue import StreamDataLoader as StreamDataLoader
@@ -106,106 +117,38 @@ if TYPE_CHECKING:
     from .workflow import serve as serve
     from .workflow import staleness_of as staleness_of
 
-_WHERE = {
-    "TRAIN_COLUMNS": "interfaces",
-    "AdapterSpec": "plugins",
-    "Algorithm": "interfaces",
-    "AsyncFlowError": "errors",
-    "EngineError": "errors",
-    "EngineGone": "errors",
-    "SchemaError": "errors",
-    "WeightMismatch": "errors",
-    "ConfigError": "errors",
-    "PluginError": "errors",
-    "WorkerFailed": "errors",
-    "Interrupted": "errors",
-    "LeaseLost": "errors",
-    "Ended": "errors",
-    "DeadlineExceeded": "errors",
-    "Batch": "types",
-    "Candidates": "interfaces",
-    "Checkpoint": "types",
-    "Capabilities": "interfaces",
-    "Completion": "interfaces",
-    "Completions": "interfaces",
-    "Filling": "interfaces",
-    "CISPO": "algorithms",
-    "DAPO": "algorithms",
-    "GRPO": "algorithms",
-    "GSPO": "algorithms",
-    "KL": "algorithms",
-    "PPO": "algorithms",
-    "Critic": "algorithms",
-    "DrGRPO": "algorithms",
-    "OffPolicy": "algorithms",
-    "Overlong": "algorithms",
-    "PolicyGradient": "algorithms",
-    "dynamic_sampling": "algorithms",
-    "Probe": "types",
-    "Ragged": "types",
-    "Request": "interfaces",
-    "RolloutEngine": "interfaces",
-    "Sampler": "interfaces",
-    "Sampling": "types",
-    "Staleness": "types",
-    "TokenAges": "types",
-    "StalenessPolicy": "interfaces",
-    "StepResult": "interfaces",
-    "StreamDataLoader": "queue",
-    "TrackedRun": "interfaces",
-    "Tracker": "interfaces",
-    "TrainEngine": "interfaces",
-    "Trainer": "service",
-    "VersionSpan": "types",
-    "Consumer": "interfaces",
-    "LeasedBatch": "interfaces",
-    "Producer": "interfaces",
-    "Publication": "interfaces",
-    "TransferQueue": "interfaces",
-    "WeightPublisher": "interfaces",
-    "WeightSubscriber": "interfaces",
-    "WeightSync": "interfaces",
-    "WeightUpdate": "interfaces",
-    "Weights": "types",
-    "Launcher": "interfaces",
-    "PackedTokens": "interfaces",
-    "Place": "interfaces",
-    "WorkerEnding": "interfaces",
-    "WorkerHandle": "interfaces",
-    "WorkerOrder": "interfaces",
-    "LiveView": "cli.live",
-    "hookimpl": "plugins",
-    "write_report": "cli.report",
-    "Agent": "workflow",
-    "EngineProducer": "workflow",
-    "LeaseConsumer": "workflow",
-    "Generate": "workflow",
-    "Logprobs": "workflow",
-    "Result": "workflow",
-    "Rollout": "workflow",
-    "Run": "workflow",
-    "Stage": "workflow",
-    "Train": "workflow",
-    "Turn": "workflow",
-    "Turns": "workflow",
-    "Workflow": "workflow",
-    "ages_of": "workflow",
-    "connect": "workflow",
-    "load_prompts": "workflow",
-    "load_workflow": "workflow",
-    "read_steps": "workflow",
-    "replay": "queue.replay",
-    "resume": "workflow",
-    "run_worker": "workflow",
-    "serve": "workflow",
-    "staleness_of": "workflow",
+_NAMES = {
+    "algorithms": ("CISPO DAPO GRPO GSPO KL PPO Critic DrGRPO OffPolicy Overlong PolicyGradient dynamic_sampling"),
+    "cli.live": "LiveView",
+    "cli.report": "write_report",
+    "errors": (
+        "AccessDenied AsyncFlowError ConfigError DeadlineExceeded DigestMismatch Ended EngineError EngineGone "
+        "Interrupted LeaseLost MemoryFull PayloadLost PluginError ProtocolError SchemaError ServerLost "
+        "VersionGone VersionNeeded WeightError WeightMismatch WireError WorkerFailed WriteOnceError"
+    ),
+    "interfaces": (
+        "TRAIN_COLUMNS Algorithm Candidates Capabilities Completion Completions Consumer Launcher LeasedBatch "
+        "PackedTokens Placement Producer Publication Request RolloutEngine Sampler StalenessPolicy StepResult StepWindow "
+        "TrackedRun Tracker TrainEngine TransferQueue WeightPublisher WeightSubscriber WeightSync WeightUpdate "
+        "WorkerExit WorkerHandle WorkerSpec"
+    ),
+    "plugins": "AdapterSpec hookimpl",
+    "queue": "StreamDataLoader",
+    "queue.replay": "replay",
+    "service": "Trainer",
+    "types": "Batch Checkpoint Probe Ragged Sampling Staleness TokenAges VersionSpan Weights",
+    "workflow": (
+        "Agent EngineProducer Generate LeaseConsumer Logprobs Result Rollout Run Stage Train Turn Turns Workflow ages_of "
+        "connect load_prompts load_workflow read_steps resume run_worker serve staleness_of"
+    ),
 }
-__all__ = sorted([*_WHERE, "__version__"])
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted([*_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    if name in _MODULES:
+        value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,26 +1,26 @@
-"""Every exception the SDK raises, one tree.
+"""All exceptions of the SDK, in one tree.
 
 AsyncFlowError
-├── ConfigError            what was asked for cannot work; raised before anything starts
+├── ConfigError            the configuration is invalid; raised before anything starts
 ├── PluginError            a plugin is missing, broken, duplicated or lacks its engine
-├── SchemaError            a column, task or row is not what was said of it
+├── SchemaError            a column, task or row does not match its declaration
 │   └── WriteOnceError     a column of a row was written a second time
-├── LeaseLost              the rows are no longer yours; nothing of what you sent had an effect
-├── Ended                  the stream is over: no further row will come
-├── VersionNeeded          a replica gets nothing more before it loads a newer version
-├── DeadlineExceeded       a deadline passed; says who is waited for (also a TimeoutError)
+├── LeaseLost              the lease is no longer valid; the call had no effect
+├── Ended                  the stream is over: no further row will arrive
+├── VersionNeeded          the replica must load a newer version before it gets more rows
+├── DeadlineExceeded       a wait timed out; names the missing thing (also a TimeoutError)
 ├── MemoryFull             shared memory or disk has no room for the data
-├── PayloadLost            the memory or file that held the data of a call is gone
-├── WireError              the connection
-│   ├── AccessDenied       the keys of client and server do not fit each other
-│   ├── ProtocolError      the peer sent what this version cannot read, or is another version
+├── PayloadLost            the memory or file with the data of a call was removed
+├── WireError              a connection failed
+│   ├── AccessDenied       the keys of client and server do not match
+│   ├── ProtocolError      the peer sent an unreadable message or has another version
 │   └── ServerLost         the server stopped answering
-├── WeightError            a version of weights
+├── WeightError            a version of the weights cannot be used
 │   ├── WeightMismatch     names, shapes or dtypes differ from the manifest; lists them
-│   ├── DigestMismatch     bytes differ from what was published
+│   ├── DigestMismatch     bytes differ from the published bytes
 │   └── VersionGone        the version is no longer kept
 ├── EngineError            an engine refused or failed a request
-│   └── EngineGone         an engine has died and answers nothing any more; its worker ends
+│   └── EngineGone         an engine died and answers no more requests; its worker ends
 ├── WorkerFailed           a worker ended for good; carries its name and traceback
 └── Interrupted            the run was stopped by request
 """
@@ -33,7 +33,7 @@ class AsyncFlowError(Exception):
 
 
 class ConfigError(AsyncFlowError, ValueError):
-    """Raised when what was asked for cannot work; nothing was started."""
+    """Raised when a configuration is invalid. Nothing was started."""
 
 
 class PluginError(AsyncFlowError):
@@ -41,7 +41,7 @@ class PluginError(AsyncFlowError):
 
 
 class SchemaError(AsyncFlowError, ValueError):
-    """Raised when a column, task or row is not what was said of it. Nothing was stored."""
+    """Raised when a column, task or row does not match its declaration. Nothing was stored."""
 
 
 class WriteOnceError(SchemaError):
@@ -49,7 +49,7 @@ class WriteOnceError(SchemaError):
 
 
 class LeaseLost(AsyncFlowError):
-    """Raised when a lease expired, was given back or was taken back. The call had no effect."""
+    """Raised when a lease expired, was returned or was revoked. The call had no effect."""
 
 
 class Ended(AsyncFlowError):
@@ -57,11 +57,11 @@ class Ended(AsyncFlowError):
 
 
 class VersionNeeded(AsyncFlowError):
-    """Raised when the staleness rule gives a replica nothing more before it loads a newer version."""
+    """Raised when the staleness policy gives a replica no rows before it loads a newer version."""
 
 
 class DeadlineExceeded(AsyncFlowError, TimeoutError):
-    """Raised when a deadline passed. The message says who was waited for, and since when."""
+    """Raised when a wait timed out. The message names the missing thing, its provider, and the waiting time."""
 
 
 class MemoryFull(AsyncFlowError, MemoryError):
@@ -69,19 +69,19 @@ class MemoryFull(AsyncFlowError, MemoryError):
 
 
 class PayloadLost(AsyncFlowError):
-    """Raised when the shared memory or file that held the data of a call was removed. Nothing was stored; repeat the call."""
+    """Raised when the shared memory or file with the data of a call was removed. Nothing was stored; repeat the call."""
 
 
 class WireError(AsyncFlowError, ConnectionError):
-    """Raised when talking to a server failed."""
+    """Raised when a connection to a server failed."""
 
 
 class AccessDenied(WireError):
-    """Raised when the keys of client and server do not fit each other. Nothing was sent."""
+    """Raised when the keys of client and server do not match. Nothing was sent."""
 
 
 class ProtocolError(WireError):
-    """Raised when a peer sent what this version cannot read, or is of another version."""
+    """Raised when a peer sent an unreadable message or has another version."""
 
 
 class ServerLost(WireError):
@@ -89,7 +89,7 @@ class ServerLost(WireError):
 
 
 class WeightError(AsyncFlowError):
-    """Raised when a version of weights cannot be used. The replica keeps the version it had."""
+    """Raised when a version of the weights cannot be used. The replica keeps its version."""
 
 
 class WeightMismatch(WeightError):
@@ -97,11 +97,11 @@ class WeightMismatch(WeightError):
 
 
 class DigestMismatch(WeightError):
-    """Raised when bytes differ from what was published."""
+    """Raised when bytes differ from the published bytes."""
 
 
 class VersionGone(WeightError):
-    """Raised when a version is no longer kept; ask for the newest."""
+    """Raised when a version is no longer kept. Request the newest instead."""
 
 
 class EngineError(AsyncFlowError):
@@ -109,13 +109,13 @@ class EngineError(AsyncFlowError):
 
 
 class EngineGone(EngineError):
-    """Raised when an engine, or a process that it needs, has died: no request will be answered any more."""
+    """Raised when an engine, or a process required by it, has died and answers no more requests."""
 
 
 class WorkerFailed(AsyncFlowError):
     """Raised when a worker ended for good.
 
-    ``worker`` is its name, ``detail`` its traceback or the last lines it wrote.
+    ``worker``: its name. ``detail``: its traceback or the last lines of its output.
     """
 
     def __init__(self, message: str, worker: str = "", detail: str = "") -> None:
@@ -125,14 +125,14 @@ class WorkerFailed(AsyncFlowError):
 
 
 class Interrupted(AsyncFlowError):
-    """Raised when a run was stopped by request. What it had done is in its run directory."""
+    """Raised when a run was stopped by request. Its results so far are in its run directory."""
 
-    again = False
-    """True if it was requested more than once: nobody waits for anything more, such as a report."""
+    repeated = False
+    """True if the stop was requested more than once. Skip everything slow then, such as a report."""
 
 
-def by_name(name: str, message: str) -> AsyncFlowError:
-    """The error a peer reported, rebuilt from its class name; unknown names give the root class."""
+def error_from_name(name: str, message: str) -> AsyncFlowError:
+    """Rebuild a peer's error from its class name; an unknown name gives the root class."""
     pending: list[type[AsyncFlowError]] = [AsyncFlowError]
     while pending:
         cls = pending.pop()

@@ -54,7 +54,7 @@ def _rollouts(specs: list[AdapterSpec]) -> Iterator[str]:
     yield "|---|---|" + "---|" * len(FLAGS) + "---|---|"
     for spec in specs:
         if spec.kind == "rollout":
-            has = spec.said("has")
+            has = spec.declared("has")
             cells = ["asked" if has is None else "yes" if flag in has else "–" for flag in FLAGS]
             yield _row(
                 _name(spec), _said(spec, "swap"), *cells, _said(spec, "transports", "any transport"), spec.tested_text
@@ -77,7 +77,7 @@ def _name(spec: AdapterSpec) -> str:
 
 
 def _said(spec: AdapterSpec, key: str, otherwise: str = "asked") -> str:
-    said = spec.said(key)
+    said = spec.declared(key)
     return otherwise if said is None else ", ".join(f"`{each}`" for each in said)
 
 

@@ -77,7 +77,7 @@ def test_the_trained_model_is_a_model_folder(run: Path, start: Path) -> None:
     [
         (
             ["--model", ".", "--algorithm", "ppo", "--algorithm-option", 'critic={"decay": 2}'],
-            "critic: decay is from 0 to 1, not 2",
+            "critic: decay must be from 0 to 1, not 2",
         ),
         (["--train", "fdsp"], "no train adapter is named 'fdsp'"),  # not after the warm-up, which makes run/start
     ],

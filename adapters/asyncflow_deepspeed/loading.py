@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.types.safetensors import read_header
 
 
 @contextlib.contextmanager
@@ -38,7 +37,7 @@ def stored_dtype(folder: str) -> str:
     if isinstance(said, str):
         return said
     for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            found = {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 (no mapping)
-            return "bfloat16" if "BF16" in found else "float16" if "F16" in found else "float32"
+        with file.open("rb") as opened:
+            found = {tensor.dtype for tensor in read_header(opened).tensors.values()}
+            return next((dtype for dtype in ("bfloat16", "float16") if dtype in found), "float32")
     return "float32"

@@ -12,7 +12,8 @@ from typing import Any
 
 from asyncflow_sdk.errors import ConfigError, WeightMismatch
 from asyncflow_sdk.interfaces import TensorType, WeightUpdate
-from asyncflow_sdk.types.safetensors import CODES, read_header
+from asyncflow_sdk.types.dtypes import SAFETENSORS_CODES
+from asyncflow_sdk.types.safetensors import read_header
 
 _TIED = "lm_head.weight"
 _SHOWN = 10
@@ -51,7 +52,7 @@ class Checkpoint:
                 problems.append(
                     f"{name}: the version has {given.dtype}{list(given.shape)}, the server takes {wanted}"
                 )
-            if given.dtype not in CODES:
+            if given.dtype not in SAFETENSORS_CODES:
                 problems.append(f"{name}: safetensors has no dtype {given.dtype}")
         missing = self._tensors.keys() - update.tensors.keys()
         problems += [

@@ -15,6 +15,7 @@ from typing import Any
 from asyncflow_http.calls import Calls, Dropped
 from asyncflow_http.finding import Claim, call_now
 from asyncflow_sdk.errors import AsyncFlowError, ConfigError, EngineError, EngineGone
+from asyncflow_sdk.types.dtypes import floating_name
 
 from .arguments import own_arguments, own_environment, served
 from .checkpoint import Checkpoint, served_checkpoint
@@ -107,7 +108,7 @@ class SGLangServer(SGLangRollout):
         dtype = info.dtype
         if dtype == "auto":  # SGLang's own rule
             dtype = Checkpoint(model).dtype.replace("float32", "float16")
-        checkpoint = Checkpoint(model, {"half": "float16", "float": "float32"}.get(dtype, dtype))
+        checkpoint = Checkpoint(model, floating_name(dtype) or dtype)
         checkpoint.check_alike(served_checkpoint(info.model_path, info.revision, name), name)
         claim = Claim(at)
         # Whoever used it before may have left it paused, or on other weights.

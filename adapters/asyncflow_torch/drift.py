@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from asyncflow_sdk.algorithms import bounded
+from asyncflow_sdk.algorithms import clamp_log_ratio
 
 
 class Drift:
@@ -25,7 +25,7 @@ class Drift:
         """Of some tokens: under the policy being trained, and under the one that drew each."""
         if not len(logprobs):
             return
-        apart = bounded((logprobs.detach() - behaviour).double())
+        apart = clamp_log_ratio((logprobs.detach() - behaviour).double())
         weight = apart.exp()
         each = torch.stack([torch.ones_like(apart), apart.abs(), weight, weight.square(), weight - 1 - apart])
         self._sums = self._sums + each.sum(1)

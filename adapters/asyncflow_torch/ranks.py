@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from asyncflow_sdk.errors import ConfigError, EngineError, by_name
+from asyncflow_sdk.errors import ConfigError, EngineError, error_from_name
 
 ROLL_CALL_S = 10.0
 """How long ranks whose call broke off wait to hear from the others why."""
@@ -111,7 +111,7 @@ class Ranks:
         said = self.gather(None if problem is None else [type(problem).__name__, str(problem)])
         for rank, words in enumerate(said):
             if words is not None:
-                raise self.agreed(problem or by_name(words[0], f"rank {rank}: {words[1]}"))
+                raise self.agreed(problem or error_from_name(words[0], f"rank {rank}: {words[1]}"))
         return found  # type: ignore[return-value]
 
     def agreed(self, error: Exception) -> Exception:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncflow_sdk.algorithms import Moments, standardised
+from asyncflow_sdk.algorithms import Moments, standardise
 from asyncflow_sdk.errors import SchemaError
 from asyncflow_sdk.interfaces import Algorithm
 from asyncflow_sdk.types import VERSION_SPANS, Batch, Ragged, loss_mask, token_steps, token_versions
@@ -81,7 +81,7 @@ def standardised_over(share: Share, whole: Whole, epsilon: float | None) -> Shar
     if epsilon is None:
         return share
     worth = share.advantages
-    values = standardised(worth.values.astype(np.float64), epsilon=epsilon, moments=whole.moments)
+    values = standardise(worth.values.astype(np.float64), epsilon=epsilon, moments=whole.moments)
     return replace(share, advantages=replace(worth, values=values))
 
 
@@ -94,7 +94,7 @@ def token_staleness_of(batch: Batch) -> Ragged:
             "the algorithm asks for staleness, and these rows are no step of a run, which alone says it"
         )
     spans = batch.ragged(VERSION_SPANS)
-    late = step - token_steps(spans, batch.stretches)
+    late = step - token_steps(spans, batch.version_step_offsets)
     return Ragged(late.astype(np.float32), token_versions(spans).offsets)
 
 
@@ -150,5 +150,5 @@ class Whole:
                 "response_tokens": total["length"] / max(rows, 1),
                 "rows_used": float(total["used"]), "tokens": float(total["tokens"]),
             },
-            Moments.together([Moments(int(each["tokens"]), each["worth"], each["apart"]) for each in counts]),
+            Moments.merge([Moments(int(each["tokens"]), each["worth"], each["apart"]) for each in counts]),
         )  # fmt: skip

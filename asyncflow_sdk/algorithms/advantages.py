@@ -1,4 +1,4 @@
-"""Advantages: what a response, or each of its tokens, was worth more than expected. numpy, float64 inside."""
+"""Advantages: the reward of a response or token above its expectation. numpy, float64 internally."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from ..types import Ragged
 def group_advantages(
     rewards: npt.ArrayLike, groups: npt.NDArray[np.int64], *, epsilon: float | None = 1e-4
 ) -> npt.NDArray[np.float32]:
-    """Advantage of each row: float32 (rows,), from rewards (rows,) and group numbers (rows,) in any order.
+    """Return the advantage of each row, float32 (rows,), from rewards (rows,) and group numbers
+    (rows,) in any order.
 
     A_i = (R_i - mean(R)) / (std(R) + epsilon) over the row's group (arXiv 2402.03300, section 4.1.2), in
-    float64; without the division where ``epsilon`` is None. std is the unbiased estimate (n - 1), as ``torch.std``. A
-    group of one, or of equal rewards, has advantage exactly 0.
+    float64. ``epsilon`` None: no division. std is the unbiased estimate (n - 1), as ``torch.std``. A group of one row, or of
+    equal rewards, has advantage exactly 0.
     """
     reward = np.asarray(rewards, np.float64)
     _, group, count = np.unique(groups, return_inverse=True, return_counts=True)
@@ -30,7 +31,7 @@ def group_advantages(
     if epsilon is not None:
         variance = np.bincount(group, centred**2) / np.maximum(count - 1, 1)
         centred /= np.sqrt(variance)[group] + epsilon
-    # Rounding in the mean would leave equal rewards an advantage of 1e-17, and so a gradient.
+    # Rounding in the mean would give equal rewards an advantage of 1e-17, and so a gradient.
     return np.where(spread[group], centred, 0.0).astype(np.float32)
 
 
@@ -38,10 +39,10 @@ def gae(
     rewards: npt.NDArray[np.float64], values: npt.NDArray[np.float64], lengths: npt.NDArray[np.int64], *,
     discount: float, decay: float,
 ) -> npt.NDArray[np.float64]:  # fmt: skip
-    """Generalised advantage estimates of tokens packed row after row, (tokens,): A_t = δ_t + γλ A_{t+1}, with
-    δ_t = r_t + γ V_{t+1} - V_t (arXiv 1506.02438, eq. 16). Nothing comes after a row's last token.
+    """Return generalised advantage estimates of tokens packed row after row: (tokens,).
 
-    One pass over positions, of all rows at once: a step back costs what the rows have that are so long.
+    A_t = δ_t + γλ A_{t+1}, with δ_t = r_t + γ V_{t+1} - V_t (arXiv 1506.02438, eq. 16); A and V are 0 after a row's last
+    token. γ: ``discount``, λ: ``decay``. One vectorised pass over positions, from the last token backwards.
     """
     ends = np.cumsum(lengths)
     ahead = np.append(values[1:], 0.0)
@@ -57,7 +58,7 @@ def gae(
 
 @dataclass(frozen=True)
 class Moments:
-    """Of numbers: how many, their mean, and the sum of the squares of what they are off it."""
+    """Moments of a set of numbers. ``squares``: sum of squared deviations from the mean."""
 
     count: int
     mean: float
@@ -65,14 +66,15 @@ class Moments:
 
     @classmethod
     def of(cls, values: npt.NDArray[np.float64]) -> Moments:
+        """Compute the moments of ``values``."""
         if not len(values):
             return cls(0, 0.0, 0.0)
         mean = values.mean()
         return cls(len(values), float(mean), float(np.square(values - mean).sum()))
 
     @classmethod
-    def together(cls, parts: Sequence[Moments]) -> Moments:
-        """Of the numbers of all parts."""
+    def merge(cls, parts: Sequence[Moments]) -> Moments:
+        """Return the moments of the union of several sets."""
         count = sum(part.count for part in parts)
         mean = sum(part.count * part.mean for part in parts) / max(count, 1)
         squares = sum(part.squares + part.count * (part.mean - mean) ** 2 for part in parts)
@@ -80,19 +82,21 @@ class Moments:
 
     @property
     def spread(self) -> float:
+        """The standard deviation, with divisor n."""
         return math.sqrt(self.squares / max(self.count, 1))
 
 
-def standardised(
+def standardise(
     values: npt.NDArray[np.float64], *, epsilon: float, moments: Moments | None = None
 ) -> npt.NDArray[np.float64]:
-    """Less their mean, over their spread + ``epsilon``; or those of the numbers of which they are a part."""
+    """Return (values - mean) / (spread + ``epsilon``). ``moments``: of a larger set; default: of
+    ``values``."""
     if moments is None:
         moments = Moments.of(values)
     return np.asarray((values - moments.mean) / (moments.spread + epsilon))
 
 
 def row_sums(values: npt.NDArray[np.float64], column: Ragged) -> npt.NDArray[np.float64]:
-    """Of tokens that lie as in ``column``, by row: (rows,)."""
+    """Sum token values by row of ``column``: (rows,)."""
     rows = np.repeat(np.arange(len(column)), column.lengths)
     return np.bincount(rows, values, len(column)).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Critic: advantages from a value model, which learns beside the policy."""
+"""Critic: advantages from a value model, trained with the policy."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
-from ..types.typed import Configuration, check_fields
+from ..types.validation import UserConfig, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Critic(Configuration):
-    """Advantages by generalised advantage estimation (arXiv 1506.02438, eq. 16) with ``discount`` γ and ``decay`` λ. The value
-    loss weighs ``coef``; ``clip``: how far a value may go from that before the step (None: any way)."""
+class Critic(UserConfig):
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) with ``discount`` γ and ``decay``
+    λ. ``coef``: weight of the value loss. ``clip``: largest change of a value in a step; None:
+    unlimited."""
 
     discount: float = 1.0
     decay: float = 0.95
@@ -23,13 +24,13 @@ class Critic(Configuration):
         check_fields(self)
         for name in ("discount", "decay"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"critic: {name} is from 0 to 1, not {getattr(self, name)}")
+                raise ConfigError(f"critic: {name} must be from 0 to 1, not {getattr(self, name)}")
         if not self.coef > 0 or (self.clip is not None and not self.clip > 0):
-            raise ConfigError(f"critic: coef and clip are above 0, not {self.coef} and {self.clip}")
+            raise ConfigError(f"critic: coef and clip must be above 0, not {self.coef} and {self.clip}")
 
     def losses(self, values: Any, before: Any, returns: Any) -> Any:
-        """max((V - R)², (V_before + clip(V - V_before, ±clip) - R)²) / 2 of each token (arXiv 1707.06347, eq. 9; clipped as in
-        arXiv 2005.12729, section 3)."""
+        """Return the value loss of each token: max((V - R)², (V_before + clip(V - V_before, ±clip)
+        - R)²) / 2 (arXiv 1707.06347, eq. 9; clipped as in arXiv 2005.12729, section 3)."""
         squares = (values - returns).square()
         if self.clip is not None:
             near = before + (values - before).clamp(-self.clip, self.clip)

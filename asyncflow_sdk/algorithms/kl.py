@@ -1,4 +1,4 @@
-"""KL: how far the policy may go from a reference, as part of the reward or of the loss."""
+"""KL: a penalty on the divergence from a reference policy, in the reward or in the loss."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
-from ..types.typed import Configuration, check_fields
-from .terms import LOG_RATIO_BOUND, bounded
+from ..types.validation import UserConfig, check_fields
+from .terms import LOG_RATIO_BOUND, clamp_log_ratio
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -20,18 +20,21 @@ ESTIMATORS: dict[str, Callable[[Any, Any], Any]] = {
     "k2": lambda d, exp: d * d / 2,
     "k3": lambda d, exp: exp(d) - 1 - d,
 }
-"""Of KL(π ‖ ref) by one token that π drew, with d = log ref - log π (Schulman, "Approximating KL divergence"; k3 is arXiv
-2402.03300, eq. 4), and the exponential function of what d is."""
+"""Estimators of KL(π ‖ ref) from one token sampled from π; d = log ref - log π (Schulman,
+"Approximating KL divergence"; k3: arXiv 2402.03300, eq. 4). The second argument is the exponential
+function for d's array type."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KL(Configuration):
-    """A penalty of ``coef`` times the estimated KL to a reference, whose log-probs are column ``column``: those of a stage
-    ``af.Stage(af.Logprobs("torch", model=path), gives=["ref_logprobs"])``.
+class KL(UserConfig):
+    """A penalty of ``coef`` times the estimated KL to a reference. ``column``: the reference's
+    log-probs, from a stage ``af.Stage(af.Logprobs("torch", model=path), gives=["ref_logprobs"])``.
 
-    ``where``: "loss", with its gradient, or "reward": taken off the reward of each token by a critic, of each row else (arXiv
-    2203.02155, eq. 2). ``estimator``: k1, k2 or k3. In the reward k1 is the usual and unbiased one. In the loss k2 has the gradient
-    of the KL itself where tokens are on policy, k3 another that is never negative in value, and k1 none in expectation.
+    ``where``: "loss": add it to the loss, with its gradient; "reward": subtract it from the reward,
+    of each token with a critic, of each row without (arXiv 2203.02155, eq. 2). ``estimator``: k1,
+    k2 or k3. In the reward, k1 is usual and unbiased. In the loss, k2 has the gradient of the KL
+    itself for on-policy tokens, k3 has another gradient and is never negative, and k1 has gradient
+    0 in expectation.
     """
 
     coef: float = 0.001
@@ -42,19 +45,19 @@ class KL(Configuration):
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.coef >= 0:
-            raise ConfigError(f"kl: coef is a number from 0, not {self.coef}")
+            raise ConfigError(f"kl: coef must be 0 or more, not {self.coef}")
         if self.estimator not in ESTIMATORS:
-            raise ConfigError(f"kl: estimator is k1, k2 or k3, not {self.estimator!r}")
+            raise ConfigError(f"kl: estimator must be k1, k2 or k3, not {self.estimator!r}")
         if self.where not in ("loss", "reward"):
-            raise ConfigError(f'kl: where is "loss" or "reward", not {self.where!r}')
+            raise ConfigError(f'kl: where must be "loss" or "reward", not {self.where!r}')
 
-    def of_tensors(self, logprobs: Any, reference: Any) -> Any:
-        """The estimate at each token, with the gradient of ``logprobs``."""
-        return ESTIMATORS[self.estimator](bounded(reference - logprobs), lambda d: d.exp())
+    def estimate_tensors(self, logprobs: Any, reference: Any) -> Any:
+        """Return the estimate of each token, with gradient through ``logprobs``."""
+        return ESTIMATORS[self.estimator](clamp_log_ratio(reference - logprobs), lambda d: d.exp())
 
-    def of_arrays(
+    def estimate_arrays(
         self, logprobs: npt.NDArray[np.floating[Any]], reference: npt.NDArray[np.floating[Any]]
     ) -> npt.NDArray[np.float64]:
-        """The same, of numpy arrays in float64."""
+        """Return the estimate of each token for numpy arrays, in float64."""
         apart = np.asarray(reference, np.float64) - logprobs
         return np.asarray(ESTIMATORS[self.estimator](np.clip(apart, -LOG_RATIO_BOUND, LOG_RATIO_BOUND), np.exp))

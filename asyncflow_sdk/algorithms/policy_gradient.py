@@ -1,9 +1,9 @@
-"""PolicyGradient: what all algorithms that come with the SDK are, with one thing or another said.
+"""PolicyGradient: the base of all algorithms of the SDK, configured by options.
 
-    af.PolicyGradient(ratio="sequence", mean="rows", clip_low=3e-4, clip_high=4e-4)       # which is what af.GSPO() says
+    af.PolicyGradient(ratio="sequence", mean="rows", clip_low=3e-4, clip_high=4e-4)       # equals af.GSPO()
 
-Its parts go with each other: advantages (of groups, or a critic's), ratio, surrogate, mean, and beside them a KL, a correction for
-tokens of other weights, an entropy bonus.
+Its parts combine freely: advantages (of groups or of a critic), ratio, surrogate and mean; and
+optionally a KL penalty, an off-policy correction and an entropy bonus.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy.typing as npt
 from ..errors import ConfigError, EngineError
 from ..interfaces import Advantages, Algorithm, PackedTokens
 from ..types import Batch, Ragged, loss_mask
-from ..types.typed import Configuration, check_fields
-from .advantages import gae, group_advantages, row_sums, standardised
+from ..types.validation import UserConfig, check_fields
+from .advantages import gae, group_advantages, row_sums, standardise
 from .critic import Critic
 from .kl import KL
 from .off_policy import OffPolicy
@@ -32,20 +32,24 @@ CHOICES = {"ratio": ("token", "sequence"), "surrogate": ("clip", "truncate"), "m
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient(Configuration, Algorithm):
-    """The loss is -mean(w · surrogate(ratio, A)) + kl.coef · mean(KL) - entropy · mean(H) + critic.coef · mean(value loss).
+class PolicyGradient(UserConfig, Algorithm):
+    """The loss is -mean(w · surrogate(ratio, A)) + kl.coef · mean(KL) - entropy · mean(H) +
+    critic.coef · mean(value loss).
 
-    ``ratio``: of each "token", or of the whole response, "sequence" (arXiv 2507.18071, eq. 7). ``surrogate``: "clip", the
-    least of r A and clip(r) A (arXiv 1707.06347, eq. 7), or "truncate", the clipped ratio as a weight of log π (arXiv 2506.13585,
-    eq. 4). Both clip to [1 - ``clip_low``, 1 + ``clip_high``]; ``dual_clip``: for tokens of A < 0 no ratio counts more than this.
-    ``mean``: over "tokens" of the step, over "rows" of the mean over their tokens, or the sum of all tokens over rows times
-    ``length``.
+    ``ratio``: of each "token", or of the whole response, "sequence" (arXiv 2507.18071, eq. 7).
+    ``surrogate``: "clip", min(r A, clip(r) A) (arXiv 1707.06347, eq. 7), or "truncate", the clipped
+    ratio as a weight of log π (arXiv 2506.13585, eq. 4). Both clip to [1 - ``clip_low``, 1 +
+    ``clip_high``]. ``dual_clip``: upper bound of the ratio of tokens with A < 0. ``mean``: over the
+    step's "tokens", over "rows" of their token means, or "length": the sum over all tokens divided
+    by rows times ``length``.
 
-    Advantage of a row: (reward - mean of its group) / (standard deviation of its group + ``epsilon``);
-    ``normalize_std=False`` leaves the division out. With a ``critic`` each token's is its GAE, of mean 0 and spread 1 over the
-    step's tokens, or as it is. ``overlong``: punishes long responses. ``drop_zero_advantage``: rows whose advantage
-    is zero are left out of the forward pass and counted as filtered; a KL and an entropy bonus are then not of them.
-    ``off_policy``: corrects for tokens of older weights; see each. ``entropy``: the weight of the bonus.
+    Advantage of a row: (reward - mean of its group) / (standard deviation of its group +
+    ``epsilon``), without the division if ``normalize_std=False``. With a ``critic``, a token's
+    advantage is its GAE, normalised over the step's tokens to mean 0 and spread 1 unless
+    ``normalize_std=False``. ``overlong``: penalty for long responses. ``drop_zero_advantage``: skip
+    the forward pass of rows with advantage 0 and count them as filtered; KL and entropy then leave
+    them out too. ``off_policy``: correction for tokens of older weights; see each class.
+    ``entropy``: weight of the entropy bonus.
     """
 
     ratio: Literal["token", "sequence"] = "token"
@@ -65,27 +69,27 @@ class PolicyGradient(Configuration, Algorithm):
     drop_zero_advantage: bool = True
 
     def __post_init__(self) -> None:
-        for name, part in PARTS.items():  # options that travelled are plain
+        for name, part in PARTS.items():  # a decoded AlgorithmSpec has mappings
             if isinstance(given := getattr(self, name), Mapping):
                 object.__setattr__(self, name, part(**given))
         check_fields(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} is one of {', '.join(choices)}, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         nothing = self.clip_low == 1 and self.surrogate == "truncate"
         if not (0 <= self.clip_low < 1 or nothing) or not self.clip_high >= 0:
             raise ConfigError(f"clip range [1 - {self.clip_low}, 1 + {self.clip_high}] is empty or negative")
         if self.dual_clip is not None and not self.dual_clip > 1 + self.clip_high:
-            raise ConfigError(f"dual_clip={self.dual_clip} is above 1 + clip_high, which is {1 + self.clip_high}")
+            raise ConfigError(f"dual_clip={self.dual_clip} must be above 1 + clip_high = {1 + self.clip_high}")
         if not self.epsilon >= 0 or not self.entropy >= 0:
-            raise ConfigError(f"epsilon and entropy are numbers from 0, not {self.epsilon} and {self.entropy}")
+            raise ConfigError(f"epsilon and entropy must be 0 or more, not {self.epsilon} and {self.entropy}")
         if self.length < 1:
-            raise ConfigError(f"length is a number from 1, not {self.length}")
+            raise ConfigError(f"length must be 1 or more, not {self.length}")
         asked = {VALUES: self.critic, ENTROPY: self.entropy}
         own = () if self.off_policy is None else (self.off_policy.asks,)
         object.__setattr__(self, "asks", (*own, *(name for name, wanted in asked.items() if wanted)))
         object.__setattr__(self, "needs", () if self.kl is None else (self.kl.column,))
-        whole = type(self).advantages is PolicyGradient.advantages  # else they are what a subclass says, to the end
+        whole = type(self).advantages is PolicyGradient.advantages  # a subclass normalises its own
         object.__setattr__(
             self, "standardise", self.epsilon if self.critic and self.normalize_std and whole else None
         )
@@ -93,7 +97,7 @@ class PolicyGradient(Configuration, Algorithm):
     def check(self, *, group_size: int) -> None:
         if group_size == 1 and self.critic is None:
             raise ConfigError(
-                "group_size is 1: an advantage relative to the group is then always 0 and nothing would be"
+                "group_size is 1: advantages relative to the group are then always 0 and nothing is"
                 " learned; use groups of 2 or more"
             )
 
@@ -107,7 +111,7 @@ class PolicyGradient(Configuration, Algorithm):
         if self.normalize_std:
             mask = loss_mask(batch)
             drawn = np.ones(offsets[-1], np.bool_) if mask is None else mask.values.astype(np.bool_)
-            each["advantages"] = _spread(standardised(each["advantages"][drawn], epsilon=self.epsilon), drawn)
+            each["advantages"] = _spread(standardise(each["advantages"][drawn], epsilon=self.epsilon), drawn)
         return {name: Ragged(column.astype(np.float32), offsets) for name, column in each.items()}
 
     def advantages_of_share(self, batch: Batch) -> Advantages:
@@ -122,10 +126,10 @@ class PolicyGradient(Configuration, Algorithm):
         return group_advantages(rewards, batch.groups, epsilon=self.epsilon if self.normalize_std else None)
 
     def _penalty(self, batch: Batch) -> npt.NDArray[np.float64] | None:
-        """What each token of the responses costs for being unlike the reference; None where that is in the loss."""
+        """Return the KL penalty of each response token; None if there is none in the reward."""
         if self.kl is None or self.kl.where != "reward":
             return None
-        penalty = self.kl.coef * self.kl.of_arrays(
+        penalty = self.kl.coef * self.kl.estimate_arrays(
             batch.ragged("logprobs").values, batch.ragged(self.kl.column).values
         )
         mask = loss_mask(batch)
@@ -134,7 +138,8 @@ class PolicyGradient(Configuration, Algorithm):
     def _estimated(
         self, batch: Batch, critic: Critic, rewards: npt.NDArray[np.float64], penalty: npt.NDArray[np.float64] | None
     ) -> dict[str, Ragged]:
-        """GAE and returns of the tokens that the policy drew; 0 of those between them, over which it looks."""
+        """Return GAE and returns of the policy's own tokens. Masked tokens get 0, and the estimate
+        skips them."""
         values, mask = batch.ragged(VALUES), loss_mask(batch)
         drawn = np.ones(len(values.values), np.bool_) if mask is None else mask.values.astype(np.bool_)
         lengths = row_sums(drawn.astype(np.float64), values).astype(np.int64)
@@ -150,8 +155,10 @@ class PolicyGradient(Configuration, Algorithm):
     # ---- the loss
 
     def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
-        """See the class. Metrics, means over tokens: ``clip_fraction``, the share of tokens that the clip cut; ``logprob_drift``,
-        |logprobs - behaviour|; ``kl``, ``off_policy_weight``, ``off_policy_cut`` (tokens whose weight was), ``value_loss``, where there are such."""
+        """Return the loss (see the class) and metrics, means over tokens: ``clip_fraction``, share
+        of tokens cut by the clip; ``logprob_drift``, |logprobs - behaviour|; and, if configured,
+        ``kl``, ``off_policy_weight``, ``off_policy_cut`` (share of tokens with a changed weight),
+        ``value_loss``."""
         older, mean = tokens.behaviour, self._mean
         if self.off_policy is not None:
             older = self.off_policy.proximal_logprobs(tokens)
@@ -171,7 +178,7 @@ class PolicyGradient(Configuration, Algorithm):
             metrics["off_policy_cut"] = token_mean(outside, tokens)
         loss = -mean(gain, tokens)
         if self.kl is not None:
-            estimates = self.kl.of_tensors(tokens.logprobs, tokens.columns[self.kl.column])
+            estimates = self.kl.estimate_tensors(tokens.logprobs, tokens.columns[self.kl.column])
             metrics["kl"] = token_mean(estimates.detach(), tokens)
             if self.kl.where == "loss":
                 loss = loss + self.kl.coef * mean(estimates, tokens)
@@ -194,7 +201,7 @@ class PolicyGradient(Configuration, Algorithm):
 
 def _asked(given: Any, name: str) -> Any:
     if given is None:
-        raise EngineError(f"the algorithm asks its engine for {name!r}, and was given none: it is in its `asks`")
+        raise EngineError(f"the algorithm asks its engine for {name!r} (in `asks`), which the engine did not compute")
     return given
 
 

@@ -1,4 +1,4 @@
-"""Rewards before they become advantages: what DAPO does about long responses, and about groups that teach nothing."""
+"""Reward shaping of DAPO: penalties for long responses, and the filter for groups of equal rewards."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
-from ..types.typed import Configuration, check_fields
+from ..types.validation import UserConfig, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlong(Configuration):
-    """Soft punishment of long responses (arXiv 2503.14476, eq. 13): added to the reward are 0 up to ``max_tokens`` - ``buffer``
-    tokens, -1 beyond ``max_tokens``, and between them what lies on the line."""
+class Overlong(UserConfig):
+    """Soft punishment of long responses (arXiv 2503.14476, eq. 13): adds 0 to the reward up to
+    ``max_tokens`` - ``buffer`` tokens, -1 beyond ``max_tokens``, linear between."""
 
     max_tokens: int
     buffer: int
@@ -23,17 +23,18 @@ class Overlong(Configuration):
         check_fields(self)
         if not 0 < self.buffer <= self.max_tokens:
             raise ConfigError(
-                f"overlong: buffer={self.buffer} is from 1 to max_tokens={self.max_tokens}: so many tokens before the limit it begins"
+                f"overlong: buffer={self.buffer} must be from 1 to max_tokens={self.max_tokens}: the penalty begins buffer tokens before the limit"
             )
 
     def penalties(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Of responses of these lengths, from 0 down to -1."""
+        """Return the penalties for response lengths, each from -1 to 0."""
         return np.clip((self.max_tokens - self.buffer - lengths) / self.buffer, -1.0, 0.0)
 
 
 def dynamic_sampling(score: npt.ArrayLike, groups: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.generic]]:
-    """A stage's work: the score as the reward, and groups filtered whose scores are all alike, so that other prompts take their
-    place and every step is full of groups that teach (arXiv 2503.14476, eq. 11).
+    """Stage function: copy the score to the reward and filter groups with equal scores. Other
+    prompts replace them, and every step is full of groups with a gradient (arXiv 2503.14476, eq.
+    11).
 
         stages=[af.Stage(mine, task="score"), af.Stage(af.dynamic_sampling, gives=["reward"])]
     """

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import ConfigError
-from ..plugins.probing import Seen
+from ..plugins.inspection import EnvironmentReport
 from ..workflow.toml import problems_of_file
 from .findings import FAILS, FINE, Finding, show, verdict
 from .interpreters import Interpreter, look, wanted_by
@@ -24,7 +24,7 @@ class Examination(msgspec.Struct, kw_only=True):
     fine: bool
     verdict: str
     findings: list[Finding]
-    interpreters: dict[str, Seen | None]
+    interpreters: dict[str, EnvironmentReport | None]
 
     def json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self)).decode()

@@ -31,9 +31,9 @@ class Flow:
         if self._reports:
             last = self._reports[-1]
             seconds = report.time_s - last.time_s
-            for task, count in report.passed.items():
+            for task, count in report.completed.items():
                 rates = self.history.setdefault(task, deque(maxlen=HISTORY))
-                rates.append((count - last.passed.get(task, 0)) / seconds)
+                rates.append((count - last.completed.get(task, 0)) / seconds)
         self._reports.append(report)
         while len(self._reports) > 2 and report.time_s - self._reports[1].time_s >= self._window_s:
             self._reports.popleft()
@@ -64,7 +64,7 @@ class Flow:
         return {task: self._rate(_passed(task)) for task in self._tasks()}
 
     def _tasks(self) -> list[str]:
-        return list(self._reports[-1].passed) if self._reports else []
+        return list(self._reports[-1].completed) if self._reports else []
 
     def _rate(self, count: Callable[[StatusReport], int]) -> float:
         if len(self._reports) < 2:
@@ -74,8 +74,8 @@ class Flow:
 
 
 def _came(task: str) -> Callable[[StatusReport], int]:
-    return lambda report: report.came.get(task, 0)
+    return lambda report: report.arrived.get(task, 0)
 
 
 def _passed(task: str) -> Callable[[StatusReport], int]:
-    return lambda report: report.passed.get(task, 0)
+    return lambda report: report.completed.get(task, 0)

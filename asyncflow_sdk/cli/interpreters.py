@@ -15,8 +15,7 @@ import msgspec
 
 from .._version import __version__
 from ..errors import ConfigError
-from ..plugins.probing import Seen
-from ..plugins.probing import look as look_here
+from ..plugins.inspection import EnvironmentReport, inspect_environment
 from .findings import FAILS, FINE, NOTE, WARNING, Finding
 
 if sys.version_info >= (3, 11):
@@ -46,7 +45,7 @@ class Interpreter:
         return f"this interpreter, {sys.executable}" if self.program is None else self.program
 
 
-def look(interpreter: Interpreter, gpus: Sequence[str]) -> tuple[Seen | None, list[Finding]]:
+def look(interpreter: Interpreter, gpus: Sequence[str]) -> tuple[EnvironmentReport | None, list[Finding]]:
     """What it has, and what is to be said of that."""
     seen, problem = _probed(interpreter)
     if seen is None or not seen.sdk or problem is not None:
@@ -54,18 +53,18 @@ def look(interpreter: Interpreter, gpus: Sequence[str]) -> tuple[Seen | None, li
     return seen, [*_findings(interpreter, seen), *_torch(interpreter, seen, gpus)]
 
 
-def _probed(interpreter: Interpreter) -> tuple[Seen | None, Finding | None]:
+def _probed(interpreter: Interpreter) -> tuple[EnvironmentReport | None, Finding | None]:
     if interpreter.program is None:
-        return look_here(), None
+        return inspect_environment(), None
     program, where = interpreter.program, interpreter.name
     if shutil.which(program) is None:
         return None, Finding(where, "", FAILS, "there is no such program", "python= names an interpreter")
     try:
-        done = _run(program, "-m", "asyncflow_sdk.plugins.probing")
+        done = _run(program, "-m", "asyncflow_sdk.plugins.inspection")
         if done.returncode == 0:
-            return msgspec.json.decode(done.stdout.splitlines()[-1], type=Seen), None
+            return msgspec.json.decode(done.stdout.splitlines()[-1], type=EnvironmentReport), None
         bare = _run(program, "-c", _BARE)
-        seen = msgspec.json.decode(bare.stdout, type=Seen)
+        seen = msgspec.json.decode(bare.stdout, type=EnvironmentReport)
     except (OSError, IndexError, msgspec.MsgspecError, subprocess.TimeoutExpired) as error:
         return None, Finding(where, "", FAILS, f"it cannot be asked: {type(error).__name__}: {error}"[:300])
     how = f"{program} -m pip install asyncflow-sdk=={__version__}"
@@ -82,7 +81,7 @@ def _run(program: str, *arguments: str, timeout_s: float = PROBE_S) -> subproces
     return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
-def _findings(interpreter: Interpreter, seen: Seen) -> Iterator[Finding]:
+def _findings(interpreter: Interpreter, seen: EnvironmentReport) -> Iterator[Finding]:
     where = interpreter.name
     kinds = f"{len(seen.adapters)} adapters"
     yield Finding(where, f"Python {seen.python}", FINE, f"asyncflow-sdk {seen.sdk}, {kinds}")
@@ -95,13 +94,13 @@ def _findings(interpreter: Interpreter, seen: Seen) -> Iterator[Finding]:
         yield Finding(where, "", FAILS, said, cure)
     for blocked in seen.blocked:
         yield Finding(where, "blocked", NOTE, blocked)
-    for known in seen.known:
-        yield Finding(where, known.found, known.level, known.reason, known.cure)
+    for issue in seen.issues:
+        yield Finding(where, issue.installed, issue.level, issue.reason, issue.hint)
     yield from _engines(interpreter, seen)
     yield from _wanted(interpreter, seen)
 
 
-def _engines(interpreter: Interpreter, seen: Seen) -> Iterator[Finding]:
+def _engines(interpreter: Interpreter, seen: EnvironmentReport) -> Iterator[Finding]:
     where = interpreter.name
     wanted = {(kind, name) for kind, name, _ in interpreter.wants}
     told: dict[tuple[str, str], list[str]] = {}
@@ -124,7 +123,7 @@ def _engines(interpreter: Interpreter, seen: Seen) -> Iterator[Finding]:
         yield Finding(where, ", ".join(names), NOTE, said, install)
 
 
-def _wanted(interpreter: Interpreter, seen: Seen) -> Iterator[Finding]:
+def _wanted(interpreter: Interpreter, seen: EnvironmentReport) -> Iterator[Finding]:
     there = {(adapter.kind, adapter.name): adapter for adapter in seen.adapters}
     for kind, name, of in interpreter.wants:
         adapter = there.get((kind, name))
@@ -140,7 +139,7 @@ def _wanted(interpreter: Interpreter, seen: Seen) -> Iterator[Finding]:
             yield Finding(interpreter.name, of, FINE, f"{kind} {name} of {adapter.source}")
 
 
-def _torch(interpreter: Interpreter, seen: Seen, gpus: Sequence[str]) -> Iterator[Finding]:
+def _torch(interpreter: Interpreter, seen: EnvironmentReport, gpus: Sequence[str]) -> Iterator[Finding]:
     """Whether its torch can use the GPUs. Asked in a process of its own, and only where there are some."""
     if seen.torch_cuda is None or not gpus:
         return

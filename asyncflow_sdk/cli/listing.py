@@ -51,7 +51,7 @@ class Listing:
                     factory=spec.factory,
                     requires=list(spec.requires),
                     missing=adapter.missing,
-                    install=adapter.cure if spec.requires or spec.install else "",
+                    install=adapter.install_command if spec.requires or spec.install else "",
                     tested=spec.tested_text,
                 )
             )

@@ -14,9 +14,9 @@ def _debug(ctx: typer.Context, value: bool) -> None:
 
 def _block(names: list[str] | None) -> None:
     if names:
-        from ..plugins.choice import without
+        from ..plugins.choice import block_plugins
 
-        without(names)
+        block_plugins(names)
 
 
 Debug = Annotated[bool, typer.Option("--debug", callback=_debug, is_eager=True, help="Show tracebacks.")]

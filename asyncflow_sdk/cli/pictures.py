@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ..types.lengths import edge
+from ..types.lengths import bin_start
 from .board import TRAILING
 from .canvas import ACCENT, IDLE, INK, Series, short, step_axis, svg, thin, time_axis, trailing
 from .record import Record
@@ -118,7 +118,7 @@ def length_histograms(record: Record) -> str:
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        xs = [edge(number) for number in edges]
+        xs = [bin_start(number) for number in edges]
         for (name, lengths), colour in zip(found.items(), (IDLE, ACCENT), strict=True):
             counts = [
                 100 * sum(n for number, n in lengths.bins.items() if a <= number < b) / lengths.rows

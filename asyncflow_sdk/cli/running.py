@@ -63,7 +63,7 @@ def outcome_of(out: Path, console: Console) -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        hurried = stop.again
+        hurried = stop.repeated
         raise
     finally:
         if _written(out) != before:

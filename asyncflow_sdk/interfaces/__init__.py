@@ -1,20 +1,20 @@
-"""What plugins implement: abstract classes and their promises, nothing else."""
+"""Interfaces for plugins: abstract classes with their contracts, and the values they exchange."""
 
 from .algorithm import Advantages, Algorithm, PackedTokens
 from .launcher import (
     FATAL_STATUS,
     Launcher,
     OnFailure,
-    Place,
-    WorkerEnding,
+    Placement,
+    WorkerExit,
     WorkerHandle,
-    WorkerOrder,
+    WorkerSpec,
     check_on_failure,
 )
 from .queue import BatchStream, LeasedBatch, PutRows, TransferQueue
 from .rollout import Capabilities, Completion, Completions, Request, RolloutEngine
 from .sampler import Candidates, Sampler
-from .staleness import Filling, StalenessPolicy
+from .staleness import StalenessPolicy, StepWindow
 from .tracker import TrackedRun, Tracker
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
 from .weight_sync import (
@@ -52,14 +52,13 @@ __all__ = [
     "Consumer",
     "Fetched",
     "FilePlace",
-    "Filling",
     "Host",
     "Launcher",
     "LeasedBatch",
     "LoadableUpdate",
     "OnFailure",
     "PackedTokens",
-    "Place",
+    "Placement",
     "Producer",
     "Publication",
     "PutRows",
@@ -70,6 +69,7 @@ __all__ = [
     "Sampler",
     "StalenessPolicy",
     "StepResult",
+    "StepWindow",
     "TensorType",
     "TrackedRun",
     "Tracker",
@@ -82,9 +82,9 @@ __all__ = [
     "WeightSync",
     "WeightTransport",
     "WeightUpdate",
-    "WorkerEnding",
+    "WorkerExit",
     "WorkerHandle",
-    "WorkerOrder",
+    "WorkerSpec",
     "check_on_failure",
     "optimizer_source",
 ]

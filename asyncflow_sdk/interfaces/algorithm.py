@@ -1,4 +1,5 @@
-"""Algorithm: what rows are worth, and the loss of their tokens. One for all train engines that compute log-probs.
+"""Algorithm: advantages of rows and the loss of their tokens, for all train engines that compute
+log-probs.
 
     @dataclass(frozen=True)
     class Reinforce(af.Algorithm):                           # a user's own, in a module that workers can import
@@ -13,7 +14,8 @@
 
     af.Train("torch", model=path, algorithm=Reinforce(baseline=0.2))
 
-It is registered as an adapter of kind "algorithm", and then chosen by its name and options: ``algorithm=("reinforce", {...})``.
+Registered as an adapter of kind "algorithm", it is selected by name and options:
+``algorithm=("reinforce", {...})``.
 """
 
 from __future__ import annotations
@@ -31,17 +33,20 @@ from ..types import Batch, Ragged
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTokens:
-    """Response tokens of some rows of a step, packed row after row; those that ``loss_mask`` leaves out are not among them.
-    Tensors of the engine's framework, on its device, float32 (tokens,) where nothing else is said. Later SDKs may add fields.
+    """Response tokens of some rows of a step, packed row after row, without tokens excluded by
+    ``loss_mask``. Tensors of the engine's framework, on its device, float32 (tokens,) unless stated
+    otherwise. Later SDKs may add fields.
 
-    ``logprobs``: of the policy being trained, with gradient. ``behaviour``: of the policy that drew them.
-    ``advantages``: of each token. ``rows``: int64, the row of each token, from 0 to ``row_count`` - 1: sums over rows are
-    ``tensor.new_zeros(row_count).index_add(0, rows, tensor)``. ``columns``: what the algorithm ``needs`` beside
-    TRAIN_COLUMNS, what it ``asks`` its engine for, and what it gave beside its advantages, by name; of one number a row, that number
-    for each token. ``total_tokens``, ``total_rows``: of the whole step, of which these are a part.
+    ``logprobs``: under the policy being trained, with gradient. ``behaviour``: under the policy
+    that generated the tokens. ``advantages``: of each token. ``rows``: int64, the row of each
+    token, from 0 to ``row_count`` - 1; sums over rows are
+    ``tensor.new_zeros(row_count).index_add(0, rows, tensor)``. ``columns``, by name: the
+    algorithm's ``needs`` beside TRAIN_COLUMNS, its ``asks``, and its arrays beside the advantages;
+    a number per row is repeated for each token. ``total_tokens``, ``total_rows``: of the whole
+    step.
 
-    ``entropy``: of the distribution each token was drawn from, with gradient; ``values``: of the critic being trained, with
-    gradient. None where the algorithm did not ask for them.
+    ``entropy``: of the distribution of each token, with gradient. ``values``: of the critic being
+    trained, with gradient. Both None unless in ``asks``.
     """
 
     logprobs: Any
@@ -57,24 +62,27 @@ class PackedTokens:
 
 
 Advantages = npt.NDArray[np.floating[Any]] | Ragged | Mapping[str, npt.NDArray[np.floating[Any]] | Ragged]
-"""One a row, floating point (rows,), or ragged, one for each response token; or by name, "advantages" and others of either form,
-which the loss gets as columns."""
+"""Floating point: one a row, (rows,), or ragged with one a response token. Or a mapping with
+"advantages" and further arrays of either form, passed to the loss as columns."""
 
 
 class Algorithm(abc.ABC):
-    """Turns rewards into advantages, and log-probs into a loss. Keeps nothing from step to step; any thread may call it.
+    """Turns rewards into advantages, and log-probs into a loss. Stateless; called from any thread.
 
-    A dataclass, so that it travels to the trainer's worker: fields that JSON can hold, which are its options. ``needs``: columns
-    that it reads beside TRAIN_COLUMNS; a workflow has them given to its trainer. ``drop_zero_advantage``: rows whose
-    advantages are all 0 are left out of the forward pass, and counted as filtered.
+    Make it a dataclass of JSON-serializable fields, its options: it is rebuilt from them in the
+    trainer's worker. ``needs``: columns read beside TRAIN_COLUMNS; the workflow passes them to the
+    trainer. ``drop_zero_advantage``: rows with all advantages 0 skip the forward pass and count as
+    filtered.
 
-    ``asks``: what its engine is to compute. "proximal_logprobs": log-probs under the weights that the step begins with, a column;
-    "values": of a critic that the engine trains beside the policy, a column as they are before the step, which `advantages` may read
-    too, and ``tokens.values``; "entropy": ``tokens.entropy``; "staleness": a column, how many versions older than the one that the
-    step begins with each token's is. An engine that cannot (``TrainEngine.computes``) is refused.
+    ``asks``: quantities computed by the engine. "proximal_logprobs": log-probs under the weights at
+    the start of the step, a column. "values": of a critic trained by the engine, a column with the
+    values before the step (also for `advantages`) and ``tokens.values``. "entropy":
+    ``tokens.entropy``. "staleness": a column, each token's age in versions relative to the version
+    at the start of the step. An engine without one of these (``TrainEngine.computes``) is refused.
 
-    ``standardise``: advantages are of mean 0 and spread 1 over the tokens of a whole step, this number added to the spread; None: as they
-    are. An engine of several ranks, each with its rows, takes `advantages_of_share`, and does that itself.
+    ``standardise``: scale advantages over the tokens of a whole step to mean 0 and spread 1, with
+    this number added to the spread; None: no scaling. An engine of several ranks calls
+    `advantages_of_share` for each rank's rows and scales itself.
     """
 
     needs: tuple[str, ...] = ()
@@ -83,23 +91,23 @@ class Algorithm(abc.ABC):
     standardise: float | None = None
 
     def check(self, *, group_size: int) -> None:
-        """Raises ConfigError, before anything starts, for a run that it cannot train. Optional."""
+        """Raise ConfigError, before anything starts, for a run it cannot train. Optional."""
 
     @abc.abstractmethod
     def advantages(self, batch: Batch) -> Advantages:
-        """Of a whole step, with all rows of each group (``batch.groups``): one a row, floating point (rows,), or ragged, one
-        for each response token; or a mapping with these as "advantages", and further numbers of rows or tokens, which `loss` gets
-        as columns. Finite, else the step is refused."""
+        """Return the advantages of a whole step, with all rows of each group (``batch.groups``).
+        See ``Advantages`` for the forms. Numbers that are not finite make the step fail."""
 
     def advantages_of_share(self, batch: Batch) -> Advantages:
-        """The same of some of a step's groups, while others are elsewhere: before what ``standardise`` says. Only for algorithms that
-        say a number there."""
+        """Return the advantages of some of a step's groups, before the scaling of ``standardise``.
+        Called only if ``standardise`` is a number."""
         return self.advantages(batch)
 
     @abc.abstractmethod
     def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
-        """The loss of some of a step's tokens, a scalar with gradient, and metrics by name: numbers or scalars without.
+        """Return the loss of some of a step's tokens, a scalar with gradient, and metrics by name:
+        numbers, or scalars without gradient.
 
-        Called for each part of a step; losses, gradients and metrics of the parts are added up, so means are over
-        ``tokens.total_tokens`` or ``total_rows``.
+        Called for each part of a step. Losses, gradients and metrics of the parts are summed, so
+        means divide by ``tokens.total_tokens`` or ``total_rows``.
         """

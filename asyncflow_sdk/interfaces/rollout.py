@@ -1,4 +1,4 @@
-"""RolloutEngine: what an inference engine implements to generate for a run.
+"""RolloutEngine: the interface of inference engines.
 
 class Mine(af.RolloutEngine):
     capabilities = af.Capabilities(swap={"drain"}, token_versions=False)
@@ -28,14 +28,16 @@ Swap = Literal["drain", "partial", "in_flight"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a rollout engine can do; what does not fit a run is refused at start with the reason.
+    """Capabilities of a rollout engine. A run with other requirements is refused at start, with the
+    reason.
 
-    ``swap``: how new weights may come in: ``drain`` (nothing is running), ``partial`` (what runs is interrupted, and goes on
-    after the load as requests of its own), ``in_flight`` (running requests go on under the new version). ``token_versions``: completions carry their version spans themselves;
-    else each response is of the one version loaded. ``max_rows``: responses generated at once.
-    ``context``: the most tokens of prompt and response together; None if the engine does not know.
-    ``logprobs``, ``held_weights``: it has the methods of these names, which prove what it loaded.
-    ``transports``: the only ones that it can take weights by; None: any.
+    ``swap``: supported ways to load weights: ``drain`` (no request is running), ``partial``
+    (running requests are interrupted, and continued by new requests after the load), ``in_flight``
+    (running requests continue under the new version). ``token_versions``: completions carry version
+    spans; otherwise each response has the one loaded version. ``max_rows``: responses generated at
+    once. ``context``: limit of prompt and response tokens together; None: unknown. ``logprobs``,
+    ``held_weights``: the engine implements these methods, which verify loaded weights.
+    ``transports``: the only weight transports it accepts; None: any.
     """
 
     swap: Set[Swap] = frozenset({"drain"})
@@ -49,12 +51,14 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, ``n`` responses to it. ``seed`` differs for every request of a run that has a seed.
+    """A request for ``n`` responses to one prompt. ``seed`` is different for every request of a run
+    with a seed.
 
-    ``drawn``: so many tokens at the end of the prompt are of the response already, which was interrupted and goes on;
-    ``sampling.max_tokens`` is what is left. ``first``: the number of the first response among those of its seed. An engine
-    whose random numbers are counted by response and token goes on where they were; others need not look at the two. Raises ConfigError
-    for a sampling with ``stop``: that is encoded, as ``stop_ids``, before a request is made.
+    ``drawn``: number of tokens at the end of the prompt that belong to an interrupted response;
+    ``sampling.max_tokens`` is the rest. ``first``: index of the first response under this seed. An
+    engine with random numbers per response and token uses both to continue the sequence; other
+    engines ignore them. Raises ConfigError for a sampling with ``stop``, which must be encoded as
+    ``stop_ids`` before.
     """
 
     prompt_ids: npt.NDArray[np.int32]
@@ -66,19 +70,19 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.sampling.stop:
-            raise ConfigError(f"a request has token ids to stop at, stop_ids, and no text: {self.sampling.stop!r}")
+            raise ConfigError(f"a request takes stop_ids (token ids), not the text stop={self.sampling.stop!r}")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished response, or what an interrupted one had drawn.
+    """One finished response, or the tokens of an interrupted one.
 
-    ``index``: 0 to n - 1. ``token_ids``: int32 (length,), the end token included when one was drawn.
-    ``logprobs``: float32 (length,), natural log of each token's softmax(logits / temperature) over the whole vocabulary: at the
-    request's temperature, and at 1 for a greedy response (temperature 0). What top_k and top_p left out of the draw, or any other
-    processor of logits, is not left out of the sum: a trainer computes the denominator of its ratio in the same way, without them.
-    ``finish_reason``: stop, length, or aborted for one that was interrupted, with none or more
-    tokens. ``spans``: only of engines with ``token_versions``.
+    ``index``: 0 to n - 1. ``token_ids``: int32 (length,), with the end token if one was generated.
+    ``logprobs``: float32 (length,), natural log of each token's softmax(logits / temperature) over
+    the whole vocabulary, at the request's temperature, or at 1 for a greedy response (temperature
+    0). top_k, top_p and other logit processors must not change the denominator: the trainer
+    computes its ratio without them. ``finish_reason``: stop, length, or aborted for an interrupted
+    response of 0 or more tokens. ``spans``: only from engines with ``token_versions``.
     """
 
     index: int
@@ -88,18 +92,18 @@ class Completion:
     spans: Sequence[VersionSpan] = field(default=())
 
     def each(self) -> Iterable[Completion]:
-        """This one: what an engine yields is one or several."""
+        """Yield this completion; same interface as ``Completions.each``."""
         return (self,)
 
 
 @dataclass(frozen=True)
 class Completions:
-    """Several responses of one request that ended together, packed: an engine that decodes a batch yields them in place of
-    single ones, and nothing is done for each of them any more.
+    """Several responses of one request, finished together and packed. A batching engine yields them
+    instead of single completions, which saves the work per response.
 
-    ``index``: int64 (rows,). ``token_ids``: int32, ``logprobs``: float32, a row each as in ``Completion``. ``finish_reason``: one
-    each. ``version``: drew every token of theirs; only of engines with ``token_versions``, which yield responses that
-    several versions drew one by one.
+    ``index``: int64 (rows,). ``token_ids``: int32, ``logprobs``: float32, rows as in
+    ``Completion``. ``finish_reason``: one a row. ``version``: of all tokens; only from engines with
+    ``token_versions``. Responses of several versions are yielded as single completions.
     """
 
     index: npt.NDArray[np.int64]
@@ -109,7 +113,7 @@ class Completions:
     version: int | None = None
 
     def each(self) -> Iterator[Completion]:
-        """One by one. Raises ValueError where there are not equally many of everything."""
+        """Yield the completions one by one. Raises ValueError if the fields have different lengths."""
         fields = (self.index.tolist(), self.token_ids, self.logprobs, self.finish_reason)
         for index, ids, logprobs, reason in zip(*fields, strict=True):
             spans = () if self.version is None or not len(ids) else (VersionSpan(self.version, 0, len(ids)),)
@@ -117,66 +121,71 @@ class Completions:
 
 
 class RolloutEngine(abc.ABC):
-    """Generates responses under a version of the policy and takes new versions.
+    """Generates responses under a version of the policy and loads new versions.
 
-    Made by its plugin's factory as ``factory(model=PATH, **options)`` in the worker's process, with its
-    weights loaded from the Hugging Face folder at PATH. All methods run on the worker's event loop and
-    must not block it: blocking work belongs in a thread. One engine serves one worker.
+    The plugin's factory makes it in the worker's process as ``factory(model=PATH, **options)``,
+    with weights from the Hugging Face folder at PATH. All methods run on the worker's event loop
+    and must not block it: run blocking work in a thread. One engine serves one worker.
     """
 
     capabilities: Capabilities = Capabilities()
 
     @abc.abstractmethod
     def generate(self, request: Request) -> AsyncIterator[Completion | Completions]:
-        """Yield each of the ``request.n`` responses once, as it finishes, in any order; those that finish together may come as
-        ``Completions``.
+        """Yield each of the ``request.n`` responses once, as it finishes, in any order; several at
+        once as ``Completions``.
 
-        Many generations run at the same time. Cancelling one aborts its requests in the engine; the
-        others are not touched. Raises EngineError for a request the engine cannot take (too long, empty,
-        an unknown option): only that request fails. Raises EngineGone when nothing it is asked will be answered any more: then the
-        worker ends, and its rows go to others.
+        Many generations run at the same time. Cancelling one aborts its requests in the engine and
+        no others. Raises EngineError for an unacceptable request (too long, empty, an unknown
+        option); only that request fails. Raises EngineGone if the engine can answer no more
+        requests; the worker then ends and its rows go to other workers.
         """
 
     @abc.abstractmethod
     async def load_weights(self, update: WeightUpdate) -> Set[str]:
-        """Take every tensor of ``update`` and return the names taken.
+        """Load every tensor of ``update`` and return the names loaded.
 
-        Swapped after draining, or between requests, nothing is running; with ``in_flight``, requests run: the
-        engine stops between two tokens by itself, loads, and goes on, and every later token is of the new version, by its span
-        and by its log-prob. After it no token may come from a cache of the old one. What begins during a load waits for
-        its end, or is answered by the old version wholly; by an engine without ``in_flight`` it may be refused with EngineError.
+        No request is running, except with ``in_flight``: the engine then pauses between two tokens,
+        loads and continues, and every later token has the span and the log-prob of the new version.
+        No token may be computed from a cache of the old weights. A request started during a load
+        waits, or is answered entirely by the old version; an engine without ``in_flight`` may
+        refuse it with EngineError.
 
-        Either all tensors are taken, or this raises, whatever it is: then the caller loads the version before once more, and the
-        worker ends where that cannot be had. Names that are not the update's are refused in the same way; an update that lacks a
-        tensor of the model, or has one too many, this refuses.
+        On any exception, or if the returned names are not the update's, the caller loads the
+        previous version again; if that is gone, the worker ends. The engine must refuse an update
+        with missing or extra tensors.
         """
 
     async def interrupt(self) -> None:
-        """End every request that was begun: each response that is not finished is yielded with the tokens it has so far and
-        finish_reason "aborted", soon. Does not wait for that. Engines with "partial" in ``capabilities.swap`` have it: the
-        caller loads weights when all is yielded, and then asks for the rest."""
-        raise NotImplementedError(f"{type(self).__name__} cannot interrupt what runs")
+        """Abort all running requests. Each unfinished response is yielded soon, with its tokens so
+        far and finish_reason "aborted"; this call does not wait for it. Required with "partial" in
+        ``capabilities.swap``: the caller loads weights once all responses are yielded, and then
+        requests the rest of them."""
+        raise NotImplementedError(f"{type(self).__name__} cannot interrupt running requests")
 
     async def logprobs(
         self, prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]]
     ) -> Sequence[Sequence[float]]:
-        """Log-probs of each response's tokens after its prompt, at temperature 1 over the whole vocabulary, under the weights held now. Nothing is
-        running. Engines with ``capabilities.logprobs`` have it: it proves after a swap what they hold."""
+        """Return log-probs of each response's tokens after its prompt, at temperature 1 over the
+        whole vocabulary, under the loaded weights. No request is running. Required with
+        ``capabilities.logprobs``: it verifies a load."""
         raise NotImplementedError(f"{type(self).__name__} cannot score given responses")
 
     def held_weights(self) -> Iterator[tuple[str, Any]]:
-        """(name, tensor) as they are held now, in the names, dtypes and shapes of the update that was loaded. Engines with
-        ``capabilities.held_weights`` have it: they neither fuse nor repack, so that what they hold can be hashed again."""
+        """Yield (name, tensor) of the loaded weights, with names, dtypes and shapes of the update.
+        Required with ``capabilities.held_weights``, for engines that neither fuse nor repack
+        weights: their bytes are hashed again."""
         raise NotImplementedError(f"{type(self).__name__} does not hold weights as they were published")
 
     def weight_name(self, name: str) -> str:
-        """What this engine calls a tensor that was published as ``name``. Optional; the default is the same."""
+        """Return the engine's name of the tensor published as ``name``. Optional; default: the
+        same."""
         return name
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds the engine's own threads have spent so far; 0.0 where nobody counts them."""
+        """CPU seconds spent by the engine's own threads so far; 0.0 if not measured."""
         return 0.0
 
     async def close(self) -> None:
-        """Free what the engine holds. Called once; nothing is called after it."""
+        """Free the engine's resources. Called once, as the last method."""

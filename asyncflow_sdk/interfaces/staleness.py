@@ -1,18 +1,18 @@
-"""Staleness policies: which groups may be generated now, which may be trained, and which are too late.
+"""StalenessPolicy: decides which groups may be generated, which may be trained, and which expire.
 
     class Patient(af.StalenessPolicy):                       # a user's own
         promise = "no trained token is older than max_staleness; a quarter of each step waits for stragglers"
 
-        def admit(self, filling: af.Filling, deadline: int) -> int:
-            return filling.slack(deadline) + filling.load(deadline) - filling.total
+        def admit(self, window: af.StepWindow, deadline: int) -> int:
+            return window.slack(deadline) + window.load(deadline) - window.total
 
-        def select(self, filling: af.Filling, deadline: int | None) -> int:
-            due = filling.load(filling.step)                 # trained now, or never
-            return filling.free if deadline == filling.step else filling.free - min(due, filling.batch_rows // 4)
+        def select(self, window: af.StepWindow, deadline: int | None) -> int:
+            due = window.load(window.step)                 # trained now, or never
+            return window.free if deadline == window.step else window.free - min(due, window.batch_rows // 4)
 
     af.serve("runs/mine", max_staleness=2, staleness_policy=Patient)
 
-It is registered as an adapter of kind "staleness", or handed over as above, and checked with
+Pass it as above or register it as an adapter of kind "staleness". Check it with
 ``asyncflow_sdk.testing.check_staleness_policy``.
 """
 
@@ -24,14 +24,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Filling:
-    """The step being filled, and the rows under way for it and for later ones. Read-only.
+class StepWindow:
+    """The step being filled, and the rows in progress for this and later steps. Read-only.
 
-    ``step``: its number k; it trains version k. ``batch_rows``: of a step, B; ``free``: how many of them this one still
-    lacks. ``current``: the step that the newest published version is trained by; -1 before the first. ``admitted``: rows
-    that were admitted, live, and are in no step yet, by their *deadline*: the last step that may train them if none
-    of their tokens is to be older than ``max_staleness``, which is the version that their replica had loaded when
-    they were leased, plus ``max_staleness``.
+    ``step``: its number k; it trains version k. ``batch_rows``: rows of a step, B. ``free``: rows
+    missing from this step. ``current``: the step that trains the newest published version; -1
+    before the first. ``admitted``: admitted live rows outside of steps, by *deadline*: the last
+    step that may train them without a token older than ``max_staleness``. The deadline is the
+    version loaded by their replica at the lease, plus ``max_staleness``.
     """
 
     step: int
@@ -43,50 +43,58 @@ class Filling:
 
     @property
     def total(self) -> int:
-        """Rows under way: admitted, live, in no step."""
+        """Rows in progress: admitted, live, in no step."""
         return sum(self.admitted.values())
 
     def load(self, deadline: int) -> int:
-        """L_j: those of them with this deadline or an earlier one."""
+        """Return L_j, the rows in progress with this deadline or an earlier one."""
         return sum(rows for due, rows in self.admitted.items() if due <= deadline)
 
     def slack(self, deadline: int) -> int:
-        """Slots of this step and those up to ``deadline`` that no row due by then needs: s + (j - k)·B - L_j."""
+        """Return the spare slots of the steps up to ``deadline``: s + (j - k)·B - L_j, with s =
+        ``free``."""
         return self.free + (deadline - self.step) * self.batch_rows - self.load(deadline)
 
 
 class StalenessPolicy(ABC):
-    """Answers questions about a ``Filling``, each a function of its arguments and of the options it was made with:
-    no clock, no random state, nothing kept from call to call. It is made in the queue's server, from plain options, and
-    called in the server's thread, so its cost is everybody's wait. A run that goes on after its server died is told what it
-    answered then. What it raises, or answers that is no number, fails all who lease, as PluginError.
+    """Makes decisions from a ``StepWindow``. Methods must depend on their arguments and the
+    policy's options only: no clock, no random state, no state between calls. The queue's server
+    makes the policy from plain options and calls it in its own thread, which delays all clients.
+    After a server restart, recorded answers are replayed instead of new calls. An exception, or an
+    answer that is not a number, fails all lease requests with PluginError.
 
-    ``promise``: what holds of every trained token, and what it costs, in one line for people. ``bounded``: that is, that
-    none is older than max_staleness; then the ledger lets no row into a step past its deadline, whatever ``select`` says.
+    ``promise``: the guarantee for every trained token and its cost, in one line for people.
+    ``bounded``: True if no token is older than max_staleness; the ledger then admits no row into a
+    step past its deadline, whatever ``select`` returns.
     """
 
     promise: str = ""
     bounded: bool = True
 
     @abstractmethod
-    def admit(self, filling: Filling, deadline: int) -> int:
-        """How many rows may begin to be generated by a replica whose rows have this ``deadline`` (its version plus
-        max_staleness). Whole groups of them do. 0 or less: none now. With ``bounded``, asked of no deadline that has passed.
+    def admit(self, window: StepWindow, deadline: int) -> int:
+        """Return the number of rows that a replica may start to generate, as whole groups; 0 or
+        less: none now.
 
-        A replica gets none for ever where this never says a group's size; of a newer version it is asked, too.
+        ``deadline``: of these rows, the replica's version plus max_staleness. With ``bounded``, it
+        has not passed. If the answer never reaches a group's size, the replica starves. Also called
+        for a newer version.
         """
 
-    def select(self, filling: Filling, deadline: int | None) -> int:
-        """How many complete rows with this ``deadline`` may join the step; None: rows that came complete, with no
-        version. Asked with the earliest first; more than ``free`` never join. By default as many as fit."""
-        return filling.free
+    def select(self, window: StepWindow, deadline: int | None) -> int:
+        """Return the number of complete rows with this ``deadline`` that may join the step, at most
+        ``free`` (the default). ``deadline`` None: rows put complete, without a version. Called for
+        the earliest deadline first."""
+        return window.free
 
-    def evict(self, filling: Filling) -> Collection[int]:
-        """Deadlines whose rows are given up, asked when a step has closed and the next one, ``filling.step``, is
-        filled. All their groups that are in no step expire, also those being generated, and others are wanted in their
-        place. By default, with ``bounded``, those that have passed."""
-        return [due for due in filling.admitted if due < filling.step] if self.bounded else ()
+    def evict(self, window: StepWindow) -> Collection[int]:
+        """Return deadlines to give up. Called when a step has closed and the next one,
+        ``window.step``, is being filled. Groups with these deadlines expire unless they are in a
+        step, also while being generated, and are replaced. Default with ``bounded``: deadlines that
+        have passed."""
+        return [due for due in window.admitted if due < window.step] if self.bounded else ()
 
     def least_rows(self, batch_rows: int, max_staleness: int) -> int:
-        """How many rows the queue must hold for no step to wait for ever; a smaller capacity is refused at set-up."""
+        """Return the rows that the queue must hold so as not to deadlock; a smaller capacity is
+        refused at set-up."""
         return batch_rows

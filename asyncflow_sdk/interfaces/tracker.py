@@ -1,4 +1,4 @@
-"""Tracker: where the numbers of a run go: TensorBoard, Weights & Biases, a table of one's own.
+"""Tracker: receives the metrics of a run, for TensorBoard, Weights & Biases or a custom table.
 
 class Lines(af.Tracker):                                 # a user's own
     def open(self, run: af.TrackedRun) -> None:
@@ -10,7 +10,8 @@ class Lines(af.Tracker):                                 # a user's own
     def close(self) -> None:
         self.file.close()
 
-af.Workflow(..., trackers=["lines"])                     # registered as an adapter of kind "tracker"; or the class itself
+af.Workflow(..., trackers=["lines"])                     # registered as an adapter of kind
+"tracker"; or the class
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from ..types import Event
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is opened for. ``directory``: of the run, which is there. ``description``: what was asked for, as JSON holds it: of a
-    workflow all that ``describe`` says, else the limits it is served with. ``resumed``: whether the run was there before and
-    goes on. Later SDKs may add fields."""
+    """The run of a tracker. ``directory``: the existing run directory. ``description``: the run's
+    configuration in JSON types: for a workflow the result of ``describe``, else the limits of the
+    served queue. ``resumed``: True if the run continues an earlier one. Later SDKs may add fields.
+    """
 
     directory: Path
     description: Mapping[str, Any]
@@ -36,27 +38,29 @@ class TrackedRun:
 
 
 class Tracker(abc.ABC):
-    """Listens to a run, in the process that serves it. Made by its plugin's factory as ``factory(**options)`` before the run
-    starts, when it raises ConfigError for options it cannot work with; all else is called in a thread of its own, one call at
-    a time, so it may block: neither training nor the queue waits for it.
+    """Receives steps and events in the process that serves the run. The plugin's factory makes it
+    before the run starts, as ``factory(**options)``, and raises ConfigError for invalid options.
+    All methods run in a thread of the tracker, one call at a time, and may block: neither training
+    nor the queue waits for them.
 
-    What it raises then ends it, not the run: that is told once, as a warning of the run. Of a tracker that is slower than
-    the run for so long that events pile up, some are left out, which is told, too.
+    An exception ends the tracker, not the run, with one warning. If a tracker stays slower than the
+    run, events are dropped, with a warning.
     """
 
     def open(self, run: TrackedRun) -> None:
-        """Called once, first of all. Optional."""
+        """Called once, as the first method. Optional."""
 
     @abc.abstractmethod
     def log(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """Step ``step`` was trained, from ``version`` of the weights. ``metrics``: means over its rows, whatever the engine
-        and the algorithm measured, and how stale its tokens were, by name. Steps come in order, but a run that is resumed, or whose trainer was
-        started again, may train some again: then the later numbers count."""
+        """Called after each trained step. ``version``: of the weights it started from. ``metrics``,
+        by name: means over the step's rows, measurements of engine and algorithm, and the staleness
+        of its tokens. Steps arrive in order; after a resume or a restart of the trainer some arrive
+        again, and the later numbers count."""
 
     def event(self, event: Event) -> None:
-        """Something happened, see ``asyncflow_sdk.types.events``: for trackers that want more than steps. Also called for
-        each step, after ``log``. Optional."""
+        """Called for each event of ``asyncflow_sdk.types.events``, also for each step, after
+        ``log``. Optional."""
 
     def close(self) -> None:
-        """The run has ended, or stops here; nothing is called after it. Called once, also when ``log`` or ``event`` has raised, but
-        not when ``open`` has. It has half a minute: then it is left to itself. Optional."""
+        """Called once at the end of the run, as the last method, also after ``log`` or ``event``
+        raised, but not after ``open`` raised. The run waits at most 30 s for it. Optional."""

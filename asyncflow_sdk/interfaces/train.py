@@ -1,4 +1,4 @@
-"""TrainEngine: what a training engine implements to train for a run."""
+"""TrainEngine: the interface of training engines."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from ..types import Batch, Ragged
 from .weights import WeightUpdate
 
 TRAIN_COLUMNS = ("prompt_ids", "response_ids", "logprobs", "version_spans", "reward")
-"""What a train engine reads: prompt_ids, response_ids: ragged int32; logprobs: ragged float32, of the
-response under the policy that drew it; version_spans: ragged int64 (3,); reward: fixed floating point. A batch may have the
-column loss_mask too (ragged bool, one value a response token): where it is False, a token is read and not trained."""
+"""Columns read by train engines. prompt_ids, response_ids: ragged int32; logprobs: ragged float32,
+of the response under the policy that generated it; version_spans: ragged int64 (3,); reward: fixed
+floating point. Optional: loss_mask, ragged bool, one value a response token; tokens with False are
+context and are not trained."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a step. ``metrics``: numbers by name. ``filtered``: bool (rows,), True for rows that
-    were left out because they carry no gradient; None when all were used."""
+    """The result of a step. ``metrics``: numbers by name. ``filtered``: bool (rows,), True for rows
+    left out because they have no gradient; None if all rows were used."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     filtered: npt.NDArray[np.bool_] | None = None
@@ -32,9 +33,10 @@ class StepResult:
 class TrainEngine(abc.ABC):
     """Trains the policy on batches of whole groups.
 
-    Made by its plugin's factory as ``factory(model=PATH, algorithm=ALGORITHM, **options)`` in the worker's
-    process, with an ``Algorithm``. Not thread-safe: one thread calls it. ``computes``: what it can compute of all that an
-    algorithm may ask for (``Algorithm.asks``). ``restores``: it has ``load_weights``.
+    The plugin's factory makes it in the worker's process, as ``factory(model=PATH,
+    algorithm=ALGORITHM, **options)`` with an ``Algorithm``. Not thread-safe: one thread calls it.
+    ``computes``: supported values of ``Algorithm.asks``. ``restores``: True if it implements
+    ``load_weights``.
     """
 
     computes: tuple[str, ...] = ()
@@ -42,47 +44,53 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def train_step(self, batch: Batch) -> StepResult:
-        """One optimizer step on the rows of ``batch`` (TRAIN_COLUMNS). Blocks until the weights are new.
+        """Do one optimizer step on the rows of ``batch`` (TRAIN_COLUMNS). Blocks until the weights
+        are updated.
 
-        Raises SchemaError for rows it cannot train on (NaN rewards, a response without log-probs); the
-        weights are then unchanged.
+        Raises SchemaError for invalid rows (NaN rewards, a response without log-probs) and then
+        leaves the weights unchanged.
         """
 
     @abc.abstractmethod
     def logprobs(self, batch: Batch) -> Ragged:
-        """Log-probs of ``response_ids`` under the current weights: float32, one row a response; natural log of
-        softmax(logits / temperature) over the whole vocabulary, at the temperature that the rollouts are drawn at, 1 by default."""
+        """Return log-probs of ``response_ids`` under the current weights: float32, one row a
+        response, natural log of softmax(logits / temperature) over the whole vocabulary. The
+        temperature is that of the rollouts; default 1."""
 
     @abc.abstractmethod
     def named_weights(self) -> Iterable[tuple[str, Any]]:
-        """(name, tensor) of the whole policy, in the names and dtypes of the Hugging Face checkpoint, tied weights once.
+        """Return (name, tensor) of the whole policy, in the names and dtypes of the Hugging Face
+        checkpoint, tied weights once.
 
-        What the optimizer steps on should be float32 where the checkpoint is less precise: small steps would be rounded away.
-        The tensors may be views of live parameters: they are read before the next train_step.
+        The optimizer should step on float32 copies if the checkpoint is less precise: small steps
+        would be rounded away. The tensors may be views of live parameters: they are read before the
+        next train_step.
         """
 
     @abc.abstractmethod
     def save(self, path: Path) -> None:
-        """Write everything needed to continue (weights, optimizer, random state) below ``path``."""
+        """Write the full training state (weights, optimizer, random state) below ``path``."""
 
     @abc.abstractmethod
     def load(self, path: Path) -> None:
-        """Continue from what ``save`` wrote; the next step is as if there had been no pause."""
+        """Restore the state written by ``save``; the next step equals that of an uninterrupted run."""
 
     def load_weights(self, update: WeightUpdate) -> None:
-        """Replace the policy's weights by those of a version that this run published; the optimizer begins anew. Called after a
-        rollback, between steps; of several ranks on each, with whole tensors. Optional, declared by ``restores``: without it
-        the run refuses rollbacks.
+        """Replace the policy's weights by a version published by this run, and reset the optimizer
+        to a new one. Called after a rollback, between steps, on every rank with whole tensors.
+        Optional, declared by ``restores``; without it the run refuses rollbacks.
 
-        What the optimizer steps on is made from the published weights, and its state is that of a new optimizer.
-        Afterwards ``named_weights`` gives the published bytes, and the next step starts from them. The tensors are valid
-        until this returns. A tensor that is missing, unknown or of another shape raises WeightMismatch, and nothing has changed.
+        The optimizer's master weights are made from the published weights. Afterwards
+        ``named_weights`` returns the published bytes, and the next step starts from them. The
+        tensors are valid until this method returns. Raises WeightMismatch for a missing or unknown
+        tensor or another shape, and then changes nothing.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot load a version's weights")
 
     def export(self, path: Path) -> None:
-        """Write the policy as a Hugging Face model folder. ``path`` is there, maybe empty. Optional; the default refuses."""
+        """Write the policy as a Hugging Face model folder. ``path`` exists and may be empty.
+        Optional; default: refuse."""
         raise NotImplementedError(f"{type(self).__name__} cannot export a model folder")
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's resources."""

@@ -125,7 +125,7 @@ class Admission:
         return cmd.Leased(
             token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
             step=step, version=version, lease_s=task.spec.lease_s, partition=self._partitions.name_of(ids[:1]),
-            stretches=() if step == NONE else lineage.offsets,
+            version_step_offsets=() if step == NONE else lineage.offsets,
             completed_at=b"" if step == NONE else self._metrics.note_ages(at, step, lineage),
         )  # fmt: skip
 

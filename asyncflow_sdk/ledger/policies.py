@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..interfaces import Filling, StalenessPolicy
+from ..interfaces import StalenessPolicy, StepWindow
 
 
 class Wait(StalenessPolicy):
@@ -15,21 +15,21 @@ class Wait(StalenessPolicy):
 
     promise = "no trained token is older than max_staleness, and no row is given up: steps wait for stragglers"
 
-    def admit(self, filling: Filling, deadline: int) -> int:
+    def admit(self, window: StepWindow, deadline: int) -> int:
         # between admitted deadlines slack only grows, so they are all that need checking
-        return min(filling.slack(j) for j in {deadline, *filling.admitted} if j >= deadline)
+        return min(window.slack(j) for j in {deadline, *window.admitted} if j >= deadline)
 
-    def select(self, filling: Filling, deadline: int | None) -> int:
+    def select(self, window: StepWindow, deadline: int | None) -> int:
         """Leaves the room that rows with an earlier deadline need."""
-        due = {filling.step, *filling.admitted}
-        earlier = [j for j in due if j >= filling.step and (deadline is None or j < deadline)]
-        return min([filling.free, *(filling.slack(j) for j in earlier)])
+        due = {window.step, *window.admitted}
+        earlier = [j for j in due if j >= window.step and (deadline is None or j < deadline)]
+        return min([window.free, *(window.slack(j) for j in earlier)])
 
     @staticmethod
-    def holds(filling: Filling) -> bool:
+    def holds(window: StepWindow) -> bool:
         """Whether invariant H holds."""
-        due = [j for j in {filling.step, *filling.admitted} if j >= filling.step]
-        return all(filling.slack(j) >= 0 for j in due) and filling.load(filling.step - 1) == 0
+        due = [j for j in {window.step, *window.admitted} if j >= window.step]
+        return all(window.slack(j) >= 0 for j in due) and window.load(window.step - 1) == 0
 
 
 class Drop(StalenessPolicy):
@@ -43,8 +43,8 @@ class Drop(StalenessPolicy):
 
     promise = "no trained token is older than max_staleness: rows that take too long expire and are replaced"
 
-    def admit(self, filling: Filling, deadline: int) -> int:
-        return filling.free + (deadline - filling.step) * filling.batch_rows - filling.total
+    def admit(self, window: StepWindow, deadline: int) -> int:
+        return window.free + (deadline - window.step) * window.batch_rows - window.total
 
 
 class Count(StalenessPolicy):
@@ -58,7 +58,7 @@ class Count(StalenessPolicy):
     promise = "only the number of rows under way is bounded: a trained token may be older than max_staleness"
     bounded = False
 
-    def admit(self, filling: Filling, deadline: int) -> int:
-        steps = filling.max_staleness + filling.current + 1 - filling.step  # past the one being filled
-        taken = filling.batch_rows - filling.free
-        return steps * filling.batch_rows - taken - filling.total
+    def admit(self, window: StepWindow, deadline: int) -> int:
+        steps = window.max_staleness + window.current + 1 - window.step  # past the one being filled
+        taken = window.batch_rows - window.free
+        return steps * window.batch_rows - taken - window.total

@@ -273,7 +273,7 @@ def _shard_of(whole: cmd.Leased, shards: ShardedLease, rank: int, off: float) ->
         token=whole.token, task=whole.task, ids=pack_ids(unpack_ids(whole.ids)[span]),
         groups=pack_ids(unpack_ids(whole.groups)[span]), step=whole.step, version=whole.version, lease_s=whole.lease_s,
         partition=whole.partition, rank=rank, world_size=shards.size, shard=shards.shard(rank),
-        shards=len(shards.bounds) - 1, imbalance=off, stretches=whole.stretches,
+        shards=len(shards.bounds) - 1, imbalance=off, version_step_offsets=whole.version_step_offsets,
         completed_at=pack_ids(unpack_ids(whole.completed_at)[span]) if whole.step != NONE else b"",
     )  # fmt: skip
 

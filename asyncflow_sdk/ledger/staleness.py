@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ..errors import AsyncFlowError, PluginError
-from ..interfaces import Filling, StalenessPolicy
+from ..interfaces import StalenessPolicy, StepWindow
 from ..types import events as ev
 from .commands import PolicySpec
 from .state import LedgerState
@@ -113,7 +113,7 @@ class Staleness:
             self._policy = self.make_policy(spec)
         return self._policy
 
-    def _try(self, question: Callable[[StalenessPolicy, Filling], Any]) -> list[int]:
+    def _try(self, question: Callable[[StalenessPolicy, StepWindow], Any]) -> list[int]:
         """The policy's answers where no request can fail for them. If the policy fails, every parked request is told."""
         if self.failed:
             return []
@@ -125,7 +125,7 @@ class Staleness:
             self._parked.wake_all()
             return []
 
-    def _ask(self, question: Callable[[StalenessPolicy, Filling], Any]) -> list[int]:
+    def _ask(self, question: Callable[[StalenessPolicy, StepWindow], Any]) -> list[int]:
         """The policy's answers, clipped to ±MAX_NUMBER. Raises PluginError."""
 
         def ask() -> bytes:

@@ -1,4 +1,4 @@
-"""Plugins: one hook, through which engines, transports and everything else arrive.
+"""Plugins: one hook, which registers engines, transports and all other adapters.
 
     # mine/plugin.py, named in pyproject.toml under [project.entry-points.asyncflow_sdk]
     import asyncflow_sdk as af
@@ -7,11 +7,12 @@
     def asyncflow_adapters():
         return [af.AdapterSpec(kind="rollout", name="mine", factory="mine.engine:Mine", requires=["mylib>=2"])]
 
-A plugin module is imported to list it, so it must not import its engine: the factory is a string.
+The SDK imports a plugin module to list its adapters, so the module must not import its engine: the
+factory is a string.
 """
 
-from .choice import ONLY, WITHOUT, plugin_choice
-from .finding import Adapter, Registry, find_plugins, registry
+from .choice import ONLY, WITHOUT, plugin_variables
+from .discovery import Adapter, Registry, find_plugins, registry
 from .paths import import_name, import_path
 from .spec import GROUP, AdapterSpec, HookSpecs, Kind, hookimpl, hookspec
 
@@ -29,6 +30,6 @@ __all__ = [
     "hookspec",
     "import_name",
     "import_path",
-    "plugin_choice",
+    "plugin_variables",
     "registry",
 ]

@@ -1,8 +1,9 @@
-"""Which plugins may be loaded: all, unless these environment variables say otherwise. Names are separated by commas; a plugin
-has the name of its entry point, and its distribution's counts too.
+"""The choice of plugins to load: all of this environment, unless these variables restrict it. Names
+are separated by commas. A plugin answers to the name of its entry point and to that of its
+distribution.
 
     ASYNCFLOW_PLUGINS=mine,torch           only these, and "core"
-    ASYNCFLOW_NO_PLUGINS=broken            not these
+    ASYNCFLOW_NO_PLUGINS=broken            all but these
 """
 
 from __future__ import annotations
@@ -14,42 +15,41 @@ from typing import NamedTuple
 
 ONLY, WITHOUT = "ASYNCFLOW_PLUGINS", "ASYNCFLOW_NO_PLUGINS"
 CORE = "core"
-"""The plugin without which nothing works: it is always there."""
+"""The SDK's own plugin. It cannot be blocked."""
 
 
-class Choice(NamedTuple):
-    """What was said; names as they were written. ``only`` None: everything."""
+class PluginChoice(NamedTuple):
+    """Names to load and names to block, as the user wrote them. ``only`` None: load all."""
 
     only: tuple[str, ...] | None
     without: tuple[str, ...]
 
     def allows(self, names: Iterable[str]) -> bool:
-        """Whether a plugin that has these names may be loaded."""
-        known = {plain(name) for name in names}
-        if known & set(map(plain, self.without)):
+        """True if a plugin with these names may be loaded."""
+        known = {canonical_name(name) for name in names}
+        if known & set(map(canonical_name, self.without)):
             return False
-        return self.only is None or bool(known & set(map(plain, self.only)))
+        return self.only is None or bool(known & set(map(canonical_name, self.only)))
 
 
-def read_choice() -> Choice:
-    """What the environment of this process says."""
+def read_choice() -> PluginChoice:
+    """Read the choice from this process's environment."""
     only = os.environ.get(ONLY)
-    return Choice(None if only is None else _split(only), _split(os.environ.get(WITHOUT, "")))
+    return PluginChoice(None if only is None else _split(only), _split(os.environ.get(WITHOUT, "")))
 
 
-def plugin_choice() -> dict[str, str]:
-    """The variables that are set, for processes that are to have the same plugins."""
+def plugin_variables() -> dict[str, str]:
+    """Return the variables that are set, for processes with the same plugins."""
     return {name: os.environ[name] for name in (ONLY, WITHOUT) if name in os.environ}
 
 
-def without(names: Iterable[str]) -> None:
-    """Block these, too, in this process and in those that it starts."""
-    blocked = dict.fromkeys((*read_choice().without, *names))
-    os.environ[WITHOUT] = ",".join(blocked)
+def block_plugins(names: Iterable[str]) -> None:
+    """Block further plugins, in this process and in processes started by it."""
+    os.environ[WITHOUT] = ",".join(dict.fromkeys((*read_choice().without, *names)))
 
 
-def plain(name: str) -> str:
-    """Names of distributions are alike in whatever case and with whichever of these between their words."""
+def canonical_name(name: str) -> str:
+    """Return a distribution name in canonical form: lower case, its words joined by "-"."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

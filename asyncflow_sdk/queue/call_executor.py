@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from .._version import __version__
-from ..errors import AsyncFlowError, ProtocolError, by_name
+from ..errors import AsyncFlowError, ProtocolError, error_from_name
 from ..ledger import Ledger, pack_ids, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
@@ -277,7 +277,7 @@ class CallExecutor:
             return b""
 
         if refused := self._record.record(look):
-            raise by_name(*msgspec.msgpack.decode(refused, type=tuple[str, str]))
+            raise error_from_name(*msgspec.msgpack.decode(refused, type=tuple[str, str]))
         return found[0] if found else completed(self.ledger, command, block)
 
     def _trained(self, lease: Grant | None, ids: Ids | None) -> TrainedStep | None:

@@ -197,14 +197,14 @@ class PayloadManager:
         slices = self.index.locate(ids, columns_of)
         schema = {name: self._columns.specs[name] for name in columns_of}
         held: list[BlockHold] = []
-        stretches = self._versions.lineage.offsets
+        version_step_offsets = self._versions.lineage.offsets
 
         def read() -> Batch:
             """Read the rows."""
             columns = remote_payload.read(self.reader, slices, schema)
             held.clear()  # columns that are views hold their blocks themselves
             batch = Batch(ids, groups, columns)
-            batch.completed_at, batch.stretches = completed_at, stretches
+            batch.completed_at, batch.version_step_offsets = completed_at, version_step_offsets
             return batch
 
         step = DeferredStepRead(read)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import AsyncFlowError, by_name
+from ..errors import AsyncFlowError, error_from_name
 from ..ledger.commands import AnyCommand, AnyReply, Lease
 from ..types import ColumnSpec, Event
 from .blocks import Block, BlockSlices
@@ -83,7 +83,7 @@ class CallResult(msgspec.Struct, frozen=True, array_like=True):
     def raise_error(self) -> None:
         """Raise ``error``, if there is one."""
         if self.error is not None:
-            raise by_name(*self.error)
+            raise error_from_name(*self.error)
 
 
 class ResultWithPayload(CallResult, frozen=True, array_like=True):

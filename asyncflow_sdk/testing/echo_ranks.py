@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import AsyncFlowError, by_name
+from ..errors import AsyncFlowError, error_from_name
 from ..interfaces import StepResult
 from ..types import Batch, Shard
 from .echo import EchoTrain, weights
@@ -158,5 +158,5 @@ class EchoRanks(EchoTrain):
 
 
 def _raised(name: str, text: str) -> Exception:
-    error = by_name(name, text)
+    error = error_from_name(name, text)
     return error if type(error) is not AsyncFlowError else RuntimeError(text)

@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import AsyncFlowError, DigestMismatch, VersionGone
 from ..interfaces import Fetched, WeightTransport
 from ..types import TensorInfo, carrier
-from ..types.dtypes import _CARRIER
+from ..types.dtypes import NUMPY_DTYPES
 from .ends import BUCKET, Array, Ends, Sent, plain_bytes
 
 SLACK = 2 << 20
@@ -59,7 +59,7 @@ def model(ends: Ends, nbytes: int = 1 << 20) -> dict[str, Array]:
 def every_bit(ends: Ends) -> None:
     """All dtypes and shapes, bit for bit, tied names and pieces too."""
     tensors: dict[str, Array] = {}
-    for name in sorted(_CARRIER):
+    for name in sorted(NUMPY_DTYPES):
         dtype = carrier(name)
         raw = ends.random.integers(0, 2 if name == "bool" else 256, 24 * dtype.itemsize, np.uint8)
         tensors[f"all.{name}"] = raw.view(dtype).reshape(4, 6)

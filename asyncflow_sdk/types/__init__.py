@@ -1,12 +1,12 @@
-"""Plain values: columns and batches, spans, manifests, events, and what users choose."""
+"""Plain values: columns, batches, version spans, manifests, events and configuration."""
 
 from .ages import AgeSums, TokenAges, token_ages
-from .batch import Batch
+from .batch import Batch, loss_mask
 from .columns import Column, ColumnSpec, Values, check_column_name, digest_of, pack, unpack
 from .config import Checkpoint, Sampling, Staleness, Weights
 from .dtypes import carrier, dtype_name, from_torch, to_torch
 from .events import Event
-from .lengths import Lengths
+from .lengths import LengthHistogram
 from .manifest import Chunk, Manifest, TensorInfo
 from .probe import Probe
 from .ragged import Ragged
@@ -15,7 +15,6 @@ from .spans import (
     LOSS_MASK,
     VERSION_SPANS,
     VersionSpan,
-    loss_mask,
     one_version,
     token_staleness,
     token_steps,
@@ -32,7 +31,7 @@ __all__ = [
     "Column",
     "ColumnSpec",
     "Event",
-    "Lengths",
+    "LengthHistogram",
     "Manifest",
     "Probe",
     "Ragged",

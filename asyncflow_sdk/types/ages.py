@@ -1,6 +1,6 @@
-"""Ages: how stale each trained token is, and where its versions passed: while its row was generated, or in the queue.
+"""Token ages: the staleness of each trained token, split into generation time and queue time.
 
-ages = batch.ages(step)                  # of a step that was leased or recorded
+ages = batch.ages(step)                  # of a leased or recorded step
 ages.in_flight + ages.in_queue == ages.total
 """
 
@@ -18,10 +18,10 @@ from .spans import steps_of, token_steps, token_versions
 
 
 class TokenAges(NamedTuple):
-    """Staleness of every token, in versions: int64 (tokens,) each.
+    """Staleness of each token, in versions: int64 (tokens,).
 
-    ``in_flight``: published after the weights that drew it and before its row was completed. ``in_queue``: published after that
-    and before its step was trained.
+    ``in_flight``: versions published between the token's version and the completion of its row.
+    ``in_queue``: versions published after that and before the row's step was trained.
     """
 
     in_flight: npt.NDArray[np.int64]
@@ -29,29 +29,31 @@ class TokenAges(NamedTuple):
 
     @property
     def total(self) -> npt.NDArray[np.int64]:
-        """The step trained less that of the token's version."""
+        """The step being trained minus the step of the token's version."""
         return self.in_flight + self.in_queue
 
     def metrics(self) -> dict[str, float]:
-        """What a step says of them: mean and most, of all and of both parts."""
+        """Return mean and maximum of the total and of both parts, by metric name."""
         return AgeSums.of(self).metrics()
 
 
 class AgeSums(NamedTuple):
-    """What is told of ages, so that shards of a step can be put together. ``parts``: by name, the sum and the most."""
+    """Sums of token ages, which can be merged over the shards of a step. ``parts``: (sum, maximum)
+    by name."""
 
     tokens: int
     parts: dict[str, tuple[int, int]]
 
     @classmethod
     def of(cls, ages: TokenAges) -> AgeSums:
+        """Sum the ages of one shard."""
         named = {"staleness": ages.total, "staleness_in_flight": ages.in_flight, "staleness_in_queue": ages.in_queue}
         tokens = len(ages.total)
         return cls(tokens, {name: (int(each.sum()), int(each.max())) for name, each in named.items() if tokens})
 
     @classmethod
     def all(cls, packed: Iterable[bytes]) -> AgeSums:
-        """Of several shards, each as ``packed`` gave it."""
+        """Merge several shards, each encoded by ``packed``."""
         shards = [shard for each in packed if (shard := msgspec.msgpack.decode(each, type=cls)).tokens]
         names = shards[0].parts if shards else ()
         return cls(
@@ -63,14 +65,15 @@ class AgeSums(NamedTuple):
         )
 
     def packed(self) -> bytes:
+        """Encode as msgpack."""
         return msgspec.msgpack.encode(self)
 
     def metrics(self) -> dict[str, float]:
-        """Mean and most of each part."""
+        """Return mean and maximum of each part, by metric name."""
         return {
-            f"{name}_{what}": float(value)
+            f"{name}_{statistic}": float(value)
             for name, (total, most) in self.parts.items()
-            for what, value in (("mean", total / self.tokens), ("max", most))
+            for statistic, value in (("mean", total / self.tokens), ("max", most))
         }
 
 
@@ -78,16 +81,19 @@ def token_ages(
     spans: Ragged,
     step: int,
     completed_at: npt.NDArray[np.int64] | None,
-    stretches: tuple[tuple[int, int], ...] = (),
+    version_step_offsets: tuple[tuple[int, int], ...] = (),
     mask: Ragged | None = None,
 ) -> TokenAges:
-    """The ages of the tokens of ``step`` (that ``mask`` has), in steps of the lineage, as ``token_steps`` counts them. ``completed_at``: int64 (rows,),
-    the version that was current when each row was completed; -1, or None for all: not known, and then all of it counts as in
-    the queue."""
-    drawn = token_steps(spans, stretches)
+    """Return the ages of the tokens of ``step``, or of those in ``mask``, counted in steps as by
+    ``token_steps``.
+
+    ``completed_at``: int64 (rows,), the current version at each row's completion; -1 for a row, or
+    None for all rows, if unknown: the full age then counts as queue time.
+    """
+    drawn = token_steps(spans, version_step_offsets)
     completed = drawn
     if completed_at is not None:
-        completed = np.repeat(steps_of(completed_at, stretches), token_versions(spans).lengths)
+        completed = np.repeat(steps_of(completed_at, version_step_offsets), token_versions(spans).lengths)
         completed = np.clip(completed, drawn, np.maximum(drawn, step))
     chosen = slice(None) if mask is None else mask.values.astype(np.bool_)
     return TokenAges((completed - drawn)[chosen], (step - completed)[chosen])

@@ -1,9 +1,9 @@
-"""Batch: n rows, column by column, as views of where they are stored.
+"""Batch: n rows, stored column by column, as views of shared memory.
 
 batch["reward"]                 # numpy (n,), read-only
 batch["response_ids"]           # Ragged
 batch["response"]               # list of str
-batch.torch("logprobs")         # (values, cu_seqlens): packed torch tensors, yours to write into
+batch.torch("logprobs")         # (values, cu_seqlens): packed torch tensors, writable
 batch.padded("response_ids")    # numpy (n, longest)
 """
 
@@ -17,22 +17,22 @@ import numpy.typing as npt
 
 from ..errors import SchemaError
 from .ages import TokenAges, token_ages
-from .columns import Column, ColumnSpec, Values, unpack
+from .columns import Column, ColumnSpec, Values, pack, unpack
 from .dtypes import to_torch
 from .ragged import Array, Ragged
-from .spans import VERSION_SPANS, loss_mask
+from .spans import LOSS_MASK, VERSION_SPANS
 
 
 class Batch(Mapping[str, Values]):
     """An immutable set of rows. Thread-safe for reading.
 
-    ``ids``: int64 (n,), the rows. ``groups``: int64 (n,), equal for rows of one prompt.
-    ``stretches``: at which steps the versions in its spans are trained; see ``token_steps``.
-    numpy views are read-only; torch tensors may be written into, which never reaches the stored value.
-    ``completed_at``: of a step, int64 (n,), the version that was current when each row was completed; else None.
+    ``ids``: int64 (n,), row numbers. ``groups``: int64 (n,), equal for rows of one prompt.
+    ``version_step_offsets``: maps versions to steps; see ``token_steps``. ``completed_at``: int64
+    (n,), the current version at each row's completion, for the rows of a step; else None. numpy
+    views are read-only. Writing into torch tensors never changes stored values.
     """
 
-    stretches: tuple[tuple[int, int], ...] = ()
+    version_step_offsets: tuple[tuple[int, int], ...] = ()
     completed_at: npt.NDArray[np.int64] | None = None
 
     def __init__(
@@ -50,9 +50,7 @@ class Batch(Mapping[str, Values]):
 
     @classmethod
     def of(cls, columns: Mapping[str, Any], groups: npt.ArrayLike | None = None) -> Batch:
-        """A batch over values at hand, for tests and for engines used without a queue."""
-        from .columns import pack
-
+        """Make a batch from values in memory, for tests and for engines used without a queue."""
         packed = {name: pack(name, value) for name, value in columns.items()}
         sizes = {len(column) for column in packed.values()}
         if len(sizes) > 1:
@@ -70,34 +68,34 @@ class Batch(Mapping[str, Values]):
         return name in self.columns
 
     def array(self, name: str) -> Array:
-        """A fixed column: (n, *shape)."""
+        """Return a fixed column: (n, *shape). Raises SchemaError for another kind."""
         value = self[name]
         if not isinstance(value, np.ndarray):
             raise SchemaError(f"column {name!r} is {self.spec(name)}, not fixed")
         return value
 
     def ragged(self, name: str) -> Ragged:
-        """A ragged column."""
+        """Return a ragged column. Raises SchemaError for another kind."""
         value = self[name]
         if not isinstance(value, Ragged):
             raise SchemaError(f"column {name!r} is {self.spec(name)}, not ragged")
         return value
 
     def texts(self, name: str) -> list[str]:
-        """A text column."""
+        """Return a text column. Raises SchemaError for another kind."""
         if self.spec(name).kind != "text":
             raise SchemaError(f"column {name!r} is {self.spec(name)}, not text")
         return self[name]  # type: ignore[return-value]
 
     def padded(self, name: str, fill: Any = 0, *, length: int | None = None, side: str = "right") -> Array:
-        """A ragged column as a copy of shape (n, length or the longest, ...)."""
+        """Return a ragged column as a copy of shape (n, ``length`` or the longest row, ...)."""
         return self.ragged(name).padded(fill, length=length, side=side)
 
     def torch(self, name: str) -> Any:
-        """A fixed column as a tensor (n, *shape), a ragged one as (values, cu_seqlens).
+        """Return a fixed column as a tensor (n, *shape), a ragged one as (values, cu_seqlens).
 
-        cu_seqlens is int32 (n + 1,). No copy where the rows lie together in one segment. Writing into the
-        tensor changes neither the stored value nor any numpy view. Raises SchemaError for text and bytes.
+        cu_seqlens is int32 (n + 1,). Rows in one segment are not copied. Writing into the tensor
+        changes neither the stored value nor any numpy view. Raises SchemaError for text and bytes.
         """
         column = self._column(name)
         if column.spec.kind in ("text", "bytes"):
@@ -109,23 +107,25 @@ class Batch(Mapping[str, Values]):
         return tensor, to_torch(self.ragged(name).cu_seqlens)
 
     def to_torch(self) -> dict[str, Any]:
-        """Every column as ``torch(name)`` gives it; text and bytes as lists."""
+        """Return every column as ``torch(name)`` does; text and bytes as lists."""
         plain = {"text", "bytes"}
         return {n: self[n] if c.spec.kind in plain else self.torch(n) for n, c in self.columns.items()}
 
     def ages(self, step: int) -> TokenAges:
-        """How stale each token is in ``step`` (of those that are trained), apart by where its versions passed. Raises SchemaError
-        without version spans."""
-        return token_ages(self.ragged(VERSION_SPANS), step, self.completed_at, self.stretches, loss_mask(self))
+        """Return the ages of the trained tokens in ``step``. Raises SchemaError without version
+        spans."""
+        return token_ages(
+            self.ragged(VERSION_SPANS), step, self.completed_at, self.version_step_offsets, loss_mask(self)
+        )
 
     def take(self, index: npt.ArrayLike) -> Batch:
-        """The rows at positions ``index``, copied."""
+        """Return a copy of the rows at positions ``index``, numbers or a bool mask."""
         rows = np.asarray(index)
         rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
         return Batch(self.ids[rows], self.groups[rows], {n: take(c, rows) for n, c in self.columns.items()})
 
     def spec(self, name: str) -> ColumnSpec:
-        """The type of a column."""
+        """Return the type of a column."""
         return self._column(name).spec
 
     def _column(self, name: str) -> Column:
@@ -139,7 +139,7 @@ class Batch(Mapping[str, Values]):
         return iter(self.columns)
 
     def __len__(self) -> int:
-        """The number of columns, as a Mapping says it; ``rows`` is the number of rows."""
+        """Return the number of columns, as in any Mapping; ``rows`` is the number of rows."""
         return len(self.columns)
 
     @property
@@ -152,8 +152,13 @@ class Batch(Mapping[str, Values]):
         return f"{type(self).__name__}({self.rows} rows; {columns})"
 
 
+def loss_mask(batch: Batch) -> Ragged | None:
+    """Return a bool for each response token, True if it is trained; None if all are."""
+    return batch.ragged(LOSS_MASK) if LOSS_MASK in batch.columns else None
+
+
 def take(column: Column, index: npt.NDArray[np.int64]) -> Column:
-    """The rows of a column at ``index``, copied."""
+    """Return a copy of the rows of a column at positions ``index``."""
     if column.offsets is None:
         return Column(column.spec, column.values[index], None)
     picked = Ragged(column.values, column.offsets).take(index)
@@ -161,7 +166,7 @@ def take(column: Column, index: npt.NDArray[np.int64]) -> Column:
 
 
 def concat(parts: list[Column]) -> Column:
-    """The rows of several columns of one spec, one after another, copied."""
+    """Concatenate columns of one spec; copies, unless there is only one."""
     if len(parts) == 1:
         return parts[0]
     if parts[0].offsets is None:

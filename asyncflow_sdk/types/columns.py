@@ -1,4 +1,4 @@
-"""Columns: what a caller hands in becomes packed arrays with a declared kind, dtype and trailing shape.
+"""Columns: callers' values packed into arrays of a declared kind, dtype and trailing shape.
 
 pack("answer", ["12", "345"])          # text
 pack("logprobs", [lp0, lp1])           # ragged float32
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
 
 
 class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
-    """The type of a column: fixed by its first write, the same for every later one."""
+    """The type of a column. Its first write fixes it for all later ones."""
 
     kind: Kind
     dtype: str
@@ -38,7 +38,7 @@ class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def measurable(self) -> bool:
-        """Whether a row has one number here: its value (fixed), or its length."""
+        """True if each row has one number: its value (fixed kind) or its length (other kinds)."""
         if self.kind != "fixed":
             return True
         dtype = carrier(self.dtype)
@@ -52,8 +52,8 @@ class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Column(msgspec.Struct, frozen=True):
-    """n packed values of one column. ``offsets`` is None for the fixed kind. Of what a caller handed in the values
-    may lie anyhow; those that were stored are contiguous."""
+    """n packed values of one column. ``offsets`` is None for the fixed kind. Stored values are
+    contiguous; values passed by a caller need not be."""
 
     spec: ColumnSpec
     values: Array
@@ -64,19 +64,20 @@ class Column(msgspec.Struct, frozen=True):
 
 
 def check_column_name(name: Any) -> None:
-    """Raise SchemaError unless ``name`` is 1 to 100 ASCII letters, digits, "_", "." and "-", the first a letter or "_"."""
+    """Raise SchemaError unless ``name`` is 1 to 100 ASCII letters, digits, "_", "." and "-",
+    starting with a letter or "_"."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise SchemaError(
-            f"a column cannot be named {name!r:.120}: a name is 1 to 100 letters of A-Z and a-z, digits, '_', '.' and '-',"
-            " and begins with a letter or '_'"
+            f"a column cannot be named {name!r:.120}: use 1 to 100 letters of A-Z and a-z, digits, '_', '.' and '-',"
+            " starting with a letter or '_'"
         )
 
 
 def pack(name: str, value: Any) -> Column:
-    """Pack ``value``, one entry a row, without copying an array.
+    """Pack ``value``, one entry a row. Arrays are not copied.
 
-    Takes numpy arrays and torch tensors (first dimension = rows), Ragged, and sequences of str, bytes,
-    numbers, or arrays (ragged). Raises SchemaError naming the column.
+    Takes numpy arrays and torch tensors (first dimension = rows), Ragged, and sequences of str,
+    bytes, numbers, or arrays (ragged). Raises SchemaError naming the column.
     """
     try:
         return _pack(value)
@@ -92,27 +93,28 @@ def _pack(value: Any) -> Column:
         value = from_torch(value)
     if isinstance(value, np.ma.MaskedArray):
         raise SchemaError(
-            "a masked array cannot be stored: its mask would be lost; store the mask as a column of its own"
+            "a masked array cannot be stored, because its mask would be lost; store the mask as another column"
         )
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUS":
         if value.ndim == 0:
-            raise SchemaError("a single number is no column; give one entry a row")
+            raise SchemaError("a single number is not a column; give one entry a row")
         return Column(ColumnSpec("fixed", dtype_name(value.dtype), value.shape[1:]), _plain(value), None)
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
-        raise SchemaError(f"a {type(value).__name__} is no column; give a sequence with one entry a row")
+        raise SchemaError(f"a {type(value).__name__} is not a column; give a sequence with one entry a row")
     rows = list(value)
     try:
         return _pack_sequence(rows)
     except SchemaError:
-        odd = odd_entry(rows)
+        odd = find_invalid_entry(rows)
         if odd is None:
             raise
-        entry, what = odd
-    raise SchemaError(f"entry {entry} is {what}")
+        number, description = odd
+    raise SchemaError(f"entry {number} is {description}")
 
 
-def odd_entry(rows: Iterable[Any]) -> tuple[int, str] | None:
-    """The first entry that no column can hold, and what it is, in words; None if each could be held by some column."""
+def find_invalid_entry(rows: Iterable[Any]) -> tuple[int, str] | None:
+    """Return position and description of the first entry unsupported by any column; None if there
+    is none."""
     for number, row in enumerate(rows):
         if isinstance(row, (str, bytes, bytearray, memoryview)) or is_torch(row):
             continue
@@ -121,7 +123,7 @@ def odd_entry(rows: Iterable[Any]) -> tuple[int, str] | None:
         except ValueError:  # lists of several lengths
             kind = "O"
         if kind in "OU":
-            return number, _words(row)
+            return number, _describe(row)
     return None
 
 
@@ -132,7 +134,7 @@ CHAT = (
 
 
 def is_chat(entry: Any) -> bool:
-    """True for messages with a role each."""
+    """True for a non-empty list of messages with roles."""
     return (
         isinstance(entry, (list, tuple))
         and bool(entry)
@@ -140,20 +142,20 @@ def is_chat(entry: Any) -> bool:
     )
 
 
-def _words(entry: Any) -> str:
+def _describe(entry: Any) -> str:
     if is_chat(entry):
         return CHAT
     if isinstance(entry, int):
-        return f"{entry}, which 64 bits cannot hold"
+        return f"{entry}, which does not fit 64 bits"
     if entry is None:
-        what = "None"
+        kind = "None"
     elif isinstance(entry, (list, tuple)):
-        what = f"a {type(entry).__name__} of {' and '.join(sorted({type(each).__name__ for each in entry}))}"
+        kind = f"a {type(entry).__name__} of {' and '.join(sorted({type(each).__name__ for each in entry}))}"
     elif isinstance(entry, np.ndarray):
-        what = f"an array of dtype {entry.dtype}"
+        kind = f"an array of dtype {entry.dtype}"
     else:
-        what = f"of type {type(entry).__name__}"
-    return f"{what}; a column has one number, array of numbers, text or bytes a row"
+        kind = f"of type {type(entry).__name__}"
+    return f"{kind}; a column has one number, array of numbers, text or bytes a row"
 
 
 _NUMBERS = {bool, int, float, complex}
@@ -171,7 +173,7 @@ def _pack_sequence(rows: list[Any]) -> Column:
         return _pack_bytes("bytes", [row.tobytes() if isinstance(row, memoryview) else row for row in rows])
     if any(issubclass(k, (str, bytes, bytearray, memoryview)) for k in kinds):
         raise SchemaError(f"entries of different types are mixed: {', '.join(sorted(k.__name__ for k in kinds))}")
-    plain = kinds <= _NUMBERS  # as a reward nearly always is: then no row is looked at
+    plain = kinds <= _NUMBERS  # the usual case of rewards: no need to inspect each row
     if not plain and any(is_torch(row) for row in rows):
         rows = [from_torch(row) if is_torch(row) else row for row in rows]
     numbers = [plain or isinstance(row, np.generic) or np.ndim(row) == 0 for row in rows]
@@ -179,13 +181,13 @@ def _pack_sequence(rows: list[Any]) -> Column:
         array = np.asarray(rows)
         whole = array.dtype.kind == "f" and int in kinds
         if whole and any(int(a) != row for a, row in zip(array, rows, strict=True) if type(row) is int):
-            raise SchemaError("whole numbers that neither int64 nor float64 can hold exactly")
+            raise SchemaError("integers that neither int64 nor float64 represents exactly")
         return Column(ColumnSpec("fixed", dtype_name(array.dtype)), array, None)
     if any(numbers):
         raise SchemaError("single numbers and arrays are mixed; give one or the other")
     if not any(isinstance(row, np.ndarray) or np.size(row) for row in rows):
         raise SchemaError(
-            "every row is an empty list, which has no dtype; give empty arrays of the column's dtype, such as"
+            "every row is an empty list without a dtype; give empty arrays of the column's dtype, such as"
             " np.empty(0, np.int32)"
         )
     try:
@@ -201,12 +203,13 @@ def _pack_bytes(kind: Kind, rows: list[Any]) -> Column:
 
 
 def _plain(array: Array) -> Array:
-    """In native byte order. It may lie anyhow: the one copy to where it is stored puts it together."""
+    """Return the array in native byte order. It need not be contiguous: the copy to storage makes
+    it so."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def digest_of(column: Column) -> bytes:
-    """16 bytes of a column's type and content (xxh3): equal for equal columns, however their values lie in memory."""
+    """Return 16 bytes of a column's type and content (xxh3), independent of memory layout."""
     values = column.values if column.values.flags.c_contiguous else np.ascontiguousarray(column.values)
     digest = xxhash.xxh3_128(values.data, _seed(column.spec))
     if column.offsets is not None:
@@ -220,7 +223,8 @@ def _seed(spec: ColumnSpec) -> int:
 
 
 def unpack(column: Column) -> Values:
-    """What a reader sees: an array, a Ragged, or a list of str or bytes. Arrays are read-only, wherever they lie."""
+    """Return a column as an array, a Ragged, or a list of str or bytes. Arrays are read-only views.
+    Raises SchemaError for text that is not UTF-8."""
     if column.spec.kind in ("fixed", "ragged"):
         values = column.values
         if values.flags.writeable:
@@ -240,6 +244,6 @@ def unpack(column: Column) -> Values:
 
 
 def empty(spec: ColumnSpec) -> Column:
-    """No rows of a column."""
+    """Return a column of 0 rows."""
     offsets = None if spec.kind == "fixed" else np.zeros(1, np.int64)
     return Column(spec, np.empty((0, *spec.shape), carrier(spec.dtype)), offsets)

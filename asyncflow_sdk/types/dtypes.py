@@ -1,13 +1,15 @@
-"""Names of element types, as torch says them, and the numpy dtype that carries each.
+"""Names of element types, in torch's spelling, with their numpy dtypes and safetensors codes.
 
-A dtype numpy has no number for (``complex32``, packed 4-bit floats, torch's sub-byte integers, which take a
-byte each) is carried as opaque bytes of the same size: values are moved bit for bit, never interpreted.
-Quantised tensors are refused: their values lie in a scale and a zero point beside the bytes.
+Element types unknown to numpy (``complex32``, packed 4-bit floats, torch's sub-byte integers of one
+byte each) get an opaque numpy dtype of the same size: their values are copied bit for bit and never
+interpreted. Quantised tensors are refused, because their values depend on a scale and a zero point
+stored beside the bytes.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 from typing import Any
 
@@ -16,90 +18,87 @@ import numpy as np
 
 from ..errors import ConfigError, SchemaError
 
-_CARRIER: dict[str, np.dtype[Any]] = {
-    name: np.dtype(name)
-    for name in (
-        "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
-        "float16", "float32", "float64", "complex64", "complex128",
-    )
+_TABLE: dict[str, tuple[Any, str]] = {  # name: (numpy dtype, safetensors code or "")
+    "bool": (np.bool_, "BOOL"),
+    "uint8": (np.uint8, "U8"), "int8": (np.int8, "I8"),
+    "uint16": (np.uint16, "U16"), "int16": (np.int16, "I16"),
+    "uint32": (np.uint32, "U32"), "int32": (np.int32, "I32"),
+    "uint64": (np.uint64, "U64"), "int64": (np.int64, "I64"),
+    "float16": (np.float16, "F16"), "float32": (np.float32, "F32"), "float64": (np.float64, "F64"),
+    "bfloat16": (ml_dtypes.bfloat16, "BF16"),
+    "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, "F8_E4M3"),
+    "float8_e5m2": (ml_dtypes.float8_e5m2, "F8_E5M2"),
+    "float8_e4m3fnuz": (ml_dtypes.float8_e4m3fnuz, "F8_E4M3FNUZ"),
+    "float8_e5m2fnuz": (ml_dtypes.float8_e5m2fnuz, "F8_E5M2FNUZ"),
+    "float8_e8m0fnu": (ml_dtypes.float8_e8m0fnu, "F8_E8M0"),
+    "float4_e2m1fn_x2": ([("float4_x2", np.uint8)], ""),
+    "complex32": ([("re", np.float16), ("im", np.float16)], ""),
+    "complex64": (np.complex64, "C64"), "complex128": (np.complex128, ""),
+    "bits16": ([("bits16", np.uint16)], ""),
 } | {
-    name: np.dtype(getattr(ml_dtypes, name))
-    for name in (
-        "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
-    )
-} | {
-    "complex32": np.dtype([("re", np.float16), ("im", np.float16)]),
-    "float4_e2m1fn_x2": np.dtype([("float4_x2", np.uint8)]),
-    "bits16": np.dtype([("bits16", np.uint16)]),
-} | {
-    name: np.dtype([(name, np.uint8)])
+    name: ([(name, np.uint8)], "")
     for name in (
         "bits8", "bits1x8", "bits2x4", "bits4x2",
         *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     )
 }  # fmt: skip
-_NAME: dict[np.dtype[Any], str] = {dtype: name for name, dtype in _CARRIER.items()}
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(dtype) for name, (dtype, _) in _TABLE.items()}
+SAFETENSORS_CODES = {name: code for name, (_, code) in _TABLE.items() if code}
+FLOATS = tuple(name for name in _TABLE if name.startswith(("float16", "bfloat16", "float32", "float64", "float8_")))
+"""Floating-point dtypes, to which weights can be converted."""
+_NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+_SYNONYMS = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "double": "float64",
+}  # fmt: skip
 
 
 def carrier(name: str) -> np.dtype[Any]:
-    """The numpy dtype that carries elements of dtype ``name``. Raises SchemaError for an unknown name."""
+    """Return the numpy dtype for elements of dtype ``name``. Raises SchemaError for an unknown
+    name."""
     try:
-        return _CARRIER[name]
+        return NUMPY_DTYPES[name]
     except KeyError:
-        raise SchemaError(f"dtype {name!r} is not supported; known: {', '.join(sorted(_CARRIER))}") from None
+        raise SchemaError(f"dtype {name!r} is not supported; known: {', '.join(sorted(NUMPY_DTYPES))}") from None
 
 
-FLOATS = ("float16", "bfloat16", "float32", "float64", *(name for name in _CARRIER if name.startswith("float8_")))
-"""What floating-point tensors may be converted to."""
-_ALSO = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "float": "float32",
-    "double": "float64",
-}
-
-
-def check_floating(dtype: Any) -> None:
-    """Raises ConfigError, with the name that may be meant, unless ``dtype`` names one of floating-point numbers."""
-    if isinstance(dtype, str) and dtype in FLOATS:
-        return
+def floating_name(dtype: Any) -> str:
+    """Return the name in ``FLOATS`` for a dtype or one of its synonyms: "half" is "float16"; "" for
+    other dtypes."""
     plain = str(dtype).removeprefix("torch.")
-    near = (
-        plain if plain in FLOATS else _ALSO.get(plain) or next(iter(difflib.get_close_matches(plain, FLOATS, 1)), "")
-    )
-    meant = f": say {near!r}" if near else ""
-    raise ConfigError(f"dtype is one of {', '.join(FLOATS)}, by its name, not {dtype!r}{meant}")
-
-
-def floating_name(name: Any) -> str:
-    """The name of a dtype of floating-point numbers, of which torch and others have several: "half" is "float16". "" for what is
-    none."""
-    plain = str(name).removeprefix("torch.")
-    plain = _ALSO.get(plain, plain)
+    plain = _SYNONYMS.get(plain, plain)
     return plain if plain in FLOATS else ""
 
 
+def check_floating(dtype: Any) -> None:
+    """Raise ConfigError, suggesting a name, unless ``dtype`` is a name in ``FLOATS``."""
+    if isinstance(dtype, str) and dtype in FLOATS:
+        return
+    plain = str(dtype).removeprefix("torch.")
+    near = floating_name(dtype) or next(iter(difflib.get_close_matches(plain, FLOATS, 1)), "")
+    hint = f": use {near!r}" if near else ""
+    raise ConfigError(f"dtype must be the name of one of {', '.join(FLOATS)}, not {dtype!r}{hint}")
+
+
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """The name of a numpy dtype. Raises SchemaError for object arrays and what torch does not know."""
-    name = _NAME.get(dtype)  # dtypes hash by their byte order too
+    """Return the name of a numpy dtype. Raises SchemaError for object arrays and for dtypes unknown
+    to torch."""
+    name = _NAMES.get(dtype)  # the hash of a dtype depends on its byte order
     try:
-        return name or _NAME[dtype.newbyteorder("=")]
+        return name or _NAMES[dtype.newbyteorder("=")]
     except KeyError:
         hint = "; convert it to numbers, text or bytes first" if dtype.hasobject else ""
         raise SchemaError(f"numpy dtype {dtype} cannot be stored{hint}") from None
 
 
 def is_torch(value: object) -> bool:
-    """Whether ``value`` is a torch tensor, without importing torch."""
+    """True if ``value`` is a torch tensor. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def storable(tensor: Any) -> str:
-    """The name of a torch tensor's dtype. Raises SchemaError for layouts and dtypes that have no plain bytes
-    (sparse, quantised, meta)."""
+    """Return the name of a torch tensor's dtype. Raises SchemaError for tensors without plain
+    bytes: sparse, quantised or meta tensors, and unknown dtypes."""
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_quantized:
         raise SchemaError(
@@ -114,9 +113,10 @@ def storable(tensor: Any) -> str:
 
 
 def from_torch(tensor: Any) -> np.ndarray[Any, Any]:
-    """A numpy view of a tensor's elements (a copy only when it is not contiguous or not on the CPU).
+    """Return a numpy view of a tensor's elements; a copy only if the tensor is not contiguous or
+    not on the CPU.
 
-    Shape (*tensor.shape,), the carrier of its dtype. Raises SchemaError as ``storable`` does.
+    Shape (*tensor.shape,), dtype ``carrier``. Raises SchemaError as ``storable`` does.
     """
     torch, dtype = sys.modules["torch"], carrier(storable(tensor))
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -125,9 +125,7 @@ def from_torch(tensor: Any) -> np.ndarray[Any, Any]:
 
 
 def to_torch(array: np.ndarray[Any, Any]) -> Any:
-    """A torch tensor over the memory of ``array``, which must be writable and contiguous."""
-    import importlib
-
+    """Return a torch tensor over the memory of ``array``, which must be writable and contiguous."""
     try:
         torch = importlib.import_module("torch")
     except ImportError:

@@ -1,6 +1,6 @@
-"""Events: everything a run says about itself. Drawing, reports and summaries only listen.
+"""Events of a run, the source of live views, reports and trackers.
 
-Times are seconds of CLOCK_MONOTONIC, one clock for all processes of a host.
+Times are seconds of CLOCK_MONOTONIC, which all processes of a host share.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_
 
 
 class Begun(_Event, frozen=True, tag="begun"):
-    """The process that drives a run began; ``again``: with one that others had begun. What those had started has ended."""
+    """A driver started a run, or with ``again`` resumed one. Workers of earlier drivers have ended."""
 
     again: bool = False
 
 
 class WorkerState(_Event, frozen=True, tag="worker"):
-    """A worker changed state: starting, ready, restarting, stopped, failed. ``detail``: why."""
+    """A worker changed state: starting, ready, restarting, stopped, failed. ``detail``: the reason."""
 
     state: str
     pid: int = 0
@@ -30,10 +30,11 @@ class WorkerState(_Event, frozen=True, tag="worker"):
 
 
 class Span(_Event, frozen=True, tag="span"):
-    """A worker did ``kind`` from ``time_s`` for ``seconds``: generate, train, wait, publish, load, ....
+    """A worker was busy with ``kind`` (generate, train, wait, publish, load, …) from ``time_s`` for
+    ``seconds``.
 
-    ``cpu_s``: CPU seconds of the worker's process in it, where measured. ``version``: of the weights
-    used (generate), trained (train), written (publish) or loaded (load); -1 where it has none.
+    ``cpu_s``: CPU seconds of the worker's process, if measured. ``version``: of the weights used
+    (generate), trained (train), written (publish) or loaded (load); -1 for other kinds.
     """
 
     kind: str
@@ -46,7 +47,7 @@ class Span(_Event, frozen=True, tag="span"):
 
 
 class StepTrained(_Event, frozen=True, tag="step"):
-    """A step was trained: means over its rows, and whatever the engine measured."""
+    """A step was trained. ``metrics``: means over its rows and measurements of the engine, by name."""
 
     step: int
     version: int
@@ -54,8 +55,8 @@ class StepTrained(_Event, frozen=True, tag="step"):
 
 
 class Published(_Event, frozen=True, tag="published"):
-    """A version became current. ``source``: the number its bytes were published under, another one after a rollback;
-    -1: this one. ``reason``: of a rollback."""
+    """A version became current. ``source``: after a rollback, the version number first published
+    with these bytes; -1: this version. ``reason``: of a rollback."""
 
     version: int
     nbytes: int
@@ -65,8 +66,8 @@ class Published(_Event, frozen=True, tag="published"):
 
 
 class Restored(_Event, frozen=True, tag="restored"):
-    """After a rollback the trainer has loaded ``version``, whose bytes were published as ``source``. ``optimizer``: where its
-    state comes from: "checkpoint of step N", or "fresh"; "" where the trainer did not say."""
+    """After a rollback, the trainer has loaded ``version``, published before as ``source``.
+    ``optimizer``: origin of its state: "checkpoint of step N", "fresh", or "" if unknown."""
 
     version: int
     source: int = -1
@@ -74,9 +75,10 @@ class Restored(_Event, frozen=True, tag="restored"):
 
 
 class WeightState(_Event, frozen=True, tag="weights"):
-    """What a replica does about a version: fetching, staged, swapping, released (it may load it no longer, and did not), failed.
-    ``detail``: why. Of one staged: ``moved`` bytes
-    in ``seconds``, by ``encoding`` (mapped, full, delta); ``skipped``: versions passed over since the last one."""
+    """State of a version on a replica: fetching, staged, swapping, released (its load permission
+    was withdrawn before the load), failed. ``detail``: the reason. If staged: ``moved`` bytes in
+    ``seconds``, by ``encoding`` (mapped, full, delta); ``skipped``: versions skipped since the
+    previous one."""
 
     version: int
     state: str
@@ -88,24 +90,26 @@ class WeightState(_Event, frozen=True, tag="weights"):
 
 
 class Committed(_Event, frozen=True, tag="committed"):
-    """Enough replicas had a version staged: it is decided, and those that have not loaded it are granted nothing."""
+    """A quorum of replicas has staged a version. Replicas without it get no rows until they load
+    it."""
 
     version: int
     staged: int
 
 
 class Loaded(_Event, frozen=True, tag="loaded"):
-    """A replica committed a version. ``lag``: versions published since."""
+    """A replica committed a version. ``lag``: versions published after it."""
 
     version: int
     lag: int
 
 
 class RowsEnded(_Event, frozen=True, tag="rows"):
-    """``count`` rows reached terminal ``state``; ``reason`` where there is one to give.
+    """``count`` rows reached terminal ``state``. ``reason``: if there is one.
 
-    Of those whose response is whole: rows by bin of its length (``lengths``), and the sums of lengths and their squares.
-    ``unfinished``: rows by bin that ended while they were generated, by the tokens they had by then if they were as fast as others.
+    For complete responses: rows by length bin (``lengths``), sum of lengths (``tokens``) and of
+    squared lengths (``squares``). ``unfinished``: rows that ended during generation, by bin of
+    their estimated length at average speed.
     """
 
     state: str
@@ -120,7 +124,7 @@ class RowsEnded(_Event, frozen=True, tag="rows"):
 
 
 class LeaseReturned(_Event, frozen=True, tag="returned"):
-    """Rows of a lease went back to ``task`` because ``reason``."""
+    """Rows of a lease returned to ``task``. ``reason``: why."""
 
     task: str
     count: int
@@ -128,8 +132,9 @@ class LeaseReturned(_Event, frozen=True, tag="returned"):
 
 
 class Balanced(_Event, frozen=True, tag="balanced"):
-    """A lease of a team was dealt out to ``shards``: the heaviest is 1 + ``imbalance`` times as heavy as the mean,
-    in the measure of the task's sampler (in rows without one). ``step``: -1 where there is none."""
+    """A lease was split into ``shards`` for a group of ranks. The heaviest weighs 1 + ``imbalance``
+    times the mean, by the measure of the task's sampler (by rows without a sampler). ``step``: -1
+    for tasks without steps."""
 
     task: str
     shards: int
@@ -139,7 +144,7 @@ class Balanced(_Event, frozen=True, tag="balanced"):
 
 
 class Status(_Event, frozen=True, tag="status"):
-    """A sample of the queue: rows by task and state, and who waits for what."""
+    """A sample of the queue: rows by task and state, and the missing thing for each waiting client."""
 
     rows: dict[str, dict[str, int]]
     ended: dict[str, int]
@@ -148,8 +153,8 @@ class Status(_Event, frozen=True, tag="status"):
 
 
 class Chosen(_Event, frozen=True, tag="chosen"):
-    """What was chosen for ``what`` (transport, encoding, swap, ...), and why: by the driver, or by the worker whose engine was
-    to be asked."""
+    """An automatic choice for ``what`` (transport, encoding, swap, …), with its reason. Made by the
+    driver, or by the worker if it depends on the engine."""
 
     what: str
     chosen: str

@@ -1,4 +1,4 @@
-"""Lengths: a histogram of response lengths in bins whose width grows with the length, small enough to go with events."""
+"""LengthHistogram: response lengths in logarithmic bins, small enough for events."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ import numpy as np
 import numpy.typing as npt
 
 BINS_PER_DOUBLING = 8
-"""Bin b has the lengths from 2^(b/8) on and below 2^((b+1)/8): up to 12 tokens each length has its own, above it is 9 % wide."""
+"""Bin b holds lengths from 2^(b/8) to below 2^((b+1)/8). Lengths up to 12 have their own bins;
+wider bins span 9 %."""
 
 
-def bins_of(lengths: npt.NDArray[np.int64]) -> dict[int, int]:
-    """Rows by bin of their length."""
+def length_bins(lengths: npt.NDArray[np.int64]) -> dict[int, int]:
+    """Count rows by bin of their length."""
     if not len(lengths):
         return {}
     counts = np.bincount((BINS_PER_DOUBLING * np.log2(np.maximum(lengths, 1)) + 1e-9).astype(np.int64))
     return {int(b): int(counts[b]) for b in np.flatnonzero(counts)}
 
 
-def edge(number: int) -> float:
-    """The length from which on a bin has them."""
+def bin_start(number: int) -> float:
+    """Return the lower bound of a bin."""
     return float(2 ** (number / BINS_PER_DOUBLING))
 
 
-def middle(number: int) -> float:
-    """Of the whole numbers in a bin."""
-    low, high = math.ceil(edge(number) - 1e-9), math.ceil(edge(number + 1) - 1e-9) - 1
+def bin_middle(number: int) -> float:
+    """Return the middle of the integers in a bin."""
+    low, high = math.ceil(bin_start(number) - 1e-9), math.ceil(bin_start(number + 1) - 1e-9) - 1
     return (low + max(low, high)) / 2
 
 
 @dataclass
-class Lengths:
-    """A histogram, with what its mean and spread need exactly. ``squares``: the sum of squared lengths."""
+class LengthHistogram:
+    """A histogram with exact mean and deviation. ``tokens``: sum of lengths. ``squares``: sum of
+    squared lengths."""
 
     rows: float = 0
     tokens: float = 0
@@ -42,19 +44,20 @@ class Lengths:
     bins: dict[int, float] = field(default_factory=dict)
 
     def add(self, bins: Mapping[int, float], tokens: float, squares: float) -> None:
-        """Rows, by bin, and the sums of their lengths."""
+        """Add rows by bin, with the sums of their lengths and squared lengths."""
         self.rows += sum(bins.values())
         self.tokens += tokens
         self.squares += squares
         for number, rows in bins.items():
             self.bins[number] = self.bins.get(number, 0) + rows
 
-    def join(self, other: Lengths) -> None:
+    def merge(self, other: LengthHistogram) -> None:
+        """Add the rows of another histogram."""
         self.add(other.bins, other.tokens, other.squares)
 
     @property
     def mean(self) -> float:
-        """nan without rows."""
+        """The mean length; nan without rows."""
         return self.tokens / self.rows if self.rows else math.nan
 
     @property
@@ -65,28 +68,30 @@ class Lengths:
         return math.sqrt(max(self.squares - self.tokens * self.tokens / self.rows, 0.0) / (self.rows - 1))
 
     def quantile(self, share: float) -> float:
-        """The length that ``share`` of the rows do not exceed, to the width of a bin; nan without rows."""
+        """Return the length not exceeded by ``share`` of the rows, with the precision of a bin; nan
+        without rows."""
         left = share * self.rows
         for number in sorted(self.bins):
             left -= self.bins[number]
             if left <= 0:
-                return middle(number)
+                return bin_middle(number)
         return math.nan
 
-    def with_unfinished(self, unfinished: Lengths) -> Lengths:
-        """What the lengths would be if the ``unfinished`` responses, by the tokens they had, had been finished as well: each as
-        long as those are that lasted longer than it (Kaplan and Meier 1958, product-limit estimate)."""
+    def with_unfinished(self, unfinished: LengthHistogram) -> LengthHistogram:
+        """Return the estimated histogram of all responses if the ``unfinished`` ones had finished
+        too: each is distributed like the longer finished ones (Kaplan and Meier 1958, product-limit
+        estimate)."""
         if not unfinished.rows:
             return self
         rows = at_risk = self.rows + unfinished.rows
-        left, found = 1.0, Lengths()
+        left, found = 1.0, LengthHistogram()
         for number in sorted({*self.bins, *unfinished.bins}):
             share = left * self.bins.get(number, 0) / at_risk
             at_risk -= self.bins.get(number, 0) + unfinished.bins.get(number, 0)
             left -= share
-            if at_risk < 0.5:  # nobody lasted longer
+            if at_risk < 0.5:  # no longer response
                 share, left = share + left, 0.0
             if share:
-                length = middle(number)
+                length = bin_middle(number)
                 found.add({number: share * rows}, share * rows * length, share * rows * length**2)
         return found

@@ -1,8 +1,8 @@
-"""Manifest: what a version of the weights consists of, and how to tell that bytes are it.
+"""Manifest: tensors, layout and digests of a version of the weights.
 
-A version is *tensors* that lie in *chunks* (contiguous memory of up to CHUNK_BYTES, or of one larger tensor), which are
-moved and hashed in *buckets* of ``bucket_bytes``, the last of a chunk shorter. Buckets split tensors; chunks do not.
-A version that several ranks publish has one manifest from each.
+A version's *tensors* lie in *chunks*: contiguous memory of up to CHUNK_BYTES, or of one larger
+tensor. Chunks are moved and hashed in *buckets* of ``bucket_bytes``, the last of a chunk shorter.
+Buckets split tensors; chunks do not. Each publishing rank writes its own manifest.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from .dtypes import carrier
 
 BUCKET_BYTES = 4 << 20
 CHUNK_BYTES = 64 << 20
-_PIECE = 512 << 10  # hashing in pieces keeps each one in cache
+_PIECE = 512 << 10  # pieces fit the CPU cache
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor, or a piece of one, by its name in the Hugging Face checkpoint: ``shape`` elements of ``dtype`` in C order,
-    ``offset`` bytes from the start of chunk ``chunk``. Tied weights have the same place.
+    """A tensor or a piece of one, by its Hugging Face checkpoint name: ``shape`` elements of
+    ``dtype`` in C order, ``offset`` bytes from the start of chunk ``chunk``. Tied weights share
+    chunk and offset.
 
-    Of a piece, ``whole`` is the shape of the whole tensor, and ``start`` where the piece begins in each dimension;
-    both are empty for a whole tensor.
+    For a piece, ``whole`` is the shape of the whole tensor, and ``start`` the piece's first index
+    in each dimension; both are empty for a whole tensor.
     """
 
     name: str
@@ -39,18 +40,20 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
+        """Size of the elements."""
         return math.prod(self.shape) * carrier(self.dtype).itemsize
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """``digests``: xxh3-128 of each bucket; none of a version that is published without."""
+    """A chunk. ``digests``: xxh3-128 of each bucket; empty if the version is published without
+    digests."""
 
     nbytes: int
     digests: tuple[bytes, ...] = ()
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """Bytes ``start`` to ``stop`` of chunk ``chunk``; ``index``: which of its buckets."""
+    """Bytes ``start`` to ``stop`` of chunk ``chunk``. ``index``: its number in the chunk."""
 
     chunk: int
     index: int
@@ -59,8 +62,8 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank published of a version. One whose buckets or chunks have no size cannot be made: ValueError, and
-    ValidationError where it is decoded."""
+    """One rank's part of a version. Raises ValueError for buckets or chunks of invalid size;
+    decoding raises ValidationError."""
 
     version: int
     tensors: tuple[TensorInfo, ...]
@@ -76,29 +79,29 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all chunks: what is moved."""
+        """Bytes of all chunks."""
         return sum(chunk.nbytes for chunk in self.chunks)
 
     @property
     def digested(self) -> bool:
-        """Whether its bytes can be verified."""
+        """True if every bucket has a digest."""
         return all(len(c.digests) == -(-c.nbytes // self.bucket_bytes) for c in self.chunks)
 
     @property
     def root(self) -> str:
-        """One digest over names, dtypes, shapes, layout and all bucket digests; equal for equal weights."""
+        """Digest of names, dtypes, shapes, layout and all bucket digests; equal for equal weights."""
         body = msgspec.msgpack.encode((self.tensors, self.chunks, self.bucket_bytes))
         return xxhash.xxh3_128_hexdigest(body)
 
     def buckets(self) -> Iterator[Bucket]:
-        """All of them, in order."""
+        """Yield all buckets in order."""
         for number, chunk in enumerate(self.chunks):
             for index, start in enumerate(range(0, chunk.nbytes, self.bucket_bytes)):
                 yield Bucket(number, index, start, min(start + self.bucket_bytes, chunk.nbytes))
 
     def check(self, bucket: Bucket, data: memoryview) -> None:
-        """Raises DigestMismatch, naming version, bucket and tensors, unless ``data`` is what was published there. A version
-        without digests passes."""
+        """Raise DigestMismatch, naming version, bucket and tensors, if ``data`` differ from the
+        published bytes. A version without digests passes."""
         digests = self.chunks[bucket.chunk].digests
         if not digests:
             return
@@ -113,13 +116,14 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             ]
             raise DigestMismatch(
                 f"version {self.version}: bucket {bucket.index} of chunk {bucket.chunk} (bytes {bucket.start} to"
-                f" {bucket.stop}) differs from what was published; it holds"
+                f" {bucket.stop}) differs from the published bytes; it holds"
                 f" {', '.join(inside[:5])}{' and more' if len(inside) > 5 else ''}"
             )
 
 
 def digest(data: memoryview) -> bytes:
-    """xxh3-128 of bytes. It finds corruption; it authenticates nothing. Releases the GIL."""
+    """Return the xxh3-128 digest: it detects corruption and authenticates nothing. Releases the
+    GIL."""
     state = xxhash.xxh3_128()
     for start in range(0, len(data), _PIECE):
         state.update(data[start : start + _PIECE])

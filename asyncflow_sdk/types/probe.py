@@ -1,4 +1,4 @@
-"""Probe: a few sequences and their log-probs under a version, by which an engine that has loaded it can be found out."""
+"""Probe: a few sequences with log-probs under a version, to verify an engine that loaded it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..errors import ConfigError
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True):
-    """``prompt_ids`` and ``response_ids``: token ids of each sequence. ``logprobs``: natural log of each response token under
-    the version, by the trainer; empty before it has computed them. ``tolerance``: the largest absolute difference that is
-    none (1e-3 is right for float32; bfloat16 wants some 5e-2)."""
+    """``prompt_ids`` and ``response_ids``: token ids of each sequence. ``logprobs``: natural
+    log-prob of each response token, computed by the trainer; empty until then. ``tolerance``:
+    largest accepted absolute difference; use 1e-3 for float32 and about 5e-2 for bfloat16."""
 
     prompt_ids: tuple[tuple[int, ...], ...]
     response_ids: tuple[tuple[int, ...], ...]
@@ -20,20 +20,22 @@ class Probe(msgspec.Struct, frozen=True, array_like=True):
     tolerance: float = 1e-3
 
 
-def plain_probe(probe: Any, *, scored: bool) -> Probe:
-    """The same in plain numbers, also where arrays were given. Raises ConfigError for one that no engine can be compared with;
-    ``scored``: the log-probs must be there."""
+def validate_probe(probe: Any, *, scored: bool) -> Probe:
+    """Return the probe with arrays converted to plain numbers. Raises ConfigError for an invalid
+    probe. ``scored``: require log-probs."""
     if not isinstance(probe, Probe):
-        raise ConfigError(f"a probe is an af.Probe(prompt_ids, response_ids, logprobs), not {type(probe).__name__}")
+        raise ConfigError(
+            f"a probe must be an af.Probe(prompt_ids, response_ids, logprobs), not {type(probe).__name__}"
+        )
     try:
         plain = msgspec.convert(msgspec.to_builtins(probe, enc_hook=_listed), Probe)
     except (TypeError, ValueError, RecursionError) as error:
         text = str(error).replace("$[0]", "prompt_ids").replace("$[1]", "response_ids").replace("$[2]", "logprobs")
-        raise ConfigError(f"the probe is no lists of token ids and log-probs: {text}") from None
+        raise ConfigError(f"the probe must be lists of token ids and log-probs: {text}") from None
     prompts, responses = plain.prompt_ids, plain.response_ids
     if not prompts or len(prompts) != len(responses):
         raise ConfigError(
-            f"a probe has as many prompts as responses, and one at least, not {len(prompts)} and {len(responses)}"
+            f"a probe needs at least one prompt, and as many responses, not {len(prompts)} and {len(responses)}"
         )
     for number, pair in enumerate(zip(prompts, responses, strict=True)):
         if not all(pair):
@@ -44,12 +46,12 @@ def plain_probe(probe: Any, *, scored: bool) -> Probe:
             f"the probe has responses of {wanted} tokens and log-probs of {given}: one a token is expected"
         )
     if not plain.tolerance >= 0:
-        raise ConfigError(f"the probe's tolerance is 0 or more, not {plain.tolerance}")
+        raise ConfigError(f"the probe's tolerance must be 0 or more, not {plain.tolerance}")
     return plain
 
 
 def _listed(value: Any) -> Any:
-    """numpy's and torch's numbers and arrays."""
+    """Convert numbers and arrays of numpy and torch."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no number")
+    raise TypeError(f"{type(value).__name__} is not a number")

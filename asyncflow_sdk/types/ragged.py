@@ -1,7 +1,7 @@
 """Ragged: n arrays of different lengths as one buffer and n + 1 offsets, without padding.
 
 lengths = Ragged.of([[1, 2, 3], [4]]).lengths        # array([3, 1])
-flash_attn_varlen(q, k, v, ragged.cu_seqlens, ...)   # the packed form attention kernels take
+flash_attn_varlen(q, k, v, ragged.cu_seqlens, ...)   # the packed form of attention kernels
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Any], dtype: npt.DTypeLike | None = None) -> Ragged:
-        """Pack a sequence of arrays or lists. The dtype and trailing shape must agree between rows."""
+        """Pack a sequence of arrays or lists. Raises SchemaError unless dtypes and trailing shapes
+        agree."""
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         if not arrays:
             return cls(np.empty(0, dtype or np.int64), np.zeros(1, np.int64))
         typed = [a for a, row in zip(arrays, rows, strict=True) if a is row]
-        model = next((a for a in arrays if a.size), (typed or arrays)[0])  # an empty list has no dtype of its own
+        model = next((a for a in arrays if a.size), (typed or arrays)[0])  # an empty list has no dtype
         trailing = model.shape[1:]
         for i, array in enumerate(arrays):
             if array.ndim == 0 or (len(array) and array.shape[1:] != trailing):
@@ -57,7 +58,7 @@ class Ragged:
 
     @classmethod
     def from_lengths(cls, values: Array, lengths: npt.NDArray[np.int64]) -> Ragged:
-        """Rows of the given lengths over packed ``values``."""
+        """Make rows of the given lengths over packed ``values``."""
         return cls(values, cls._offsets(lengths))
 
     @staticmethod
@@ -68,16 +69,17 @@ class Ragged:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """int64, (n,)."""
+        """Lengths of the rows: int64, (n,)."""
         return self.offsets[1:] - self.offsets[:-1]
 
     @property
     def cu_seqlens(self) -> npt.NDArray[np.int32]:
-        """The offsets as int32, (n + 1,): what variable-length attention kernels call cu_seqlens."""
+        """The offsets as int32, (n + 1,), in the form of variable-length attention kernels."""
         return self.offsets.astype(np.int32)
 
     def padded(self, fill: Any = 0, *, length: int | None = None, side: str = "right") -> Array:
-        """A copy of shape (n, length or the longest, *trailing), filled on ``side`` with ``fill``."""
+        """Return a copy of shape (n, ``length`` or the longest row, *trailing), filled on ``side``
+        with ``fill``. Raises SchemaError for a row longer than ``length``."""
         lengths = self.lengths
         width = int(lengths.max(initial=0)) if length is None else length
         if len(lengths) and int(lengths.max()) > width:
@@ -92,20 +94,20 @@ class Ragged:
         return out
 
     def take(self, index: npt.NDArray[np.int64]) -> Ragged:
-        """Rows in the order of ``index`` (repeats allowed), copied."""
+        """Return a copy of the rows at ``index``; repeats are allowed."""
         lengths = self.lengths[index]
         offsets = self._offsets(lengths)
         source = np.repeat(self.offsets[:-1][index] - offsets[:-1], lengths) + np.arange(offsets[-1])
         return Ragged(self.values[source], offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Rows start to stop, as a view."""
+        """Return rows start to stop as a view."""
         low, high = self.offsets[start], self.offsets[stop]
         return Ragged(self.values[low:high], self.offsets[start : stop + 1] - low)
 
     @classmethod
     def concat(cls, parts: Sequence[Ragged]) -> Ragged:
-        """All rows of ``parts``, one after another, copied."""
+        """Concatenate the rows of ``parts``; copies."""
         values = np.concatenate([p.values for p in parts])
         return cls(values, cls._offsets(np.concatenate([p.lengths for p in parts])))
 
@@ -124,7 +126,7 @@ class Ragged:
         return (self.values[start:end] for start, end in itertools.pairwise(self.offsets.tolist()))
 
     def tolist(self) -> list[list[Any]]:
-        """A list of plain numbers (of lists of them) for each row."""
+        """Return a list of Python numbers for each row, nested for trailing dimensions."""
         values = self.values.tolist()
         return [values[start:end] for start, end in itertools.pairwise(self.offsets.tolist())]
 

@@ -1,4 +1,4 @@
-"""Reports of a queue about itself: the balance of its rows, dead letters, and the requests that wait.
+"""Reports of a queue: the balance of its rows, dead letters, and waiting requests.
 
 queue.audit().balanced        # True: rows put = live rows + rows in each terminal state
 queue.status().waiting        # {"train-0": "3 more rows of task reward"}
@@ -30,19 +30,23 @@ class Audit(Reply, frozen=True, tag="audit"):
 
     @property
     def balanced(self) -> bool:
+        """True if no row is lost or counted twice."""
         return self.put == self.live + sum(self.terminal.values())
 
     @property
     def terminal(self) -> dict[str, int]:
+        """Rows by terminal state."""
         return {state: getattr(self, state) for state in TERMINAL}
 
 
 class FailedGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A dead letter: rows ``first`` to ``first + rows - 1`` failed because ``task`` lost them too often; ``task`` is "" where
-    their payload was lost, and these are all rows lost at once that lie together in one put, of several groups perhaps.
+    """A dead letter: rows ``first`` to ``first + rows - 1`` failed because ``task`` lost them too
+    often. If their payload was lost, ``task`` is "", and the rows are all adjacent rows of one put
+    lost at once, possibly of several groups.
 
-    ``key``, ``place``: the put that made them, and which of its groups this is, or the first of these is (from 0); ``key`` is
-    "" and ``place`` -1 for a put without one. ``reasons``: of the attempts, oldest first. ``time_s``: ledger seconds.
+    ``key``, ``place``: idempotency key of their put, and number of their first group in it (from
+    0); "" and -1 for a put without a key. ``reasons``: of the attempts, oldest first. ``time_s``:
+    ledger seconds.
     """
 
     first: int
@@ -56,11 +60,12 @@ class FailedGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A client. ``rows``: leased to it, in ``leases``; the oldest of them, of ``task``, for ``held_s``. ``loaded``:
-    the version its replica generates with. ``pid`` 0 and ``host`` "": not known. ``replica``: it takes versions;
-    ``weights``: what it is doing about the newest, in words ("fetching 7", "staged 7", "waits to load 7", "loading 7",
-    "failed 7: reason"), for ``weights_s``; "" when it is on it. ``prepares``: what it does before its first request for rows
-    ("loading its model"), for ``prepares_s``; "" when it is prepared."""
+    """A client. ``rows``: leased to it, in ``leases`` leases; the oldest lease is of ``task``, held
+    for ``held_s``. ``loaded``: version loaded by its replica. ``pid`` 0 and ``host`` "": unknown.
+    ``replica``: True if it loads versions. ``weights``: its state for the newest version ("fetching
+    7", "staged 7", "waits to load 7", "loading 7", "failed 7: reason"), since ``weights_s``; ""
+    once loaded. ``prepares``: its activity before the first request for rows ("loading its model"),
+    since ``prepares_s``; "" once prepared."""
 
     id: int
     name: str
@@ -80,7 +85,8 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A lease: ``rows`` left of it, held for ``since_s``, and ``left_s`` until they go back."""
+    """A lease: ``rows`` not completed, held for ``since_s``, returned to the task after another
+    ``left_s``."""
 
     token: int
     task: str
@@ -92,8 +98,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class ParkedStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A request that waits since ``since_s``, for at most ``left_s`` more. ``verb``: what was asked for;
-    ``why``: what is missing, and who should bring it."""
+    """A parked request, waiting for ``since_s`` and for at most another ``left_s``. ``verb``: its
+    command. ``why``: the missing thing and its provider."""
 
     session: int
     name: str
@@ -104,8 +110,8 @@ class ParkedStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class VersionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A version that is kept, published ``age_s`` ago. ``source``: the number its bytes were published under. ``on``: replicas
-    that have it loaded, ``staged``: that have it ready."""
+    """A kept version, published ``age_s`` ago. ``source``: version number first published with its
+    bytes. ``on``: replicas with it loaded. ``staged``: replicas with it staged."""
 
     version: int
     source: int
@@ -118,8 +124,9 @@ class VersionStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class StepAges(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """How stale the rows of the step are that was given to training last, in versions, by the weights that began each:
-    published while the row was generated (``in_flight``), and between that and its training (``in_queue``)."""
+    """Staleness of the rows of the step leased last for training, in versions, counted from the
+    weights at the row's start: versions published during generation (``in_flight``), and between
+    that and training (``in_queue``)."""
 
     step: int
     in_flight_mean: float
@@ -131,17 +138,19 @@ class StepAges(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StatusReport(Reply, frozen=True, tag="status"):
     """A queue at ``time_s`` (its own clock, seconds).
 
-    ``rows``: task → state → live rows. ``came`` and ``passed``: task → how often a row became ready for it and
-    was completed, since the start; their differences between two reports are rates. ``waiting``: by the client's
-    name, what its parked request waits for, in words. ``sessions`` and ``parked`` name at most 100 each, of
-    ``session_count`` and ``parked_count``. ``step``: being filled, of ``batch_rows`` rows; -1 without steps.
-    ``over``: the stream has ended. ``charged_bytes``, of ``capacity_bytes``: of live rows, with what is reserved
-    for what they may still be given. What only a server knows, 0 or "" without one: ``payload_bytes`` of live rows,
-    ``held_bytes`` of shared memory, ``written_bytes`` since the start, ``garbage`` messages, ``sdk``. ``versions``: those
-    kept, oldest first; ``publisher``: who has the role, "" when nobody; ``announced``: the version being written for
-    ``announced_s``, -1 for none; ``committed``: decided by quorum, -1 without one. ``held``: live rows that are trained and
-    that no checkpoint covers; ``checkpoint``: the step that the newest one goes on with, -1 for none. ``staleness``: the
-    policy's name, and its ``promise``; with ``max_staleness``, -1 without steps. ``ages``: of the step that is trained, None before one.
+    ``rows``: task → state → live rows. ``arrived`` and ``completed``: task → rows that became ready for
+    it and rows it completed, since the start; differences between two reports are rates.
+    ``waiting``: client name → the missing thing for its parked request, as text. ``sessions`` and
+    ``parked``: at most 100 each, of ``session_count`` and ``parked_count``. ``step``: being filled,
+    of ``batch_rows`` rows; -1 without steps. ``over``: True once the stream has ended.
+    ``charged_bytes``, of ``capacity_bytes``: of live rows, with the reserve for their missing
+    columns. Known only to a server, else 0 or "": ``payload_bytes`` of live rows, ``held_bytes`` of
+    shared memory, ``written_bytes`` since the start, ``garbage`` messages, ``sdk``. ``versions``:
+    kept versions, oldest first. ``publisher``: the session in this role, or "". ``announced``: the
+    version being written since ``announced_s``, or -1. ``committed``: decided by quorum, or -1.
+    ``held``: trained live rows not covered by a checkpoint. ``checkpoint``: the next step after the
+    newest checkpoint, or -1. ``staleness``: the policy's name, with its ``promise``.
+    ``max_staleness``: -1 without steps. ``ages``: of the step in training, None before the first.
     """
 
     rows: dict[str, dict[str, int]]
@@ -153,8 +162,8 @@ class StatusReport(Reply, frozen=True, tag="status"):
     live: int
     put: int = 0
     capacity_rows: int = 0
-    came: dict[str, int] = msgspec.field(default_factory=dict)
-    passed: dict[str, int] = msgspec.field(default_factory=dict)
+    arrived: dict[str, int] = msgspec.field(default_factory=dict)
+    completed: dict[str, int] = msgspec.field(default_factory=dict)
     sessions: tuple[SessionStatus, ...] = ()
     session_count: int = 0
     parked: tuple[ParkedStatus, ...] = ()

@@ -1,4 +1,4 @@
-"""Shard: a piece of a tensor, for a publisher of several ranks that each have only a part of the model."""
+"""Shard: a piece of a tensor, for ranks that each hold only a part of the model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shard:
-    """What ``named_weights`` may give in place of a tensor: ``tensor`` is the piece of one of shape ``whole`` that begins at
-    ``start`` in each dimension. The pieces of all ranks together make the whole; where they leave a gap, or
-    overlap, receivers refuse the version."""
+    """A piece of a tensor; ``named_weights`` may yield it instead of a tensor. ``tensor``: the
+    piece, starting at index ``start`` of a tensor of shape ``whole``. The pieces of all ranks must
+    cover the tensor without gap or overlap; otherwise receivers refuse the version."""
 
     tensor: Any
     start: tuple[int, ...]
     whole: tuple[int, ...]
 
     def problem(self) -> str:
-        """Why it cannot be such a piece; "" when it can."""
+        """Return why the piece does not fit the whole tensor; "" if it fits."""
         shape = tuple(self.tensor.shape)
         if not len(shape) == len(self.start) == len(self.whole):
             return f"a piece of shape {shape} at {tuple(self.start)} of a tensor of shape {tuple(self.whole)}"

@@ -1,4 +1,4 @@
-"""Specifications of tasks, samplers and staleness policies, as they are declared."""
+"""Declarations of tasks, samplers and staleness policies."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from .defaults import LEASE_S
 
 
 class SamplerSpec(msgspec.Struct, frozen=True):
-    """A sampler by the name it is registered with, and the options it is made of."""
+    """A sampler: its registered name and its options."""
 
     name: str
     options: dict[str, bool | int | float | str | None] = {}
 
 
 class PolicySpec(msgspec.Struct, frozen=True):
-    """A staleness policy by the name it is registered with, and the options it is made of."""
+    """A staleness policy: its registered name and its options."""
 
     name: str
     options: dict[str, bool | int | float | str | None] = {}
@@ -24,14 +24,14 @@ class PolicySpec(msgspec.Struct, frozen=True):
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One use of rows.
 
-    ``needs``: columns a row must have; ``gives``: columns it writes. ``lease_s``: ledger seconds until
-    unfinished rows go back. ``max_attempts``: leases a row may lose before its group fails. ``admits``:
-    the staleness rule decides when its groups are leased (rollout); groups that a step can take as they were
-    put skip it. ``batch_rows``: rows of one step; whole groups are selected into steps, each leased whole
-    (train). Without ``gives`` it is an end of the stream: a row is consumed when every task of its partition,
-    one of them an end, has completed it. ``partitions``: those whose rows it takes; ``("*",)`` takes all.
-    ``sampler``: chooses among ready rows; None takes the first. ``Declare`` refuses tasks that no row of a partition
-    can get through.
+    ``needs``: columns required of a row. ``gives``: columns it writes. ``lease_s``: ledger seconds
+    until unfinished rows return to the task. ``max_attempts``: leases a row may lose before its
+    group fails. ``admits``: the staleness policy admits its groups (rollout); groups put with all
+    columns of a step skip it. ``batch_rows``: rows of one step; whole groups are selected into
+    steps, and each step is leased whole (train). A task without ``gives`` is an end of the stream:
+    a row is consumed once every task of its partition, including an end, has completed it.
+    ``partitions``: whose rows it leases; ``("*",)``: all. ``sampler``: chooses among ready rows;
+    None: the first. ``Declare`` refuses tasks that no row of a partition can complete.
     """
 
     name: str
@@ -45,8 +45,10 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     sampler: SamplerSpec | None = None
 
     def takes(self, partition: str) -> bool:
+        """True if it leases rows of this partition."""
         return partition in self.partitions or "*" in self.partitions
 
     @property
     def grouped(self) -> bool:
+        """True if it leases whole groups."""
         return self.admits or self.batch_rows is not None

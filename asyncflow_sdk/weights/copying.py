@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import SchemaError
-from ..types.dtypes import carrier, dtype_name, is_torch, storable
+from ..types.dtypes import FLOATS, carrier, dtype_name, is_torch, storable
 
 SPAN_BYTES = 256 << 10  # of comparisons: what both sides have of it stays in cache
 
@@ -158,11 +158,8 @@ def _torch_memory(tensor: Any) -> tuple[tuple[Any, ...], Callable[[], bool]]:
 def check_conversion(name: str, dtype: str, wanted: str) -> None:
     """Raises SchemaError unless values of ``dtype`` may be published as ``wanted``: floating-point numbers, as such."""
     carrier(wanted)
-    if dtype != wanted and not (dtype.startswith(_FLOATS) and wanted.startswith(_FLOATS)):
+    if dtype != wanted and not {dtype, wanted} <= set(FLOATS):
         raise SchemaError(
             f"{dtype} is not converted to {wanted}: only floating-point numbers are, into such; leave {name!r} out of"
             " the dtype policy"
         )
-
-
-_FLOATS = ("float16", "float32", "float64", "bfloat16", "float8_")

@@ -58,7 +58,7 @@ def choose_transport(elsewhere: str, only: Mapping[str, Collection[str]], *, ask
 def _unfit(name: str, elsewhere: str, only: Mapping[str, Collection[str]]) -> str:
     """Why a transport cannot be taken; "" if it can."""
     adapter = registry().find("transport", name)
-    if elsewhere and adapter is not None and adapter.spec.said("hosts") == ("one",):
+    if elsewhere and adapter is not None and adapter.spec.declared("hosts") == ("one",):
         return f"it works on one host, and {elsewhere}"
     for engine, names in only.items():
         if name not in names:
@@ -69,7 +69,7 @@ def _unfit(name: str, elsewhere: str, only: Mapping[str, Collection[str]]) -> st
 def choose_encoding(transport: str, keep: int, options: Mapping[str, Any]) -> Choice | None:
     """How bytes travel by a transport; None where nobody knows."""
     adapter = registry().find("transport", transport)
-    can = adapter.spec.said("encodings") if adapter is not None else None
+    can = adapter.spec.declared("encodings") if adapter is not None else None
     if can is None:
         return None
     if can == ("mapped",):

@@ -23,7 +23,7 @@ from ..queue import Connection, LoopPort
 from ..queue.coroutines import wait_for_event
 from ..types import Manifest, Probe
 from ..types.defaults import FETCH_S
-from ..types.probe import plain_probe
+from ..types.probe import validate_probe
 from .host import host_of
 from .publisher import transport_named
 from .update import Update
@@ -306,7 +306,7 @@ class Prefetch:
 def _probe(told: cmd.Version) -> Probe | None:
     """What the version can be probed with. Raises ProtocolError for what no publisher says."""
     try:
-        return plain_probe(msgspec.msgpack.decode(told.probe, type=Probe), scored=True) if told.probe else None
+        return validate_probe(msgspec.msgpack.decode(told.probe, type=Probe), scored=True) if told.probe else None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"version {told.version}: its probe cannot be read: {error}") from None
 

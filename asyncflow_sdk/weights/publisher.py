@@ -45,7 +45,7 @@ from ..types import events as ev
 from ..types.defaults import FETCH_S
 from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES
-from ..types.probe import plain_probe
+from ..types.probe import validate_probe
 from .arguments import lasts, pairs, version_number
 from .filling import helps
 from .hashing import Hashing
@@ -162,7 +162,7 @@ class TransportPublisher(WeightPublisher):
     ) -> TransportPublication:
         version, lasting, weights = version_number(version), lasts(weights), pairs(version, weights)
         if probe is not None:
-            probe = plain_probe(probe, scored=True)
+            probe = validate_probe(probe, scored=True)
         self._settle(f"version {version} cannot be published yet", self.timeout_s)
         if self._closed:
             raise ConfigError(f"version {version}: this publisher is closed")

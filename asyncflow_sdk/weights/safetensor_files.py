@@ -22,7 +22,7 @@ import xxhash
 
 from ..errors import WeightMismatch
 from ..types import Manifest, TensorInfo, carrier
-from ..types.safetensors import METADATA, Entry, dtype_metadata, encode_header, entry
+from ..types.safetensors import METADATA, TensorEntry, dtype_metadata, encode_header, entry
 
 INDEX = "model.safetensors.index.json"
 ALIGN = 64  # of a file's first tensor
@@ -148,7 +148,7 @@ def index(version: int, root: str, files: Iterable[TensorFile]) -> bytes:
 
 
 def _chunk_files(version: int, file: str, tensors: list[TensorInfo]) -> ChunkFiles:
-    header: dict[str, Entry] = {}
+    header: dict[str, TensorEntry] = {}
     metadata = {"format": "pt"}
     own: list[tuple[int, int, int]] = []  # bytes of the chunk, and where in the file's data
     shared: dict[str, TensorFile] = {}

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, by_name
+from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError, error_from_name
 from ..interfaces.weights import Bytes, Host
 from ..wire import Client, MemorySink, RunKey, Server, generate_keys, process_key
 
@@ -283,7 +283,7 @@ class ServiceClient:
         except _BAD as error:
             raise ProtocolError(f"{what}: {self.address} gave an answer that cannot be read: {error}") from None
         if said.error:
-            raise by_name(said.error, said.message)
+            raise error_from_name(said.error, said.message)
         return Answered(said.body, parts)
 
 

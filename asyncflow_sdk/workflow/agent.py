@@ -23,7 +23,7 @@ from ..interfaces import Completion, Request
 from ..plugins import import_name, import_path
 from ..queue.error_text import error_text, plain_text
 from ..types import Ragged, Sampling, VersionSpan, pack
-from ..types.typed import check_fields
+from ..types.validation import check_fields
 from .completing import Answer, Ids
 from .drawing import Deliver, joined_spans, spans_of
 from .text import Text

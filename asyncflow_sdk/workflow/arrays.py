@@ -15,7 +15,8 @@ import numpy as np
 
 from ..memory import private_opener
 from ..types import carrier
-from ..types.safetensors import CODES, plan, read_header
+from ..types.dtypes import SAFETENSORS_CODES
+from ..types.safetensors import plan, read_header
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -37,7 +38,7 @@ class Arrays(Mapping[str, np.ndarray[Any, Any]]):
         self._file = file
         self._tensors = read_header(file).tensors
         for name, tensor in self._tensors.items():
-            if tensor.dtype not in CODES:
+            if tensor.dtype not in SAFETENSORS_CODES:
                 raise ValueError(f"array {name!r} is of dtype {tensor.dtype}")
 
     def __iter__(self) -> Iterator[str]:
@@ -65,5 +66,5 @@ def reading(path: Path) -> Iterator[Arrays]:
 
 def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     array = np.ascontiguousarray(array)
-    known = array.dtype.isnative and array.dtype.name in CODES
+    known = array.dtype.isnative and array.dtype.name in SAFETENSORS_CODES
     return array if known else array[..., None].view(np.uint8)

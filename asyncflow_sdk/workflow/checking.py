@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError
-from ..interfaces import Launcher, Place
+from ..interfaces import Launcher, Placement
 from ..plugins import registry
 from ..types.dtypes import floating_name
 from ..weights import AUTO
@@ -216,7 +216,7 @@ def _check_numbers(flow: Workflow, problems: Problems) -> None:
             flow.train.algorithm.check(group_size=size)
 
 
-def _check_place(where: str, place: Place, problems: Problems, *key: str | int, world_size: int = 1) -> None:
+def _check_place(where: str, place: Placement, problems: Problems, *key: str | int, world_size: int = 1) -> None:
     if _role.get() is not None:
         return
     try:
@@ -227,7 +227,7 @@ def _check_place(where: str, place: Place, problems: Problems, *key: str | int, 
 
 
 def _check_engine(
-    kind: str, spec: Rollout | Train | Logprobs | Generate, place: Place, problems: Problems, *key: str | int
+    kind: str, spec: Rollout | Train | Logprobs | Generate, place: Placement, problems: Problems, *key: str | int
 ) -> None:
     if _lacks_model(spec):
         text = f"{kind} model {spec.model!r} is no model folder: it has no config.json"
@@ -363,12 +363,12 @@ def _check_dtypes(flow: Workflow, problems: Problems) -> None:
     """Versions have a dtype that each rollout takes, as far as adapters and model folders say."""
     asked = flow.weights.dtype
     trained = registry().find("train", flow.train.engine)
-    if asked is None and trained is not None and trained.spec.said("dtype") == ("option",):
+    if asked is None and trained is not None and trained.spec.declared("dtype") == ("option",):
         asked = flow.train.options.get("dtype") or "auto"
     published = "" if asked is None else _dtype_of(asked, flow.train.model)
     for number, rollout in enumerate(flow.rollouts):
         adapter = registry().find("rollout", rollout.engine)
-        taken = (adapter.spec.said("dtype") if adapter is not None else None) or ()
+        taken = (adapter.spec.declared("dtype") if adapter is not None else None) or ()
         options = {"option": rollout.options.get("dtype") or "auto", "folder": "auto"}
         names = list(dict.fromkeys(_dtype_of(options[each], rollout.model) for each in taken))
         if published and names and all(names) and published not in names:

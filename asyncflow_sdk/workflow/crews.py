@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ..errors import AsyncFlowError, ConfigError, ServerLost, WorkerFailed
-from ..interfaces import Launcher, OnFailure, Place, WorkerOrder
+from ..interfaces import Launcher, OnFailure, Placement, WorkerSpec
 from ..ledger import commands as cmd
 from ..queue import QueueClient
 from ..types import Checkpoint, Event, Weights
@@ -155,7 +155,7 @@ class Crews:
             where = self._connection.wire.address
             self._fail(ServerLost(f"the run at {where} was closed before worker {worker.name!r} was through"))
             return
-        if (worker.order.place.on_failure or self._on_failure) == "stop":
+        if (worker.order.placement.on_failure or self._on_failure) == "stop":
             self._fail(error)
             return
         with self._lock:
@@ -189,7 +189,7 @@ class Crews:
         config = WorkerConfig(
             name, self._near, crew.job, own_path(), wire.key, wire.insecure, rank=crew.rank or Rank()
         )
-        order = WorkerOrder(name=name, config=msgspec.json.encode(config), place=crew.spec.place, log=log)
+        order = WorkerSpec(name=name, config=msgspec.json.encode(config), placement=crew.spec.place, log=log)
         crew.workers.append(Worker(crew.launcher, order, role, self))
 
     def _crew(self, which: Spec | str) -> Crew:
@@ -243,7 +243,7 @@ def _own_thread(spec: Stage) -> Launcher:
 
 
 class _OwnThread(ThreadLauncher):
-    def check(self, place: Place) -> None:
+    def check(self, place: Placement) -> None:
         """It is where it is because it can be nowhere else; what was asked for is for others of its kind."""
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..plugins import import_name, import_path
-from ..types.typed import check_names, check_types
+from ..types.validation import check_keywords, check_types
 
 TYPE, NAME, MAP, FLOAT = "$type", "$name", "$map", "$float"
 
@@ -32,7 +32,7 @@ class Described:
         self = super().__new__(cls)
         self.asked = {}
         signature = inspect.signature(cls)
-        check_names(cls, kwargs)
+        check_keywords(cls, kwargs)
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:

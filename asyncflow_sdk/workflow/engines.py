@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..ledger import commands as cmd
 from ..plugins import registry
 from ..queue import QueueClient
-from ..types.typed import misfits, nearest
+from ..types.validation import closest_name, type_errors
 
 GIVEN = ("model", "algorithm")
 """What an engine is made with that is no option."""
@@ -30,11 +30,11 @@ def odd_options(
     known = _options_of(factory)
     odd = []
     for option in [name for name in options if known is not None and name not in (*known, *GIVEN)]:
-        near = nearest(option, [*(known or ()), *also])
+        near = closest_name(option, [*(known or ()), *also])
         meant = f"; did you mean {near!r}?" if near else "."
         odd.append((option, f"engine {engine!r} has no option {option!r}{meant} It takes: {', '.join(known or ())}"))
     plain = {name: value for name, value in options.items() if name not in GIVEN}
-    odd += [(name, f"engine {engine!r}, option {name!r} {what}") for name, what in misfits(factory, plain)]
+    odd += [(name, f"engine {engine!r}, option {name!r} {what}") for name, what in type_errors(factory, plain)]
     return odd
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .._version import __version__
 from ..errors import ConfigError
-from ..interfaces import FATAL_STATUS, Launcher, Place, WorkerEnding, WorkerHandle, WorkerOrder
+from ..interfaces import FATAL_STATUS, Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
 from ..memory import make_private_directory, private_opener
 from .worker import LAST_WORDS, THROUGH
 
@@ -33,7 +33,7 @@ class ProcessLauncher(Launcher):
 
     ranks = True
 
-    def check(self, place: Place) -> None:
+    def check(self, place: Placement) -> None:
         if place.python is not None and shutil.which(place.python) is None:
             raise ConfigError(
                 f"cannot start {place.python!r}: there is no such program; python= names an interpreter"
@@ -50,8 +50,8 @@ class ProcessLauncher(Launcher):
         if place.gpus and "CUDA_VISIBLE_DEVICES" in place.env:
             raise ConfigError("gpus= sets CUDA_VISIBLE_DEVICES, which env= sets, too: give one of them")
 
-    def start(self, order: WorkerOrder) -> WorkerHandle:
-        place = order.place
+    def start(self, order: WorkerSpec) -> WorkerHandle:
+        place = order.placement
         python = place.python or sys.executable
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **place.env}
         if place.gpus:
@@ -83,7 +83,7 @@ class _Process(WorkerHandle):
         self._began = log.stat().st_size
         self._ended = self._told = False
 
-    def wait(self) -> WorkerEnding:
+    def wait(self) -> WorkerExit:
         status = self._process.wait()
         with self._lock:
             self._ended = True
@@ -92,16 +92,16 @@ class _Process(WorkerHandle):
             self._line.close()
         if not status:
             if self._told or words == THROUGH:
-                return WorkerEnding(0)
-            return WorkerEnding(1, "its process exited with status 0 before the stream had ended")
+                return WorkerExit(0)
+            return WorkerExit(1, "its process exited with status 0 before the stream had ended")
         if words:
-            return WorkerEnding(status, words)
+            return WorkerExit(status, words)
         tail = _tail(self._log, self._began)
         lacks = _NO_MODULE.search(tail)
         if lacks:  # a worker that got as far as working has a last word
             how = f"{self._python} -m pip install asyncflow-sdk=={__version__}"
-            return WorkerEnding(FATAL_STATUS, f"{self._python} cannot load the AsyncFlow SDK: {lacks[0]}; run: {how}")
-        return WorkerEnding(status, f"the end of its log {self._log}:\n{tail}" if tail else "")
+            return WorkerExit(FATAL_STATUS, f"{self._python} cannot load the AsyncFlow SDK: {lacks[0]}; run: {how}")
+        return WorkerExit(status, f"the end of its log {self._log}:\n{tail}" if tail else "")
 
     def stop(self) -> None:
         with self._lock, contextlib.suppress(OSError):

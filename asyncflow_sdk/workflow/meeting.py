@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from ..errors import DeadlineExceeded, LeaseLost, ServerLost, by_name
+from ..errors import DeadlineExceeded, LeaseLost, ServerLost, error_from_name
 from ..ledger import commands as cmd
 from ..queue import QueueClient
 
@@ -64,7 +64,7 @@ class Meeting:
             raise
         for rank, word in enumerate(self._tell(what, _Word())):
             if word.error is not None:
-                raise by_name(word.error[0], f"rank {rank}: {word.error[1]}")
+                raise error_from_name(word.error[0], f"rank {rank}: {word.error[1]}")
 
     def by_first(self, what: str, do: Callable[[], bytes]) -> bytes:
         """What ``do`` returns in rank 0, in every rank; what it raises there is raised in all."""
@@ -77,7 +77,7 @@ class Meeting:
                 raise
         found = self._tell(what, word)[0]
         if found.error is not None:
-            raise by_name(found.error[0], f"rank 0: {found.error[1]}")
+            raise error_from_name(found.error[0], f"rank 0: {found.error[1]}")
         return found.said
 
     def _tell(self, what: str, word: _Word) -> list[_Word]:

@@ -65,7 +65,7 @@ def _swap(rollout: Rollout, asked: str, verify: tuple[str, ...]) -> Choice:
 
 def _said(rollout: Rollout, key: str) -> tuple[str, ...] | None:
     adapter = registry().find("rollout", rollout.engine)
-    return adapter.spec.said(key) if adapter is not None else None
+    return adapter.spec.declared(key) if adapter is not None else None
 
 
 def _only(flow: Workflow) -> dict[str, tuple[str, ...]]:
@@ -82,7 +82,7 @@ def _elsewhere(flow: Workflow) -> str:
     """Why some workers may be on other hosts; "" where none is."""
     for place in (*(each.place for each in flow.rollouts), flow.train.place):
         adapter = registry().find("launcher", place.launcher)
-        if adapter is not None and adapter.spec.said("hosts") == ("many",):
+        if adapter is not None and adapter.spec.declared("hosts") == ("many",):
             return f"launcher {place.launcher!r} may start workers on other hosts"
     return ""
 

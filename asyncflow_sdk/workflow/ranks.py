@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from ..errors import ConfigError
-from ..interfaces import Launcher, Place, WorkerEnding, WorkerHandle, WorkerOrder
+from ..interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
 from .worker import Rank, WorkerConfig
 
 AFTER_S = 2.0
@@ -49,7 +49,7 @@ def own_rank(environment: Mapping[str, str] = os.environ) -> Rank | None:
     return Rank(rank, size) if size > 1 else None
 
 
-def check_ranks(launcher: Launcher, place: Place, world_size: int) -> None:
+def check_ranks(launcher: Launcher, place: Placement, world_size: int) -> None:
     """Raises ConfigError where a launcher cannot start that many ranks in a place."""
     launcher.check(place)
     if world_size == 1:
@@ -69,7 +69,7 @@ def check_ranks(launcher: Launcher, place: Place, world_size: int) -> None:
 
 
 @dataclass(frozen=True)
-class GroupEnding(WorkerEnding):
+class GroupEnding(WorkerExit):
     """``rank``: the one that ended first of those that did not end well."""
 
     rank: int = 0
@@ -83,10 +83,10 @@ class Group(Launcher):
     def __init__(self, launcher: Launcher, world_size: int) -> None:
         self._launcher, self.world_size = launcher, world_size
 
-    def check(self, place: Place) -> None:
+    def check(self, place: Placement) -> None:
         check_ranks(self._launcher, place, self.world_size)
 
-    def start(self, order: WorkerOrder) -> WorkerHandle:
+    def start(self, order: WorkerSpec) -> WorkerHandle:
         handles: dict[str, WorkerHandle] = {}
         try:
             for each in rank_orders(order, self.world_size):
@@ -108,14 +108,14 @@ class Together(WorkerHandle):
         self.pids = {name: handle.pid for name, handle in handles.items()}
         self.pid, self.host = self._handles[0].pid, self._handles[0].host
 
-    def wait(self) -> WorkerEnding:
-        ended: queue.SimpleQueue[tuple[int, WorkerEnding]] = queue.SimpleQueue()
+    def wait(self) -> WorkerExit:
+        ended: queue.SimpleQueue[tuple[int, WorkerExit]] = queue.SimpleQueue()
 
         def see(rank: int, handle: WorkerHandle) -> None:
             try:
                 ending = handle.wait()
             except Exception as error:
-                ending = WorkerEnding(1, f"its launcher lost it: {type(error).__name__}: {error}")
+                ending = WorkerExit(1, f"its launcher lost it: {type(error).__name__}: {error}")
             ended.put((rank, ending))
 
         for rank, handle in enumerate(self._handles):
@@ -132,7 +132,7 @@ class Together(WorkerHandle):
             left.discard(rank)
             if ending.status and first is None:
                 first, until = GroupEnding(ending.status, ending.text, rank), time.monotonic() + AFTER_S
-        return first or WorkerEnding(0)
+        return first or WorkerExit(0)
 
     def stop(self) -> None:
         for handle in self._handles:
@@ -143,10 +143,10 @@ class Together(WorkerHandle):
             handle.kill()
 
 
-def rank_orders(order: WorkerOrder, world_size: int) -> list[WorkerOrder]:
+def rank_orders(order: WorkerSpec, world_size: int) -> list[WorkerSpec]:
     """What starts each rank: its part of the CPUs, all of the GPUs, of which its local rank says which is its own, and where the
     ranks find each other. None is started again by itself."""
-    config, place = msgspec.json.decode(order.config, type=WorkerConfig), order.place
+    config, place = msgspec.json.decode(order.config, type=WorkerConfig), order.placement
     share = len(place.cpus) // world_size
     port, orders = _free_port(), []
     for rank in range(world_size):
@@ -157,9 +157,9 @@ def rank_orders(order: WorkerOrder, world_size: int) -> list[WorkerOrder]:
         }  # fmt: skip
         own = msgspec.structs.replace(config, name=name, rank=Rank(rank, world_size))
         orders.append(
-            WorkerOrder(
+            WorkerSpec(
                 name=name, config=msgspec.json.encode(own), log=order.log.with_stem(f"{order.log.stem}-rank-{rank}"),
-                place=replace(
+                placement=replace(
                     place, cpus=place.cpus[rank * share :][:share], env={**environment, **place.env}, max_restarts=0
                 ),
             )

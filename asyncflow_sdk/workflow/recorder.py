@@ -264,8 +264,8 @@ def write_batch(path: Path, batch: Batch, **more: Any) -> None:
     arrays: dict[str, Any] = {"ids": batch.ids, "groups": batch.groups, **more}
     if batch.completed_at is not None:
         arrays[COMPLETED_AT] = batch.completed_at
-    if batch.stretches:
-        arrays["stretches"] = np.array(batch.stretches, np.int64)
+    if batch.version_step_offsets:
+        arrays["version_step_offsets"] = np.array(batch.version_step_offsets, np.int64)
     for name, column in batch.columns.items():
         arrays[f"{name}:{column.spec.kind}:{dtype_name(column.values.dtype)}"] = column.values
         if column.offsets is not None:
@@ -290,8 +290,10 @@ def read_batch(path: Path, only: tuple[str, ...] | None = None) -> Batch:
             spec = ColumnSpec(kind, dtype, values.shape[1:])  # type: ignore[arg-type]
             columns[name] = Column(spec, values, offsets)
         batch = Batch(stored["ids"], stored["groups"], columns)
-        if "stretches" in stored:
-            batch.stretches = tuple((int(first), int(shift)) for first, shift in stored["stretches"])
+        if "version_step_offsets" in stored:
+            batch.version_step_offsets = tuple(
+                (int(first), int(shift)) for first, shift in stored["version_step_offsets"]
+            )
         batch.completed_at = stored.get(COMPLETED_AT)
         return batch
 

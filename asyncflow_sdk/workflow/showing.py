@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..interfaces import Place
+from ..interfaces import Placement
 from ..types import Sampling
 from .checking import AHEAD_STEPS, dataflow, edges, name_of
 from .dataflow import PROMPTS
@@ -54,10 +54,10 @@ def described(flow: Workflow) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _placed(place: Place, max_restarts: int = Place.max_restarts) -> dict[str, Any]:
+def _placed(place: Placement, max_restarts: int = Placement.max_restarts) -> dict[str, Any]:
     """Where a worker runs, as far as anything was said."""
     said: dict[str, Any] = msgspec.to_builtins(place)
-    usual: dict[str, Any] = msgspec.to_builtins(Place(max_restarts=max_restarts))
+    usual: dict[str, Any] = msgspec.to_builtins(Placement(max_restarts=max_restarts))
     said["env"] = sorted(said["env"])  # names only: values may be secret
     return {name: value for name, value in said.items() if value != usual[name] and value != []}
 
@@ -141,7 +141,7 @@ def _options(options: dict[str, Any]) -> str:
     return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
-def _where(place: Place, max_restarts: int = Place.max_restarts) -> str:
+def _where(place: Placement, max_restarts: int = Placement.max_restarts) -> str:
     return "".join(f", {name}={value!r}" for name, value in _placed(place, max_restarts).items())
 
 

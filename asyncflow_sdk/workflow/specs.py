@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..algorithms import algorithm_spec, make_algorithm
 from ..errors import ConfigError, PluginError, SchemaError
-from ..interfaces import TRAIN_COLUMNS, Algorithm, OnFailure, Place
+from ..interfaces import TRAIN_COLUMNS, Algorithm, OnFailure, Placement
 from ..ledger import TaskSpec
 from ..ledger.commands import SamplerSpec
 from ..plugins import import_name, import_path
@@ -110,7 +110,7 @@ class Rollout(Described):
         self.sampling = sampling or Sampling()
         self.lease_s = lease_s
         self.prompt, self.options = prompt, plain_options(self.engine, options)
-        self.place = Place(
+        self.place = Placement(
             python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
             gpus=tuple(gpus), on_failure=on_failure,
         )  # fmt: skip
@@ -241,7 +241,7 @@ class Stage(Described):
         self.partitions = _partitions("stage", self.task, partitions)
         self.batch = batch or (_BATCH if callable(work) and not is_coroutine(work) else _SMALL_BATCH)
         self.concurrency, self.lease_s = concurrency, lease_s
-        self.place = Place(
+        self.place = Placement(
             python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
             gpus=tuple(gpus), on_failure=on_failure,
         )  # fmt: skip
@@ -356,7 +356,7 @@ class Train(Described):
                 raise
         own = self.algorithm.needs if self.algorithm is not None else ()
         self.needs = tuple(dict.fromkeys((*TRAIN_COLUMNS, *own, *needs)))
-        self.place = Place(
+        self.place = Placement(
             python=python, env=dict(env or {}), max_restarts=max_restarts, launcher=launcher, cpus=tuple(cpus),
             gpus=tuple(gpus), on_failure=on_failure,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from ..queue import AsyncLeasedBatch, Connection, QueueClient
 from ..queue.error_text import error_text
 from ..types import Batch, Ragged, Sampling
 from ..types import events as ev
-from ..types.columns import odd_entry, pack
+from ..types.columns import find_invalid_entry, pack
 from .consumer import LeaseConsumer
 from .engines import loading_model, make_engine
 from .text import Text, token_ids, with_stop_ids
@@ -330,7 +330,7 @@ def _checked(name: str, column: str, values: Any, rows: Batch) -> Any:
     try:
         packed = pack(column, values)
     except SchemaError as error:
-        entry = odd_entry(values) if isinstance(values, (list, tuple, np.ndarray)) else None
+        entry = find_invalid_entry(values) if isinstance(values, (list, tuple, np.ndarray)) else None
         if entry is None or entry[0] >= rows.rows:
             raise FunctionFailed(f"{name}() returned no column: {error}") from None
         at, what = entry

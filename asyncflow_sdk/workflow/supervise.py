@@ -9,7 +9,7 @@ import time
 from typing import Protocol
 
 from ..errors import PluginError, WorkerFailed
-from ..interfaces import Launcher, WorkerEnding, WorkerHandle, WorkerOrder
+from ..interfaces import Launcher, WorkerExit, WorkerHandle, WorkerSpec
 from ..plugins import registry
 from ..types import Event
 from ..types import events as ev
@@ -57,7 +57,7 @@ class Worker:
     """A worker that is kept running. ``role``: what it does, as others may do, too. ``ended`` is set when it has, for good;
     ``lost``: with an error. Thread-safe. Raises what the launcher raises at the first start."""
 
-    def __init__(self, launcher: Launcher, order: WorkerOrder, role: str, boss: Boss) -> None:
+    def __init__(self, launcher: Launcher, order: WorkerSpec, role: str, boss: Boss) -> None:
         self.name, self.role, self.order = order.name, role, order
         self._launcher, self._boss = launcher, boss
         self._stopping = threading.Event()
@@ -133,7 +133,7 @@ class Worker:
             self._boss.ended(self)
 
     def _keep_running(self) -> None:
-        place, restarts, wait_s = self.order.place, 0, 0.0
+        place, restarts, wait_s = self.order.placement, 0, 0.0
         while True:
             began, ending = time.monotonic(), self._wait()
             lived_s = time.monotonic() - began
@@ -144,7 +144,7 @@ class Worker:
                 return
             if lived_s > FORGIVEN_S:
                 restarts = 0
-            if ending.comes_again or restarts >= place.max_restarts or self._boss.over:
+            if ending.fatal or restarts >= place.max_restarts or self._boss.over:
                 again = f" after {restarts} restarts" if restarts else ""
                 self._fail(_how(ending) + again, ending.text)
                 return
@@ -161,11 +161,11 @@ class Worker:
                 if self._stopping.is_set():  # it was told before there was anyone to tell
                     handle.stop()
 
-    def _wait(self) -> WorkerEnding:
+    def _wait(self) -> WorkerExit:
         try:
             return self._handle.wait()
         except Exception as error:
-            return WorkerEnding(1, f"its launcher lost it: {type(error).__name__}: {error}")
+            return WorkerExit(1, f"its launcher lost it: {type(error).__name__}: {error}")
 
     def _fail(self, how: str, text: str) -> None:
         self.lost = True
@@ -187,7 +187,7 @@ def back_off(waited_s: float, lived_s: float) -> float:
     return min(BACKOFF_MOST_S, 2 * waited_s)
 
 
-def _how(ending: WorkerEnding) -> str:
+def _how(ending: WorkerExit) -> str:
     status, who = ending.status, f"rank {ending.rank} " if isinstance(ending, GroupEnding) else ""
     if status < 0:
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..types import Event, Lengths, TokenAges
+from ..types import Event, LengthHistogram, TokenAges
 from ..types import events as ev
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -74,24 +74,24 @@ class _Lag:
 class LengthTally:
     """Response lengths by how their rows ended: whole ones, and what unfinished ones had by then."""
 
-    whole: dict[tuple[str, str], Lengths] = field(default_factory=dict)
-    unfinished: dict[tuple[str, str], Lengths] = field(default_factory=dict)
+    whole: dict[tuple[str, str], LengthHistogram] = field(default_factory=dict)
+    unfinished: dict[tuple[str, str], LengthHistogram] = field(default_factory=dict)
 
     def add(self, event: ev.RowsEnded) -> None:
         end = event.state, event.reason
         if event.lengths:
-            self.whole.setdefault(end, Lengths()).add(event.lengths, event.tokens, event.squares)
+            self.whole.setdefault(end, LengthHistogram()).add(event.lengths, event.tokens, event.squares)
         if event.unfinished:
-            lengths = self.unfinished.setdefault(end, Lengths())
+            lengths = self.unfinished.setdefault(end, LengthHistogram())
             lengths.add(event.unfinished, event.unfinished_tokens, event.unfinished_squares)
 
     @property
-    def trained(self) -> Lengths:
+    def trained(self) -> LengthHistogram:
         """Of rows that were consumed."""
         return self._of(self.whole, lambda state: state == "consumed")
 
     @property
-    def generated(self) -> Lengths:
+    def generated(self) -> LengthHistogram:
         """Of all rows but the cancelled ones, as an estimate where some ended unfinished: what would be trained if nothing
         was given up."""
         whole, unfinished = (
@@ -100,11 +100,11 @@ class LengthTally:
         return whole.with_unfinished(unfinished)
 
     @staticmethod
-    def _of(ends: Mapping[tuple[str, str], Lengths], wanted: Any) -> Lengths:
-        total = Lengths()
+    def _of(ends: Mapping[tuple[str, str], LengthHistogram], wanted: Any) -> LengthHistogram:
+        total = LengthHistogram()
         for (state, _), lengths in ends.items():
             if wanted(state):
-                total.join(lengths)
+                total.merge(lengths)
         return total
 
     @property
@@ -229,6 +229,6 @@ class Tally:
             lag.until(now, self._published)
 
 
-def _plain(lengths: Lengths) -> dict[str, Any]:
+def _plain(lengths: LengthHistogram) -> dict[str, Any]:
     found = {"mean": lengths.mean, **{f"p{100 * q:.0f}": lengths.quantile(q) for q in QUANTILES}}
     return {"rows": round(lengths.rows), **{k: round(v, 2) if math.isfinite(v) else None for k, v in found.items()}}

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 
 from ..errors import ConfigError
-from ..interfaces import Launcher, Place, WorkerEnding, WorkerHandle, WorkerOrder
+from ..interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
 from .worker import WorkerMain
 
 Start = Callable[[bytes], WorkerMain]
@@ -22,7 +22,7 @@ class ThreadLauncher(Launcher):
     def __init__(self, make: Start = WorkerMain) -> None:
         self._make = make
 
-    def check(self, place: Place) -> None:
+    def check(self, place: Placement) -> None:
         given = [name for name in ("python", "env", "cpus", "gpus") if getattr(place, name)]
         if given:
             raise ConfigError(
@@ -30,7 +30,7 @@ class ThreadLauncher(Launcher):
                 " its driver"
             )
 
-    def start(self, order: WorkerOrder) -> WorkerHandle:
+    def start(self, order: WorkerSpec) -> WorkerHandle:
         return _Thread(order.name, self._make(order.config))
 
 
@@ -38,7 +38,7 @@ class _Thread(WorkerHandle):
     def __init__(self, name: str, worker: WorkerMain) -> None:
         self.pid, self.host = os.getpid(), socket.gethostname()
         self._worker = worker
-        self._ending = WorkerEnding(1, "its thread was left behind")
+        self._ending = WorkerExit(1, "its thread was left behind")
         self._over = threading.Event()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -46,11 +46,11 @@ class _Thread(WorkerHandle):
         try:
             self._ending = self._worker.run()
         except BaseException as error:  # such as the KeyboardInterrupt of a user's function: it ends the thread only
-            self._ending = WorkerEnding(1, "".join(traceback.format_exception(error)))
+            self._ending = WorkerExit(1, "".join(traceback.format_exception(error)))
         finally:
             self._over.set()
 
-    def wait(self) -> WorkerEnding:
+    def wait(self) -> WorkerExit:
         self._over.wait()
         return self._ending
 

@@ -28,7 +28,7 @@ import msgspec
 
 from ..errors import ConfigError, PluginError
 from ..plugins import import_name, registry
-from ..types.typed import meant
+from ..types.validation import suggestion
 from .checking import Key, telling
 from .positions import positions
 from .specs import Rollout, Stage, Train
@@ -161,7 +161,7 @@ class _File:
             elif options:
                 arguments[name] = self._located(value)
             else:
-                self._say(where, f"there is no key {_dotted(where)}; {meant(name, named)}")
+                self._say(where, f"there is no key {_dotted(where)}; {suggestion(name, named)}")
         for name, parameter in named.items():
             if parameter.default is parameter.empty and name not in table:
                 self._say(key, f"{_dotted((*key, name))} is missing")

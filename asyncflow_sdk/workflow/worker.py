@@ -23,10 +23,10 @@ import msgspec
 
 from ..algorithms import AlgorithmSpec, make_algorithm
 from ..errors import AsyncFlowError, ConfigError, PluginError, SchemaError, ServerLost, WeightMismatch
-from ..interfaces import FATAL_STATUS, WorkerEnding
+from ..interfaces import FATAL_STATUS, WorkerExit
 from ..ledger import commands as cmd
 from ..memory import directory_at, remove_if_ownerless
-from ..plugins import plugin_choice
+from ..plugins import plugin_variables
 from ..queue import Connection, LeaseRenewer, QueueClient, open_queue
 from ..queue.error_text import plain_text
 from ..types import Sampling, Weights
@@ -108,7 +108,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """What the driver itself came in with, over tcp."""
     insecure: bool = False
     """The driver came in over tcp without a key."""
-    plugins: dict[str, str] = msgspec.field(default_factory=plugin_choice)
+    plugins: dict[str, str] = msgspec.field(default_factory=plugin_variables)
     """The variables by which the driver's plugins were chosen."""
     rank: Rank = Rank()
 
@@ -125,7 +125,7 @@ class WorkerMain:
         self._connection: Connection | None = None
         self._leaving = False
 
-    def run(self) -> WorkerEnding:
+    def run(self) -> WorkerExit:
         """Work until the stream ends. Raises nothing: what goes wrong is in the ending, and in the log."""
         try:
             config = self.config
@@ -154,19 +154,19 @@ class WorkerMain:
             renewing.close()
         return ending
 
-    def _do(self, queue: QueueClient, connection: Connection, renewing: LeaseRenewer) -> WorkerEnding:
+    def _do(self, queue: QueueClient, connection: Connection, renewing: LeaseRenewer) -> WorkerExit:
         _state(connection, "starting")
         try:
             if not self._leaving:
                 self._work(queue)
         except (Exception, SystemExit) as error:  # an engine that exits has not ended the stream
             if isinstance(error, ServerLost) and connection.wire.server_closed and not renewing.holds:
-                return WorkerEnding(0)  # a run that is closed has ended, for who held nothing of it
+                return WorkerExit(0)  # a run that is closed has ended, for who held nothing of it
             ending = _ending(error)
             _state(connection, "failed", ending.text)
             return ending
         _state(connection, "stopped")
-        return WorkerEnding(0)
+        return WorkerExit(0)
 
     def leave(self) -> None:
         """Be given nothing more: it ends when it is through with what it holds. Does not wait."""
@@ -179,8 +179,8 @@ class WorkerMain:
             open_queue(connection).send(cmd.Dismiss())
 
 
-def run_worker(config: bytes) -> WorkerEnding:
-    """Be the worker that a ``WorkerOrder`` configures, in this process, until the stream ends. Blocks; raises nothing.
+def run_worker(config: bytes) -> WorkerExit:
+    """Be the worker that a ``WorkerSpec`` configures, in this process, until the stream ends. Blocks; raises nothing.
     For launchers: the caller sees to it that the process ends with its driver."""
     return WorkerMain(config).run()
 
@@ -200,7 +200,7 @@ def main() -> int:
     return ending.status
 
 
-def _ending(error: BaseException) -> WorkerEnding:
+def _ending(error: BaseException) -> WorkerExit:
     if isinstance(error, FunctionFailed):  # whose message has the user's frames, and the SDK's would hide them
         whole = text = str(error)
     else:
@@ -209,7 +209,7 @@ def _ending(error: BaseException) -> WorkerEnding:
     text = plain_text(text, LAST_WORDS // 4)
     with contextlib.suppress(OSError):  # a disk that is full may be why
         print(plain_text(whole, len(whole)).rstrip(), file=sys.stderr)
-    return WorkerEnding(FATAL_STATUS if isinstance(error, FATAL) else 1, text)
+    return WorkerExit(FATAL_STATUS if isinstance(error, FATAL) else 1, text)
 
 
 def _work(queue: QueueClient, job: RolloutJob | StageJob | TrainJob, rank: Rank) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, MemoryFull, WorkerFailed
-from ..interfaces import OnFailure, Place
+from ..interfaces import OnFailure, Placement
 from ..ledger import Audit
 from ..plugins import registry
 from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Weights
@@ -115,7 +115,7 @@ class Workflow(Described):
             reward = Stage(reward, task="reward", gives=["reward"])
         self.reward = reward
         self.stages = (*([reward] if reward is not None else []), *stages)
-        self.on_failure = Place(on_failure=on_failure).on_failure or "stop"
+        self.on_failure = Placement(on_failure=on_failure).on_failure or "stop"
         self.checkpoint, self.stall_timeout_s = checkpoint, stall_timeout_s
         self.trackers = several(trackers)
         self.data = load_prompts(prompts, self.rollout.prompt)
@@ -198,7 +198,7 @@ class Workflow(Described):
                 text = f"{directory} has no summary.json: {error}; the run {outcome.status}"
                 outcome.error = outcome.error or MemoryFull(f"{text}, {recorder.steps} of {self.steps} steps trained")
         if isinstance(outcome.error, Interrupted):
-            outcome.error.again = signals.hurried
+            outcome.error.repeated = signals.hurried
         if outcome.error is not None:
             raise outcome.error
         return Result(directory, summary)

@@ -304,7 +304,7 @@ def test_staleness_is_of_each_token_by_the_version_that_drew_it(trainer: Any, st
     lengths = stale.ragged("response_ids").lengths
     spans = [np.array([[7, 0, 1], [10, 1, n]] if n > 1 else [[10, 0, 1]]) for n in lengths]
     step = with_columns(stale, version_spans=Ragged.of([row.astype(np.int64) for row in spans]))
-    step.stretches = ((0, 0), (8, 2))
+    step.version_step_offsets = ((0, 0), (8, 2))
     algorithm = dataclasses.replace(Noting(), given=[])
     object.__setattr__(algorithm, "asks", ("staleness", "entropy", "values"))
     engine = trainer(algorithm=algorithm, micro_batch_tokens=60)

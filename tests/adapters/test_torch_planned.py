@@ -62,5 +62,5 @@ def test_a_stop_of_several_tokens_is_refused_and_one_of_one_token_ends_responses
         workflow(tiny, stages=[af.Stage(judge, needs=["prompt"], gives=["verdict"])])
     sampling = af.Sampling(max_tokens=4, stop="=", stop_ids=(7,))
     workflow(tiny, rollout={"sampling": sampling})
-    with pytest.raises(ConfigError, match="a request has token ids to stop at"):
+    with pytest.raises(ConfigError, match="a request takes stop_ids"):
         af.Request(np.array([1], np.int32), sampling)

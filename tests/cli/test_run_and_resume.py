@@ -90,7 +90,7 @@ def test_a_run_that_is_resumed_is_shown_as_it_is_when_it_is_run(file: Path) -> N
 def test_a_second_ctrl_c_skips_the_report_with_a_word(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     stop = Interrupted("stopped by request")
-    stop.again = True
+    stop.repeated = True
 
     def interrupted() -> None:
         with running.outcome_of(tmp_path, console):

@@ -30,7 +30,7 @@ def report(time_s: float = 100.0, passed: int = 12_000, **changes: object) -> St
         rows={"rollout": counts, "reward": {**counts, "ready": 0}, "train": {**counts, "selected": 160}},
         ended={"consumed": passed, "filtered": 300, "failed": 0},
         waiting={}, step=12, free_slots=96, version=11, live=624, put=12_924, capacity_rows=4000,
-        came={"rollout": passed + 500, "reward": passed + 100, "train": passed}, passed={"rollout": passed, "reward": passed, "train": passed},
+        arrived={"rollout": passed + 500, "reward": passed + 100, "train": passed}, completed={"rollout": passed, "reward": passed, "train": passed},
         sessions=(
             session(1, "driver"), session(2, "trainer-0"), session(3, "rollout-1", loaded=11, leases=2, rows=64, task="rollout", held_s=12.0),
             session(4, "reward-0", leases=1, rows=32, task="reward", held_s=3.4),

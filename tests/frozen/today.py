@@ -23,7 +23,11 @@ Json = Any
 
 TYPES: dict[str, str] = {}
 """Recorded name → today's name of a command, reply, event or error, where it is another one."""
-FIELDS: dict[str, str] = {}
+FIELDS: dict[str, str] = {
+    "Leased.stretches": "version_step_offsets",
+    "StatusReport.came": "arrived",
+    "StatusReport.passed": "completed",
+}
 """Recorded "Type.field" → today's name of the field, where it is another one."""
 NUMBERS = {
     "ids": "i8", "groups": "i8", "revoked": "i8", "again": "i8", "completed_at": "i8",

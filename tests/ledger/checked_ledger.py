@@ -381,7 +381,7 @@ class CheckedLedger:
         for row in rows:
             row.step = step
             if row.version is not None and (self.limits.staleness is None or self.limits.staleness.name != "count"):
-                made = steps_of(np.array(sorted(row.versions)), reply.stretches).max()
+                made = steps_of(np.array(sorted(row.versions)), reply.version_step_offsets).max()
                 assert step - made <= (self.limits.max_staleness or 0), "a token is too old"
 
     def _on_completed(self, session: int, command: cmd.Complete, reply: cmd.Completed) -> None:

@@ -10,7 +10,7 @@ from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger import unpack_ids
 from asyncflow_sdk.ledger.commands import StepAges
 from asyncflow_sdk.types import events as ev
-from asyncflow_sdk.types.lengths import bins_of
+from asyncflow_sdk.types.lengths import length_bins
 
 pytestmark = pytest.mark.fast
 
@@ -70,7 +70,7 @@ def test_rows_that_end_bring_the_lengths_of_their_responses() -> None:
     queue.complete(trainer, queue.lease(trainer, "train"))
 
     (event,) = ended(queue, "consumed")
-    assert event.lengths == bins_of(np.array([5, 70]))
+    assert event.lengths == length_bins(np.array([5, 70]))
     assert (event.tokens, event.squares) == (75, 25 + 4900)
     assert not event.unfinished
 
@@ -90,7 +90,7 @@ def test_what_ends_while_it_is_generated_has_about_the_tokens_that_others_had_by
 
     (event,) = ended(queue, "cancelled")
     assert not event.lengths
-    assert event.unfinished == bins_of(np.array([50]))
+    assert event.unfinished == length_bins(np.array([50]))
     assert event.unfinished_tokens == 50
 
 

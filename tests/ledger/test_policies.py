@@ -8,7 +8,7 @@ import pytest
 from ledger_queue import REWARD, ROLLOUT, TRAIN, Queue, ids, produce, running
 
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost, PluginError
-from asyncflow_sdk.interfaces import Filling, StalenessPolicy
+from asyncflow_sdk.interfaces import StalenessPolicy, StepWindow
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger.commands import PolicySpec
@@ -193,12 +193,12 @@ class Own(Drop):
 
     wrong: str = ""
 
-    def admit(self, filling: Filling, deadline: int) -> int:
+    def admit(self, window: StepWindow, deadline: int) -> int:
         if self.wrong == "admit":
             raise ValueError("no idea")
-        return 10**30 if self.wrong == "admits all" else super().admit(filling, deadline)
+        return 10**30 if self.wrong == "admits all" else super().admit(window, deadline)
 
-    def select(self, filling: Filling, deadline: int | None) -> int:
+    def select(self, window: StepWindow, deadline: int | None) -> int:
         if self.wrong == "select":
             raise ValueError("no idea")
         return "a few" if self.wrong == "no number" else 10**30  # type: ignore[return-value]
@@ -210,7 +210,7 @@ class Own(Drop):
 class NeverLate(Own):
     bounded = True
 
-    def evict(self, filling: Filling) -> tuple[int, ...]:
+    def evict(self, window: StepWindow) -> tuple[int, ...]:
         return (-5, 10**9)  # no such rows
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from asyncflow_sdk.interfaces import Filling, StalenessPolicy
+from asyncflow_sdk.interfaces import StalenessPolicy, StepWindow
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import check_staleness_policy
 
@@ -27,35 +27,35 @@ class Unsaid(Drop):
 class Moody(Drop):
     turns = itertools.count()
 
-    def select(self, filling: Filling, deadline: int | None) -> int:
-        return filling.free - next(self.turns) % 2
+    def select(self, window: StepWindow, deadline: int | None) -> int:
+        return window.free - next(self.turns) % 2
 
 
 class Words(Drop):
-    def admit(self, filling: Filling, deadline: int) -> int:
+    def admit(self, window: StepWindow, deadline: int) -> int:
         return "some"  # type: ignore[return-value]
 
 
 class Stingy(Drop):
-    def admit(self, filling: Filling, deadline: int) -> int:
-        return super().admit(filling, deadline) - filling.batch_rows
+    def admit(self, window: StepWindow, deadline: int) -> int:
+        return super().admit(window, deadline) - window.batch_rows
 
 
 class Stubborn(Wait):
-    def select(self, filling: Filling, deadline: int | None) -> int:
+    def select(self, window: StepWindow, deadline: int | None) -> int:
         return 0
 
 
 class Forgetful(Drop):
-    def evict(self, filling: Filling) -> tuple[int, ...]:
+    def evict(self, window: StepWindow) -> tuple[int, ...]:
         return ()
 
 
 class Hoarding(Drop):
     """Trains only while a whole further step is under way, and does not say that this needs room."""
 
-    def select(self, filling: Filling, deadline: int | None) -> int:
-        return filling.free if filling.total > filling.batch_rows or not filling.max_staleness else 0
+    def select(self, window: StepWindow, deadline: int | None) -> int:
+        return window.free if window.total > window.batch_rows or not window.max_staleness else 0
 
 
 class Tiny(Drop):

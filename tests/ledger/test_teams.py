@@ -334,7 +334,7 @@ def test_of_ranks_with_the_same_shard_the_first_completion_counts() -> None:
     assert not queue.status().lease_count
     with pytest.raises(LeaseLost):
         ranks.complete(shards[0])
-    assert queue.status().passed["plain"] == 8
+    assert queue.status().completed["plain"] == 8
 
 
 def unrevoked(reply: cmd.Completed) -> tuple[list[int], list[int]]:

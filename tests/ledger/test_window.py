@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.interfaces import Filling
+from asyncflow_sdk.interfaces import StepWindow
 from asyncflow_sdk.ledger import Window
 from asyncflow_sdk.plugins import registry
 
@@ -137,7 +137,7 @@ def test_a_step_of_no_rows_is_refused() -> None:
 
 
 def test_what_a_policy_is_shown_cannot_be_written_into() -> None:
-    filling: Filling = Window(4, 1).filling(0)
+    filling: StepWindow = Window(4, 1).filling(0)
     with pytest.raises(AttributeError):
         filling.free = 9  # type: ignore[misc]
     with pytest.raises(TypeError):

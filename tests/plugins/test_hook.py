@@ -74,17 +74,17 @@ def test_a_broken_plugin_is_named_with_its_cure_and_stops_no_other(site: Path, h
 ODD = {
     "kind": ("store", "n", "", "kind 'store' is not one of this SDK: rollout, train, transport"),
     "field": ("tracker", "n", ", speed=3", "it has no field 'speed' in this SDK"),
-    "name": ("tracker", "a:b", "", "'a:b' is no name"),
-    "factory": ("tracker", "n", ", install=3", "install=3 is no text"),
+    "name": ("tracker", "a:b", "", "'a:b' is not a name"),
+    "factory": ("tracker", "n", ", install=3", "install=3 is not a string"),
     "requirement": ("train", "n", ", requires=['torch >= = 2']", "requirement 'torch >= = 2' cannot be read"),
-    "requires": ("train", "n", ", requires='torch'", "requires='torch' is no list of requirements"),
+    "requires": ("train", "n", ", requires='torch'", "requires='torch' is not a list of requirements"),
     "can": (
         "rollout",
         "n",
         ", can={'swap': ['beam']}",
-        "can={'swap': ['beam']}: known are drain, partial, in_flight",
+        "can={'swap': ['beam']}: known: drain, partial, in_flight",
     ),
-    "cannot": ("tracker", "n", ", can={'fly': 'yes'}", "can={'fly': ...} means nothing to this SDK; known are none"),
+    "cannot": ("tracker", "n", ", can={'fly': 'yes'}", "can={'fly': ...} is unknown to this SDK; known: none"),
 }
 
 
@@ -113,8 +113,10 @@ def test_of_two_adapters_with_one_name_the_first_is_taken_and_the_sdks_own_befor
     assert found.get("tracker", "twice").source == "aa_first 1.0"
     assert found.get("transport", "shm").spec.factory == "asyncflow_sdk.weights.shm:ShmTransport"
     theirs, again = found.problems
-    assert "plugin 'aa_shm' of aa_shm 1.0: transport adapter 'shm' comes from asyncflow-sdk" in theirs
-    assert "plugin 'bb_second' of bb_second 1.0: tracker adapter 'twice' comes from aa_first 1.0 already" in again
+    assert "plugin 'aa_shm' of aa_shm 1.0: transport adapter 'shm' is already registered by asyncflow-sdk" in theirs
+    assert (
+        "plugin 'bb_second' of bb_second 1.0: tracker adapter 'twice' is already registered by aa_first 1.0" in again
+    )
     assert "uninstall one of them, or leave one out with --no-plugin" in again
 
 
@@ -182,7 +184,7 @@ def test_a_plugin_of_the_future_is_taken_as_far_as_it_is_known(site: Path) -> No
     assert "'cluster'" in text
     assert "kind 'scheduler' is not one of this SDK" in text
     assert "it has no field 'priority' in this SDK" in text
-    assert "can={'teleport': ...} means nothing to this SDK" in text
+    assert "can={'teleport': ...} is unknown to this SDK" in text
     assert text.count("pip install -U asyncflow-sdk, or another version of asyncflow-future") == 4
 
 

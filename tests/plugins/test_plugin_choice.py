@@ -12,7 +12,7 @@ from plugin_packages import HEAD, install, write_plugin
 
 import asyncflow_sdk as af
 from asyncflow_sdk.plugins import ONLY, WITHOUT, find_plugins
-from asyncflow_sdk.plugins.choice import Choice, read_choice
+from asyncflow_sdk.plugins.choice import PluginChoice, read_choice
 
 GOOD = HEAD + "    return [af.AdapterSpec(kind='tracker', name='good', factory='x:Y')]\n"
 
@@ -30,8 +30,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("choice", [Choice(None, ("AF.Blocked",)), Choice(("zz-good", "torch"), ())])
-def test_blocked_plugins_are_not_imported_and_are_named(site: Path, tmp_path: Path, choice: Choice) -> None:
+@pytest.mark.parametrize("choice", [PluginChoice(None, ("AF.Blocked",)), PluginChoice(("zz-good", "torch"), ())])
+def test_blocked_plugins_are_not_imported_and_are_named(site: Path, tmp_path: Path, choice: PluginChoice) -> None:
     found = find_plugins(choice)
 
     assert not (tmp_path / "imported").exists()
@@ -43,18 +43,18 @@ def test_blocked_plugins_are_not_imported_and_are_named(site: Path, tmp_path: Pa
 
 
 def test_the_name_of_a_distribution_counts_too(site: Path) -> None:
-    assert find_plugins(Choice(None, ("asyncflow-old", "af-blocked"))).find("rollout", "old") is None
-    assert find_plugins(Choice(("asyncflow_old",), ())).find("rollout", "old") is not None
+    assert find_plugins(PluginChoice(None, ("asyncflow-old", "af-blocked"))).find("rollout", "old") is None
+    assert find_plugins(PluginChoice(("asyncflow_old",), ())).find("rollout", "old") is not None
 
 
 def test_names_that_block_nothing_and_the_core_are_told(site: Path) -> None:
-    found = find_plugins(Choice(("zz_good", "mistyped"), ("core", "tourch")))
+    found = find_plugins(PluginChoice(("zz_good", "mistyped"), ("core", "tourch")))
 
     assert found.find("transport", "shm") is not None
     core, block, only = found.problems
     by = "--no-plugin, or ASYNCFLOW_NO_PLUGINS,"
-    assert core == f"{by} names 'core', without which nothing works: it was loaded"
-    assert block.startswith(f"{by} names 'tourch', and no plugin has that name in this environment; there are:")
+    assert core == f"{by} names 'core', which cannot be blocked: it was loaded"
+    assert block.startswith(f"{by} names 'tourch', and no plugin has that name in this environment; installed:")
     assert block.endswith(". Did you mean 'torch'?")
     assert "ASYNCFLOW_PLUGINS names 'mistyped'" in only
 

@@ -413,7 +413,7 @@ async def every_verb(queue: Any) -> list[Any]:
     await failing(queue.get, "end")
     said.append(await call(queue.audit))
     status = await call(queue.status)
-    said.append([status.rows, status.ended, status.put, status.came, status.passed])
+    said.append([status.rows, status.ended, status.put, status.arrived, status.completed])
     return said
 
 

@@ -30,7 +30,7 @@ def test_it_says_who_holds_what_and_who_waits_for_what(run: Served) -> None:
         # then
         assert status.rows["work"] == {"waiting": 0, "ready": 3, "selected": 0, "leased": 5, "done": 0}
         assert status.rows["train"]["waiting"] == status.live == status.put == 8
-        assert (status.came["work"], status.passed["work"], status.came["train"]) == (8, 0, 0)
+        assert (status.arrived["work"], status.completed["work"], status.arrived["train"]) == (8, 0, 0)
         (parked,) = status.parked
         assert (parked.name, parked.verb, status.parked_count) == ("trainer-0", "get train", 1)
         assert parked.since_s >= 0
@@ -61,7 +61,7 @@ def test_it_says_who_holds_what_and_who_waits_for_what(run: Served) -> None:
         assert not waiting.is_alive()
         until(lambda: queue.status().rows["work"]["done"] == 5 - queue.status().ended["consumed"], "the end of a row")
         after = queue.status()
-        assert (after.passed["work"], after.came["train"], after.lease_count) == (5, 5, 0)
+        assert (after.completed["work"], after.arrived["train"], after.lease_count) == (5, 5, 0)
         assert after.written_bytes >= status.written_bytes + 40
     until(lambda: len(queue.status().sessions) == 3, "the session to go")
 

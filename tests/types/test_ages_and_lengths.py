@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from asyncflow_sdk.types import Lengths, Ragged, token_ages, token_staleness
-from asyncflow_sdk.types.lengths import bins_of, edge
+from asyncflow_sdk.types import LengthHistogram, Ragged, token_ages, token_staleness
+from asyncflow_sdk.types.lengths import bin_start, length_bins
 
 pytestmark = pytest.mark.fast
 
@@ -30,10 +30,10 @@ def test_what_nobody_saw_completed_aged_in_the_queue(completed_at: np.ndarray | 
     assert (ages.total == token_staleness(SPANS, 7)).all()
 
 
-def histogram(values: np.ndarray) -> Lengths:
-    lengths = Lengths()
+def histogram(values: np.ndarray) -> LengthHistogram:
+    lengths = LengthHistogram()
     for part in np.array_split(values, 7):
-        lengths.add(bins_of(part), int(part.sum()), int((part**2).sum()))
+        lengths.add(length_bins(part), int(part.sum()), int((part**2).sum()))
     return lengths
 
 
@@ -50,10 +50,10 @@ def test_a_histogram_has_the_mean_and_deviation_exactly_and_quantiles_to_a_bin()
 
 def test_every_length_is_in_the_bin_that_says_so() -> None:
     for length in [0, *range(1, 70), 1023, 1024, 1025, 1 << 20]:
-        ((number, count),) = bins_of(np.array([length])).items()
+        ((number, count),) = length_bins(np.array([length])).items()
         assert count == 1
-        assert edge(number) <= max(length, 1) + 1e-6
-        assert max(length, 1) < edge(number + 1) + 1e-6
+        assert bin_start(number) <= max(length, 1) + 1e-6
+        assert max(length, 1) < bin_start(number + 1) + 1e-6
 
 
 def test_what_was_cut_short_is_counted_as_what_lasted_longer() -> None:
@@ -69,12 +69,13 @@ def test_what_was_cut_short_is_counted_as_what_lasted_longer() -> None:
     assert finished.mean < 0.7 * whole.mean()  # what one sees of those that were finished
     assert estimate.quantile(0.5) == pytest.approx(np.quantile(whole, 0.5), rel=0.1)
     assert estimate.quantile(0.9) == pytest.approx(np.quantile(whole, 0.9), rel=0.1)
-    assert finished.with_unfinished(Lengths()) is finished
+    assert finished.with_unfinished(LengthHistogram()) is finished
 
 
 def test_without_anything_longer_the_tokens_that_were_there_count() -> None:
     estimate = histogram(np.array([3, 3, 4])).with_unfinished(histogram(np.array([9, 9])))
 
     assert estimate.bins == {
-        bin_: pytest.approx(n) for bin_, n in {**bins_of(np.array([3, 3, 4])), **bins_of(np.array([9, 9]))}.items()
+        bin_: pytest.approx(n)
+        for bin_, n in {**length_bins(np.array([3, 3, 4])), **length_bins(np.array([9, 9]))}.items()
     }

@@ -1,4 +1,4 @@
-"""What callers hand in becomes columns: fixed, ragged, text and bytes; what is no column is refused by name."""
+"""What callers hand in becomes columns: fixed, ragged, text and bytes; what is not a column is refused by name."""
 
 import numpy as np
 import pytest
@@ -71,12 +71,12 @@ def test_kinds(value: object, spec: str) -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (np.float32(1.0), "is no column"),
-        (np.array(1.0), "a single number is no column"),
-        (torch.tensor(1.0), "a single number is no column"),
-        ("text", "a str is no column"),
-        ({"a": 1}, "a dict is no column"),
-        (None, "a NoneType is no column"),
+        (np.float32(1.0), "is not a column"),
+        (np.array(1.0), "a single number is not a column"),
+        (torch.tensor(1.0), "a single number is not a column"),
+        ("text", "a str is not a column"),
+        ({"a": 1}, "a dict is not a column"),
+        (None, "a NoneType is not a column"),
         ([None, None], "entry 0 is None; a column has one number, array of numbers, text or bytes a row"),
         ([1.0, 2.0, None], "entry 2 is None"),
         (["a", None], "entry 1 is None"),
@@ -95,10 +95,10 @@ def test_kinds(value: object, spec: str) -> None:
         ([np.zeros(2, np.int32), np.zeros(2, np.int64)], "rows have different dtypes"),
         ([np.zeros((2, 3)), np.zeros((2, 4))], "row 1 has shape"),
         ([[[1, 2]], [[1]]], "row 1 has shape"),
-        ([1, 2**63 + 1], "neither int64 nor float64 can hold exactly"),
-        ([2**64], "entry 0 is 18446744073709551616, which 64 bits cannot hold"),
-        ([[], [], ()], "every row is an empty list, which has no dtype"),
-        ([[[]], []], "every row is an empty list, which has no dtype"),
+        ([1, 2**63 + 1], "neither int64 nor float64 represents exactly"),
+        ([2**64], "entry 0 is 18446744073709551616, which does not fit 64 bits"),
+        ([[], [], ()], "every row is an empty list without a dtype"),
+        ([[[]], []], "every row is an empty list without a dtype"),
     ],
 )
 def test_what_is_no_column_is_refused_by_name(value: object, reason: str) -> None:

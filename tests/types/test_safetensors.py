@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from asyncflow_sdk.types import carrier
-from asyncflow_sdk.types.safetensors import CODES, plan, read_header
+from asyncflow_sdk.types.dtypes import SAFETENSORS_CODES
+from asyncflow_sdk.types.safetensors import plan, read_header
 
 pytestmark = pytest.mark.fast
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 tensors = st.dictionaries(
-    st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(sorted(CODES)), shapes), max_size=6
+    st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(sorted(SAFETENSORS_CODES)), shapes), max_size=6
 )
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.fast
 
 @pytest.mark.parametrize(
     ("dtype", "message"),
-    [("int8", "not 'int8'"), ("bf16", "say 'bfloat16'"), ("bfloat6", "say 'bfloat16'"), (7, "not 7")],
+    [("int8", "not 'int8'"), ("bf16", "use 'bfloat16'"), ("bfloat6", "use 'bfloat16'"), (7, "not 7")],
 )  # fmt: skip
 def test_a_dtype_that_weights_are_not_published_in_is_refused_before_anything_else(
     served: Served, dtype: Any, message: str
@@ -32,12 +32,12 @@ def test_a_dtype_that_weights_are_not_published_in_is_refused_before_anything_el
 @pytest.mark.parametrize(
     ("probe", "message"),
     [
-        ({"prompt_ids": [[0]]}, "a probe is an af.Probe.*not dict"),
+        ({"prompt_ids": [[0]]}, "a probe must be an af.Probe.*not dict"),
         (Probe(((0,),), ((1, 2),)), r"responses of \[2\] tokens and log-probs of \[\]"),
         (Probe(((0,), (1,)), ((1, 2), (1,)), ((0.1, 0.2), (0.1, 0.1))), r"responses of \[2, 1\] tokens and log-probs of \[2, 2\]"),
-        (Probe(((0,), (1,)), ((1, 2),), ((0.1, 0.2),)), "as many prompts as responses"),
+        (Probe(((0,), (1,)), ((1, 2),), ((0.1, 0.2),)), "at least one prompt, and as many responses"),
         (Probe((("a",),), ((1,),), ((0.1,),)), "`int`, got `str` - at `prompt_ids"),  # type: ignore[arg-type]
-        (Probe(((0,),), ((1,),), ((0.1,),), float("nan")), "tolerance is 0 or more, not nan"),
+        (Probe(((0,),), ((1,),), ((0.1,),), float("nan")), "tolerance must be 0 or more, not nan"),
     ],
 )  # fmt: skip
 def test_a_probe_that_no_engine_can_be_compared_with_is_refused(served: Served, probe: Any, message: str) -> None:

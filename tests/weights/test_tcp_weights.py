@@ -218,7 +218,7 @@ def test_a_fetch_that_failed_leaves_its_memory_to_the_next() -> None:
         where = ends.send(manifest)
         failed = []
         for _ in range(3):
-            with pytest.raises(DigestMismatch, match="differs from what was published") as caught:
+            with pytest.raises(DigestMismatch, match="differs from the published bytes") as caught:
                 receiver.fetch(manifest, where, timeout_s=30.0)
             failed.append(caught.value)  # with its traceback
         assert receiver.nbytes == manifest.nbytes

@@ -104,15 +104,15 @@ def test_columns_that_it_needs_are_given_to_the_trainer_and_asked_of_the_workflo
         (("grpo", {"clip_hi": 1}), "algorithm 'grpo' has no option 'clip_hi'; did you mean 'clip_high'"),
         (("grpo", {"clip_low": 2}), "clip range .* is empty"),
         ("a2c", "no algorithm adapter is named 'a2c'; installed: grpo, dr_grpo, dapo, gspo, cispo, ppo"),
-        (("grpo", {"mean": "median"}), "mean is one of tokens, rows, length, not 'median'"),
-        (("ppo", {"critic": {"decay": 2}}), "critic: decay is from 0 to 1"),
+        (("grpo", {"mean": "median"}), "mean must be one of tokens, rows, length, not 'median'"),
+        (("ppo", {"critic": {"decay": 2}}), "critic: decay must be from 0 to 1"),
         (("grpo", {"kl": 0.1}), "GRPO: kl must be KL or None, not float"),
-        ("builtins:dict", "is a dict, which is no asyncflow_sdk.Algorithm"),
+        ("builtins:dict", "is a dict, not an asyncflow_sdk.Algorithm"),
         ("test_algorithms:Nothing", "importing 'test_algorithms:Nothing' failed"),
-        (3, "an algorithm is a name, a class, either with options, or an Algorithm, not 3"),
+        (3, "an algorithm must be a name, a class, either with options, or an Algorithm, not 3"),
         (Penalised(beta={1, 2}), None),  # type: ignore[arg-type]
-        (Penalised(beta=object()), "options travel as JSON"),  # type: ignore[arg-type]
-        (("grpo", [1]), "an algorithm is a name"),
+        (Penalised(beta=object()), "options must be JSON"),  # type: ignore[arg-type]
+        (("grpo", [1]), "an algorithm must be a name"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_starts(algorithm: Any, message: str | None) -> None:
@@ -134,7 +134,7 @@ def test_one_that_no_worker_can_make_again_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="Local cannot be imported by the trainer's worker"):
         af.Train("echo", algorithm=Local())
-    with pytest.raises(ConfigError, match="is no dataclass, whose fields could travel"):
+    with pytest.raises(ConfigError, match="is not a dataclass, so its fields cannot be sent"):
         af.Train("echo", algorithm=Plain())
 
 

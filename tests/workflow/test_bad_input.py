@@ -92,8 +92,8 @@ def test_a_prompt_that_the_tokenizer_has_no_tokens_for_is_named(tmp_path: Path) 
         ({"options": {"dtype": "bfloat16"}}, "'dtype' is no option of a transport; give it beside the options"),
         ({"transport": "tcp", "options": {"delta_bytes": "1GB"}}, "'tcp' cannot be made with options .*1GB"),
         ({"transport": "file"}, r"transport 'file' needs a path.*Weights\(transport=.file., options="),
-        ({"dtype": "bf16"}, "not 'bf16': say 'bfloat16'"),
-        ({"probe": {"a": 1}}, "a probe is an af.Probe.*not dict"),
+        ({"dtype": "bf16"}, "not 'bf16': use 'bfloat16'"),
+        ({"probe": {"a": 1}}, "a probe must be an af.Probe.*not dict"),
         ({"probe": af.Probe(((1,),), ((),))}, "sequence 0 of the probe has no prompt or no response"),
     ],
 )  # fmt: skip

@@ -31,9 +31,9 @@ class Idle(af.WorkerHandle):
     def __init__(self) -> None:
         self.stopped = threading.Event()
 
-    def wait(self) -> af.WorkerEnding:
+    def wait(self) -> af.WorkerExit:
         self.stopped.wait()
-        return af.WorkerEnding(0)
+        return af.WorkerExit(0)
 
     def stop(self) -> None:
         self.stopped.set()
@@ -44,7 +44,7 @@ class Idle(af.WorkerHandle):
 class Stuck(af.Launcher):
     """A launcher that does not close."""
 
-    def start(self, order: af.WorkerOrder) -> af.WorkerHandle:
+    def start(self, spec: af.WorkerSpec) -> af.WorkerHandle:
         return Idle()
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ def chain(needs: str, gives: str, task: str = "") -> af.Stage:
             {"stages": [chain("reward", "logprobs", "again")]},
             "column 'logprobs' is given by task 'rollout' and by task 'again', and can be written once",
         ),
-        ({"stages": [chain("reward", "log probs")]}, "task 'log probs': a column cannot be named 'log probs': a name is 1 to 100"),
+        ({"stages": [chain("reward", "log probs")]}, "task 'log probs': a column cannot be named 'log probs': use 1 to 100"),
         ({"stages": [chain("reward", "prompt_ids")]}, "column 'prompt_ids' is given by the prompts and by task"),
         ({"stages": [chain("reward", "a"), chain("a", "b", "a")]}, "two tasks have the same name 'a': give one another"),
         ({"train": af.Train("echo", needs=["ref_logprobs"])}, "task 'train' needs 'ref_logprobs'.*, which nobody gives"),
@@ -59,7 +59,7 @@ def chain(needs: str, gives: str, task: str = "") -> af.Stage:
         ),
         ({"stages": [af.Stage(lambda reward: reward, task="a", python="python3")]}, "stage 'a' .*driver.*no place of its own"),
         ({"weights": af.Weights(quorum=3), "rollout": [echo(), echo()]}, "quorum=3 .* there are 2"),
-        ({"on_failure": "never"}, "on_failure is one of stop, continue"),
+        ({"on_failure": "never"}, "on_failure must be one of stop, continue"),
     ],
 )  # fmt: skip
 def test_refused_before_anything_starts(changes: dict[str, Any], message: str) -> None:
@@ -92,7 +92,7 @@ def test_a_missing_engine_alone_is_a_plugin_error() -> None:
         (lambda: af.Stage(length, concurrency=0), "batch and concurrency are 1 or more"),
         (lambda: af.Stage("reward"), "a Logprobs or a Generate, not 'reward'"),  # type: ignore[arg-type]
         (lambda: af.Rollout(type("Local", (), {})), "cannot be imported by its worker: put the class into a module"),
-        (lambda: af.Rollout("echo", cpus=[0, 0]), "cpus are different numbers from 0"),
+        (lambda: af.Rollout("echo", cpus=[0, 0]), "cpus must be different numbers from 0"),
     ],
 )
 def test_a_part_that_cannot_work_is_refused(make: Any, message: str) -> None:

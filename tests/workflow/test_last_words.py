@@ -62,10 +62,10 @@ def test_a_consumer_sends_what_was_finished_with_its_next_request() -> None:
 
         for batch in own.consumer("double", count=BATCH):
             batch.finish({"y": batch.array("x")})
-            leases.append(run.queue.status().passed.get("double", 0))
+            leases.append(run.queue.status().completed.get("double", 0))
 
         assert leases == [BATCH * before for before in range(ROWS // BATCH)], "not before the next request"
-        assert run.queue.status().passed["double"] == ROWS
+        assert run.queue.status().completed["double"] == ROWS
 
 
 def test_rows_whose_last_word_is_refused_are_given_back_and_the_loop_can_go_on() -> None:

@@ -29,7 +29,7 @@ import asyncflow_sdk as af
 def asyncflow_adapters():
     return [af.AdapterSpec(kind="launcher", name="scripted", factory="test_launchers:scripted")]
 """
-Ending = Callable[[af.WorkerHandle], af.WorkerEnding]
+Ending = Callable[[af.WorkerHandle], af.WorkerExit]
 
 
 class Handle(af.WorkerHandle):
@@ -38,7 +38,7 @@ class Handle(af.WorkerHandle):
     def __init__(self, launcher: Scripted, name: str, ending: Ending) -> None:
         self.launcher, self.name, self.ending, self.stopped = launcher, name, ending, threading.Event()
 
-    def wait(self) -> af.WorkerEnding:
+    def wait(self) -> af.WorkerExit:
         return self.ending(self)
 
     def stop(self) -> None:
@@ -55,26 +55,26 @@ class Scripted(af.Launcher):
     def __init__(self) -> None:
         self.starts, self.told = list[Any](), list[str]()
 
-    def check(self, place: af.Place) -> None:
+    def check(self, place: af.Placement) -> None:
         self.told.append("check")
 
-    def start(self, order: af.WorkerOrder) -> af.WorkerHandle:
-        self.told.append(f"start {order.name}")
+    def start(self, spec: af.WorkerSpec) -> af.WorkerHandle:
+        self.told.append(f"start {spec.name}")
         this = self.starts.pop(0) if self.starts else until_stopped
         if isinstance(this, OSError):
             raise this
-        return Handle(self, order.name, this if callable(this) else lambda handle: raised_or(this))
+        return Handle(self, spec.name, this if callable(this) else lambda handle: raised_or(this))
 
     def close(self) -> None:
         self.told.append("close")
 
 
-def until_stopped(handle: Any) -> af.WorkerEnding:
+def until_stopped(handle: Any) -> af.WorkerExit:
     handle.stopped.wait()
-    return af.WorkerEnding(0)
+    return af.WorkerExit(0)
 
 
-def raised_or(ending: af.WorkerEnding | Exception) -> af.WorkerEnding:
+def raised_or(ending: af.WorkerExit | Exception) -> af.WorkerExit:
     if isinstance(ending, Exception):
         raise ending
     return ending
@@ -111,7 +111,7 @@ def supervised(launcher: Scripted, *starts: Any, restarts: int = 2) -> tuple[lis
 
 
 def test_an_error_that_would_come_again_is_not_tried_again(launcher: Scripted) -> None:
-    states, failure = supervised(launcher, af.WorkerEnding(3, "Traceback ... no such option"))
+    states, failure = supervised(launcher, af.WorkerExit(3, "Traceback ... no such option"))
 
     assert states == ["failed"]
     assert failure is not None
@@ -119,7 +119,7 @@ def test_an_error_that_would_come_again_is_not_tried_again(launcher: Scripted) -
 
 
 def test_a_worker_is_started_again_so_often_and_no_more(launcher: Scripted) -> None:
-    states, failure = supervised(launcher, *[af.WorkerEnding(-9)] * 3)
+    states, failure = supervised(launcher, *[af.WorkerExit(-9)] * 3)
 
     assert states == ["restarting", "restarting", "failed"]
     assert str(failure) == "worker 'w-0' was killed by SIGKILL after 2 restarts"
@@ -127,7 +127,7 @@ def test_a_worker_is_started_again_so_often_and_no_more(launcher: Scripted) -> N
 
 def test_it_is_waited_for_longer_each_time(launcher: Scripted) -> None:
     events: list[Event] = []
-    launcher.starts = [af.WorkerEnding(-9)] * 5
+    launcher.starts = [af.WorkerExit(-9)] * 5
     with af.serve(on_event=events.append) as run:
         run.start(af.Stage(length, task="w", launcher="scripted", max_restarts=9))
         until(lambda: launcher.told.count("start w-0") == 6, "the start of one that lives")
@@ -140,7 +140,7 @@ def test_it_is_waited_for_longer_each_time(launcher: Scripted) -> None:
 
 
 def test_a_worker_that_ends_well_after_it_died_is_through(launcher: Scripted) -> None:
-    assert supervised(launcher, af.WorkerEnding(1, "once"), af.WorkerEnding(0)) == (["restarting", "stopped"], None)
+    assert supervised(launcher, af.WorkerExit(1, "once"), af.WorkerExit(0)) == (["restarting", "stopped"], None)
 
 
 def test_a_worker_that_has_died_is_not_waited_for_when_all_is_over(
@@ -148,7 +148,7 @@ def test_a_worker_that_has_died_is_not_waited_for_when_all_is_over(
 ) -> None:
     monkeypatch.setattr("asyncflow_sdk.workflow.supervise.BACKOFF_S", 3600.0)
     events: list[Event] = []
-    launcher.starts = [af.WorkerEnding(-9)]
+    launcher.starts = [af.WorkerExit(-9)]
     with af.serve(on_event=events.append) as run:
         (worker,) = run.start(af.Stage(length, task="w", launcher="scripted"))
         until(lambda: events, "its death being told")
@@ -161,7 +161,7 @@ def test_a_worker_that_has_died_is_not_waited_for_when_all_is_over(
 
 
 def test_a_launcher_that_cannot_start_a_worker_again_is_named(launcher: Scripted) -> None:
-    states, failure = supervised(launcher, af.WorkerEnding(1), OSError("no more slots"))
+    states, failure = supervised(launcher, af.WorkerExit(1), OSError("no more slots"))
 
     assert states == ["restarting", "failed"]
     assert "'w-0' cannot be started again: OSError: no more slots" in str(failure)
@@ -181,7 +181,7 @@ def test_a_launcher_that_loses_a_worker_is_named_in_the_end(launcher: Scripted) 
 
 
 def test_a_signal_without_a_name_is_told_by_its_number(launcher: Scripted) -> None:
-    _, failure = supervised(launcher, af.WorkerEnding(-77), restarts=0)
+    _, failure = supervised(launcher, af.WorkerExit(-77), restarts=0)
 
     assert str(failure) == "worker 'w-0' was killed by signal 77"
 
@@ -192,7 +192,7 @@ def test_workers_are_stopped_and_killed_at_the_same_time_not_one_after_another(
     """And their launcher is closed when all have ended."""
     monkeypatch.setattr("asyncflow_sdk.workflow.crews.GRACE_S", 0.01)
     end = threading.Event()
-    launcher.starts = [lambda handle: af.WorkerEnding(0 * end.wait(60))] * 3
+    launcher.starts = [lambda handle: af.WorkerExit(0 * end.wait(60))] * 3
     with af.serve() as run:
         for task in ("a", "b", "c"):
             run.start(af.Stage(length, task=task, gives=[task], launcher="scripted"))
@@ -290,4 +290,4 @@ def test_a_run_that_was_interrupted_says_whether_it_was_asked_again(tmp_path: Pa
     with pytest.raises(af.Interrupted) as caught:
         echo_workflow(steps=100_000).run(tmp_path / "run", on_event=stop)
 
-    assert not caught.value.again
+    assert not caught.value.repeated

@@ -59,9 +59,9 @@ class Anew(Lines):
 class OfProcesses(af.Launcher):
     """Starts what the launcher "process" starts."""
 
-    def start(self, order: af.WorkerOrder) -> af.WorkerHandle:
+    def start(self, spec: af.WorkerSpec) -> af.WorkerHandle:
         launcher: af.Launcher = registry().get("launcher", "process").load()()
-        return self.changed(launcher.start(order))
+        return self.changed(launcher.start(spec))
 
     def changed(self, handle: Any) -> Any: ...
 
@@ -79,7 +79,7 @@ class SaysNothing(OfProcesses):
 
     def changed(self, handle: Any) -> Any:
         wait = handle.wait
-        handle.wait = lambda: af.WorkerEnding(0 * wait().status)
+        handle.wait = lambda: af.WorkerExit(0 * wait().status)
         return handle
 
 

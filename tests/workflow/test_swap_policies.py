@@ -287,12 +287,12 @@ def test_a_rollback_in_a_running_workflow(tmp_path: Path) -> None:
     ("weights", "message"),
     [
         ({"keep": 0}, "keep must be 1 or more"),
-        ({"quorum": -1}, "quorum are 0 .off. or more"),
+        ({"quorum": -1}, "quorum must be 0 .off. or more"),
         ({"quorum": 2}, "quorum=2 replicas must have a version staged .* there are 1"),
-        ({"swap": "never"}, "swap is one of auto, drain, boundary, partial, in_flight, not 'never'"),
-        ({"verify": ["probe"]}, "verify asks for a probe, and there is none"),
-        ({"verify": ["digest"]}, "verify is a list of 'probe' and 'held'"),
-        ({"probe": af.Probe(((1,),), ())}, "as many prompts as responses"),
+        ({"swap": "never"}, "swap must be one of auto, drain, boundary, partial, in_flight, not 'never'"),
+        ({"verify": ["probe"]}, "verify needs a probe"),
+        ({"verify": ["digest"]}, "verify must be a list of 'probe' and 'held'"),
+        ({"probe": af.Probe(((1,),), ())}, "at least one prompt, and as many responses"),
         ({"probe": af.Probe(((1,), ()), ((2,), (3,)))}, "sequence 1 of the probe has no prompt or no response"),
     ],
 )

@@ -90,7 +90,7 @@ class Leased(Reply, frozen=True, tag="leased"):
     shard: int = 0
     shards: int = 1
     imbalance: float = 0.0
-    stretches: tuple[tuple[int, int], ...] = ()
+    version_step_offsets: tuple[tuple[int, int], ...] = ()
     """Of a step: versions from the first number on are trained so many steps before their number; none: at their number."""
     completed_at: bytes = b""
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ...types import events as ev
-from ...types.lengths import bins_of
+from ...types.lengths import length_bins
 from ...types.spans import steps_of
 from ..commands import TERMINAL, Ids, StepAges, pack_ids
 from .context import Context
@@ -69,8 +69,8 @@ class RowMetrics:
         whole = whole[whole != NONE]
         begun = self._begun(at)
         return msgspec.structs.replace(
-            event, lengths=bins_of(whole), tokens=int(whole.sum()), squares=int((whole * whole).sum()),
-            unfinished=bins_of(begun), unfinished_tokens=int(begun.sum()), unfinished_squares=int((begun * begun).sum()),
+            event, lengths=length_bins(whole), tokens=int(whole.sum()), squares=int((whole * whole).sum()),
+            unfinished=length_bins(begun), unfinished_tokens=int(begun.sum()), unfinished_squares=int((begun * begun).sum()),
         )  # fmt: skip
 
     def _begun(self, at: Ids) -> Ids:

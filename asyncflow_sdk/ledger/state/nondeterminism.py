@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...errors import AsyncFlowError, by_name
+from ...errors import AsyncFlowError, error_from_name
 
 
 class NondeterminismLog:
@@ -50,7 +50,7 @@ class NondeterminismLog:
 
         result = self.record(attempt)
         if result[:1] == b"-":
-            raise by_name(*msgspec.msgpack.decode(result[1:], type=tuple[str, str]))
+            raise error_from_name(*msgspec.msgpack.decode(result[1:], type=tuple[str, str]))
         return result[1:]
 
     def take(self) -> tuple[bytes, ...]:

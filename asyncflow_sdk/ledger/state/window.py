@@ -1,6 +1,6 @@
 """The window: which step is being filled, its free slots, and the rows under way for it and for later ones, counted.
 
-What may come in and what has to go is a staleness policy's to say (``policies``); what it is shown is a ``Filling``.
+What may come in and what has to go is a staleness policy's to say (``policies``); what it is shown is a ``StepWindow``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import Counter
 from types import MappingProxyType
 
 from ...errors import ConfigError
-from ...interfaces import Filling
+from ...interfaces import StepWindow
 
 
 class Window:
@@ -25,10 +25,10 @@ class Window:
         self.free = batch_rows
         self._admitted: Counter[int] = Counter()
 
-    def filling(self, current: int) -> Filling:
+    def filling(self, current: int) -> StepWindow:
         """What a policy is shown; good until a counter changes. ``current``: the step that the newest version trains."""
         admitted = MappingProxyType(self._admitted)
-        return Filling(self.step, self.batch_rows, self.free, self.max_staleness, current, admitted)
+        return StepWindow(self.step, self.batch_rows, self.free, self.max_staleness, current, admitted)
 
     def load(self, deadline: int) -> int:
         """L_j: admitted, unselected, live rows of this deadline or an earlier one."""

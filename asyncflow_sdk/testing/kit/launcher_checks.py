@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from ...errors import ConfigError
-from ...interfaces import Launcher, Place, WorkerEnding, WorkerHandle, WorkerOrder
+from ...interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
 from ...workflow import Run, serve
 from ...workflow.work import FunctionWork
 from ...workflow.worker import StageJob, WorkerConfig
@@ -36,10 +36,10 @@ class _Stand:
         job = StageJob(work, "checked", ("x",), ("answer",), 1, 1, False)
         name = f"checked-{self._count}"
         config = WorkerConfig(name, self.run.address, job, [entry for entry in sys.path if entry])
-        order = WorkerOrder(
+        order = WorkerSpec(
             name=name,
             config=msgspec.json.encode(config),
-            place=Place(launcher="checked"),
+            placement=Placement(launcher="checked"),
             log=self._logs / f"{name}.log",
         )
         handle = self.launcher.start(order)
@@ -70,9 +70,9 @@ def _stand(lab: PlainLab) -> Iterator[_Stand]:
         launcher.close()
 
 
-def ended(handle: WorkerHandle, when: str) -> WorkerEnding:
+def ended(handle: WorkerHandle, when: str) -> WorkerExit:
     """How it ended. Raises CheckFailed when it does not."""
-    endings: list[WorkerEnding | Exception] = []
+    endings: list[WorkerExit | Exception] = []
 
     def wait() -> None:
         try:
@@ -86,8 +86,8 @@ def ended(handle: WorkerHandle, when: str) -> WorkerEnding:
     expect(endings, f"wait() did not return within {END_S:g} s {when}")
     ending = endings[0]
     if isinstance(ending, Exception):  # counts as an end, and says nothing of it
-        return WorkerEnding(1, str(ending))
-    expect(isinstance(ending, WorkerEnding), f"wait() returned {ending!r}, no asyncflow_sdk.WorkerEnding")
+        return WorkerExit(1, str(ending))
+    expect(isinstance(ending, WorkerExit), f"wait() returned {ending!r}, no asyncflow_sdk.WorkerExit")
     return ending
 
 
@@ -171,14 +171,17 @@ def gives_back(lab: PlainLab) -> None:
 @check(
     "launcher", "full",
     means="a run starts that cannot: its workers fail one after another, somewhere else, later",
-    look="check(): raise ConfigError for a Place that it cannot serve, and for nothing else",
+    look="check(): raise ConfigError for a Placement that it cannot serve, and for nothing else",
 )  # fmt: skip
 def refuses(lab: PlainLab) -> None:
     """A place that it can serve passes check(); one that cannot be had is refused with ConfigError, if at all."""
     launcher = lab.made()
     try:
-        launcher.check(Place(launcher="checked"))
-        for place in (Place(launcher="checked", python="/nowhere/python"), Place(launcher="checked", gpus=(4096,))):
+        launcher.check(Placement(launcher="checked"))
+        for place in (
+            Placement(launcher="checked", python="/nowhere/python"),
+            Placement(launcher="checked", gpus=(4096,)),
+        ):
             with contextlib.suppress(ConfigError):
                 launcher.check(place)
     finally:

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import AsyncFlowError, ConfigError, by_name
+from ...errors import AsyncFlowError, ConfigError, error_from_name
 from ...interfaces import StepResult, TrainEngine, WeightUpdate
 from ...plugins import import_path
 from ...types import Batch, Ragged
@@ -247,7 +247,7 @@ def _told(algorithm: Any) -> dict[str, Any]:
 def _error(said: Mapping[str, str]) -> Exception:
     if said["error"] == NotImplementedError.__name__:
         return NotImplementedError(said["text"])
-    error = by_name(said["error"], said["text"])
+    error = error_from_name(said["error"], said["text"])
     return error if type(error) is not AsyncFlowError else RuntimeError(str(error))
 
 

@@ -38,7 +38,7 @@ class RayLauncher(af.Launcher):
         self._lock = threading.Lock()
         self._own = False
 
-    def check(self, place: af.Place) -> None:
+    def check(self, place: af.Placement) -> None:
         if place.python is not None:
             raise af.ConfigError(
                 "python= is not for workers of Ray: they run in the environment that Ray was started in"
@@ -54,9 +54,9 @@ class RayLauncher(af.Launcher):
                     f" {there.get(kind, 0):g} in all"
                 )
 
-    def start(self, order: af.WorkerOrder) -> af.WorkerHandle:
+    def start(self, order: af.WorkerSpec) -> af.WorkerHandle:
         self._begin()
-        needs, place = _needs(order.place), order.place
+        needs, place = _needs(order.placement), order.placement
         group = _reserved(order.name, needs) if needs else None
         try:
             actor = (
@@ -94,14 +94,14 @@ class _Actor(af.WorkerHandle):
         self._actor, self._group, self._result = actor, group, result
         self._stopped = False
 
-    def wait(self) -> af.WorkerEnding:
+    def wait(self) -> af.WorkerExit:
         try:
             status, text = ray.get(self._result)
         except RayActorError as error:
             status, text = (0, "") if self._stopped else (GIVEN_UP, str(error))
         self.kill()
         _free(self._group)
-        return af.WorkerEnding(status, text)
+        return af.WorkerExit(status, text)
 
     def stop(self) -> None:
         self.kill()
@@ -114,7 +114,7 @@ class _Actor(af.WorkerHandle):
             ray.kill(self._actor, no_restart=True)
 
 
-def _needs(place: af.Place) -> dict[str, int]:
+def _needs(place: af.Placement) -> dict[str, int]:
     """What Ray reserves: numbers of CPUs and GPUs are Ray's to give."""
     needs = {"CPU": len(place.cpus), "GPU": len(place.gpus)}
     return {kind: count for kind, count in needs.items() if count}

@@ -97,7 +97,7 @@ def test_it_holds_what_came_names_what_it_lost_and_ends_nothing_that_is_not_its_
             has = {
                 flag for flag in ("token_versions", "logprobs", "held_weights") if getattr(engine.capabilities, flag)
             }
-            assert (set(declared.said("swap") or ()), set(declared.said("has") or ())) == (
+            assert (set(declared.declared("swap") or ()), set(declared.declared("has") or ())) == (
                 engine.capabilities.swap,
                 has,
             )

@@ -1,7 +1,8 @@
-"""Finding plugins: every one of this environment, and what is wrong with those that cannot be used.
+"""Discovery of the plugins of this environment, and of their faults.
 
-None stops the others. What is wrong is said with package, version and cure: in ``Registry.problems``, in the log of each process
-that looks ("asyncflow_sdk.plugins", a warning), by ``asyncflow plugins``, and wherever a name is not found.
+A faulty plugin does not stop the others. Each fault is reported with package, version and remedy:
+in ``Registry.problems``, as a warning of the logger "asyncflow_sdk.plugins", by ``asyncflow
+plugins``, and in errors about unknown names.
 """
 
 from __future__ import annotations
@@ -19,46 +20,48 @@ import pluggy
 
 from .._version import __version__
 from ..errors import PluginError
-from .choice import CORE, ONLY, WITHOUT, Choice, plain, read_choice
-from .requirements import first, other_sdk, unmet
+from .choice import CORE, ONLY, WITHOUT, PluginChoice, canonical_name, read_choice
+from .requirements import other_sdk, unmet
 from .spec import GROUP, AdapterSpec, HookSpecs, Kind
 
 _log = logging.getLogger("asyncflow_sdk.plugins")
 _BY_PATH = ("rollout", "train", "algorithm", "tracker")
-"""Kinds that a driver may name by "module:attribute". Other names come from clients, who must not have anything imported."""
+"""Kinds found by "module:attribute" too. Names of other kinds come from clients, which must not
+trigger imports."""
 _OURS = "asyncflow-sdk"
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as found: what it says of itself, and the distribution it came from."""
+    """A registered adapter: its spec, and the distribution of its plugin."""
 
     spec: AdapterSpec
     source: str
 
     @property
     def missing(self) -> list[str]:
-        """The requirements that are not met, each with why."""
+        """Unmet requirements, each with the reason."""
         return [problem for requirement in self.spec.requires if (problem := unmet(requirement))]
 
     @property
-    def cure(self) -> str:
-        """The pip line that installs what is missing."""
-        wanted = " ".join(f"'{first(r)}'" for r in self.spec.requires)
+    def install_command(self) -> str:
+        """The pip command to install its requirements."""
+        wanted = " ".join(f"'{each.partition('|')[0].strip()}'" for each in self.spec.requires)
         return self.spec.install or f"pip install {wanted}"
 
     def load(self) -> Callable[..., Any]:
-        """Import the factory. Raises PluginError with the pip line when its engine is not installed."""
+        """Import and return the factory. Raises PluginError, with the pip command if its engine is
+        not installed."""
         kind = f"{self.spec.kind} engine" if self.spec.kind in ("rollout", "train") else self.spec.kind
         what = f"{kind} {self.spec.name!r} (from {self.source})"
         if self.missing:
-            raise PluginError(f"{what} needs {'; '.join(self.missing)}. Install with: {self.cure}")
+            raise PluginError(f"{what} needs {'; '.join(self.missing)}. Install with: {self.install_command}")
         module, _, attribute = self.spec.factory.partition(":")
         try:
             factory = getattr(importlib.import_module(module), attribute)
         except (Exception, SystemExit) as error:
             lacks = isinstance(error, ImportError) and self.spec.requires
-            again = f". It needs {', '.join(self.spec.requires)}: {self.cure}" if lacks else ""
+            again = f". It needs {', '.join(self.spec.requires)}: {self.install_command}" if lacks else ""
             raise PluginError(
                 f"{what}: importing {self.spec.factory!r} failed: {type(error).__name__}: {error}{again}"
             ) from error
@@ -67,19 +70,21 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Registry:
-    """All adapters found, and what was wrong with those that were not taken. ``blocked``: plugins that were not looked into."""
+    """All adapters found, and the faults of the rejected ones. ``blocked``: plugins excluded by the
+    user, not imported."""
 
     adapters: tuple[Adapter, ...]
     problems: tuple[str, ...]
     blocked: tuple[str, ...] = ()
 
     def find(self, kind: Kind, name: str) -> Adapter | None:
-        """The adapter of a kind by name; None where there is none."""
+        """Return the adapter of a kind by name; None if there is none."""
         return next((a for a in self.adapters if (a.spec.kind, a.spec.name) == (kind, name)), None)
 
     def get(self, kind: Kind, name: str) -> Adapter:
-        """The adapter of a kind by name; of engines, algorithms and trackers also by "module:attribute", which no plugin
-        registers. Raises PluginError that lists the known ones and the problems."""
+        """Return the adapter of a kind by name; for engines, algorithms and trackers also by
+        "module:attribute", without a plugin. Raises PluginError, listing the known names and the
+        faults."""
         if ":" in name and kind in _BY_PATH:
             return Adapter(AdapterSpec(kind=kind, name=name, factory=name), "its path")
         found = self.find(kind, name)
@@ -95,40 +100,42 @@ class Registry:
 
 
 def registry() -> Registry:
-    """Every plugin of this environment that may be loaded, looked for once. What is wrong with others is logged."""
+    """Return the adapters of this environment, discovered once per ``PluginChoice``. Faults are
+    logged."""
     return _registry(read_choice())
 
 
 @lru_cache(maxsize=4)
-def _registry(choice: Choice) -> Registry:
+def _registry(choice: PluginChoice) -> Registry:
     found = find_plugins(choice)
     for problem in found.problems:
         _log.warning("%s", problem)
     return found
 
 
-def find_plugins(choice: Choice | None = None) -> Registry:
-    """Look for plugins now."""
-    finding = _Finding(choice or read_choice())
-    for entry in finding.entries():
-        finding.take(entry)
-    finding.check_names()
-    return Registry(tuple(finding.adapters.values()), tuple(finding.problems), tuple(finding.blocked))
+def find_plugins(choice: PluginChoice | None = None) -> Registry:
+    """Discover plugins now, without the cache. ``choice``: default ``read_choice()``."""
+    discovery = _Discovery(choice or read_choice())
+    for entry in discovery.entries():
+        discovery.load(entry)
+    discovery.check_names()
+    return Registry(tuple(discovery.adapters.values()), tuple(discovery.problems), tuple(discovery.blocked))
 
 
 @dataclass
-class _Finding:
-    choice: Choice
+class _Discovery:
+    choice: PluginChoice
     adapters: dict[tuple[str, str], Adapter] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     blocked: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
 
     def entries(self) -> list[metadata.EntryPoint]:
-        """All that are installed; the SDK's own first, so that nobody else's has one of its names."""
+        """Return all entry points of the group; the SDK's own first, so no other plugin can claim
+        its names."""
         try:
             entries = list(metadata.entry_points(group=GROUP))
-        except Exception:  # one distribution's list cannot be read: ask each by itself
+        except Exception:  # the metadata of one distribution are unreadable: read them one by one
             entries = list(self._one_by_one())
         return sorted(entries, key=lambda e: (_package(e) != _OURS, e.name, e.value))
 
@@ -136,7 +143,7 @@ class _Finding:
         seen: set[str] = set()
         for distribution in metadata.distributions():
             try:
-                name = plain(distribution.name)
+                name = canonical_name(distribution.name)
                 if name not in seen:
                     yield from distribution.entry_points.select(group=GROUP)
                 seen.add(name)
@@ -146,67 +153,68 @@ class _Finding:
                     f" {type(error).__name__}: {error}; install it again"
                 )
 
-    def take(self, entry: metadata.EntryPoint) -> None:
+    def load(self, entry: metadata.EntryPoint) -> None:
+        """Load one entry point and add its adapters, or record its fault."""
         package = _package(entry)
         source = f"{package} {entry.dist.version}" if entry.dist else entry.value
-        self.names |= {plain(entry.name), plain(package)}
+        self.names |= {canonical_name(entry.name), canonical_name(package)}
         core = package == _OURS and entry.name == CORE
         if not core and not self.choice.allows((entry.name, package)):
             self.blocked.append(f"plugin {entry.name!r} of {source}")
             return
-        cure = f"pip install -U {package}, or leave it out: --no-plugin {entry.name}"
+        update = f"pip install -U {package}, or leave it out: --no-plugin {entry.name}"
         newer = f"it is for another SDK than {__version__}: pip install -U {_OURS}, or another version of {package}"
 
-        def tell(what: str, cure: str = cure) -> None:
-            self.problems.append(f"plugin {entry.name!r} of {source}: {what}; {cure}")
+        def report(fault: str, remedy: str = update) -> None:
+            self.problems.append(f"plugin {entry.name!r} of {source}: {fault}; {remedy}")
 
         needs = other_sdk(entry.dist, __version__) if entry.dist else ""
         if needs:
-            tell(f"it needs {needs}, and {__version__} is installed", newer)
+            report(f"it needs {needs}, and {__version__} is installed", newer)
             return
         try:
             specs = _specs_of(entry.load())
         except KeyboardInterrupt:
             raise
         except pluggy.PluginValidationError as error:
-            tell(str(error).replace("\n", " "), newer)
+            report(str(error).replace("\n", " "), newer)
             return
-        except BaseException as error:  # SystemExit, and what test runners raise to skip
-            tell(f"{type(error).__name__}: {error}")
+        except BaseException as error:  # SystemExit, and the exceptions of test runners
+            report(f"{type(error).__name__}: {error}")
             return
         for spec in specs:
-            self._add(spec, source, tell, newer)
+            self._add(spec, source, report, newer)
 
-    def _add(self, spec: Any, source: str, tell: Callable[..., None], newer: str) -> None:
+    def _add(self, spec: Any, source: str, report: Callable[..., None], newer: str) -> None:
         if not isinstance(spec, AdapterSpec):
-            tell(f"asyncflow_adapters returned {spec!r:.100}, which is no AdapterSpec")
+            report(f"asyncflow_adapters returned {spec!r:.100}, which is no AdapterSpec")
             return
         try:
-            odd = spec.problem()
+            fault = spec.problem()
         except Exception as error:
-            odd = f"{type(error).__name__}: {error}"
-        if odd:
-            tell(f"adapter {spec.name!r} is left out: {odd}", newer)
+            fault = f"{type(error).__name__}: {error}"
+        if fault:
+            report(f"adapter {spec.name!r} is left out: {fault}", newer)
             return
         known = self.adapters.setdefault((spec.kind, spec.name), Adapter(spec, source))
         if known.spec is not spec:
-            tell(
-                f"{spec.kind} adapter {spec.name!r} comes from {known.source} already, and that one is taken",
+            report(
+                f"{spec.kind} adapter {spec.name!r} is already registered by {known.source}, which is used",
                 "uninstall one of them, or leave one out with --no-plugin",
             )
 
     def check_names(self) -> None:
-        """Names that block or allow nothing are mistakes."""
-        blocking = f"--no-plugin, or {WITHOUT},"  # the option sets the variable, which is all that workers hear of
-        for who, named in ((blocking, self.choice.without), (ONLY, self.choice.only or ())):
+        """Record a fault for each name in the choice that matches no plugin."""
+        blocking = f"--no-plugin, or {WITHOUT},"  # the option sets the variable, for workers
+        for source, named in ((blocking, self.choice.without), (ONLY, self.choice.only or ())):
             for name in named:
-                if plain(name) not in self.names:
+                if canonical_name(name) not in self.names:
                     self.problems.append(
-                        f"{who} names {name!r}, and no plugin has that name in this environment;"
-                        f" there are: {', '.join(sorted(self.names))}.{_near(plain(name), self.names)}"
+                        f"{source} names {name!r}, and no plugin has that name in this environment;"
+                        f" installed: {', '.join(sorted(self.names))}.{_near(canonical_name(name), self.names)}"
                     )
-                elif who == blocking and plain(name) == CORE:
-                    self.problems.append(f"{who} names {name!r}, without which nothing works: it was loaded")
+                elif source == blocking and canonical_name(name) == CORE:
+                    self.problems.append(f"{source} names {name!r}, which cannot be blocked: it was loaded")
 
 
 def _near(name: str, known: Collection[str]) -> str:
@@ -219,20 +227,21 @@ def _package(entry: metadata.EntryPoint) -> str:
 
 
 def _specs_of(plugin: object) -> list[Any]:
-    """What one plugin registers. A manager of its own, so that nothing it does wrong touches another."""
+    """Return the specs of one plugin. Each plugin gets its own manager, so its faults cannot affect
+    others."""
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(HookSpecs)
     manager.register(plugin)
     manager.check_pending()
     if not manager.hook.asyncflow_adapters.get_hookimpls():
         folder = next(iter(getattr(plugin, "__path__", ())), "?")
-        at = getattr(plugin, "__file__", None) or folder  # a folder of that name, where another plugin was meant
+        at = getattr(plugin, "__file__", None) or folder  # a folder of the same name may shadow the plugin
         raise PluginError(
             f"it registers nothing: give it a function asyncflow_adapters with @asyncflow_sdk.hookimpl; it is {at}"
         )
     returned = manager.hook.asyncflow_adapters(sdk=__version__)
     specs = [spec for given in returned if not isinstance(given, (str, bytes, dict, AdapterSpec)) for spec in given]
     if not specs:
-        said = f"{returned[0]!r:.100}" if returned else "None"
-        raise PluginError(f"asyncflow_adapters returned {said}; a list of AdapterSpec is expected")
+        value = f"{returned[0]!r:.100}" if returned else "None"
+        raise PluginError(f"asyncflow_adapters returned {value}; a list of AdapterSpec is expected")
     return specs

@@ -1,6 +1,7 @@
-"""Typed: what people hand to a constructor, looked at when it is made, by the annotations of its parameters.
+"""Validation of constructor arguments against the annotations of their parameters.
 
-check_types(Sampling, {"max_tokens": "8"})        # ConfigError: Sampling: max_tokens must be int, not str: '8'
+check_types(Sampling, {"max_tokens": "8"})        # ConfigError: Sampling: max_tokens must be int,
+not str: '8'
 """
 
 from __future__ import annotations
@@ -24,48 +25,49 @@ from ..errors import ConfigError
 
 Fits = Callable[[Any], bool]
 
-LOOKED_AT = 1000
-"""Of a list, so many: data is looked at by whoever takes it."""
+MAX_CHECKED = 1000
+"""Number of items checked in a list: long lists are data, validated by their consumers."""
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """What to say behind a name that there is not: the nearest there is, or all of them."""
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return a hint for an unknown name: the closest known name, or all of them."""
     known = list(known)
-    near = nearest(name, known)
+    near = closest_name(name, known)
     return f"did you mean {near!r}?" if near else f"it takes: {', '.join(known) or 'none'}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that may be meant: one that begins with ``name``, as stop_ids with stop, before one that is only spelt like
-    it. "" if there is none."""
+def closest_name(name: str, known: Iterable[str]) -> str:
+    """Return the closest known name, or "". A name that starts with ``name``, as stop_ids for stop,
+    precedes similar ones."""
     known = list(known)
     longer = [each for each in known if each.startswith(f"{name}_")]
     return next(iter(longer or difflib.get_close_matches(name, known, 1)), "")
 
 
-def check_names(made: type, given: Iterable[str]) -> None:
-    """Raises TypeError, as Python does, for an argument that there is not; it says what may have been meant, as Python does
-    from 3.13 on."""
+def check_keywords(made: type, given: Iterable[str]) -> None:
+    """Raise TypeError for an unknown keyword argument, with a suggestion, as Python does from 3.13
+    on."""
     parameters = inspect.signature(made).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return
     for name in given:
         if name not in parameters:
-            raise TypeError(f"{made.__name__} has no argument {name!r}; {meant(name, parameters)}")
+            raise TypeError(f"{made.__name__} has no argument {name!r}; {suggestion(name, parameters)}")
 
 
-class Configuration:
-    """Base of a dataclass that users make: ``check_names`` of it."""
+class UserConfig:
+    """Base of users' configuration dataclasses: an unknown keyword raises TypeError with a
+    suggestion."""
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
-        check_names(cls, given)
+        check_keywords(cls, given)
         return super().__new__(cls)
 
 
 def check_types(made: type, given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument that is not of the type of its parameter: numbers, text, true or false, None, paths,
-    functions, classes, and lists and mappings of these. What has another annotation is not looked at. A number may be numpy's; a
-    bool is none."""
+    """Raise ConfigError for an argument of another type than its parameter's annotation. Checked
+    are numbers (numpy's too; a bool is not a number), text, bools, None, paths, functions, classes,
+    and lists and mappings of these; other annotations pass."""
     fits = _fits(made)
     for name, value in given.items():
         found = fits.get(name)
@@ -73,16 +75,17 @@ def check_types(made: type, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{made.__name__}: {name} {_unfit(found[1], value)}")
 
 
-def misfits(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names of ``given`` whose values, plain ones as JSON has them, are not of the type that ``function`` or the constructor of a
-    class says, each with what is wrong. Only numbers, text, true or false, None, and lists and mappings of these are judged: of
-    another annotation ``function`` may make what it needs. Raises nothing."""
+def type_errors(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (name, problem) for each JSON value in ``given`` of another type than annotated in
+    ``function`` or in a class's constructor. Only numbers, text, bools, None, and lists and
+    mappings of these are checked, since ``function`` may convert values of other annotations.
+    Raises nothing."""
     of: Any = function.__init__ if inspect.isclass(function) else function
     of = inspect.unwrap(of)
     for name, value in given.items():
         hint = _hint(of, name)
         if hint is not None and _is_plain(hint) and not _fit(hint)(value):
-            yield name, _unfit(_words(hint), value)
+            yield name, _unfit(_describe(hint), value)
 
 
 def _unfit(words: str, value: Any) -> str:
@@ -90,14 +93,14 @@ def _unfit(words: str, value: Any) -> str:
 
 
 def _hint(function: Any, name: str) -> Any:
-    """The annotation of one parameter, resolved; None if it has none, or names what is not there at run time."""
+    """Return the resolved annotation of a parameter; None if missing or not resolvable at run time."""
     written = getattr(function, "__annotations__", {}).get(name)
     if written is None:
         return None
     try:
         holder = types.SimpleNamespace(__annotations__={name: written})
         return typing.get_type_hints(holder, globalns=getattr(function, "__globals__", {}))[name]
-    except Exception:  # an outsider's annotation: whatever evaluating it raises
+    except Exception:  # evaluating a plugin's annotation may raise anything
         return None
 
 
@@ -113,20 +116,20 @@ def _is_plain(hint: Any) -> bool:
 
 
 def check_fields(made: Any) -> None:
-    """``check_types`` of a dataclass that was just made."""
+    """Call ``check_types`` for the fields of a dataclass instance."""
     check_types(type(made), vars(made))
 
 
 @functools.cache
 def _fits(made: type) -> dict[str, tuple[Fits, str]]:
-    """What a value must pass, and how that is called, by parameter."""
+    """Return, by parameter, the predicate for its values and the description of its type."""
     of: Any = made
     try:
         hints = typing.get_type_hints(of if dataclasses.is_dataclass(made) else of.__init__)
-    except NameError:  # of a user's subclass
+    except NameError:  # in a user's subclass
         return {}
     names = inspect.signature(made).parameters
-    return {name: (_fit(hint), _words(hint)) for name, hint in hints.items() if name in names}
+    return {name: (_fit(hint), _describe(hint)) for name, hint in hints.items() if name in names}
 
 
 def _fit(hint: Any) -> Fits:
@@ -136,7 +139,7 @@ def _fit(hint: Any) -> Fits:
         return lambda value: any(fit(value) for fit in any_of)
     if hint in _PLAIN:
         return _PLAIN[hint]
-    if origin is Literal:  # which of them, the class says itself
+    if origin is Literal:  # the class checks the value itself
         return lambda value: isinstance(value, tuple({type(each) for each in of}))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         keys, values = _fit(of[0]), _fit(of[1])
@@ -148,7 +151,7 @@ def _fit(hint: Any) -> Fits:
         return lambda value: (
             isinstance(value, Collection)
             and not isinstance(value, (str, bytes, Mapping))
-            and all(map(each, itertools.islice(value, LOOKED_AT)))
+            and all(map(each, itertools.islice(value, MAX_CHECKED)))
         )
     if origin is Callable:
         return callable
@@ -171,20 +174,20 @@ _PLAIN: dict[Any, Fits] = {
 }  # fmt: skip
 
 
-def _words(hint: Any) -> str:
-    """As people would write it."""
+def _describe(hint: Any) -> str:
+    """Describe a type in words."""
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, UnionType):
-        said = [_words(each) for each in of if each is not NoneType]
-        return " or ".join(dict.fromkeys([*said, "None"] if NoneType in of else said))
+        names = [_describe(each) for each in of if each is not NoneType]
+        return " or ".join(dict.fromkeys([*names, "None"] if NoneType in of else names))
     if origin is Literal:
         return " or ".join(map(repr, of))
     if origin is Callable:
         return "a function"
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"a mapping of {_words(of[0])} to {_words(of[1])}"
+        return f"a mapping of {_describe(of[0])} to {_describe(of[1])}"
     if isinstance(origin, type) and issubclass(origin, Collection):
-        return "a pair" if origin is tuple and of[-1] is not ... else f"a list of {_words(of[0])}"
+        return "a pair" if origin is tuple and of[-1] is not ... else f"a list of {_describe(of[0])}"
     if hint is type:
         return "a class"
     return "a path" if hint is Path else getattr(hint, "__name__", str(hint))

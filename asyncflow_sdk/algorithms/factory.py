@@ -1,4 +1,4 @@
-"""Which algorithm a driver means, as data that travels to the trainer's worker, where it is made."""
+"""Serializable specs of algorithms: written by the driver, instantiated in the trainer's worker."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ import msgspec
 from ..errors import ConfigError, PluginError
 from ..interfaces import Algorithm
 from ..plugins import import_path, registry
-from ..types.typed import meant
+from ..types.validation import suggestion
 
 
 class AlgorithmSpec(msgspec.Struct, frozen=True):
-    """``name``: of its adapter, or "module:Class". ``options``: its fields, those that were said."""
+    """``name``: the adapter's name or "module:Class". ``options``: fields set by the user."""
 
     name: str = "grpo"
     options: dict[str, Any] = {}
 
     @property
     def label(self) -> str:
-        """What people call it."""
+        """The name without its module."""
         return self.name.rpartition(":")[2]
 
 
 def algorithm_spec(given: Any) -> AlgorithmSpec:
-    """``given``: a name; "module:Class"; a class; one of these with options, ("mine", {"beta": 0.1}); an Algorithm that is a
-    dataclass; None for GRPO. Raises ConfigError for what a worker could not make again."""
+    """Make a spec from a name, "module:Class", a class, one of these with options, as ("mine",
+    {"beta": 0.1}), or an Algorithm dataclass; None: GRPO. Raises ConfigError if a worker could not
+    instantiate it."""
     if given is None:
         return AlgorithmSpec()
     of, options = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, {})
     if isinstance(of, Algorithm) and of is given:
         if not dataclasses.is_dataclass(of):
             raise ConfigError(
-                f"algorithm {of!r:.100} is no dataclass, whose fields could travel to a worker: make it one, or say (class, options)"
+                f"algorithm {of!r:.100} is not a dataclass, so its fields cannot be sent to a worker: make it one, or give (class, options)"
             )
         options = {f.name: getattr(of, f.name) for f in dataclasses.fields(of) if f.init}
         of = type(of)
@@ -49,26 +50,26 @@ def algorithm_spec(given: Any) -> AlgorithmSpec:
         of = path
     if not isinstance(of, str) or not of or not isinstance(options, Mapping):
         raise ConfigError(
-            f"an algorithm is a name, a class, either with options, or an Algorithm, not {given!r:.100}"
+            f"an algorithm must be a name, a class, either with options, or an Algorithm, not {given!r:.100}"
         )
     try:
         plain = msgspec.json.decode(msgspec.json.encode(dict(options)), type=dict[str, Any])
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"algorithm {of!r}: options travel as JSON: {error}") from None
+        raise ConfigError(f"algorithm {of!r}: options must be JSON: {error}") from None
     return AlgorithmSpec(of, plain)
 
 
 def make_algorithm(spec: AlgorithmSpec) -> Algorithm:
-    """The algorithm, in this environment. Raises PluginError where there is none of this name, ConfigError for options it
-    does not have or refuses."""
+    """Instantiate the algorithm in this environment. Raises PluginError for an unknown name,
+    ConfigError for unknown or refused options."""
     factory = registry().get("algorithm", spec.name).load()
     try:
         made = factory(**spec.options)
     except TypeError as error:
         known = list(inspect.signature(factory).parameters)
         odd = next((name for name in spec.options if name not in known), "")
-        why = f"has no option {odd!r}; {meant(odd, known)}" if odd else f"cannot be made: {error}"
+        why = f"has no option {odd!r}; {suggestion(odd, known)}" if odd else f"cannot be made: {error}"
         raise ConfigError(f"algorithm {spec.label!r} {why}") from None
     if not isinstance(made, Algorithm):
-        raise PluginError(f"algorithm {spec.name!r} is a {type(made).__name__}, which is no asyncflow_sdk.Algorithm")
+        raise PluginError(f"algorithm {spec.name!r} is a {type(made).__name__}, not an asyncflow_sdk.Algorithm")
     return made

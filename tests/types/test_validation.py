@@ -13,7 +13,7 @@ import pytest
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.types.typed import check_fields, check_types, misfits, nearest
+from asyncflow_sdk.types.validation import check_fields, check_types, closest_name, type_errors
 
 pytestmark = pytest.mark.fast
 
@@ -92,9 +92,9 @@ def test_names_that_only_a_type_checker_knows_are_not_looked_at() -> None:
         lambda: af.Weights(keep="x"),  # type: ignore[arg-type]
         lambda: af.GRPO(clip_high=math.nan),
         lambda: af.GRPO(epsilon=-1.0),
-        lambda: af.Place(env={"A=B": "c"}),
-        lambda: af.Place(env={"A": "\0"}),
-        lambda: af.Place(max_restarts=1.5),  # type: ignore[arg-type]
+        lambda: af.Placement(env={"A=B": "c"}),
+        lambda: af.Placement(env={"A": "\0"}),
+        lambda: af.Placement(max_restarts=1.5),  # type: ignore[arg-type]
     ],
 )
 def test_configurations_are_looked_at_when_they_are_made(make: Callable[[], Any]) -> None:
@@ -122,9 +122,9 @@ def test_a_name_that_there_is_not_is_told_with_the_nearest_one(make: Callable[[]
 
 
 def test_a_name_that_another_begins_with_is_the_nearest() -> None:
-    assert nearest("stop", ["top_p", "top_k", "stop_ids"]) == "stop_ids"
-    assert nearest("max_token", ["max_tokens", "top_k"]) == "max_tokens"
-    assert nearest("colour", ["top_k"]) == ""
+    assert closest_name("stop", ["top_p", "top_k", "stop_ids"]) == "stop_ids"
+    assert closest_name("max_token", ["max_tokens", "top_k"]) == "max_tokens"
+    assert closest_name("colour", ["top_k"]) == ""
 
 
 def takes(
@@ -140,8 +140,8 @@ def takes(
 
 def test_values_are_judged_by_a_functions_annotations_where_these_are_plain() -> None:
     fine = {"rate": 1, "names": ["a"], "device": None, "of": "anything", "folder": "text", "other": 3}
-    assert not list(misfits(takes, fine))
-    assert list(misfits(takes, {"rate": "1e-5", "names": "ab", "device": 0.5})) == [
+    assert not list(type_errors(takes, fine))
+    assert list(type_errors(takes, {"rate": "1e-5", "names": "ab", "device": 0.5})) == [
         ("rate", "must be float, not str: '1e-5'"),
         ("names", "must be a list of str, not str: 'ab'"),
         ("device", "must be int or None, not float: 0.5"),
