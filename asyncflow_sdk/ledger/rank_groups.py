@@ -14,10 +14,10 @@ import numpy as np
 from ..errors import ConfigError, LeaseLost, SchemaError
 from ..types import events as ev
 from . import commands as cmd
-from .admission import Admission
+from .admission import LeaseAdmission
 from .balance import balance, imbalance, split
 from .commands import Ids, pack_ids, unpack_ids
-from .completion import Completion
+from .completion import RowCompletion
 from .state import LedgerState
 from .state.grants import Grant, ShardedLease
 from .state.leases import positions
@@ -30,31 +30,20 @@ from .state.tasks import Task
 class RankGroups:
     """Leases of rank groups."""
 
-    def __init__(self, state: LedgerState, admission: Admission, completion: Completion) -> None:
-        self._context, self._rows, self._sessions, self._tasks = (
-            state.context,
-            state.rows,
-            state.sessions,
-            state.tasks,
-        )
-        self._leases, self._parked, self._admission, self._completion = (
-            state.leases,
-            state.parked,
-            admission,
-            completion,
-        )
+    def __init__(self, state: LedgerState, admission: LeaseAdmission, completion: RowCompletion) -> None:
+        self._state, self._admission, self._completion = state, admission, completion
 
-    def check(self, session: Session, task: Task, command: cmd.Lease) -> None:
+    def check(self, session: Session, task: Task, command: cmd.LeaseRows) -> None:
         """Raise SchemaError or ConfigError for a request that no group can make."""
         size, shards = command.world_size, command.shards or command.world_size
-        who = f"rank {command.rank} of {size} of team {command.team!r}"
+        who = f"rank {command.rank} of {size} of team {command.group!r}"
         if not 0 <= command.rank < size:
             raise SchemaError(f"{who}: ranks are 0 to world_size - 1")
         if shards < 1 or size % shards:
             raise SchemaError(f"{who}: {command.shards} shards; their number must divide world_size")
         if size == 1:
             return
-        if not command.team:
+        if not command.group:
             raise SchemaError(f"rank {command.rank} of {size}: ranks lease together as a team; name it")
         if task.spec.admits:
             raise SchemaError(f"{who}: task {task.spec.name!r} gives rows to replicas one by one; it has no teams")
@@ -63,16 +52,16 @@ class RankGroups:
             raise SchemaError(f"{who}: {rows} rows cannot be dealt out to {shards} shards")
         if task.spec.batch_rows is not None and task.spec.gives:
             raise SchemaError(f"{who}: a team acknowledges steps as a whole and writes no columns with that")
-        for rank, asked in self._parked.of_group(command.task, command.team).items():
+        for rank, asked in self._state.parked.of_group(command.task, command.group).items():
             for other in asked.values():
                 if rank == command.rank and other.session < session.id:
                     continue  # its process is gone, and this session takes its place
-                _check_alike(who, command, other.command, self._sessions.name(other.session))
+                _check_alike(who, command, other.command, self._state.sessions.name(other.session))
                 return  # all parked requests of a group are alike
 
-    def lease(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:
+    def lease(self, session: Session, task: Task, command: cmd.LeaseRows) -> cmd.Reply | None:
         """The shard of a rank, once all ranks have asked and there are rows. Answers the other ranks too."""
-        asking = self._parked.of_group(command.task, command.team)
+        asking = self._state.parked.of_group(command.task, command.group)
         if self._replaces(session, task, command) or len({command.rank, *asking}) < command.world_size:
             return None
         number = command.shards or command.world_size
@@ -80,36 +69,41 @@ class RankGroups:
         if found is None:
             return None
         ids, step = found
-        ids, bounds, off = self._deal(task, ids, number)
+        ids, bounds, off = self._shard(task, ids, number)
         others = {rank: next(iter(asked.values())) for rank, asked in asking.items() if rank != command.rank}
         members = [session.id if r == command.rank else others[r].session for r in range(command.world_size)]
-        shards = ShardedLease(command.team, members, bounds, finished=np.zeros(len(ids), bool))
+        shards = ShardedLease(command.group, members, bounds, finished=np.zeros(len(ids), bool))
         spans = [shards.span(rank) for rank in range(command.world_size)]
         shards.done.update(rank for rank, span in enumerate(spans) if span.start == span.stop)  # they have no rows
         whole = self._admission.grant(session, task, ids, step, shards=shards)
-        self._context.publish(
+        self._state.context.publish(
             ev.Balanced(
-                time_s=self._context.now, task=task.spec.name, shards=number, rows=len(ids), imbalance=off, step=step
+                time_s=self._state.context.now,
+                task=task.spec.name,
+                shards=number,
+                rows=len(ids),
+                imbalance=off,
+                step=step,
             )
         )
         for rank, request in others.items():
-            self._parked.remove(request)
-            self._context.answer(request.ticket, _shard_of(whole, shards, rank, off))
+            self._state.parked.remove(request)
+            self._state.context.answer(request.ticket, _shard_of(whole, shards, rank, off))
         return _shard_of(whole, shards, command.rank, off)
 
     def parked(self, request: ParkedRequest) -> None:
         """A rank's request waits. It voids what earlier sessions under this rank have asked and hold."""
-        command, session = request.command, self._sessions.by_id[request.session]
-        asked, held = self._under(self._tasks[command.task], command)
-        reason = f"rank {command.rank} of team {command.team!r} is {session.name} now"
+        command, session = request.command, self._state.sessions.by_id[request.session]
+        asked, held = self._of_rank(self._state.tasks[command.task], command)
+        reason = f"rank {command.rank} of team {command.group!r} is {session.name} now"
         for other in asked:
             if other.session != session.id:
-                self._parked.remove(other)
-                self._context.answer(other.ticket, LeaseLost(reason))
+                self._state.parked.remove(other)
+                self._state.context.answer(other.ticket, LeaseLost(reason))
         for number, grant in held:
             if number != session.id:
                 self._completion.void(grant, reason, blame=True)
-        self._context.wake(request.place)
+        self._state.context.wake(request.place)
 
     def complete(self, grant: Grant, shards: ShardedLease, command: cmd.Complete) -> cmd.Completed:
         """Complete rows of a rank's shard, or acknowledge its shard of a step."""
@@ -123,7 +117,7 @@ class RankGroups:
         revoked = unpack_ids(reply.revoked)
         again = np.isin(revoked, done_before)
         shards.finished[span][named] |= ~np.isin(part[named], revoked)
-        self._see(grant, shards, command.rank, named)
+        self._mark_seen(grant, shards, command.rank, named)
         return cmd.Completed(revoked=pack_ids(revoked[~again]), again=pack_ids(revoked[again]))
 
     def check_give_back(self, grant: Grant, rank: int) -> None:
@@ -138,7 +132,7 @@ class RankGroups:
         shards = grant.shards
         if shards is not None and grant.step == NONE:
             span = shards.span(command.rank)
-            self._see(grant, shards, command.rank, positions(command.index, span.stop - span.start))
+            self._mark_seen(grant, shards, command.rank, positions(command.index, span.stop - span.start))
 
     def session_closed(self, session: Session, reason: str, *, blame: bool) -> None:
         """Return what a session holds; of a group's lease all rows, unless its ranks have completed their shards."""
@@ -150,38 +144,38 @@ class RankGroups:
                     continue
             self._completion.void(grant, reason, blame=blame)
 
-    def _under(self, task: Task, command: cmd.Lease) -> tuple[list[ParkedRequest], list[tuple[int, Grant]]]:
+    def _of_rank(self, task: Task, command: cmd.LeaseRows) -> tuple[list[ParkedRequest], list[tuple[int, Grant]]]:
         """Requests and leases under a rank; leases with the session that holds them."""
         rank = command.rank
         held = [
             (grant.shards.members[rank], grant)
-            for grant in task.group_leases.get(command.team, {}).values()
+            for grant in task.group_leases.get(command.group, {}).values()
             if grant.shards is not None and rank < grant.shards.size and rank not in grant.shards.done
         ]
-        return list(self._parked.of_group(command.task, command.team).get(rank, {}).values()), held
+        return list(self._state.parked.of_group(command.task, command.group).get(rank, {}).values()), held
 
-    def _replaces(self, session: Session, task: Task, command: cmd.Lease) -> bool:
+    def _replaces(self, session: Session, task: Task, command: cmd.LeaseRows) -> bool:
         """True if an earlier session has requests or leases under this rank; they are voided when the request is parked. The newest session
         is the rank: an older one gets LeaseLost."""
-        asked, held = self._under(task, command)
+        asked, held = self._of_rank(task, command)
         sessions = [request.session for request in asked] + [number for number, _ in held]
         newest = max(sessions, default=0)
         if newest > session.id:
             raise LeaseLost(
-                f"rank {command.rank} of team {command.team!r} is {self._sessions.name(newest)} now, which joined later than"
+                f"rank {command.rank} of team {command.group!r} is {self._state.sessions.name(newest)} now, which joined later than"
                 f" {session.name}"
             )
         return min(sessions, default=session.id) < session.id
 
-    def _deal(self, task: Task, ids: Ids, shards: int) -> tuple[Ids, list[int], float]:
+    def _shard(self, task: Task, ids: Ids, shards: int) -> tuple[Ids, list[int], float]:
         """Rows in the order of their shards, the bounds of the shards, and their imbalance (max / mean - 1)."""
-        at, sampling = self._rows.at(ids), task.sampling
+        at, sampling = self._state.rows.at(ids), task.sampling
         weights = np.ones(len(ids))
         shard = split(len(ids), shards)
         if sampling.balanced and sampling.measure:
-            weights = self._rows.measures[sampling.measure][at]
+            weights = self._state.rows.measures[sampling.measure][at]
             if sampling.whole_groups:
-                _, group = np.unique(self._rows.first[at], return_inverse=True)
+                _, group = np.unique(self._state.rows.first[at], return_inverse=True)
                 shard = balance(np.bincount(group, np.nan_to_num(weights)).astype(np.float64), shards)[group]
             else:
                 shard = balance(weights, shards)
@@ -212,7 +206,7 @@ class RankGroups:
         whole = cmd.Complete(token=grant.token, columns={}, filtered=every.tobytes() if len(every) else None)
         return self._completion.complete(grant, grant.ids, whole)
 
-    def _see(self, grant: Grant, shards: ShardedLease, rank: int, named: Ids) -> None:
+    def _mark_seen(self, grant: Grant, shards: ShardedLease, rank: int, named: Ids) -> None:
         """A rank has completed or returned rows of its shard. With all of them it is done."""
         span = shards.span(rank)
         seen = shards.seen.setdefault(rank, np.zeros(span.stop - span.start, bool))
@@ -220,7 +214,7 @@ class RankGroups:
         if seen.all():
             shards.done.add(rank)
             if grant.over:
-                self._leases.remove(grant)
+                self._state.leases.remove(grant)
 
 
 class RankBarrier:
@@ -228,42 +222,42 @@ class RankBarrier:
     is the parked requests, so a rank that dies has not come."""
 
     def __init__(self, state: LedgerState) -> None:
-        self._context, self._sessions, self._parked = state.context, state.sessions, state.parked
+        self._state = state
 
-    def gather(self, session: Session, command: cmd.Meet) -> cmd.Reply | None:
+    def gather(self, session: Session, command: cmd.AllGather) -> cmd.Reply | None:
         """The payloads of all ranks, once all have come."""
         rank, size = command.rank, command.world_size
-        who = f"rank {rank} of {size} of team {command.team!r}"
+        who = f"rank {rank} of {size} of team {command.group!r}"
         if not 0 <= rank < size:
             raise SchemaError(f"{who}: ranks are 0 to world_size - 1")
         there: dict[int, ParkedRequest] = {}
-        for request in self._parked.at(place_of(command)):
+        for request in self._state.parked.at(place_of(command)):
             if request.command.rank != rank:
                 if (request.command.what, request.command.world_size) == (command.what, size):
                     there[request.command.rank] = request
             elif request.session > session.id:
-                newer = self._sessions.name(request.session)
+                newer = self._state.sessions.name(request.session)
                 raise LeaseLost(f"{who} is {newer} now, which joined later than {session.name}")
         if len(there) + 1 < size:
             return None
-        words = {each: request.command.word for each, request in there.items()} | {rank: command.word}
-        met = cmd.Met(words=tuple(words[each] for each in range(size)))
+        payloads = {each: request.command.payload for each, request in there.items()} | {rank: command.payload}
+        met = cmd.AllGathered(payloads=tuple(payloads[each] for each in range(size)))
         for request in there.values():
-            self._parked.remove(request)
-            self._context.answer(request.ticket, met)
+            self._state.parked.remove(request)
+            self._state.context.answer(request.ticket, met)
         self._replace_older(session, command)
         return met
 
     def parked(self, request: ParkedRequest) -> None:
         """A rank waits. Older sessions under this rank no longer do."""
-        self._replace_older(self._sessions.by_id[request.session], request.command)
+        self._replace_older(self._state.sessions.by_id[request.session], request.command)
 
-    def _replace_older(self, session: Session, command: cmd.Meet) -> None:
-        for request in self._parked.at(place_of(command)):
+    def _replace_older(self, session: Session, command: cmd.AllGather) -> None:
+        for request in self._state.parked.at(place_of(command)):
             if request.command.rank == command.rank and request.session < session.id:
-                self._parked.remove(request)
-                who = f"rank {command.rank} of {command.world_size} of team {command.team!r}"
-                self._context.answer(request.ticket, LeaseLost(f"{who} is {session.name} now"))
+                self._state.parked.remove(request)
+                who = f"rank {command.rank} of {command.world_size} of team {command.group!r}"
+                self._state.context.answer(request.ticket, LeaseLost(f"{who} is {session.name} now"))
 
 
 def _shard_of(whole: cmd.Leased, shards: ShardedLease, rank: int, off: float) -> cmd.Leased:
@@ -273,12 +267,12 @@ def _shard_of(whole: cmd.Leased, shards: ShardedLease, rank: int, off: float) ->
         token=whole.token, task=whole.task, ids=pack_ids(unpack_ids(whole.ids)[span]),
         groups=pack_ids(unpack_ids(whole.groups)[span]), step=whole.step, version=whole.version, lease_s=whole.lease_s,
         partition=whole.partition, rank=rank, world_size=shards.size, shard=shards.shard(rank),
-        shards=len(shards.bounds) - 1, imbalance=off, stretches=whole.stretches,
+        shards=len(shards.bounds) - 1, imbalance=off, version_step_offsets=whole.version_step_offsets,
         completed_at=pack_ids(unpack_ids(whole.completed_at)[span]) if whole.step != NONE else b"",
     )  # fmt: skip
 
 
-def _check_alike(who: str, one: cmd.Lease, other: cmd.Lease, name: str) -> None:
+def _check_alike(who: str, one: cmd.LeaseRows, other: cmd.LeaseRows, name: str) -> None:
     for field in ("world_size", "shards", "count", "at_least", "partition"):
         if getattr(one, field) != getattr(other, field):
             raise ConfigError(

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from ..types import events as ev
 from .state import LedgerState
-from .state.sessions import Replica, Session
+from .state.sessions import ReplicaState, Session
 
 
 class Replicas:
     """``failing``: replicas whose last fetch or load failed. Both are sets of session numbers, in order."""
 
     def __init__(self, state: LedgerState) -> None:
-        self._context, self._limits, self._sessions = state.context, state.limits, state.sessions
-        self._tasks, self._versions = state.tasks, state.versions
+        self._state = state
         self.numbers: dict[int, None] = {}
         self.failing: dict[int, None] = {}
 
     def sessions(self) -> list[Session]:
-        return [self._sessions.by_id[number] for number in self.numbers]
+        return [self._state.sessions.by_id[number] for number in self.numbers]
 
-    def add(self, session: Session) -> Replica:
+    def add(self, session: Session) -> ReplicaState:
         """Make a session a replica if it is none. Return its state."""
         self.numbers[session.id] = None
         if session.replica is None:
-            session.replica = Replica()
+            session.replica = ReplicaState()
         return session.replica
 
     def remove(self, session: int) -> None:
@@ -33,16 +32,16 @@ class Replicas:
     def update(
         self, session: Session, version: int, doing: str, why: str = "", *, seconds: float = 0.0, moved: int = 0,
         encoding: str = "", skipped: int = 0,
-    ) -> Replica:  # fmt: skip
+    ) -> ReplicaState:  # fmt: skip
         """Set what a replica does about a version, and publish it."""
         replica = self.add(session)
-        replica.begin(version, doing, self._context.now, why)
+        replica.begin(version, doing, self._state.context.now, why)
         self.failing.pop(session.id, None)
         if doing == "failed":
             self.failing[session.id] = None
-        self._context.publish(
+        self._state.context.publish(
             ev.WeightState(
-                time_s=self._context.now, worker=session.name, version=version, state=doing, detail=why, seconds=seconds,
+                time_s=self._state.context.now, worker=session.name, version=version, state=doing, detail=why, seconds=seconds,
                 moved=moved, encoding=encoding, skipped=skipped,
             )
         )  # fmt: skip
@@ -50,7 +49,7 @@ class Replicas:
 
     def commit(self, *, at_once: bool = False) -> None:
         """Commit the current version if a quorum of replicas has it staged or loaded, or ``at_once``."""
-        limits, versions = self._limits, self._versions
+        limits, versions = self._state.limits, self._state.versions
         if not limits.quorum or versions.committed == versions.current:
             return
         ready = sum(
@@ -59,12 +58,14 @@ class Replicas:
         )
         if ready >= limits.quorum or at_once:
             versions.committed = versions.current
-            self._context.publish(ev.Committed(time_s=self._context.now, version=versions.current, staged=ready))
-            self._context.wake("swap")
-            self._tasks.wake_replicas()
+            self._state.context.publish(
+                ev.Committed(time_s=self._state.context.now, version=versions.current, staged=ready)
+            )
+            self._state.context.wake("swap")
+            self._state.tasks.wake_replicas()
 
     def quorum_changed(self) -> None:
         """Without a quorum no version is committed."""
-        if not self._limits.quorum:
-            self._versions.committed = -1
+        if not self._state.limits.quorum:
+            self._state.versions.committed = -1
         self.commit()

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ConfigError
 from ..types import events as ev
 from . import commands as cmd
-from .publication import Publication
+from .publication import VersionPublication
 from .state import LedgerState
 from .state.rows import LIVE, NONE
 from .state.sessions import Session
@@ -25,44 +25,44 @@ from .terminations import EXPIRED, Terminations
 class Rollbacks:
     """Gives versions up."""
 
-    def __init__(self, state: LedgerState, terminations: Terminations, publication: Publication) -> None:
-        self._context, self._rows, self._limits, self._tasks = state.context, state.rows, state.limits, state.tasks
-        self._steps, self._versions, self._leases = state.steps, state.versions, state.leases
-        self._terminations, self._publication = terminations, publication
+    def __init__(self, state: LedgerState, terminations: Terminations, publication: VersionPublication) -> None:
+        self._state, self._terminations, self._publication = state, terminations, publication
 
     def roll_back(self, session: Session, command: cmd.Rollback) -> cmd.Reply:
         """Make the bytes of a kept version current again."""
-        versions, publication = self._versions, self._publication
+        versions, publication = self._state.versions, self._publication
         if publication.no_rollback:
             raise ConfigError(f"version {command.version} cannot be rolled back to: {publication.no_rollback}")
         target = self._target(command.version)
         given_up, number = versions.current, publication.next_number(versions.current + 1)
         publication.discard(f"was withdrawn: {session.name} rolled back to {command.version}")
-        step = self._steps.next_to_train() if self._steps.declared else versions.lineage.step(given_up)
+        step = self._state.steps.next_to_train() if self._state.steps.declared else versions.lineage.step(given_up)
         versions.lineage.roll_back(number, command.version, step)
         because = f": {command.reason}" if command.reason else ""
         reason = f"version {given_up} was rolled back to {command.version}{because}"
-        made = KeptVersion(number, target.source, target.parts, target.sessions, target.probe, self._context.now)
+        made = KeptVersion(
+            number, target.source, target.parts, target.sessions, target.probe, self._state.context.now
+        )
         publication.make_current(made, session.name, reason)
-        saved = [step for step, each in self._steps.saved.items() if each in (target.version, target.source)]
+        saved = [step for step, each in self._state.steps.saved.items() if each in (target.version, target.source)]
         versions.to_restore, versions.restore_step = number, max(saved, default=NONE)
-        return cmd.RolledBack(version=number, expired=self._expire_given_up(), checkpoint=versions.restore_step)
+        return cmd.RollbackDone(version=number, expired=self._expire_given_up(), checkpoint=versions.restore_step)
 
     def restoration(self) -> cmd.Reply:
         """The version that the trainer has to load."""
-        versions = self._versions
+        versions = self._state.versions
         kept = versions.kept.get(versions.to_restore)
         if kept is None:
-            return cmd.Restoration(
+            return cmd.RestoreTarget(
                 version=versions.to_restore, checkpoint=versions.restore_step, why=versions.unavailable
             )
-        return cmd.Restoration(
+        return cmd.RestoreTarget(
             version=kept.version, source=kept.source, parts=kept.parts, checkpoint=versions.restore_step
         )
 
-    def restored(self, session: Session, command: cmd.Restored) -> cmd.Reply:
+    def restored(self, session: Session, command: cmd.ReportRestored) -> cmd.Reply:
         """The trainer has loaded the version. Repeatable."""
-        versions = self._versions
+        versions = self._state.versions
         if command.version != versions.current:
             raise ConfigError(
                 f"version {command.version} cannot be restored: "
@@ -71,9 +71,9 @@ class Rollbacks:
         if versions.to_restore != NONE:
             versions.to_restore = versions.restore_step = NONE
             kept = versions.kept.get(command.version)
-            self._context.publish(
+            self._state.context.publish(
                 ev.Restored(
-                    time_s=self._context.now, worker=session.name, version=command.version,
+                    time_s=self._state.context.now, worker=session.name, version=command.version,
                     source=NONE if kept is None else kept.source, optimizer=command.optimizer,
                 )
             )  # fmt: skip
@@ -81,7 +81,7 @@ class Rollbacks:
 
     def _target(self, version: int) -> KeptVersion:
         """The kept version with this number, or with its bytes. Raises ConfigError."""
-        versions = self._versions
+        versions = self._state.versions
         kept = {each.source: each for each in versions.kept.values()} | versions.kept
         found, current = kept.get(version), versions.newest
         if found is None:
@@ -90,7 +90,7 @@ class Rollbacks:
             gone = " was never published" if never else " is not kept any more"
             raise ConfigError(
                 f"version {version}{gone}, so nothing can be rolled back to it; kept are: {known}"
-                f" (keep_versions={self._limits.keep_versions})"
+                f" (keep_versions={self._state.limits.keep_versions})"
             )
         if current is not None and found.source == current.source:
             others = ", ".join(str(number) for number, each in sorted(kept.items()) if each.source != current.source)
@@ -102,17 +102,17 @@ class Rollbacks:
 
     def _expire_given_up(self) -> int:
         """End rows that a version given up has generated, or generates now, with their groups. Return how many ended."""
-        rollout = self._tasks.admitting
+        rollout = self._state.tasks.admitting
         if rollout is None:
             return 0
-        rows, live = self._rows, self._rows.live_ids()
+        rows, live = self._state.rows, self._state.rows.live_ids()
         at = rows.at(live)
         by = np.maximum(rows.version[at], rows.newest[at])  # the versions of a row only rise
         for grant in rollout.leases.values():
-            by[np.searchsorted(live, self._leases.outstanding(grant))] = grant.newest
+            by[np.searchsorted(live, self._state.leases.outstanding(grant))] = grant.newest
         count = 0
         for version in np.unique(by).tolist():
-            if version != NONE and self._versions.lineage.rolled_back(version):
+            if version != NONE and self._state.versions.lineage.rolled_back(version):
                 mine = live[by == version]
                 mine = mine[rows.state[rows.at(mine)] == LIVE]  # without those of a group that has just ended
                 count += self._terminations.end_groups(mine, EXPIRED, f"version {version} was rolled back")

@@ -7,7 +7,8 @@ from collections import Counter
 import numpy as np
 
 from ..types import events as ev
-from .commands import TERMINAL, Ids
+from ..types.reports import TERMINAL
+from .commands import Ids
 from .state import LedgerState
 from .state.context import Context
 from .state.rows import DONE, LEASED, LIVE, NONE, READY, TASK_STATES, WAITING
@@ -22,20 +23,13 @@ class Terminations:
     ready, and that their groups need not wait for any more."""
 
     def __init__(self, state: LedgerState) -> None:
-        self._context, self._rows, self._columns, self._partitions = (
-            state.context,
-            state.rows,
-            state.columns,
-            state.partitions,
-        )
-        self._budget, self._tasks, self._steps, self._leases = state.budget, state.tasks, state.steps, state.leases
-        self._metrics, self._letters = state.metrics, state.letters
+        self._state = state
         self.reasons: Counter[str] = Counter()
         self.excused: list[tuple[str, Ids]] = []
 
     def end_groups(self, ids: Ids, state: int, reason: str) -> int:
         """End rows that are in no full step, with their groups. Return how many rows ended."""
-        rows, steps = self._rows, self._steps
+        rows, steps = self._state.rows, self._state.steps
         ids = rows.members(ids) if len(ids) else ids
         at = rows.at(ids)
         live = rows.state[at] == LIVE
@@ -50,31 +44,31 @@ class Terminations:
 
     def finish(self, ids: Ids, state: int, reason: str = "", *, through: int | None = None) -> None:
         """End rows. ``through``: every task that takes them has completed them, and they are of the partition with this number."""
-        rows, context = self._rows, self._context
+        rows, context = self._state.rows, self._state.context
         at = rows.at(ids)
         reason = self.shortened(TERMINAL[state - 1], reason)
-        event = self._metrics.ended_event(ids, state, reason)
-        for name, task in self._tasks.by_name.items():
+        event = self._state.metrics.ended_event(ids, state, reason)
+        for name, task in self._state.tasks.by_name.items():
             if through is not None:
-                task.counts[DONE] -= len(ids) * self._tasks.takes(task, through)
+                task.counts[DONE] -= len(ids) * self._state.tasks.takes(task, through)
                 continue
             states = rows.task(name, "state")[at]
             counts = np.bincount(states, minlength=1 + len(TASK_STATES)).tolist()
             task.counts = [now - gone for now, gone in zip(task.counts, counts, strict=False)]
-            self._tasks.leave(task, ids[states < DONE])
-            self._tasks.count_fit(task, ids[states == READY], -1)
-            self._tasks.count_waiting(task, ids[states == WAITING])
+            self._state.tasks.leave(task, ids[states < DONE])
+            self._state.tasks.count_fit(task, ids[states == READY], -1)
+            self._state.tasks.count_waiting(task, ids[states == WAITING])
             if task.sampling.whole_groups and counts[WAITING]:
                 self.excused.append((name, ids[states == WAITING]))
             if counts[LEASED]:
-                self._leases.lose_rows(ids, np.where(states == LEASED, rows.task(name, "token")[at], NONE))
-        self._columns.count(at, -1)
-        if self._steps.declared:
-            self._steps.unselected -= int(self._steps.unselected_at(at).sum())
+                self._state.leases.lose_rows(ids, np.where(states == LEASED, rows.task(name, "token")[at], NONE))
+        self._state.columns.count(at, -1)
+        if self._state.steps.declared:
+            self._state.steps.unselected -= int(self._state.steps.unselected_at(at).sum())
         rows.finish(ids, state)
-        self._budget.release(at)
-        if self._letters.blamed:
-            self._letters.forget(rows.first[at])
+        self._state.budget.release(at)
+        if self._state.dead_letters.blamed:
+            self._state.dead_letters.forget(rows.first[at])
         context.effects.retired.append(ids)
         if reason:
             self.reasons[f"{event.state}: {reason}"] += len(ids)
@@ -89,12 +83,14 @@ class Terminations:
 
     def cancel_live(self, partition: str | None, reason: str) -> int:
         """Cancel live rows, of one partition or of all, that are in no full step. Return how many."""
-        live = self._rows.live_ids()
+        live = self._state.rows.live_ids()
         if partition is not None:
-            live = live[self._rows.partition[self._rows.at(live)] == self._partitions.number(partition)]
+            live = live[
+                self._state.rows.partition[self._state.rows.at(live)] == self._state.partitions.number(partition)
+            ]
         return self.end_groups(live, CANCELLED, reason)
 
 
-def returned(context: Context, worker: str, task: str, count: int, reason: str) -> None:
+def publish_return(context: Context, worker: str, task: str, count: int, reason: str) -> None:
     """Publish the event of rows that went back from a lease."""
     context.publish(ev.LeaseReturned(time_s=context.now, worker=worker, task=task, count=count, reason=reason))

@@ -19,8 +19,9 @@ from ..errors import AsyncFlowError, ConfigError, LeaseLost, SchemaError, Versio
 from ..interfaces import DEFAULT_LEASE_S, DEFAULT_TIMEOUT_S, LeasedBatch, PutRows, TransferQueue
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
-from ..ledger.commands import Audit, FailedGroup, PolicySpec, SamplerSpec, StatusReport, TaskSpec
 from ..types.columns import empty
+from ..types.reports import Audit, FailedGroup, StatusReport
+from ..types.tasks import PolicySpec, SamplerSpec, TaskSpec
 from . import blocks
 from ._once import drive, sync
 from .arguments import check_arguments, check_columns, check_name, check_names
@@ -104,7 +105,7 @@ class Verbs(Generic[B, S]):
     ) -> PutRows:
         packed = blocks.pack_columns(columns)
         count = len(next(iter(packed.values()))) if packed else 0
-        command = cmd.Put(
+        command = cmd.PutRows(
             groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s, partition=partition,
             priority=priority,
         )  # fmt: skip
@@ -129,14 +130,14 @@ class Verbs(Generic[B, S]):
     ) -> B:
         if not isinstance(ack, Lease | None):
             raise TypeError(f"ack must be a batch that this queue leased, not {type(ack).__name__}")
-        ask = cmd.Lease(
+        ask = cmd.LeaseRows(
             task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
-            columns=None if columns is None else check_names("columns", columns), team=team, rank=rank,
+            columns=None if columns is None else check_names("columns", columns), group=team, rank=rank,
             world_size=world_size, shards=shards, most=most,
         )  # fmt: skip
         return await self._take(ask, ack)
 
-    async def _take(self, ask: cmd.Lease, last: Lease | None, *, acknowledge: bool = True) -> B:
+    async def _take(self, ask: cmd.LeaseRows, last: Lease | None, *, acknowledge: bool = True) -> B:
         """The batch that ``ask`` gives. The last word on batch ``last`` rides with it."""
         answer = None if last is None else await last._post_last(ask, acknowledge=acknowledge)
         for left in reversed(range(_READ_TRIES)):
@@ -188,17 +189,17 @@ class Verbs(Generic[B, S]):
         partition: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> S:
-        ask = cmd.Lease(
+        ask = cmd.LeaseRows(
             task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
             columns=None if columns is None else check_names("columns", columns),
         )  # fmt: skip
         return self._streams(lambda last: self._take(ask, last, acknowledge=False))
 
     async def _loaded(self, version: int) -> None:
-        await self._port.send(cmd.Loaded(version=version))
+        await self._port.send(cmd.ReportLoaded(version=version))
 
     async def _wanted(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        reply = await self._port.send(cmd.Wanted(timeout_s=timeout_s))
+        reply = await self._port.send(cmd.AwaitRowsWanted(timeout_s=timeout_s))
         return int(reply.count)
 
     async def _lost(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> npt.NDArray[np.int64]:

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 CALL_S = 30.0
 """How long a call that waits for nothing may take before the server counts as lost (seconds)."""
 
-WritingCommand: TypeAlias = cmd.Put | cmd.Complete
+WritingCommand: TypeAlias = cmd.PutRows | cmd.Complete
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Connection:
         self,
         command: cmd.AnyCommand | None,
         block: blocks.Block | None = None,
-        then: cmd.Lease | None = None,
+        then: cmd.LeaseRows | None = None,
         payload: int | None = None,
     ) -> bytes:
         """The encoded call, with the events that were waiting. Raises TypeError and SchemaError for arguments that no
@@ -187,7 +187,7 @@ class Connection:
             return
         try:
             with contextlib.suppress(ServerLost):
-                self.wire.ask(self.call(cmd.Leave()), 0.0)
+                self.wire.ask(self.call(cmd.CloseSession()), 0.0)
         finally:
             self.wire.close()
             self.arena.close(unlink=False)
@@ -239,7 +239,7 @@ class Port(ABC):
         specs = {name: column.spec for name, column in columns.items()}
         if (response := columns.get(RESPONSE)) is not None and response.offsets is not None:
             command = msgspec.structs.replace(command, lengths=np.diff(response.offsets).astype("<i4").tobytes())
-        if isinstance(command, cmd.Put) and command.key:
+        if isinstance(command, cmd.PutRows) and command.key:
             command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
         if self.connection.inline:
             self.connection.wire.fits(sum(column.values.nbytes for column in columns.values()))
@@ -250,7 +250,7 @@ class Port(ABC):
             self.connection.arena.sync(space)
         return Letter(msgspec.structs.replace(command, columns=specs), block, space)
 
-    async def post(self, letter: Letter, then: cmd.Lease | None = None) -> Answer:
+    async def post(self, letter: Letter, then: cmd.LeaseRows | None = None) -> Answer:
         """Send a letter, and in the same request ask for a lease. The answer may be an error.
 
         From the moment it is sent, the block is the server's to free: it alone knows whether rows lie in it,
@@ -277,7 +277,7 @@ class Port(ABC):
     def _copy(self, letter: Letter, waited_s: float) -> Letter:
         """The same letter, its payload in another place: the memory it was written into is this process's still."""
         command, block, old = letter.command, letter.block, letter.space
-        if isinstance(command, cmd.Put):
+        if isinstance(command, cmd.PutRows):
             command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))
         if block is None or old is None:
             return dataclasses.replace(letter, command=command)
@@ -297,7 +297,7 @@ class Port(ABC):
         """Write and post. Return the reply, or raise what the server reported. Where rows lie on the disk and it is full, a put
         waits up to its deadline, and raises DeadlineExceeded."""
         size = sum(column.values.nbytes for column in columns.values())
-        if size >= LARGE_BYTES and isinstance(command, cmd.Put):
+        if size >= LARGE_BYTES and isinstance(command, cmd.PutRows):
             room = (await self.send(cmd.GetStatus())).capacity_bytes
             if size > room:  # seen before so much is written only to be refused
                 raise SchemaError(
@@ -312,7 +312,7 @@ class Port(ABC):
                 answer.raise_error()
                 return answer.reply
             except MemoryFull as full:
-                if not (self.connection.synced and isinstance(command, cmd.Put)):
+                if not (self.connection.synced and isinstance(command, cmd.PutRows)):
                     raise
                 waited = time.monotonic() - began
                 if waited >= timeout_s:

@@ -12,6 +12,7 @@ import msgspec
 
 from ..errors import DeadlineExceeded, MemoryFull
 from ..ledger import commands as cmd
+from ..types.reports import ParkedStatus, StatusReport
 from .protocol import Call, encode
 from .remote import IncomingBlock, Refused
 
@@ -47,7 +48,7 @@ class DeferredRequest:
 
     @property
     def puts_rows(self) -> bool:
-        return isinstance(self.call.command, cmd.Put)
+        return isinstance(self.call.command, cmd.PutRows)
 
     def at(self, now: float) -> DeferredRequest:
         """The same request, made now with the time that is left."""
@@ -122,13 +123,13 @@ class DeferredRequests:
             return None
         return min(self._next_try, *(each.until for each in self._waiting.values()))
 
-    def status(self, report: cmd.StatusReport, sessions: dict[str, int], now: float) -> cmd.StatusReport:
+    def status(self, report: StatusReport, sessions: dict[str, int], now: float) -> StatusReport:
         """A status with these requests among those that wait."""
         if not self._waiting:
             return report
         names = {session.id: session.name for session in report.sessions}
         parked = [
-            cmd.ParkedStatus(
+            ParkedStatus(
                 session=sessions[each.session], name=names.get(sessions[each.session], ""), verb=_verb(each.call.command),
                 why=each.why, since_s=now - each.since, left_s=each.until - now,
             )
@@ -142,6 +143,6 @@ class DeferredRequests:
 
 
 def _verb(command: Any) -> str:
-    if isinstance(command, cmd.Put):
+    if isinstance(command, cmd.PutRows):
         return f"put {command.groups * command.group_size} rows"
-    return f"get {command.task}" if isinstance(command, cmd.Lease) else type(command).__name__.lower()
+    return f"get {command.task}" if isinstance(command, cmd.LeaseRows) else type(command).__name__.lower()

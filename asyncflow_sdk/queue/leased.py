@@ -59,7 +59,7 @@ class Lease(Batch):
         self._port, self._left, self._since = port, self.rows, time.monotonic()
         self.token, self.task, self.lease_s = lease.token, lease.task, lease.lease_s
         self.index, self.version, self.partition = lease.step, lease.version, lease.partition
-        self.stretches = lease.stretches
+        self.stretches = lease.version_step_offsets
         self.rank, self.world_size = lease.rank, lease.world_size
         self.shard, self.imbalance = lease.shard, lease.imbalance
         self.completed_at = unpack_ids(lease.completed_at) if lease.step >= 0 else None
@@ -126,7 +126,7 @@ class Lease(Batch):
         )
         return command, pack_columns(columns or {}), count
 
-    async def _post_last(self, then: cmd.Lease | None = None, *, acknowledge: bool = False) -> Answer | None:
+    async def _post_last(self, then: cmd.LeaseRows | None = None, *, acknowledge: bool = False) -> Answer | None:
         """Send the last word on this batch, if there is one to send, and with it the request ``then``.
 
         Without a ``finish`` it acknowledges all rows left, or gives them back. Returns the answer of ``then``.

@@ -155,7 +155,7 @@ class _Watch:
             self.cut(f"session {record.session} is gone ({record.reason})", record.now)
         elif isinstance(record, Asked):
             command = decode_call(record.body).command
-            if isinstance(command, cmd.Checkpoint):
+            if isinstance(command, cmd.AddCheckpoint):
                 self.cut(f"a checkpoint of step {command.step} covers the steps before {command.covers}", record.now)
             elif isinstance(command, cmd.Resume):
                 self.cut(f"a trainer goes on with step {command.step}", record.now)

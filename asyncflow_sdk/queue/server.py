@@ -38,7 +38,7 @@ from .remote import UNREADABLE, IncomingBlock, Refused
 STATUS_EVERY_S = 1.0
 MOST_SESSIONS = 4096
 """A session costs memory, and a descriptor for each connection of it."""
-LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetCut, cmd.GetPut, cmd.GetRestoration)
+LOOKS = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetTrainingPosition, cmd.GetPut, cmd.GetRestoreTarget)
 """Commands that change nothing."""
 _log = logging.getLogger(__name__)
 

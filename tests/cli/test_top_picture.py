@@ -10,7 +10,7 @@ from asyncflow_sdk.cli.flow import Flow
 from asyncflow_sdk.cli.lines import rate, size
 from asyncflow_sdk.cli.queue_frame import queue_frame
 from asyncflow_sdk.ledger import StatusReport
-from asyncflow_sdk.ledger.commands import LeaseStatus, ParkedStatus, SessionStatus, StepAges, VersionStatus
+from asyncflow_sdk.types.reports import LeaseStatus, ParkedStatus, SessionStatus, StepAges, VersionStatus
 
 pytestmark = pytest.mark.fast
 WHY = (

@@ -11,9 +11,9 @@ from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost, Plugi
 from asyncflow_sdk.interfaces import Filling, StalenessPolicy
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import PolicySpec
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import events as ev
+from asyncflow_sdk.types.tasks import PolicySpec
 
 pytestmark = pytest.mark.fast
 
@@ -88,7 +88,7 @@ def test_what_expired_is_wanted_again() -> None:
     queue.load(slow, 0)
     queue.put(6, 2)
     queue.lease(slow, "rollout", 2)
-    assert isinstance(parked(queue, cmd.Wanted()), DeadlineExceeded)  # twelve rows for three steps of four
+    assert isinstance(parked(queue, cmd.AwaitRowsWanted()), DeadlineExceeded)  # twelve rows for three steps of four
 
     produce(queue, fast, judge, 4)
     queue.publish(1)
@@ -96,7 +96,7 @@ def test_what_expired_is_wanted_again() -> None:
     produce(queue, fast, judge, 4)
 
     assert queue.audit().expired == 2
-    assert queue.do(queue.admin, cmd.Wanted()) == cmd.RowsWanted(count=2)
+    assert queue.do(queue.admin, cmd.AwaitRowsWanted()) == cmd.RowsWanted(count=2)
 
 
 def parked(queue: Queue, command: Any) -> Any:
@@ -255,7 +255,7 @@ def test_a_policy_that_fails_fails_those_who_lease_and_says_so(wrong: str) -> No
     queue.put(4, 2)
     first = queue.lease(replica, "rollout", 2)
     policy.wrong = wrong
-    waiting = queue.ask(trainer, cmd.Lease(task="train", count=4, timeout_s=100))
+    waiting = queue.ask(trainer, cmd.LeaseRows(task="train", count=4, timeout_s=100))
 
     if wrong == "admit":
         with pytest.raises(PluginError, match="staleness policy 'mine' failed: ValueError: no idea"):

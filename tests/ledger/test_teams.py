@@ -11,8 +11,8 @@ from ledger_queue import LAST, PLAIN, TOKENS, Queue, ids, packed, produce, runni
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, Ended, LeaseLost, SchemaError
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import SamplerSpec
 from asyncflow_sdk.types import events as ev
+from asyncflow_sdk.types.tasks import SamplerSpec
 
 pytestmark = pytest.mark.fast
 
@@ -26,12 +26,12 @@ class Ranks:
         self.queue, self.size, self.task, self.shards, self.count = queue, size, task, shards, count
         self.sessions = [queue.join(f"rank-{r}") for r in range(size)]
 
-    def command(self, rank: int, **more: Any) -> cmd.Lease:
+    def command(self, rank: int, **more: Any) -> cmd.LeaseRows:
         asked: dict[str, Any] = {
-            "task": self.task, "count": self.count, "timeout_s": 60.0, "team": "t", "rank": rank,
+            "task": self.task, "count": self.count, "timeout_s": 60.0, "group": "t", "rank": rank,
             "world_size": self.size, "shards": self.shards,
         }  # fmt: skip
-        return cmd.Lease(**(asked | more))
+        return cmd.LeaseRows(**(asked | more))
 
     def ask(self, rank: int, **more: Any) -> int:
         return self.queue.ask(self.sessions[rank], self.command(rank, **more))
@@ -161,7 +161,7 @@ def test_a_rank_that_has_acknowledged_may_leave_before_the_others_have() -> None
     queue, ranks = steps(rows=8)
     one, two = ask_all(queue, ranks)
     ranks.complete(one)
-    queue.do(ranks.sessions[0], cmd.Leave())
+    queue.do(ranks.sessions[0], cmd.CloseSession())
     ranks.complete(two)
     assert queue.audit().consumed == 8
 
@@ -239,7 +239,7 @@ def test_a_deadline_of_a_complete_team_says_what_is_missing() -> None:
         ({"shards": 3}, SchemaError, "must divide world_size"),
         ({"shards": -1}, SchemaError, "must divide world_size"),
         ({"world_size": 16, "shards": 16}, SchemaError, "8 rows cannot be dealt out to 16 shards"),
-        ({"team": ""}, SchemaError, "name it"),
+        ({"group": ""}, SchemaError, "name it"),
         (
             {"world_size": 2},
             ConfigError,
@@ -259,12 +259,12 @@ def test_ranks_that_do_not_ask_alike_are_told(wrong: dict[str, Any], error: type
 
 def test_some_tasks_have_no_teams() -> None:
     queue, replica, *_ = running()
-    team = {"team": "t", "world_size": 2}
+    team = {"group": "t", "world_size": 2}
     with pytest.raises(SchemaError, match="replicas one by one"):
-        queue.do(replica, cmd.Lease(task="rollout", count=4, **team))
+        queue.do(replica, cmd.LeaseRows(task="rollout", count=4, **team))
     queue = Queue(TaskSpec(name="train", needs=("prompt",), gives=("loss",), batch_rows=4))
     with pytest.raises(SchemaError, match="writes no columns"):
-        queue.do(queue.admin, cmd.Lease(task="train", count=4, **team))
+        queue.do(queue.admin, cmd.LeaseRows(task="train", count=4, **team))
 
 
 def test_a_team_of_one_is_like_no_team() -> None:
@@ -384,7 +384,7 @@ def test_at_least_is_of_the_whole_lease() -> None:
 
 def weighted(task: TaskSpec, *weights: float, size: int = 1) -> Queue:
     queue = Queue(task)
-    command = cmd.Put(
+    command = cmd.PutRows(
         groups=len(weights), group_size=size, columns={"prompt": TOKENS},
         measures={"prompt": np.array(weights, "<f8").tobytes()},
     )  # fmt: skip

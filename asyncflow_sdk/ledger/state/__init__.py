@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .budget import Budget, Limits
+from .budget import Budget, QueueLimits
 from .columns import Columns
 from .context import Context
 from .dead_letters import DeadLetters
@@ -27,7 +27,7 @@ class LedgerState:
         self.rows = Rows(initial_rows)
         self.partitions = Partitions(self.rows)
         self.columns = Columns(self.context, self.rows, self.partitions)
-        self.limits = Limits()
+        self.limits = QueueLimits()
         self.budget = Budget(self.rows, self.limits)
         self.sessions = Sessions()
         self.parked = ParkedRequests(self.context, self.sessions)
@@ -36,5 +36,5 @@ class LedgerState:
         self.steps = Steps(self.rows)
         self.versions = Versions()
         self.metrics = RowMetrics(self.context, self.rows, self.tasks)
-        self.letters = DeadLetters()
+        self.dead_letters = DeadLetters()
         self.keys = IdempotencyKeys(kept_keys)

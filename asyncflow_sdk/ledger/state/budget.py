@@ -1,4 +1,4 @@
-"""Limits of the queue, and the bytes that live rows take or may still take."""
+"""QueueLimits of the queue, and the bytes that live rows take or may still take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_NUMBER = 1 << 61
 
 
 @dataclass
-class Limits:
+class QueueLimits:
     """Set by ``Configure``; its docstring explains them. ``steps`` None: no last step. 0: no limit of ``max_swapping``, no ``quorum``."""
 
     capacity_rows: int = 1 << 40
@@ -39,7 +39,7 @@ class Budget:
     """``put``: rows ever put. ``charged``: bytes that live rows take or may take. ``largest_row``: bytes of the largest row that has
     ended. ``held``: live rows that every task is through with, of steps that no checkpoint covers."""
 
-    def __init__(self, rows: Rows, limits: Limits) -> None:
+    def __init__(self, rows: Rows, limits: QueueLimits) -> None:
         self._rows, self._limits = rows, limits
         self.put = 0
         self.charged = 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import commands as cmd
+from ...types.reports import FailedGroup
 from ..commands import Ids
 
 MAX_GROUPS = 1000
@@ -22,7 +22,7 @@ class DeadLetters:
     """``groups``: the newest failed groups. ``total``: of all failed groups."""
 
     def __init__(self) -> None:
-        self.groups: deque[cmd.FailedGroup] = deque(maxlen=MAX_GROUPS)
+        self.groups: deque[FailedGroup] = deque(maxlen=MAX_GROUPS)
         self.total = 0
         self._reasons: dict[int, deque[str]] = {}  # first row of a live group → reasons
 
@@ -33,9 +33,9 @@ class DeadLetters:
 
     def failed(self, **group: Any) -> None:
         """Keep a group that failed for good."""
-        self._add(cmd.FailedGroup(reasons=tuple(self._reasons.get(group["first"], ())), **group))
+        self._add(FailedGroup(reasons=tuple(self._reasons.get(group["first"], ())), **group))
 
-    def _add(self, group: cmd.FailedGroup) -> None:
+    def _add(self, group: FailedGroup) -> None:
         self.total += 1
         self.groups.append(group)
 
@@ -50,7 +50,7 @@ class DeadLetters:
         self.total += len(starts) - min(len(starts), MAX_GROUPS)
         for start, end in zip(starts[-MAX_GROUPS:].tolist(), ends[-MAX_GROUPS:].tolist(), strict=True):
             self._add(
-                cmd.FailedGroup(
+                FailedGroup(
                     first=int(rows[start]), rows=end - start, task="", partition=names[int(partition[start])], key=key,
                     place=int(groups[start]), reasons=(reason[:REASON_LENGTH],), time_s=now,
                 )

@@ -32,7 +32,7 @@ class KeyedPut(NamedTuple):
     columns: tuple[str, ...]
     digest: bytes
 
-    def differences(self, put: cmd.Put) -> list[str]:
+    def differences(self, put: cmd.PutRows) -> list[str]:
         """The differences of another put with the same key, in words. Empty if there are none."""
         found = []
         groups = self.size // self.group_size
@@ -69,7 +69,7 @@ class IdempotencyKeys:
         """The put with this key."""
         return self._puts.get(key)
 
-    def lacking(self, put: cmd.Put) -> Ids | None:
+    def lacking(self, put: cmd.PutRows) -> Ids | None:
         """Numbers of the groups that a put adds: those lost since the first put with its key. None: all, the key is new.
         Raises SchemaError if the key was put with other rows."""
         known = self._puts.get(put.key) if put.key else None
@@ -82,12 +82,12 @@ class IdempotencyKeys:
             )
         return self._lost.get(put.key, _NO_GROUPS)
 
-    def rows_in(self, put: cmd.Put) -> int:
+    def rows_in(self, put: cmd.PutRows) -> int:
         """The number of rows that a put adds if it is not refused."""
         groups = self._lost.get(put.key, _NO_GROUPS) if put.key in self._puts else range(put.groups)
         return len(groups) * put.group_size
 
-    def add(self, put: cmd.Put, first: int, rows: Rows) -> None:
+    def add(self, put: cmd.PutRows, first: int, rows: Rows) -> None:
         """Remember a put with a new key that made rows from ``first`` on. Forget the oldest whose rows have ended."""
         columns = tuple(put.columns)
         count = put.groups * put.group_size

@@ -9,8 +9,9 @@ import numpy as np
 
 from ...types import events as ev
 from ...types.lengths import bins_of
+from ...types.reports import TERMINAL, StepAges
 from ...types.spans import steps_of
-from ..commands import TERMINAL, Ids, StepAges, pack_ids
+from ..commands import Ids, pack_ids
 from .context import Context
 from .lineage import Lineage
 from .rows import LEASED, NONE, Rows

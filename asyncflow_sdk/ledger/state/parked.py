@@ -11,7 +11,7 @@ from .sessions import Sessions
 from .timers import Timers
 
 PLACES = {
-    cmd.Put: "put", cmd.AwaitVersion: "version", cmd.Wanted: "wanted", cmd.Announce: "announce", cmd.Swap: "swap",
+    cmd.PutRows: "put", cmd.AwaitVersion: "version", cmd.AwaitRowsWanted: "wanted", cmd.Announce: "announce", cmd.Swap: "swap",
     cmd.AwaitLost: "lost",
 }  # fmt: skip
 
@@ -30,10 +30,10 @@ class ParkedRequest:
 
 def place_of(command: cmd.Command) -> str:
     """Where a command waits."""
-    if isinstance(command, cmd.Lease):
+    if isinstance(command, cmd.LeaseRows):
         return f"task {command.task}"
-    if isinstance(command, cmd.Meet):
-        return f"meet {command.team}"
+    if isinstance(command, cmd.AllGather):
+        return f"barrier {command.group}"
     return PLACES[type(command)]
 
 
@@ -88,6 +88,6 @@ class ParkedRequests:
 
 def _group_of(command: cmd.Command) -> tuple[str, str] | None:
     """The task and the rank group of a lease request; None for other commands."""
-    if not isinstance(command, cmd.Lease) or command.world_size == 1:
+    if not isinstance(command, cmd.LeaseRows) or command.world_size == 1:
         return None
-    return command.task, command.team
+    return command.task, command.group

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..commands import Ids
 from .rows import READY, Rows
 
-NOBODY: Ids = np.empty(0, np.int64)
+NO_ROWS: Ids = np.empty(0, np.int64)
 CHUNK = 512  # rows of a chunk: each take looks at one chunk more than it gives
 
 
@@ -66,7 +66,7 @@ class ReadyQueue:
             count -= len(chunk)
         if len(parts) == 1:
             return parts[0]
-        return np.concatenate(parts) if parts else NOBODY
+        return np.concatenate(parts) if parts else NO_ROWS
 
     def take_groups(self, count: int, room: int) -> Ids:
         """Whole groups: about ``count`` rows, at least one group, never more than ``room`` rows."""
@@ -88,7 +88,7 @@ class ReadyQueue:
             parts.append(chunk[:cut])
             taken += cut
         if len(parts) < 2:
-            return parts[0] if parts else NOBODY
+            return parts[0] if parts else NO_ROWS
         ids = np.concatenate(parts)
         _, where = np.unique(ids, return_index=True)  # a group that came back in pieces was pushed with each of them
         return ids if len(where) == len(ids) else ids[np.sort(where)]
@@ -96,7 +96,7 @@ class ReadyQueue:
     def peek_group(self) -> Ids:
         """The rows of the first group; empty when nothing is ready."""
         queue = self._first()
-        return NOBODY if queue is None else queue[0][self._firsts(queue[0]) == self._firsts(queue[0][:1])]
+        return NO_ROWS if queue is None else queue[0][self._firsts(queue[0]) == self._firsts(queue[0][:1])]
 
     def chunks(self) -> Iterator[Ids]:
         """All there is, in order; with rows that are no longer ready."""

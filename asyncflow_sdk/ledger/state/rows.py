@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..commands import TERMINAL, Ids
+from ...types.reports import TERMINAL
+from ..commands import Ids
 
 LIVE = 0  # state; terminal states are 1 + their place in TERMINAL
 WAITING, READY, SELECTED, LEASED, DONE, APART = range(6)  # of a row in a task; APART: it never sees the row
@@ -83,7 +84,7 @@ class Rows:
         """Places of rows in the arrays."""
         return ids - self.base
 
-    def spot(self, at: Ids) -> Ids | int:
+    def write_index(self, at: Ids) -> Ids | int:
         """The same places, to write to: numpy writes to one given as a number ten times as fast."""
         return int(at[0]) if len(at) == 1 else at
 
@@ -131,7 +132,7 @@ class Rows:
 
     def finish(self, ids: Ids, state: int) -> None:
         """Rows reached a terminal state. It must be their first."""
-        at = self.spot(self.at(ids))
+        at = self.write_index(self.at(ids))
         assert not np.count_nonzero(self.state[at]), "a row ends once"
         self.state[at] = state
         self.ended[state] += len(ids)

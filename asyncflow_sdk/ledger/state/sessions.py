@@ -13,7 +13,7 @@ from .rows import NONE
 
 
 @dataclass
-class Replica:
+class ReplicaState:
     """A session that takes versions of the weights. ``version``, ``doing``: what it does about a version: fetching, staged, waits,
     swapping or failed; "" once it generates with it. ``why``: the reason of a failure. ``staged``: the version it has ready to load.
     ``since``: ledger seconds."""
@@ -44,7 +44,7 @@ class Session:
     loaded: int | None = None
     claimed: bool = False
     rank: int = NONE
-    replica: Replica | None = None
+    replica: ReplicaState | None = None
     since: float = 0.0
     dismissed: bool = False
     leases: dict[int, Grant] = field(default_factory=dict)

@@ -17,8 +17,8 @@ from .window import Window
 class Steps:
     """``declared`` is False before the task with ``batch_rows`` is declared; ``task`` and ``window`` may then not be used.
 
-    ``ready``: ready rows by deadline (None: rows that were put complete). ``filling``: rows of the open step, in parts. ``closed``: full
-    steps that wait for a trainer, in order. ``whole``: with checkpoints, the rows of every full step that none covers. ``unselected``:
+    ``ready``: ready rows by deadline (None: rows that were put complete). ``open_rows``: rows of the open step, in parts. ``closed``: full
+    steps that wait for a trainer, in order. ``uncovered``: with checkpoints, the rows of every full step that none covers. ``unselected``:
     live rows that steps take and that are in none. ``reselect``: True if rows may join the open step that could not before.
     ``just_closed``: True if a step closed, and late rows were not evicted yet.
 
@@ -31,16 +31,16 @@ class Steps:
         self._task: Task | None = None
         self._window: Window | None = None
         self.ready: dict[int | None, ReadyQueue] = {}
-        self.filling: list[Ids] = []
+        self.open_rows: list[Ids] = []
         self.closed: deque[tuple[int, Ids]] = deque()
-        self.whole: dict[int, Ids] = {}
+        self.uncovered: dict[int, Ids] = {}
         self.unselected = 0
         self.reselect = False
         self.just_closed = False
         self.covered = 0
         self.checkpoint = NONE
         self.saved: dict[int, int] = {}
-        self.holes: Ids = np.empty(0, np.int64)
+        self.lost_rows: Ids = np.empty(0, np.int64)
 
     def declare(self, task: Task, window: Window, unselected: int) -> None:
         self._task, self._window, self.unselected = task, window, unselected
@@ -118,7 +118,7 @@ class Steps:
         if count:
             self.window.unselect(count)
             self.reselect = True
-            self.filling = [part[~np.isin(part, ids)] for part in self.filling]
+            self.open_rows = [part[~np.isin(part, ids)] for part in self.open_rows]
 
     def take_back(self, step: int, ids: Ids) -> None:
         """A full step waits for a trainer again."""
@@ -136,6 +136,6 @@ class Steps:
         rows = self._rows
         return [
             (step, ids)
-            for step, ids in self.whole.items()
+            for step, ids in self.uncovered.items()
             if (rows.task(self.name, "state")[rows.at(ids)] == DONE).all()
         ]

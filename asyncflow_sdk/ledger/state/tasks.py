@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...errors import SchemaError
-from ..commands import Ids, Sampling, TaskSpec
+from ...types.tasks import TaskSpec
+from ..commands import Ids, SamplerTraits
 from .context import Context
 from .grants import Grant
 from .partitions import Partitions
@@ -30,17 +31,17 @@ class Task:
 
     spec: TaskSpec
     need: np.uint64
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplerTraits = field(default_factory=SamplerTraits)
     ready: dict[int, ReadyQueue] = field(default_factory=dict)
-    undone: Counter[int] = field(default_factory=Counter)
+    unfinished: Counter[int] = field(default_factory=Counter)
     waiting: Counter[int] = field(default_factory=Counter)
     fit: Counter[int] = field(default_factory=Counter)
-    turn: int = 0
+    next_partition: int = 0
     redo: dict[int, deque[Ids]] = field(default_factory=dict)
     counts: list[int] = field(default_factory=lambda: [0] * len(TASK_STATES))
-    given: int = 0
-    came: int = 0
-    passed: int = 0
+    leases_granted: int = 0
+    became_ready: int = 0
+    completed: int = 0
     leases: dict[int, Grant] = field(default_factory=dict)
     group_leases: dict[str, dict[int, Grant]] = field(default_factory=dict)
 
@@ -110,14 +111,14 @@ class Tasks:
         partitions = self._partitions
         if partition is not None:
             ended = partitions.ended or partition in partitions.ended_names
-            return ended and not task.undone[partitions.number(partition)]
+            return ended and not task.unfinished[partitions.number(partition)]
         ended = partitions.ended or partitions.ended_names.issuperset(task.spec.partitions)
-        return ended and not any(task.undone.values())
+        return ended and not any(task.unfinished.values())
 
     def leave(self, task: Task, ids: Ids) -> None:
         """Count rows as done in a task, or ended."""
         for partition, part in self._partitions.split(ids):
-            task.undone[partition] -= len(part)
+            task.unfinished[partition] -= len(part)
         self._context.wake(task.place)
         if self.exhausted(task):
             self._context.wake("version")
@@ -160,4 +161,4 @@ class Tasks:
         """Partitions where a task may have ready rows, the one whose turn it is first."""
         if named is not None:
             return [number for number in [self._partitions.number(named)] if number in task.ready]
-        return sorted(task.ready, key=lambda number: (number < task.turn, number))
+        return sorted(task.ready, key=lambda number: (number < task.next_partition, number))

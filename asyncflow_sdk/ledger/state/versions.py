@@ -18,7 +18,7 @@ class AnnouncedVersion:
     version: int
     since: float
     ranks: set[int] = field(default_factory=set)
-    parts: dict[int, cmd.Part] = field(default_factory=dict)
+    parts: dict[int, cmd.VersionPart] = field(default_factory=dict)
     probe: bytes = b""
 
 
@@ -28,7 +28,7 @@ class KeptVersion:
 
     version: int
     source: int
-    parts: tuple[cmd.Part, ...]
+    parts: tuple[cmd.VersionPart, ...]
     sessions: tuple[int, ...]
     probe: bytes
     since: float

@@ -1,4 +1,4 @@
-"""Sampling: which of the ready rows of a task a lease gets.
+"""SamplerTraits: which of the ready rows of a task a lease gets.
 
 Samplers are user code. Their choices are recorded, so a replay does not call them.
 """
@@ -12,10 +12,11 @@ import numpy as np
 
 from ..errors import ConfigError, PluginError, SchemaError
 from ..interfaces import Candidates, Sampler
-from .commands import Ids, SamplerSpec, Sampling, TaskSpec, pack_ids, unpack_ids
+from ..types.tasks import SamplerSpec, TaskSpec
+from .commands import Ids, SamplerTraits, pack_ids, unpack_ids
 from .state import LedgerState
 from .state.budget import MAX_NUMBER
-from .state.ready import NOBODY, ReadyQueue
+from .state.ready import NO_ROWS, ReadyQueue
 from .state.tasks import Task
 
 
@@ -25,26 +26,25 @@ class TaskSamplers:
     TRANSIENT = frozenset({"make_sampler", "_samplers"})
 
     def __init__(self, state: LedgerState, make_sampler: Callable[[SamplerSpec], Sampler]) -> None:
-        self._context, self._rows, self._columns = state.context, state.rows, state.columns
-        self.make_sampler = make_sampler
+        self._state, self.make_sampler = state, make_sampler
         self._samplers: dict[str, Sampler] = {}  # made when first needed
 
-    def describe(self, spec: TaskSpec) -> Sampling:
+    def describe(self, spec: TaskSpec) -> SamplerTraits:
         """The properties of a task's sampler that the ledger needs. Raises PluginError, ConfigError."""
         if spec.sampler is None:
-            return Sampling()
+            return SamplerTraits()
 
         def describe() -> bytes:
             assert spec.sampler is not None
             sampler = self.make_sampler(spec.sampler)
             chooses = type(sampler).choose is not Sampler.choose
             return msgspec.msgpack.encode(
-                Sampling(sampler.measure, sampler.window, sampler.whole_groups, sampler.balanced, chooses)
+                SamplerTraits(sampler.measure, sampler.window, sampler.whole_groups, sampler.balanced, chooses)
             )
 
-        return msgspec.msgpack.decode(self._context.log.record_or_raise(describe), type=Sampling)
+        return msgspec.msgpack.decode(self._state.context.log.record_or_raise(describe), type=SamplerTraits)
 
-    def check(self, spec: TaskSpec, sampling: Sampling) -> None:
+    def check(self, spec: TaskSpec, sampling: SamplerTraits) -> None:
         """Raise ConfigError for a sampler that the task cannot use."""
         what = f"sampler {spec.sampler.name!r} of task {spec.name!r}" if spec.sampler else ""
         if sampling.window < 1:
@@ -56,7 +56,7 @@ class TaskSamplers:
             )
         if sampling.measure and sampling.measure not in spec.needs:
             raise ConfigError(f"{what} measures column {sampling.measure!r}, which the task must need")
-        known = self._columns.specs.get(sampling.measure)
+        known = self._state.columns.specs.get(sampling.measure)
         if known is not None and not known.measurable:
             raise ConfigError(f"{what} measures column {sampling.measure!r}, which is {known}: no number a row")
 
@@ -68,7 +68,7 @@ class TaskSamplers:
         else:
             ids = queue.take_groups(count, room) if task.whole_groups else queue.take(count)
         if not len(ids):
-            return NOBODY
+            return NO_ROWS
         if len(ids) < at_least:
             enough = len(queue.peek_group()) > 0 and not task.sampling.chooses
             queue.push_front(ids)
@@ -77,7 +77,7 @@ class TaskSamplers:
                     f"no whole groups make up {at_least} to {count} rows: {len(ids)} would be too few, one more group"
                     " too many; ask for more, or for fewer at least"
                 )
-            return NOBODY
+            return NO_ROWS
         return ids
 
     def _sampled(self, task: Task, queue: ReadyQueue, count: int, room: int) -> Ids:
@@ -85,9 +85,11 @@ class TaskSamplers:
         window = queue.take_groups(most, MAX_NUMBER) if task.whole_groups else queue.take(most)
         if not len(window):
             return window
-        chosen = NOBODY
+        chosen = NO_ROWS
         try:
-            chosen = unpack_ids(self._context.log.record_or_raise(lambda: self._choose(task, window, count, room)))
+            chosen = unpack_ids(
+                self._state.context.log.record_or_raise(lambda: self._choose(task, window, count, room))
+            )
         finally:
             queue.push_front(window[~np.isin(window, chosen)] if len(chosen) else window)
         return chosen
@@ -95,7 +97,7 @@ class TaskSamplers:
     def _choose(self, task: Task, window: Ids, count: int, room: int) -> bytes:
         """Call the sampler. Return the ids that it chose. Raises PluginError."""
         assert task.spec.sampler is not None
-        rows = self._rows
+        rows = self._state.rows
         name, groups, whole = task.spec.name, rows.first[rows.at(window)], task.whole_groups
         starts = np.flatnonzero(np.diff(groups, prepend=-1)) if whole else np.arange(len(window))
         sizes = np.diff(starts, append=len(window))
@@ -105,7 +107,7 @@ class TaskSamplers:
         measures = np.empty(0)
         if task.sampling.measure:
             measures = np.add.reduceat(rows.measures[task.sampling.measure][rows.at(window)], starts) / sizes
-        candidates = Candidates(window[starts], groups[starts], measures, rows.priority[at], task.given)
+        candidates = Candidates(window[starts], groups[starts], measures, rows.priority[at], task.leases_granted)
         for array in (candidates.ids, candidates.groups, candidates.measures, candidates.priorities):
             array.flags.writeable = False
         what = f"sampler {task.spec.sampler.name!r} of task {name!r}"

@@ -1,4 +1,4 @@
-"""Training: which version each step trains."""
+"""StepVersions: which version each step trains."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from .state.grants import Grant
 from .state.rows import NONE
 
 
-class Training:
+class StepVersions:
     """Relates the numbers of steps and versions, which drift apart when versions are given up or steps are trained again."""
 
     def __init__(self, state: LedgerState) -> None:
-        self._steps, self._versions, self._tasks = state.steps, state.versions, state.tasks
+        self._state = state
 
     def version_of(self, step: int) -> int:
         """The version that a step trains. It is no lower than its holder was told, nor than follows from what holders of earlier steps
         were told: the offset of the numbers may have been larger then."""
-        told = (grant.newest + step - grant.step for grant in self._steps.task.leases.values() if grant.step <= step)
-        return max([self._versions.lineage.version(step), *told])
+        told = (
+            grant.newest + step - grant.step for grant in self._state.steps.task.leases.values() if grant.step <= step
+        )
+        return max([self._state.versions.lineage.version(step), *told])
 
     def in_training(self) -> int:
         """The first step whose update is not published."""
-        steps, versions = self._steps, self._versions
+        steps, versions = self._state.steps, self._state.versions
         step, waiting = steps.next_to_train(), {step for step, _ in steps.closed}
         last = steps.window.step
         while versions.current > versions.lineage.version(step) and step + 1 < last and step + 1 not in waiting:
@@ -30,23 +32,23 @@ class Training:
 
     def lease(self, step: int) -> None:
         """A step is leased. If its update is current already, the step trains the version after that."""
-        versions = self._versions
+        versions = self._state.versions
         if versions.current > versions.lineage.version(step):
             versions.lineage.resume(versions.current, step)
 
     def place(self, version: int) -> None:
-        """A version becomes current. It is trained by the step after the one in training, or by an earlier one; the first version by the
+        """A version becomes current. It is trained by the step after the one in step_versions, or by an earlier one; the first version by the
         first step."""
-        if not self._steps.declared:
+        if not self._state.steps.declared:
             return
-        versions, step = self._versions, self.in_training()
+        versions, step = self._state.versions, self.in_training()
         most = step if versions.current == NONE else min(versions.lineage.step(version), step + 1)
         versions.lineage.place(version, most)
 
     def acknowledge(self, grant: Grant) -> None:
         """A step is acknowledged. If no version was published after it, the next step trains the current version: the update of a step
         that was leased before a rollback, or trained again, is lost."""
-        versions = self._versions
+        versions = self._state.versions
         lineage, last = versions.lineage, versions.lineage.last
         if versions.current != last.first:
             return
@@ -58,5 +60,5 @@ class Training:
         else:
             lost = before and grant.newest < versions.current
         if lost:
-            last.offset = min(last.offset, versions.current - self._steps.next_to_train())
-            self._tasks.wake_replicas()
+            last.offset = min(last.offset, versions.current - self._state.steps.next_to_train())
+            self._state.tasks.wake_replicas()
