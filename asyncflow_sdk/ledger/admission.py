@@ -48,10 +48,10 @@ class LeaseAdmission:
         """Raise Ended if the session or the task gets no further row; PluginError if the policy has
         failed."""
         if session.dismissed:
-            raise Ended(f"{session.name} was told to leave, and is given no more rows")
+            raise Ended(f"{session.name} was dismissed and gets no more rows")
         if self._state.tasks.exhausted(task, command.partition):
             where = "" if command.partition is None else f" of partition {command.partition!r}"
-            raise Ended(f"task {command.task!r} has had every row{where} it will get")
+            raise Ended(f"task {command.task!r} has no more rows{where} to grant")
         if task.spec.grouped:
             self._staleness.check()
 
@@ -69,7 +69,7 @@ class LeaseAdmission:
         count = command.count
         if command.most:
             if swapping:
-                return None  # it would have to give these rows back; other replicas can begin them now
+                return None  # it would have to return them; other replicas can start them now
             held = sum(grant.left for grant in session.leases.values() if grant.task == command.task)
             count = max(count, command.most - held)
         reply = self._lease_admitted(session, task, command.partition, count)
@@ -136,7 +136,7 @@ class LeaseAdmission:
             )
         if command.at_least and task.spec.admits:
             raise SchemaError(
-                f"task {task.spec.name!r} gives whole groups as the staleness rule allows; at_least is not for it"
+                f"task {task.spec.name!r} grants whole groups within the staleness rule; it takes no at_least"
             )
 
     def _lease_admitted(self, session: Session, task: Task, named: str | None, count: int) -> cmd.Reply | None:
@@ -149,7 +149,7 @@ class LeaseAdmission:
             return cmd.LoadFirst(version=versions.current) if versions.current != NONE else None
         if self._is_behind(session, loaded):
             if loaded == versions.current:
-                return None  # it was lost with its trainer, and the next version is not published yet
+                return None  # lost with its trainer; the next one is not published yet
             return cmd.LoadFirst(version=versions.committed if loaded < versions.committed else versions.current)
         reply: cmd.Reply | None = None
         for partition in self._state.tasks.next_partitions(task, named):
@@ -178,9 +178,9 @@ class LeaseAdmission:
     ) -> cmd.Reply | None:
         versions, rows, limit = self._state.versions, self._state.rows, self._state.limits.max_staleness
         ready, redo = self._state.tasks.queue(task, partition), task.redo.setdefault(partition, deque())
-        while redo:  # rows of groups that another replica began and lost: they keep their deadline
+        while redo:  # rows lost by another replica keep their deadline
             ids = redo[0][ready.is_ready(redo[0])]
-            ids = ids[rows.deadline[rows.at(ids)] != NONE]  # without those whose whole group came back since
+            ids = ids[rows.deadline[rows.at(ids)] != NONE]  # a group returned whole was withdrawn
             if not len(ids):
                 redo.popleft()
                 continue

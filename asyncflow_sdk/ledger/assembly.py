@@ -77,7 +77,7 @@ class StepAssembly:
         rows, name = self._state.rows, task.spec.name
         if task.whole_groups:
             ids = rows.arrive(name, ids)
-            at = rows.at(ids)  # without those that were skipped, or have ended
+            at = rows.at(ids)  # some were skipped or have ended
             ids = ids[(rows.task(name, "state")[at] == WAITING) & (rows.state[at] == LIVE)]
             if not len(ids):
                 return

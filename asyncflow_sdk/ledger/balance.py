@@ -18,8 +18,8 @@ import numpy.typing as npt
 Weights = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 HEAVIEST = 1e200
-SWAPS = 8  # at most, for each shard
-TRIED = 8  # lighter shards, for each swap
+SWAPS = 8  # most swaps for each shard
+TRIED = 8  # lighter shards tried for each swap
 
 
 def balance(weights: Weights, shards: int) -> npt.NDArray[np.int64]:
@@ -101,7 +101,7 @@ def _improve(weights: Weights, shard: npt.NDArray[np.int64], shards: int) -> npt
     the gap."""
     sums = np.bincount(shard, weights, shards)
     order = np.lexsort((weights, shard))
-    members = np.split(order, np.cumsum(np.bincount(shard, minlength=shards))[:-1])  # of a shard, the lightest first
+    members = np.split(order, np.cumsum(np.bincount(shard, minlength=shards))[:-1])  # lightest first
     for _ in range(SWAPS * shards):
         heavy = int(sums.argmax())
         for light in np.argsort(sums, kind="stable")[:TRIED].tolist():

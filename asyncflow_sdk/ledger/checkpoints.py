@@ -80,7 +80,7 @@ class StepCheckpoints:
         self._check_resumable()
         self._check(step, command.version)
         for grant in self._state.leases.of_step(step):
-            self._completion.void(grant, f"{session.name} goes on with step {step}", blame=False)
+            self._completion.void(grant, f"{session.name} resumes with step {step}", blame=False)
         self._state.versions.to_restore = self._state.versions.restore_step = (
             NONE  # the checkpoint's version was not given up
         )
@@ -96,30 +96,28 @@ class StepCheckpoints:
 
     def _check_resumable(self) -> None:
         if not self._state.limits.checkpoints:
-            raise ConfigError(
-                "this run keeps no rows that a trainer could go on with; serve it with checkpoints=True"
-            )
+            raise ConfigError("this run keeps no rows to resume from; serve it with checkpoints=True")
         if not self._state.steps.declared:
-            raise ConfigError("no task with batch_rows (train) is declared, so there is no step to go on from")
+            raise ConfigError("no task with batch_rows (train) is declared, so there is no step to resume from")
 
     def _check(self, step: int, version: int) -> None:
         following, versions = self._state.steps.next_to_train(), self._state.versions
         if step < self._state.steps.covered:
             raise ConfigError(
-                f"training cannot go on with step {step}: a checkpoint covers the steps before {self._state.steps.covered}, and their"
+                f"training cannot resume with step {step}: a checkpoint covers the steps before {self._state.steps.covered}, and their"
                 " rows have ended"
             )
         if step > following:
             raise ConfigError(
-                f"training cannot go on with step {step}: step {following} is the first that this queue has not seen"
+                f"training cannot resume with step {step}: step {following} is the first that this queue has not seen"
                 " acknowledged, so the checkpoint is of another run, or newer than what is left of this one"
             )
         if not NONE <= version <= max(versions.current, 0):
             raise ConfigError(f"version {version} was never published; {versions.current} is the newest")
         if version != NONE and versions.lineage.rolled_back(version):
             raise ConfigError(
-                f"the checkpoint of step {step} has the weights of version {version}, which was rolled back: go on from an"
-                " older one"
+                f"the checkpoint of step {step} has the weights of version {version}, which was rolled back; resume from"
+                " an older one"
             )
 
     def _cover(self, covers: int) -> None:
@@ -170,10 +168,10 @@ class StepCheckpoints:
         if current == parent and there and versions.lineage.step(current) == step:
             return current, False  # no version was published since
         number = publication.next_number(current + 1)
-        publication.discard(f"was withdrawn: {who} goes on with step {step}")
+        publication.discard(f"was withdrawn: {who} resumes with step {step}")
         versions.lineage.roll_back(number, parent, step, lost=True)
-        self._state.context.wake("swap")  # a version that a replica waits to load may be lost
+        self._state.context.wake("swap")  # the version to load may be lost
         lost = f"versions {parent + 1} to {number - 1} are lost" if number - parent > 1 else "no version is lost"
-        text = f"{who} goes on with step {step} as version {number}, after version {parent}; {lost}"
+        text = f"{who} resumes with step {step} as version {number}, after version {parent}; {lost}"
         self._state.context.publish(ev.Note(time_s=self._state.context.now, text=text, level="warning"))
         return number, True

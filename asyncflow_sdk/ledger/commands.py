@@ -44,7 +44,8 @@ class Done(Reply, frozen=True, tag="done"):
 
 
 class SamplerTraits(msgspec.Struct, frozen=True, array_like=True):
-    """Properties of a task's sampler, see ``Sampler``. ``chooses``: True if it overrides ``choose``."""
+    """Properties of a task's sampler, see ``Sampler``. ``chooses``: True if it overrides
+    ``choose``."""
 
     measure: str = ""
     window: int = 1
@@ -70,12 +71,12 @@ class Configure(Command, frozen=True, tag="configure"):
     """Set limits; None keeps the present value. ``steps``: step ``steps`` - 1 ends the stream.
 
     ``capacity_bytes``: of payload. Each put reserves space for columns to be written later:
-    ``row_bytes`` a row or, if that is 0, the bytes of the largest ended row. The limit yields if the
-    open step could never fill otherwise.
+    ``row_bytes`` a row or, if that is 0, the bytes of the largest ended row. The limit yields if
+    the open step could never fill otherwise.
 
-    ``keep_versions``: number of newest versions to keep for fetching and rollback. ``max_swapping``:
-    number of replicas allowed to load at once; 0 for all. ``quorum``: number of replicas that must
-    stage a version before any loads it; 0 for none.
+    ``keep_versions``: number of newest versions to keep for fetching and rollback.
+    ``max_swapping``: number of replicas allowed to load at once; 0 for all. ``quorum``: number of
+    replicas that must stage a version before any loads it; 0 for none.
 
     ``checkpoints``: rows of acknowledged steps stay until ``AddCheckpoint`` covers them, and
     ``Resume`` can train them again. They count against ``capacity_bytes``, not ``capacity_rows``.
@@ -96,8 +97,8 @@ class Configure(Command, frozen=True, tag="configure"):
 
 
 class Declare(Command, frozen=True, tag="declare"):
-    """Declare a task. Idempotent. ``measures``: the sampler's measure, float64 for each live row with
-    the measured column, in order."""
+    """Declare a task. Idempotent. ``measures``: the sampler's measure, float64 for each live row
+    with the measured column, in order."""
 
     task: TaskSpec
     measures: bytes = b""
@@ -165,12 +166,13 @@ class Failed(Reply, frozen=True, tag="failed"):
 
 
 class PutRows(Command, frozen=True, tag="put"):
-    """Add ``groups`` groups of ``group_size`` rows with ``columns``. A repeated ``key`` adds only the
-    groups whose payload was lost since; with other content it is refused.
+    """Add ``groups`` groups of ``group_size`` rows with ``columns``. A repeated ``key`` adds only
+    the groups whose payload was lost since; with other content it is refused.
 
     ``partition``: only tasks that take it see the rows. ``priority``: higher ones are leased first.
     ``measures``: of measured columns, float64 for each group. ``lengths``: int32 for each group.
-    ``digest``: with a key, 16 bytes for each of ``columns``, equal for equal content; b"" if unknown.
+    ``digest``: with a key, 16 bytes for each of ``columns``, equal for equal content; b"" if
+    unknown.
     """
 
     groups: int
@@ -188,8 +190,8 @@ class PutRows(Command, frozen=True, tag="put"):
 
 class PutDone(Reply, frozen=True, tag="put_done"):
     """Rows ``first`` to ``first + count - 1``. ``again``: the key was known, nothing was added, and
-    these are the rows of the first put. ``groups``: numbers of the lost groups that were added again
-    (int64); b"" for all."""
+    these are the rows of the first put. ``groups``: numbers of the lost groups that were added
+    again (int64); b"" for all."""
 
     first: int
     count: int
@@ -200,13 +202,13 @@ class PutDone(Reply, frozen=True, tag="put_done"):
 class LeaseRows(Command, frozen=True, tag="lease"):
     """Lease up to ``count`` rows of a task; a task with batch_rows grants one whole step.
 
-    ``partition``: only its rows; None takes the task's partitions in turn. ``at_least``: wait for this
-    many; only the last lease of an ended stream may have fewer. ``columns``: needs of the task to be
-    read; None for all.
+    ``partition``: only its rows; None takes the task's partitions in turn. ``at_least``: wait for
+    this many; only the last lease of an ended stream may have fewer. ``columns``: needs of the task
+    to be read; None for all.
 
-    ``group``: the ``world_size`` ranks of a rank group lease together, with equal arguments. Once all
-    have asked, one lease of ``count`` rows is split into ``shards`` (0: one a rank; else a divisor of
-    ``world_size``, and ``world_size // shards`` consecutive ranks get the same shard).
+    ``group``: the ``world_size`` ranks of a rank group lease together, with equal arguments. Once
+    all have asked, one lease of ``count`` rows is split into ``shards`` (0: one a rank; else a
+    divisor of ``world_size``, and ``world_size // shards`` consecutive ranks get the same shard).
 
     ``most``: for a replica of a task that admits and receives versions in the background, the most
     rows it may hold; 0 for other clients. It gets rows up to ``count``, or up to ``most`` in all if
@@ -227,14 +229,14 @@ class LeaseRows(Command, frozen=True, tag="lease"):
 
 
 class Leased(Reply, frozen=True, tag="leased"):
-    """Rows leased to this session. ``groups``: the first row of each row's group. ``version``: the one
-    loaded by the replica (rollout) or being trained (train). ``step``: -1 without batch_rows. ``ids``
-    of a rank group's lease: ``shard`` of ``shards``, for ``rank``; ``imbalance``: max / mean - 1 of the
-    shards' weights.
+    """Rows leased to this session. ``groups``: the first row of each row's group. ``version``: the
+    one loaded by the replica (rollout) or being trained (train). ``step``: -1 without batch_rows.
+    ``ids`` of a rank group's lease: ``shard`` of ``shards``, for ``rank``; ``imbalance``: max /
+    mean - 1 of the shards' weights.
 
     Of a step only: ``completed_at``, the version current when each row was completed (int64), and
-    ``version_step_offsets``, pairs of a first version and an offset: versions from it on are trained
-    at the step of their number minus the offset; empty if always at their number.
+    ``version_step_offsets``, pairs of a first version and an offset: versions from it on are
+    trained at the step of their number minus the offset; empty if always at their number.
     """
 
     token: int
@@ -287,8 +289,8 @@ class Completed(Reply, frozen=True, tag="completed"):
 
 
 class GiveBack(Command, frozen=True, tag="give_back"):
-    """Return leased rows. ``blame``: count it as an attempt of the rows. ``unread``: their values cannot
-    be read; the server then checks if their payload is lost."""
+    """Return leased rows. ``blame``: count it as an attempt of the rows. ``unread``: their values
+    cannot be read; the server then checks if their payload is lost."""
 
     token: int
     index: bytes | None = None
@@ -319,8 +321,9 @@ class Lost(Reply, frozen=True, tag="lost"):
 
 
 class Cancel(Command, frozen=True, tag="cancel"):
-    """Cancel live rows and their groups: by ``ids``, by the ``key`` of their put, or by ``partition``.
-    Leases lose them. Rows in a full step are not cancelled. Answered with ``Cancelled``."""
+    """Cancel live rows and their groups: by ``ids``, by the ``key`` of their put, or by
+    ``partition``. Leases lose them. Rows in a full step are not cancelled. Answered with
+    ``Cancelled``."""
 
     ids: bytes = b""
     key: str = ""
@@ -335,9 +338,9 @@ class Cancelled(Reply, frozen=True, tag="cancelled"):
 
 
 class AwaitRowsWanted(Command, frozen=True, tag="wanted"):
-    """Wait until the remaining steps lack rows, and get their number; without a last step, of the next
-    few steps. Filtered, failed and cancelled rows are wanted again: a feeder replaces them. Answered
-    with ``RowsWanted``."""
+    """Wait until the remaining steps lack rows, and get their number; without a last step, of the
+    next few steps. Filtered, failed and cancelled rows are wanted again: a feeder replaces them.
+    Answered with ``RowsWanted``."""
 
     timeout_s: float = 0.0
 
@@ -353,7 +356,8 @@ class GetPut(Command, frozen=True, tag="get_put"):
 
 
 class LastPut(Reply, frozen=True, tag="last_put"):
-    """The put with ``key`` made rows ``first`` to ``first + count - 1``. ``key`` "": none is known."""
+    """The put with ``key`` made rows ``first`` to ``first + count - 1``. ``key`` "": none is
+    known."""
 
     key: str = ""
     first: int = -1
@@ -364,9 +368,10 @@ class LastPut(Reply, frozen=True, tag="last_put"):
 
 
 class AddCheckpoint(Command, frozen=True, tag="checkpoint"):
-    """Record a checkpoint of the trainer's state before ``step``; all earlier steps are acknowledged.
-    Steps before ``covers`` are never trained again: their rows end, their memory is freed, and older
-    checkpoints are no longer kept. ``version``: of the weights in it; -1 if unknown."""
+    """Record a checkpoint of the trainer's state before ``step``; all earlier steps are
+    acknowledged. Steps before ``covers`` are never trained again: their rows end, their memory is
+    freed, and older checkpoints are no longer kept. ``version``: of the weights in it; -1 if
+    unknown."""
 
     step: int
     covers: int
@@ -384,8 +389,9 @@ class Resume(Command, frozen=True, tag="resume"):
 
 
 class Resumed(Reply, frozen=True, tag="resumed"):
-    """``step``: the next one leased; it trains ``version``. ``publish``: True if the trainer must first
-    publish its weights as ``version``. ``again``: number of acknowledged rows to be trained again."""
+    """``step``: the next one leased; it trains ``version``. ``publish``: True if the trainer must
+    first publish its weights as ``version``. ``again``: number of acknowledged rows to be trained
+    again."""
 
     step: int
     version: int
@@ -398,9 +404,9 @@ class GetTrainingPosition(Command, frozen=True, tag="get_cut"):
 
 
 class TrainingPosition(Reply, frozen=True, tag="cut"):
-    """``step``: the first unacknowledged one; it trains ``version`` (-1 before the first is published).
-    ``covered``: earlier steps are final. ``put``: rows put so far. ``checkpoints``: see ``Configure``.
-    ``restore``: version of a rollback not yet loaded by the trainer; -1 for none."""
+    """``step``: the first unacknowledged one; it trains ``version`` (-1 before the first is
+    published). ``covered``: earlier steps are final. ``put``: rows put so far. ``checkpoints``: see
+    ``Configure``. ``restore``: version of a rollback not yet loaded by the trainer; -1 for none."""
 
     step: int
     version: int
@@ -444,10 +450,10 @@ class VersionPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenPublisher(Command, frozen=True, tag="open_publisher"):
-    """Become rank ``rank`` of the run's only publisher, of ``world_size`` ranks. Refused while another
-    live session has the rank. The role ends with the session or ``ClosePublisher``. ``no_rollback``:
-    reason to refuse rollbacks until another publisher opens, if the trainer cannot load the bytes of a
-    version; "" to allow them. Answered with ``Publisher``."""
+    """Become rank ``rank`` of the run's only publisher, of ``world_size`` ranks. Refused while
+    another live session has the rank. The role ends with the session or ``ClosePublisher``.
+    ``no_rollback``: reason to refuse rollbacks until another publisher opens, if the trainer cannot
+    load the bytes of a version; "" to allow them. Answered with ``Publisher``."""
 
     rank: int = 0
     world_size: int = 1
@@ -455,8 +461,8 @@ class OpenPublisher(Command, frozen=True, tag="open_publisher"):
 
 
 class Publisher(Reply, frozen=True, tag="publisher"):
-    """``version``: the current one; -1 before the first. ``kept``: this rank's parts of kept versions,
-    with the number each was published under, oldest first."""
+    """``version``: the current one; -1 before the first. ``kept``: this rank's parts of kept
+    versions, with the number each was published under, oldest first."""
 
     version: int
     kept: tuple[tuple[int, VersionPart], ...] = ()
@@ -486,9 +492,9 @@ class Publish(Command, frozen=True, tag="publish"):
 
 
 class PublishReply(Reply, frozen=True, tag="published"):
-    """``keep``: versions whose bytes must be kept, by the number they were published under; others may
-    be freed. ``lost``: to an ``Announce``, once, the reason why this rank's last published version was
-    discarded; "" if it was not."""
+    """``keep``: versions whose bytes must be kept, by the number they were published under; others
+    may be freed. ``lost``: to an ``Announce``, once, the reason why this rank's last published
+    version was discarded; "" if it was not."""
 
     keep: tuple[int, ...]
     lost: str = ""
@@ -520,13 +526,14 @@ class RollbackDone(Reply, frozen=True, tag="rolled_back"):
 
 
 class GetRestoreTarget(Command, frozen=True, tag="get_restoration"):
-    """Get the version that the trainer must load after a rollback. Answered with ``RestoreTarget``."""
+    """Get the version that the trainer must load after a rollback. Answered with
+    ``RestoreTarget``."""
 
 
 class RestoreTarget(Reply, frozen=True, tag="restoration"):
-    """``version``: load it, then send ``ReportRestored``; -1 if no rollback is pending. ``source``: the
-    number its bytes were published under. ``parts``: by rank; empty if they cannot be fetched, for the
-    reason ``why``. ``checkpoint``: as in ``RollbackDone``."""
+    """``version``: load it, then send ``ReportRestored``; -1 if no rollback is pending. ``source``:
+    the number its bytes were published under. ``parts``: by rank; empty if they cannot be fetched,
+    for the reason ``why``. ``checkpoint``: as in ``RollbackDone``."""
 
     version: int = -1
     source: int = -1
@@ -536,9 +543,9 @@ class RestoreTarget(Reply, frozen=True, tag="restoration"):
 
 
 class ReportRestored(Command, frozen=True, tag="restored"):
-    """Report that the trainer has loaded ``version`` after a rollback: the next version may be announced.
-    Sent by one rank after all have loaded. ``optimizer``: the origin of its state, for people.
-    Idempotent. Refused for any version but the current one."""
+    """Report that the trainer has loaded ``version`` after a rollback: the next version may be
+    announced. Sent by one rank after all have loaded. ``optimizer``: the origin of its state, for
+    people. Idempotent. Refused for any version but the current one."""
 
     version: int
     optimizer: str = ""
@@ -563,9 +570,9 @@ class Version(Reply, frozen=True, tag="version"):
 
 
 class ReportStaged(Command, frozen=True, tag="staged"):
-    """Report that this replica has verified ``version`` on its host and can load it. ``skipped``: number
-    of versions that were current since its last staged one and were never fetched. ``moved`` (bytes),
-    ``encoding``, ``seconds``: of the transfer."""
+    """Report that this replica has verified ``version`` on its host and can load it. ``skipped``:
+    number of versions that were current since its last staged one and were never fetched. ``moved``
+    (bytes), ``encoding``, ``seconds``: of the transfer."""
 
     version: int
     skipped: int = 0
@@ -575,10 +582,10 @@ class ReportStaged(Command, frozen=True, tag="staged"):
 
 
 class Swap(Command, frozen=True, tag="swap"):
-    """Ask for permission to load a staged version. At most ``max_swapping`` replicas have permission at
-    once, and with a quorum none before the quorum has staged it. Raises VersionGone once a newer
-    version has replaced it. The permission ends with ``ReportLoaded``, ``ReportLoadFailed``,
-    ``Retire`` or the session. Answered with ``Permitted``."""
+    """Ask for permission to load a staged version. At most ``max_swapping`` replicas have
+    permission at once, and with a quorum none before the quorum has staged it. Raises VersionGone
+    once a newer version has replaced it. The permission ends with ``ReportLoaded``,
+    ``ReportLoadFailed``, ``Retire`` or the session. Answered with ``Permitted``."""
 
     version: int
     timeout_s: float = 0.0
@@ -605,9 +612,9 @@ class ReportLoadFailed(Command, frozen=True, tag="not_loaded"):
 
 
 class Retire(Command, frozen=True, tag="retire"):
-    """Stop being a replica: staged and loaded versions, the permission and the share in the quorum end;
-    leases stay. Parked requests for versions are refused. A later request makes the session a replica
-    again."""
+    """Stop being a replica: staged and loaded versions, the permission and the share in the quorum
+    end; leases stay. Parked requests for versions are refused. A later request makes the session a
+    replica again."""
 
 
 AnyCommand: TypeAlias = (

@@ -35,7 +35,7 @@ class RowCompletion:
         refer to ``part``."""
         task, rows, columns = self._state.tasks[grant.task], self._state.rows, self._state.columns
         ids = part if command.index is None else part[positions(command.index, len(part))]
-        whole = grant.left == len(grant.ids)  # then it holds all its rows
+        whole = grant.left == len(grant.ids)  # no row was lost since
         held = None if whole else self._state.leases.having(grant, ids)
         filtered = self._check(grant, task, ids, command)
         mine = ids if held is None else ids[held]
@@ -129,16 +129,14 @@ class RowCompletion:
         """Raise SchemaError for wrong or missing columns. Return a mask of rows to drop; None for
         none."""
         if grant.step != NONE and self._state.limits.checkpoints and command.columns:
-            raise SchemaError(
-                "a step that may be trained again is acknowledged without columns; write them before it"
-            )
+            raise SchemaError("a step that may be trained again is acknowledged without columns; write them before")
         missing = [name for name in task.spec.gives if name not in command.columns]
         filtered = None
         if command.filtered is not None:
             filtered = np.zeros(len(ids), bool)
             filtered[positions(command.filtered, len(ids))] = True
         if missing and len(ids) and (filtered is None or not filtered.all()):
-            raise SchemaError(f"task {grant.task!r} gives {', '.join(map(repr, missing))}, which this lacks")
+            raise SchemaError(f"task {grant.task!r} gives {', '.join(map(repr, missing))}, missing in this command")
         self._state.columns.check(command.columns)
         return filtered
 
@@ -171,7 +169,7 @@ class RowCompletion:
             self._add_dead_letters(spent, name)
             self._terminations.end_groups(spent, FAILED, why)
             skipped = spent[rows.state[rows.at(spent)] == LIVE]
-            if len(skipped):  # a full step has the row already: only this task goes without it
+            if len(skipped):  # in a full step already: only this task skips it
                 rows.task(name, "state")[rows.at(skipped)] = DONE
                 task.move(len(skipped), READY, DONE)
                 self._state.tasks.count_fit(task, skipped, -1)

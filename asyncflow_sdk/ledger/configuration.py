@@ -104,7 +104,7 @@ class QueueConfiguration:
         rows, spec, steps = self._state.rows, task.spec, self._state.steps
         if self._state.limits.checkpoints:
             at = rows.at(live)
-            held = (rows.todo[at] == 0) & (rows.step[at] >= steps.covered)  # these lacked nothing but a checkpoint
+            held = (rows.todo[at] == 0) & (rows.step[at] >= steps.covered)  # complete, but not covered
             self._state.budget.held -= int(np.count_nonzero(held))
         rows.todo[rows.at(live)] += 1
         for partition, part in self._state.partitions.split(live):
@@ -175,7 +175,7 @@ def _check_capacity(batch_rows: int, rule: StalenessRule, capacity_rows: int) ->
         raise ConfigError(f"a step of {batch_rows} rows cannot fill in a queue of capacity_rows={capacity_rows}")
     if rule.least_rows > capacity_rows:
         raise ConfigError(
-            f"steps of {batch_rows} rows under staleness policy {rule.spec.name!r} may wait for ever in a queue of"
+            f"steps of {batch_rows} rows under staleness policy {rule.spec.name!r} may never fill in a queue of"
             f" capacity_rows={capacity_rows}: it needs {rule.least_rows}"
         )
 

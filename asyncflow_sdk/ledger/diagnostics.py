@@ -34,7 +34,7 @@ class Diagnostics:
             case cmd.AllGather():
                 return self._why_no_barrier(request)
             case cmd.Announce():
-                return f"version {command.version} comes after another one; {self._weights.why_unfinished()}"
+                return f"version {command.version} must wait for another one; {self._weights.why_unfinished()}"
             case cmd.Swap():
                 return f"version {command.version} may not be loaded yet; {self._weights.why_no_swap(request)}"
             case cmd.AwaitRowsWanted():
@@ -45,14 +45,14 @@ class Diagnostics:
         versions = self._state.versions
         if versions.committed <= command.after < versions.current in versions.kept:
             return (
-                f"version {versions.current} is current and not decided: {versions.committed}, which is, has to be loaded"
-                f" first; {self._why_no_version()}"
+                f"version {versions.current} is current but not committed; the committed version"
+                f" {versions.committed} must be loaded first; {self._why_no_version()}"
             )
         return f"no version newer than {command.after}; {self._why_no_version()}"
 
     def _why_none_wanted(self) -> str:
         if not self._state.steps.declared:
-            return "no task with batch_rows (train) is declared, so nothing says how many rows are wanted"
+            return "no task with batch_rows (train) is declared, so the number of wanted rows is unknown"
         window = self._state.steps.window
         if window.slots is None:
             ahead = f"step {window.step} and the {window.max_staleness + 1} after it"
@@ -74,7 +74,7 @@ class Diagnostics:
         )
         holding = "" if elsewhere or command.group not in self._state.tasks else self._holding([command.group])
         text = (
-            f"{_ranks(absent)} of {command.world_size} of team {command.group!r} did not come to {command.what!r} yet"
+            f"{_ranks(absent)} of {command.world_size} of group {command.group!r} have not reached {command.what!r}"
         )
         return f"{text}{elsewhere}" + (f"; {holding}" if holding else "")
 
@@ -93,7 +93,7 @@ class Diagnostics:
         if (first := self._state.parked.first("put")) is not None:
             count = first.command.groups * first.command.group_size
             who = self._state.sessions.name(first.session)
-            return f"{text}, and {who} waits to put {count} more, for which there is no room"
+            return f"{text}, and {who} waits for room to put {count} more"
         if command.at_least > limits.capacity_rows - self._state.budget.occupied + fit:
             return f"{text}, and capacity_rows={limits.capacity_rows} leaves no room for the others"
         return text
@@ -107,13 +107,13 @@ class Diagnostics:
                 self._holding(list(self._state.tasks.by_name))
                 or "no task has any rows; declare a task or end the run"
             )
-            held = f", and by {budget.held} that are trained and that no checkpoint covers" if budget.held else ""
+            held = f", and by {budget.held} trained rows not covered by a checkpoint" if budget.held else ""
             return (
                 f"{count} more rows may take {reserve} bytes, and the queue has {budget.charged} of"
                 f" {limits.capacity_bytes} bytes taken or reserved by {live} rows{held}; {holding}"
             )
         if live + count <= limits.capacity_rows:
-            return "rows put earlier wait for room, and these come after them"
+            return "earlier puts wait for room, and this one is behind them"
         full = f"{count} more rows do not fit: the queue has {live} of {limits.capacity_rows} rows"
         if steps.lacks_rows:
             lacks, batch = steps.window.free - steps.unselected, steps.window.batch_rows
@@ -134,7 +134,7 @@ class Diagnostics:
             asking = self._state.parked.of_group(command.task, command.group)
             absent = sorted(set(range(command.world_size)) - {command.rank, *asking})
             if absent:
-                return f"{_ranks(absent)} of {command.world_size} of team {command.group!r} have not asked"
+                return f"{_ranks(absent)} of {command.world_size} of group {command.group!r} have not asked"
         if task.spec.admits and not steps.declared:
             return "no task with batch_rows (train) is declared, so the staleness rule cannot admit anything"
         if not any(task.unfinished.values()):
@@ -218,11 +218,9 @@ class Diagnostics:
             ]
             givers = " or ".join(map(repr, giving))
             if count and givers:
-                parts.append(f"{count} rows lack column {column!r}, which task {givers} gives")
+                parts.append(f"{count} rows lack column {column!r}, given by task {givers}")
             elif count:
-                parts.append(
-                    f"nobody gives column {column!r}: no task declares it, and {count} rows were put without it"
-                )
+                parts.append(f"no task gives column {column!r}, and {count} rows were put without it")
         return parts
 
     def _holding(self, names: list[str]) -> str:
@@ -238,7 +236,7 @@ class Diagnostics:
                 if each.task == name
             )
             if ready:
-                nobody = "" if self._state.parked.count(task.place) or preparing else ", and nobody asks for them"
+                nobody = "" if self._state.parked.count(task.place) or preparing else ", and no client requests them"
                 parts.append(f"{ready} rows are ready for task {name!r}{nobody}")
             if preparing:
                 parts.append(preparing)

@@ -31,7 +31,7 @@ def _made(what: str, factory: Callable[..., Any], options: Mapping[str, Any], of
     except AsyncFlowError:
         raise
     except Exception as error:
-        raise ConfigError(f"{what} cannot be made of {options}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what} cannot be created with {options}: {type(error).__name__}: {error}") from error
     if not isinstance(made, of):
-        raise PluginError(f"{what} is a {type(made).__name__}, which is no {of.__name__}")
+        raise PluginError(f"{what} is a {type(made).__name__}, not a {of.__name__}")
     return made

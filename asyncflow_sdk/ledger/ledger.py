@@ -184,7 +184,7 @@ class Ledger:
         """Expire leases and parked requests past their deadline."""
         self.state.context.now = now
         for grant in self.state.leases.deadlines.due(now):
-            if grant.token in self.state.leases.by_token:  # else its rows ended with those of another
+            if grant.token in self.state.leases.by_token:  # it may have ended with another one in this loop
                 limit = self.state.tasks[grant.task].spec.lease_s
                 self.completion.void(grant, f"the lease expired after {limit:g} s", blame=True)
         self._settle()
@@ -284,7 +284,7 @@ class Ledger:
         while (place := context.next_woken()) is not None:
             for request in self.state.parked.at(place):
                 if request.ticket not in self.state.parked.by_ticket:
-                    continue  # answered with another rank of its group
+                    continue  # answered together with another rank
                 session = self.state.sessions.by_id[request.session]
                 reply: cmd.Reply | AsyncFlowError | None
                 try:
@@ -307,7 +307,7 @@ class Ledger:
         if not isinstance(command, cmd.LeaseRows):
             return False
         if partitions.ended_names or (partitions.ended and len(partitions.numbers) > 1):
-            return False  # of different partitions, one may have ended and another not
+            return False  # requests may name other, ended partitions
         task = self.state.tasks[command.task]
         return not task.spec.grouped and not any(task.fit.values())
 

@@ -35,7 +35,7 @@ class PayloadLoss:
         if steps.declared:
             ids = self._live(ids)
             at = rows.at(ids)
-            # an acknowledged step that no checkpoint covers needs its payload only if it is trained again
+            # an acknowledged, uncovered step needs its payload only to be trained again
             hole = (rows.task(steps.name, "state")[at] == DONE) & (rows.step[at] >= steps.covered)
             hole &= self._state.limits.checkpoints
             steps.lost_rows = np.union1d(steps.lost_rows, ids[hole])
@@ -99,7 +99,7 @@ class PayloadLoss:
         for _, ids, state in sorted(parts, key=lambda part: -part[0]):
             back.update(self._unselect(ids, state))
         steps.window.open_again(first, back)
-        if not self._state.partitions.end_requested:  # it had ended because every step was filled
+        if not self._state.partitions.end_requested:  # it had ended with the last step
             self._state.partitions.ended = False
         steps.reselect = True
         self._state.parked.wake_all()

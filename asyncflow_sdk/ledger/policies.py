@@ -17,7 +17,7 @@ class Wait(StalenessPolicy):
 
     def admit(self, filling: Filling, deadline: int) -> int:
         """Return how many rows with ``deadline`` may start."""
-        # between admitted deadlines slack only grows, so they are all that need checking
+        # slack grows between admitted deadlines: check only these
         return min(filling.slack(j) for j in {deadline, *filling.admitted} if j >= deadline)
 
     def select(self, filling: Filling, deadline: int | None) -> int:
@@ -67,6 +67,6 @@ class Count(StalenessPolicy):
 
     def admit(self, filling: Filling, deadline: int) -> int:
         """Return how many rows may start, whatever their deadline."""
-        steps = filling.max_staleness + filling.current + 1 - filling.step  # past the one being filled
+        steps = filling.max_staleness + filling.current + 1 - filling.step  # after the open one
         taken = filling.batch_rows - filling.free
         return steps * filling.batch_rows - taken - filling.total

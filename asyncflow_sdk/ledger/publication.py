@@ -53,7 +53,7 @@ class VersionPublication:
         if rank in self.ranks:
             raise ConfigError(
                 f"{who} is {self._who(self.ranks[rank])}: a run has one publisher at a time. Publish there, close it, or"
-                f" end its process; if its host is gone, run.evict({self.ranks[rank]}) says so"
+                f" end its process; if its host is gone, call run.evict({self.ranks[rank]})"
             )
         self.ranks[rank], self.world_size, session.rank = session.id, size, rank
         self.no_rollback = command.no_rollback
@@ -78,7 +78,7 @@ class VersionPublication:
                 del versions.kept[each.version]
                 if each.version == versions.current:
                     versions.unavailable = (
-                        f"it cannot be fetched any more, since {session.name}, which had its bytes, {reason}"
+                        f"it can no longer be fetched: its bytes were with {session.name}, which {reason}"
                     )
 
     def announce(self, session: Session, command: cmd.Announce) -> cmd.Reply | None:
@@ -100,12 +100,12 @@ class VersionPublication:
                 f"rank {r} ({self._state.sessions.name(self.ranks[r])})" for r in sorted(announced.ranks - {rank})
             )
             raise ConfigError(
-                f"rank {rank} cannot announce version {version}: {others} announced {announced.version}, which is not there yet;"
+                f"rank {rank} cannot announce version {version}: {others} announced {announced.version}, still incomplete;"
                 f" all ranks publish one version, under one number, now {announced.version} or a higher one"
             )
         if announced is None or version != announced.version:
             self._check_step(version)
-            if announced is not None:  # without this rank's part it would never be complete
+            if announced is not None:  # it can never be complete without this rank
                 number, why = self.discarded
                 before = f"; {why}" if number == announced.version else ""
                 self.discard(f"was withdrawn: rank {rank} ({session.name}) announced {version} in its place{before}")
@@ -165,7 +165,7 @@ class VersionPublication:
         self.discarded = (NONE, "")
         self._state.context.wake("version", "swap", "announce")
         self._state.tasks.wake_replicas()
-        if lost:  # replicas on a version that was given up are granted nothing anyhow
+        if lost:  # replicas on a given-up version get nothing anyway
             self._replicas.commit(at_once=True)
 
     def next_number(self, number: int) -> int:

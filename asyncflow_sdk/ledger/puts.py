@@ -53,7 +53,7 @@ class Puts:
         """Cancel live rows with their groups."""
         rows, terminations = self._state.rows, self._terminations
         if bool(command.ids) + bool(command.key) + (command.partition is not None) != 1:
-            raise SchemaError("say what to cancel by one of: rows, the key of their put, their partition")
+            raise SchemaError("cancel rows by one of: ids, key, partition")
         if command.partition is not None:
             return cmd.Cancelled(count=terminations.cancel_live(command.partition, command.reason))
         if command.key:
@@ -106,7 +106,7 @@ class Puts:
         if command.partition in self._state.partitions.ended_names:
             raise Ended(f"partition {command.partition!r} has ended; nothing more can be put there")
         if command.partition == "*":
-            raise SchemaError('"*" is no partition: a task names it to take them all; put rows in one')
+            raise SchemaError('"*" is no partition: a task names it to take all of them; put rows in one')
         if command.groups < 1 or command.group_size < 1:
             raise SchemaError(f"a put needs rows; this one has {command.groups} groups of {command.group_size}")
         if count > limits.capacity_rows:
@@ -146,10 +146,10 @@ class Puts:
             return False
         first = self._state.parked.first("put")
         if first is not None and first.command is not command and not (trained and not self.in_line()):
-            return False  # a large put that waits is not overtaken for ever
+            return False  # small puts must not overtake a large one for ever
         if budget.charged + max(count * budget.reserve, command.nbytes) <= limits.capacity_bytes:
             return True
-        # else nothing would ever free the bytes that this put waits for
+        # otherwise no row could ever end and free bytes for this put
         return not budget.charged or (trained and self._state.steps.unselected < self._state.steps.window.free)
 
     def _add(self, command: cmd.PutRows, groups: Ids, takers: list[Task], *, trained: bool) -> Ids:

@@ -1,10 +1,12 @@
-"""Rank groups: the ranks of a data-parallel job lease together, so that the k-th lease of each rank is a shard of one lease.
+"""Rank groups: the ranks of a data-parallel job lease together: the k-th lease of each rank is a
+shard of one lease.
 
-A rank's request waits for those of all other ranks. Then one lease is granted and its rows are dealt out in shards. A step is
-acknowledged when every rank has acknowledged its shard. If a rank is lost before that, the step goes back whole and is leased again,
-whole, under a new token. Rows of other tasks are completed shard by shard.
+A rank's request waits for all other ranks. Then one lease is granted and split into shards. A step
+is acknowledged once every rank has acknowledged its shard. If a rank is lost before, the step
+returns and is leased again, whole, under a new token. Rows of other tasks are completed shard by
+shard.
 
-The ranks of a trainer also wait for each other at barriers, where a step, a checkpoint or a resume must be the same for all of them.
+Trainer ranks also wait for each other at barriers before a step, a checkpoint or a resume.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from .state.tasks import Task
 
 
 class RankGroups:
-    """Leases of rank groups."""
+    """Grants, completes and returns leases of rank groups."""
 
     def __init__(self, state: LedgerState, admission: LeaseAdmission, completion: RowCompletion) -> None:
         self._state, self._admission, self._completion = state, admission, completion
@@ -36,7 +38,7 @@ class RankGroups:
     def check(self, session: Session, task: Task, command: cmd.LeaseRows) -> None:
         """Raise SchemaError or ConfigError for a request that no group can make."""
         size, shards = command.world_size, command.shards or command.world_size
-        who = f"rank {command.rank} of {size} of team {command.group!r}"
+        who = f"rank {command.rank} of {size} of group {command.group!r}"
         if not 0 <= command.rank < size:
             raise SchemaError(f"{who}: ranks are 0 to world_size - 1")
         if shards < 1 or size % shards:
@@ -44,23 +46,24 @@ class RankGroups:
         if size == 1:
             return
         if not command.group:
-            raise SchemaError(f"rank {command.rank} of {size}: ranks lease together as a team; name it")
+            raise SchemaError(f"rank {command.rank} of {size}: ranks lease together as a group; name it")
         if task.spec.admits:
-            raise SchemaError(f"{who}: task {task.spec.name!r} gives rows to replicas one by one; it has no teams")
+            raise SchemaError(f"{who}: task {task.spec.name!r} grants rows to single replicas, not to rank groups")
         rows = command.count if task.spec.batch_rows is None else task.spec.batch_rows
         if rows < shards:
-            raise SchemaError(f"{who}: {rows} rows cannot be dealt out to {shards} shards")
+            raise SchemaError(f"{who}: {rows} rows cannot be split into {shards} shards")
         if task.spec.batch_rows is not None and task.spec.gives:
-            raise SchemaError(f"{who}: a team acknowledges steps as a whole and writes no columns with that")
+            raise SchemaError(f"{who}: a rank group acknowledges steps without writing columns")
         for rank, asked in self._state.parked.of_group(command.task, command.group).items():
             for other in asked.values():
                 if rank == command.rank and other.session < session.id:
-                    continue  # its process is gone, and this session takes its place
+                    continue  # this session replaces it
                 _check_alike(who, command, other.command, self._state.sessions.name(other.session))
-                return  # all parked requests of a group are alike
+                return  # the others are alike
 
     def lease(self, session: Session, task: Task, command: cmd.LeaseRows) -> cmd.Reply | None:
-        """The shard of a rank, once all ranks have asked and there are rows. Answers the other ranks too."""
+        """Return the shard of a rank once all ranks have asked and there are rows. Answers the
+        other ranks too."""
         asking = self._state.parked.of_group(command.task, command.group)
         if self._replaces(session, task, command) or len({command.rank, *asking}) < command.world_size:
             return None
@@ -92,10 +95,10 @@ class RankGroups:
         return _shard_of(whole, shards, command.rank, off)
 
     def parked(self, request: ParkedRequest) -> None:
-        """A rank's request waits. It voids what earlier sessions under this rank have asked and hold."""
+        """Void requests and leases of earlier sessions under the rank of a newly parked request."""
         command, session = request.command, self._state.sessions.by_id[request.session]
         asked, held = self._of_rank(self._state.tasks[command.task], command)
-        reason = f"rank {command.rank} of team {command.group!r} is {session.name} now"
+        reason = f"rank {command.rank} of group {command.group!r} is {session.name} now"
         for other in asked:
             if other.session != session.id:
                 self._state.parked.remove(other)
@@ -124,18 +127,19 @@ class RankGroups:
         """Raise LeaseLost if a rank has completed its shard."""
         if grant.shards is not None and rank in grant.shards.done:
             raise LeaseLost(
-                f"rank {rank} of team {grant.shards.group!r} is through with its shard of lease {grant.token}"
+                f"rank {rank} of group {grant.shards.group!r} has completed its shard of lease {grant.token}"
             )
 
     def gave_back(self, grant: Grant, command: cmd.GiveBack) -> None:
-        """A rank has returned rows."""
+        """Note the rows returned by a rank."""
         shards = grant.shards
         if shards is not None and grant.step == NONE:
             span = shards.span(command.rank)
             self._mark_seen(grant, shards, command.rank, positions(command.index, span.stop - span.start))
 
     def session_closed(self, session: Session, reason: str, *, blame: bool) -> None:
-        """Return what a session holds; of a group's lease all rows, unless its ranks have completed their shards."""
+        """Return the leases of a session. A group's lease is returned whole, unless the session's
+        ranks have completed their shards."""
         for grant in list(session.leases.values()):
             shards = grant.shards
             if shards is not None:
@@ -145,7 +149,7 @@ class RankGroups:
             self._completion.void(grant, reason, blame=blame)
 
     def _of_rank(self, task: Task, command: cmd.LeaseRows) -> tuple[list[ParkedRequest], list[tuple[int, Grant]]]:
-        """Requests and leases under a rank; leases with the session that holds them."""
+        """Return requests and leases under a rank, each lease with its session."""
         rank = command.rank
         held = [
             (grant.shards.members[rank], grant)
@@ -155,20 +159,21 @@ class RankGroups:
         return list(self._state.parked.of_group(command.task, command.group).get(rank, {}).values()), held
 
     def _replaces(self, session: Session, task: Task, command: cmd.LeaseRows) -> bool:
-        """True if an earlier session has requests or leases under this rank; they are voided when the request is parked. The newest session
-        is the rank: an older one gets LeaseLost."""
+        """True if an earlier session has requests or leases under this rank; they are voided when
+        the request is parked. Raises LeaseLost for a session older than the rank's newest."""
         asked, held = self._of_rank(task, command)
         sessions = [request.session for request in asked] + [number for number, _ in held]
         newest = max(sessions, default=0)
         if newest > session.id:
             raise LeaseLost(
-                f"rank {command.rank} of team {command.group!r} is {self._state.sessions.name(newest)} now, which joined later than"
+                f"rank {command.rank} of group {command.group!r} is {self._state.sessions.name(newest)} now, which joined later than"
                 f" {session.name}"
             )
         return min(sessions, default=session.id) < session.id
 
     def _shard(self, task: Task, ids: Ids, shards: int) -> tuple[Ids, list[int], float]:
-        """Rows in the order of their shards, the bounds of the shards, and their imbalance (max / mean - 1)."""
+        """Return rows in order of shards, the bounds of the shards, and their imbalance (max / mean
+        - 1)."""
         at, sampling = self._state.rows.at(ids), task.sampling
         weights = np.ones(len(ids))
         shard = split(len(ids), shards)
@@ -189,10 +194,10 @@ class RankGroups:
         count = span.stop - span.start
         named = positions(command.index, count)
         if command.columns:
-            raise SchemaError("a team acknowledges a step as a whole and writes no columns with that")
+            raise SchemaError("a rank group acknowledges steps without writing columns")
         if len(named) != count:
             raise SchemaError(
-                f"rank {command.rank} of team {shards.group!r} has {count} rows of step {grant.step} and acknowledges"
+                f"rank {command.rank} of group {shards.group!r} has {count} rows of step {grant.step} and acknowledges"
                 f" {len(named)}; a step is acknowledged whole"
             )
         dropped = named[:0] if command.filtered is None else named[positions(command.filtered, count)]
@@ -207,7 +212,7 @@ class RankGroups:
         return self._completion.complete(grant, grant.ids, whole)
 
     def _mark_seen(self, grant: Grant, shards: ShardedLease, rank: int, named: Ids) -> None:
-        """A rank has completed or returned rows of its shard. With all of them it is done."""
+        """Note rows completed or returned by a rank. With the last row its shard is done."""
         span = shards.span(rank)
         seen = shards.seen.setdefault(rank, np.zeros(span.stop - span.start, bool))
         seen[named] = True
@@ -218,16 +223,16 @@ class RankGroups:
 
 
 class RankBarrier:
-    """A rank's request waits until all ranks have come to the same point; then each is answered with the payloads of all. The only state
-    is the parked requests, so a rank that dies has not come."""
+    """Answers all ranks with the payloads of all once every rank waits at the same point. The only
+    state is the parked requests, so a dead rank is missing."""
 
     def __init__(self, state: LedgerState) -> None:
         self._state = state
 
     def gather(self, session: Session, command: cmd.AllGather) -> cmd.Reply | None:
-        """The payloads of all ranks, once all have come."""
+        """Return the payloads of all ranks; None while a rank is missing."""
         rank, size = command.rank, command.world_size
-        who = f"rank {rank} of {size} of team {command.group!r}"
+        who = f"rank {rank} of {size} of group {command.group!r}"
         if not 0 <= rank < size:
             raise SchemaError(f"{who}: ranks are 0 to world_size - 1")
         there: dict[int, ParkedRequest] = {}
@@ -249,19 +254,19 @@ class RankBarrier:
         return met
 
     def parked(self, request: ParkedRequest) -> None:
-        """A rank waits. Older sessions under this rank no longer do."""
+        """Reject waiting requests of older sessions under the same rank."""
         self._replace_older(self._state.sessions.by_id[request.session], request.command)
 
     def _replace_older(self, session: Session, command: cmd.AllGather) -> None:
         for request in self._state.parked.at(place_of(command)):
             if request.command.rank == command.rank and request.session < session.id:
                 self._state.parked.remove(request)
-                who = f"rank {command.rank} of {command.world_size} of team {command.group!r}"
+                who = f"rank {command.rank} of {command.world_size} of group {command.group!r}"
                 self._state.context.answer(request.ticket, LeaseLost(f"{who} is {session.name} now"))
 
 
 def _shard_of(whole: cmd.Leased, shards: ShardedLease, rank: int, off: float) -> cmd.Leased:
-    """The reply to one rank of a lease."""
+    """Return the reply to one rank of a lease."""
     span = shards.span(rank)
     return cmd.Leased(
         token=whole.token, task=whole.task, ids=pack_ids(unpack_ids(whole.ids)[span]),
@@ -277,5 +282,5 @@ def _check_alike(who: str, one: cmd.LeaseRows, other: cmd.LeaseRows, name: str) 
         if getattr(one, field) != getattr(other, field):
             raise ConfigError(
                 f"{who} asks with {field}={getattr(one, field)!r}, and rank {other.rank} ({name}) with"
-                f" {getattr(other, field)!r}; all ranks of a team ask alike"
+                f" {getattr(other, field)!r}; all ranks of a group must ask alike"
             )

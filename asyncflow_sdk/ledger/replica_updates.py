@@ -1,8 +1,9 @@
-"""Weight updates: which version each replica fetches, and when it may load it.
+"""Replica updates: the version each replica fetches, and when it may load it.
 
-At most ``max_swapping`` replicas load a version at once, those that asked first. With a ``quorum``, no replica loads a version before so
-many live replicas have it staged or loaded. Then it is *committed*, and replicas that have not loaded it are granted no prompts. A
-committed version may still be loaded when a newer one is current that is not committed.
+At most ``max_swapping`` replicas load at once, in order of request. With a ``quorum``, no replica
+loads a version before this many live replicas have staged or loaded it. Then the version is
+*committed*, and replicas without it get no prompts. A committed version may still be loaded while a
+newer uncommitted one is current.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .terminations import EXPIRED, Terminations
 
 
 class ReplicaUpdates:
-    """``swapping``: replicas that may load a version, with the time since when."""
+    """``swapping``: replicas with permission to load, and since when (ledger seconds)."""
 
     def __init__(
         self, state: LedgerState, replicas: Replicas, terminations: Terminations, completion: RowCompletion
@@ -30,13 +31,13 @@ class ReplicaUpdates:
         self.swapping: dict[int, float] = {}
 
     def await_version(self, session: Session, command: cmd.AwaitVersion) -> cmd.Reply | None:
-        """The version to fetch; None while there is no newer one."""
+        """Return the version to fetch; None while there is no newer one."""
         if session.replica is None and any(
             self._state.parked.by_ticket[each].command is command for each in session.parked
         ):
-            raise ConfigError(f"{session.name} takes no versions any more: it retired while this request waited")
+            raise ConfigError(f"{session.name} retired while this request waited")
         if session.dismissed:
-            raise Ended(f"{session.name} was told to leave, and needs no other version")
+            raise Ended(f"{session.name} was dismissed and needs no other version")
         found = self._to_fetch(session)
         if found is None or found.version <= max(command.after, NONE):
             rollout = self._state.tasks.admitting
@@ -47,7 +48,7 @@ class ReplicaUpdates:
         return cmd.Version(version=found.version, parts=found.parts, source=found.source, probe=found.probe)
 
     def staged(self, session: Session, command: cmd.ReportStaged) -> cmd.Reply:
-        """A replica has a version ready to load."""
+        """Note that a replica can load a version."""
         self._check_published(command.version)
         replica = self._replicas.update(
             session, command.version, "staged", seconds=command.seconds, moved=command.moved,
@@ -59,7 +60,7 @@ class ReplicaUpdates:
         return cmd.Done()
 
     def swap(self, session: Session, command: cmd.Swap) -> cmd.Reply | None:
-        """Permit a replica to load the version it has staged; None while it may not."""
+        """Permit a replica to load its staged version; None while it must wait."""
         version, versions, limits = command.version, self._state.versions, self._state.limits
         if versions.lineage.given_up(version):
             raise VersionGone(f"version {version} was rolled back; {versions.current} is current: stage that")
@@ -80,7 +81,7 @@ class ReplicaUpdates:
         return cmd.Permitted(version=version)
 
     def loaded(self, session: Session, command: cmd.ReportLoaded) -> cmd.Reply:
-        """A replica generates with a version from now on."""
+        """Note that a replica generates with a version from now on."""
         version, versions = command.version, self._state.versions
         self._check_published(version, least=0)
         session.loaded = version
@@ -96,7 +97,7 @@ class ReplicaUpdates:
         if versions.lineage.rolled_back(version):
             self._expire_held(session, version)
         if versions.committed != versions.current:
-            self._state.context.wake("version")  # a version that is not committed may be fetched now
+            self._state.context.wake("version")  # an uncommitted version may be fetched now
         self._state.tasks.wake_replicas()
         lag = max(versions.current - version, 0)
         self._state.context.publish(
@@ -107,7 +108,7 @@ class ReplicaUpdates:
         return cmd.Done()
 
     def not_loaded(self, session: Session, command: cmd.ReportLoadFailed) -> cmd.Reply:
-        """A replica could not fetch or load a version."""
+        """Note that a replica could not fetch or load a version."""
         self._check_published(command.version)
         replica = self._replicas.update(session, command.version, "failed", command.reason)
         if replica.staged == command.version:
@@ -119,8 +120,8 @@ class ReplicaUpdates:
         return cmd.Done()
 
     def retire(self, session: Session) -> cmd.Reply:
-        """A session is no replica any more."""
-        self._give_up_swap(session, "it is a replica no more")
+        """Make a session a replica no more."""
+        self._give_up_swap(session, "it retired")
         session.replica, session.loaded, session.claimed = None, None, False
         self._replicas.remove(session.id)
         self._state.context.wake("version", "swap")  # its own requests there are refused
@@ -128,25 +129,26 @@ class ReplicaUpdates:
         return cmd.Done()
 
     def parked(self, request: ParkedRequest) -> None:
-        """A request for a version, or for permission to load one, waits."""
+        """Make the session of a parked request a replica."""
         replica = self._replicas.add(self._state.sessions.by_id[request.session])
         if isinstance(request.command, cmd.Swap):
             replica.begin(request.command.version, "waits", self._state.context.now)
             self._replicas.failing.pop(request.session, None)
 
     def reply_undelivered(self, session: int, version: int) -> None:
-        """The permission to load a version did not reach the replica: the version is staged, as before."""
+        """Revoke a permission that did not reach the replica: the version is staged, as before."""
         replica = self._state.sessions.by_id[session].replica
         if session in self.swapping and replica is not None and replica.version == version:
-            self._give_up_swap(self._state.sessions.by_id[session], "it asks no longer")
+            self._give_up_swap(self._state.sessions.by_id[session], "its request was dropped")
             replica.doing, replica.since = "staged", self._state.context.now
 
     def session_closed(self, session: Session, reason: str) -> None:
+        """Revoke a closed session's permission."""
         self._give_up_swap(session, reason)
 
     def _to_fetch(self, session: Session) -> KeptVersion | None:
-        """The newest version. While it is not committed, a replica below the committed one gets that first, since it may load no other;
-        unless it failed to load it."""
+        """Return the version to fetch. A replica below the committed version fetches that before a
+        newer uncommitted one, which it may not load yet, unless it failed to load it."""
         versions, replica = self._state.versions, session.replica
         committed, newest = versions.kept.get(versions.committed), versions.newest
         if committed is None or committed is newest:
@@ -163,8 +165,8 @@ class ReplicaUpdates:
             raise ConfigError(f"version {version} was never published; {current} is the newest")
 
     def _return_younger(self, session: Session, version: int) -> None:
-        """Return rows that a replica began with a version trained later than the one it has loaded now, which a resumed trainer
-        published: their next tokens would be older than the staleness rule allows."""
+        """Return rows begun with a version trained later than the one now loaded, which a resumed
+        trainer published: their next tokens would be older than the staleness rule allows."""
         follows = self._state.versions.lineage.follows
         for grant in list(session.leases.values()):
             admitted = self._state.tasks[grant.task].spec.admits
@@ -172,7 +174,7 @@ class ReplicaUpdates:
                 self._completion.void(grant, f"version {version} was loaded, which is trained earlier", blame=False)
 
     def _expire_held(self, session: Session, version: int) -> None:
-        """End rows that a replica generates with a version that was given up while it loaded it."""
+        """Expire rows generated with a version that was rolled back while the replica loaded it."""
         for grant in [grant for grant in session.leases.values() if self._state.tasks[grant.task].spec.admits]:
             ids = self._state.leases.outstanding(grant)
             ids = ids[self._state.rows.state[self._state.rows.at(ids)] == LIVE]
@@ -180,12 +182,12 @@ class ReplicaUpdates:
                 self._terminations.end_groups(ids, EXPIRED, f"version {version} was rolled back")
 
     def _wake_swap(self, session: Session) -> None:
-        """The session's parked request to load a version may have to be refused."""
+        """Retry the session's parked request to load a version: it may have to be refused."""
         if any(isinstance(self._state.parked.by_ticket[ticket].command, cmd.Swap) for ticket in session.parked):
             self._state.context.wake("swap")
 
     def _give_up_swap(self, session: Session, why: str) -> None:
-        """A replica that may load a version does not: another may."""
+        """Pass the permission to load on to another replica."""
         if session.id in self.swapping and session.replica is not None:
             self._state.context.publish(
                 ev.WeightState(
@@ -198,4 +200,4 @@ class ReplicaUpdates:
     def _end_swap(self, session: int) -> None:
         if self.swapping.pop(session, None) is not None:
             self._state.context.wake("swap")
-            self._state.tasks.wake_replicas()  # this one is given rows again
+            self._state.tasks.wake_replicas()  # it gets rows again

@@ -1,4 +1,4 @@
-"""Replicas: sessions that take versions of the weights, and the quorum of them that commits a version."""
+"""Replicas: sessions that load versions of the weights. A quorum of them commits a version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from .state.sessions import ReplicaState, Session
 
 
 class Replicas:
-    """``failing``: replicas whose last fetch or load failed. Both are sets of session numbers, in order."""
+    """``numbers``: sessions of replicas. ``failing``: replicas with a failed last fetch or load.
+    Both are ordered sets of session numbers."""
 
     def __init__(self, state: LedgerState) -> None:
         self._state = state
@@ -16,6 +17,7 @@ class Replicas:
         self.failing: dict[int, None] = {}
 
     def sessions(self) -> list[Session]:
+        """Return the replicas' sessions."""
         return [self._state.sessions.by_id[number] for number in self.numbers]
 
     def add(self, session: Session) -> ReplicaState:
@@ -26,6 +28,7 @@ class Replicas:
         return session.replica
 
     def remove(self, session: int) -> None:
+        """Forget a session."""
         self.numbers.pop(session, None)
         self.failing.pop(session, None)
 
@@ -33,7 +36,7 @@ class Replicas:
         self, session: Session, version: int, doing: str, why: str = "", *, seconds: float = 0.0, moved: int = 0,
         encoding: str = "", skipped: int = 0,
     ) -> ReplicaState:  # fmt: skip
-        """Set what a replica does about a version, and publish it."""
+        """Set and publish the replica's activity with a version."""
         replica = self.add(session)
         replica.begin(version, doing, self._state.context.now, why)
         self.failing.pop(session.id, None)
@@ -48,7 +51,7 @@ class Replicas:
         return replica
 
     def commit(self, *, at_once: bool = False) -> None:
-        """Commit the current version if a quorum of replicas has it staged or loaded, or ``at_once``."""
+        """Commit the current version if a quorum has it staged or loaded, or if ``at_once``."""
         limits, versions = self._state.limits, self._state.versions
         if not limits.quorum or versions.committed == versions.current:
             return
@@ -65,7 +68,7 @@ class Replicas:
             self._state.tasks.wake_replicas()
 
     def quorum_changed(self) -> None:
-        """Without a quorum no version is committed."""
+        """Apply a changed quorum. Without a quorum no version is committed."""
         if not self._state.limits.quorum:
             self._state.versions.committed = -1
         self.commit()

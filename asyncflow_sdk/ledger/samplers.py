@@ -64,7 +64,7 @@ class LengthBucketed(Sampler):
         """Return positions of similar length, shortest first."""
         with np.errstate(invalid="ignore"):
             distance = np.abs(rows.measures - rows.measures[0])
-        distance[0] = 0.0  # always taken, so that no row waits for ever; also one whose measure is no number
+        distance[0] = 0.0  # always taken, even NaN: no row waits for ever
         nearest = np.lexsort((distance, -rows.priorities))[:count]
         return nearest[np.argsort(rows.measures[nearest], kind="stable")]
 

@@ -1,4 +1,4 @@
-"""The staleness policy of a ledger: how many rows may be admitted and selected, and which are too late.
+"""Staleness control: ask the policy how many rows to admit and select, and which are too late.
 
 Policies are user code. Their answers are recorded, so a replay does not call them.
 """
@@ -22,7 +22,8 @@ from .state.budget import MAX_NUMBER
 
 @dataclass
 class StalenessRule:
-    """A policy and its own description: see ``StalenessPolicy``. ``least_rows``: the capacity it needs."""
+    """A policy and its properties, see ``StalenessPolicy``. ``least_rows``: the capacity it
+    needs."""
 
     spec: PolicySpec
     promise: str = ""
@@ -31,7 +32,8 @@ class StalenessRule:
 
 
 class StalenessControl:
-    """``rule``: the policy. ``failed``: why no further row can be selected; "" while the policy works."""
+    """``rule``: the policy. ``failed``: the error that stops all selection; "" while the policy
+    works."""
 
     TRANSIENT = frozenset({"make_policy", "_policy"})
 
@@ -42,7 +44,8 @@ class StalenessControl:
         self._policy: StalenessPolicy | None = None  # made when first needed
 
     def set_policy(self, spec: PolicySpec) -> None:
-        """Use another policy for the steps to come. Raises PluginError, ConfigError; then it is unchanged."""
+        """Use another policy for steps to come. Raises PluginError, ConfigError and then changes
+        nothing."""
         before = self._policy
         self._policy = None
         try:
@@ -52,18 +55,19 @@ class StalenessControl:
             raise
 
     def rule_for(self, batch_rows: int) -> StalenessRule:
-        """The rule for steps of this size. Raises PluginError, ConfigError."""
+        """Return the rule for steps of this size. Raises PluginError, ConfigError."""
         return self._describe(self.rule.spec, batch_rows)
 
     def use(self, rule: StalenessRule) -> None:
-        """Use the rule for the steps that are declared now."""
+        """Use the rule for the steps being declared."""
         self.rule = rule
         text = f"staleness policy {rule.spec.name!r} with max_staleness {self._state.limits.max_staleness}: {rule.promise}"
         level = "info" if rule.bounded else "warning"
         self._state.context.publish(ev.Note(time_s=self._state.context.now, text=text, level=level))
 
     def check_available(self) -> None:
-        """Raise PluginError, ConfigError if the policy cannot be made here, as in a run that is continued elsewhere."""
+        """Raise PluginError or ConfigError if the policy cannot be created here, for example in a
+        run resumed elsewhere."""
         self.make_policy(self.rule.spec)
 
     def check(self) -> None:
@@ -72,7 +76,7 @@ class StalenessControl:
             raise PluginError(self.failed)
 
     def admittable(self, deadline: int) -> int:
-        """The number of rows with this deadline that may begin. Raises PluginError."""
+        """Return how many rows with this deadline may start. Raises PluginError."""
         window = self._state.steps.window
         if window.finished or (self.rule.bounded and deadline < window.step):
             return 0
@@ -82,7 +86,8 @@ class StalenessControl:
         return max(0, room)
 
     def selectable(self, deadline: int | None) -> int:
-        """The number of ready rows with this deadline that may join the step; 0 once the policy has failed."""
+        """Return how many ready rows with this deadline may join the step; 0 once the policy has
+        failed."""
         window = self._state.steps.window
         if window.finished or (self.rule.bounded and deadline is not None and deadline < window.step):
             return 0
@@ -90,7 +95,7 @@ class StalenessControl:
         return max(0, min(window.free, room))
 
     def late(self) -> list[int]:
-        """Deadlines whose rows are too late for the open step."""
+        """Return the deadlines of rows too late for the open step."""
         window = self._state.steps.window
         return [due for due in self._try_policy(lambda policy, filling: policy.evict(filling)) if window.has(due)]
 
@@ -112,7 +117,8 @@ class StalenessControl:
         return self._policy
 
     def _try_policy(self, question: Callable[[StalenessPolicy, Filling], Any]) -> list[int]:
-        """The policy's answers where no request can fail for them. If the policy fails, every parked request is told."""
+        """Call the policy; if it fails, return [], note the failure and fail all parked
+        requests."""
         if self.failed:
             return []
         try:
@@ -124,7 +130,7 @@ class StalenessControl:
             return []
 
     def _call_policy(self, question: Callable[[StalenessPolicy, Filling], Any]) -> list[int]:
-        """The policy's answers, clipped to ±MAX_NUMBER. Raises PluginError."""
+        """Return the policy's answers, clipped to ±MAX_NUMBER. Raises PluginError."""
 
         def ask() -> bytes:
             versions = self._state.versions

@@ -1,4 +1,4 @@
-"""The status of a queue: counters that are kept anyway, and why requests wait. Its cost does not depend on the number of live rows."""
+"""Status of a queue: its counters, and why requests wait. The cost does not depend on live rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .state.sessions import Session
 from .version_diagnostics import doing, join_some
 
 MAX_LISTED = 100
-"""So many parked requests are explained, and so many sessions listed: the longest waiting, and the oldest."""
+"""Limit of explained requests, the longest waiting, and of listed sessions, the oldest."""
 
 
 class StatusReporter:
-    """Reads the ledger, and changes nothing."""
+    """Reads the ledger and changes nothing."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class StatusReporter:
         self._replicas = replicas
 
     def report(self) -> StatusReport:
-        """Rows by task and state, sessions, leases and parked requests, now."""
+        """Return rows by task and state, sessions, leases and parked requests."""
         now, limits, budget, versions = (
             self._state.context.now,
             self._state.limits,
@@ -97,14 +97,15 @@ class StatusReporter:
         )
 
     def _works_meanwhile(self, request: ParkedRequest) -> bool:
-        """True if the client works while this request waits: it waits for a newer version than the one it has, or for lost rows."""
+        """True if the client works while this request waits, for lost rows or for a newer
+        version."""
         if isinstance(request.command, cmd.AwaitLost):
             return True
         loaded = self._state.sessions.by_id[request.session].loaded
         return isinstance(request.command, cmd.AwaitVersion) and loaded is not None
 
     def _listed(self, waiting: list[ParkedRequest]) -> list[Session]:
-        """All sessions; if they are too many, first those that wait or hold rows."""
+        """Return all sessions; if too many, first those with requests or rows."""
         sessions = list(self._state.sessions.by_id.values())
         if len(sessions) <= MAX_LISTED:
             return sessions

@@ -1,4 +1,4 @@
-"""StepVersions: which version each step trains."""
+"""Step versions: the version trained by each step."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from .state.rows import NONE
 
 
 class StepVersions:
-    """Relates the numbers of steps and versions, which drift apart when versions are given up or steps are trained again."""
+    """Relates step and version numbers. They diverge when versions are given up or steps trained
+    again."""
 
     def __init__(self, state: LedgerState) -> None:
         self._state = state
 
     def version_of(self, step: int) -> int:
-        """The version that a step trains. It is no lower than its holder was told, nor than follows from what holders of earlier steps
-        were told: the offset of the numbers may have been larger then."""
+        """Return the version that a step trains. It is no lower than the version announced to its
+        holder, nor than implied by versions announced to holders of earlier steps, when the offset
+        may have been larger."""
         told = (
             grant.newest + step - grant.step for grant in self._state.steps.task.leases.values() if grant.step <= step
         )
         return max([self._state.versions.lineage.version(step), *told])
 
     def in_training(self) -> int:
-        """The first step whose update is not published."""
+        """Return the first step with an unpublished update."""
         steps, versions = self._state.steps, self._state.versions
         step, waiting = steps.next_to_train(), {step for step, _ in steps.closed}
         last = steps.window.step
@@ -31,14 +33,15 @@ class StepVersions:
         return step
 
     def lease(self, step: int) -> None:
-        """A step is leased. If its update is current already, the step trains the version after that."""
+        """Note that a step is leased. If its update is current already, it trains the version after
+        that."""
         versions = self._state.versions
         if versions.current > versions.lineage.version(step):
             versions.lineage.resume(versions.current, step)
 
     def place(self, version: int) -> None:
-        """A version becomes current. It is trained by the step after the one in step_versions, or by an earlier one; the first version by the
-        first step."""
+        """Note that a version becomes current. It is trained by the step after the one in training,
+        or by an earlier one; the first version by the first step."""
         if not self._state.steps.declared:
             return
         versions, step = self._state.versions, self.in_training()
@@ -46,8 +49,8 @@ class StepVersions:
         versions.lineage.place(version, most)
 
     def acknowledge(self, grant: Grant) -> None:
-        """A step is acknowledged. If no version was published after it, the next step trains the current version: the update of a step
-        that was leased before a rollback, or trained again, is lost."""
+        """Note that a step is acknowledged. If its update was never published (the step was leased
+        before a rollback, or trained again), the next step trains the current version."""
         versions = self._state.versions
         lineage, last = versions.lineage, versions.lineage.last
         if versions.current != last.first:

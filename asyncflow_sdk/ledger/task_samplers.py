@@ -1,4 +1,4 @@
-"""SamplerTraits: which of the ready rows of a task a lease gets.
+"""Task samplers: choose the ready rows for a lease.
 
 Samplers are user code. Their choices are recorded, so a replay does not call them.
 """
@@ -21,7 +21,7 @@ from .state.tasks import Task
 
 
 class TaskSamplers:
-    """The samplers of the tasks, by task."""
+    """The samplers by task."""
 
     TRANSIENT = frozenset({"make_sampler", "_samplers"})
 
@@ -30,7 +30,7 @@ class TaskSamplers:
         self._samplers: dict[str, Sampler] = {}  # made when first needed
 
     def describe(self, spec: TaskSpec) -> SamplerTraits:
-        """The properties of a task's sampler that the ledger needs. Raises PluginError, ConfigError."""
+        """Return the traits of a task's sampler. Raises PluginError, ConfigError."""
         if spec.sampler is None:
             return SamplerTraits()
 
@@ -51,18 +51,19 @@ class TaskSamplers:
             raise ConfigError(f"{what} has a window of {sampling.window} rows; it needs at least 1")
         if spec.batch_rows is not None and sampling.chooses:
             raise ConfigError(
-                f"{what} chooses rows, but the staleness rule says which rows make a step; one that only balances"
+                f"{what} chooses rows, but the staleness rule selects the rows of a step; a sampler that only balances"
                 " shards (token_balanced) can be used there"
             )
         if sampling.measure and sampling.measure not in spec.needs:
-            raise ConfigError(f"{what} measures column {sampling.measure!r}, which the task must need")
+            raise ConfigError(f"{what} measures column {sampling.measure!r}, not among the needs of the task")
         known = self._state.columns.specs.get(sampling.measure)
         if known is not None and not known.measurable:
-            raise ConfigError(f"{what} measures column {sampling.measure!r}, which is {known}: no number a row")
+            raise ConfigError(f"{what} measures column {sampling.measure!r}: {known} has no number for each row")
 
     def take(self, task: Task, queue: ReadyQueue, count: int, at_least: int = 0, room: int = MAX_NUMBER) -> Ids:
-        """Remove ready rows from their queue for a lease; none if the sampler chooses too few. Of a task that takes whole groups: about
-        ``count`` rows, at least one group, never more than ``room`` rows. Raises PluginError, SchemaError."""
+        """Remove ready rows from their queue for a lease; none if the sampler chooses too few. With
+        whole groups: about ``count`` rows, at least one group, never more than ``room`` rows.
+        Raises PluginError, SchemaError."""
         if task.sampling.chooses:
             ids = self._sampled(task, queue, count, room)
         else:
@@ -95,7 +96,7 @@ class TaskSamplers:
         return chosen
 
     def _choose(self, task: Task, window: Ids, count: int, room: int) -> bytes:
-        """Call the sampler. Return the ids that it chose. Raises PluginError."""
+        """Call the sampler. Return the chosen ids. Raises PluginError."""
         assert task.spec.sampler is not None
         rows = self._state.rows
         name, groups, whole = task.spec.name, rows.first[rows.at(window)], task.whole_groups
@@ -127,7 +128,7 @@ class TaskSamplers:
 
 
 def _wrong(positions: np.ndarray[tuple[int, ...], np.dtype[np.generic]], there: int, count: int) -> str:
-    """The fault of what a sampler returned; "" if there is none."""
+    """Describe the fault in a sampler's result; "" if it is valid."""
     if positions.ndim != 1 or (positions.dtype.kind not in "iu" and len(positions)):
         return f"{positions.dtype} of shape {positions.shape}, not positions"
     if len(positions) > count:

@@ -1,4 +1,4 @@
-"""Termination of rows: their terminal state, and every counter that included them."""
+"""Terminations: move rows to their terminal state and update every counter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .state.rows import DONE, LEASED, LIVE, NONE, READY, TASK_STATES, WAITING
 
 CONSUMED, FILTERED, EXPIRED, FAILED, CANCELLED = range(1, 1 + len(TERMINAL))
 MAX_REASONS, REASON_LENGTH = 200, 300
-"""So many different reasons are counted apart, by so many letters of their first lines."""
+"""Number of reasons counted separately, and of characters of their first lines."""
 
 
 class Terminations:
-    """``reasons``: rows by terminal state and reason. ``excused``: by task that takes whole groups, rows that ended before they were
-    ready, and that their groups need not wait for any more."""
+    """``reasons``: rows by terminal state and reason. ``excused``: by task with whole groups, rows
+    that ended before they became ready; their groups need not wait for them."""
 
     def __init__(self, state: LedgerState) -> None:
         self._state = state
@@ -28,7 +28,7 @@ class Terminations:
         self.excused: list[tuple[str, Ids]] = []
 
     def end_groups(self, ids: Ids, state: int, reason: str) -> int:
-        """End rows that are in no full step, with their groups. Return how many rows ended."""
+        """End rows outside full steps, with their groups. Return the number of ended rows."""
         rows, steps = self._state.rows, self._state.steps
         ids = rows.members(ids) if len(ids) else ids
         at = rows.at(ids)
@@ -43,7 +43,7 @@ class Terminations:
         return len(ids)
 
     def finish(self, ids: Ids, state: int, reason: str = "", *, through: int | None = None) -> None:
-        """End rows. ``through``: every task that takes them has completed them, and they are of the partition with this number."""
+        """End rows. ``through``: their partition, if all tasks that take it have completed them."""
         rows, context = self._state.rows, self._state.context
         at = rows.at(ids)
         reason = self.shortened(TERMINAL[state - 1], reason)
@@ -76,13 +76,14 @@ class Terminations:
         context.wake("put", "wanted")
 
     def shortened(self, state: str, reason: str) -> str:
-        """The reason that rows are counted under: the first line, unless there are too many others."""
+        """Return the reason to count rows under: its first line, or "other reasons" if there are
+        too many."""
         line = reason.partition("\n")[0][:REASON_LENGTH]
         known = not line or f"{state}: {line}" in self.reasons
         return line if known or len(self.reasons) < MAX_REASONS else "other reasons"
 
     def cancel_live(self, partition: str | None, reason: str) -> int:
-        """Cancel live rows, of one partition or of all, that are in no full step. Return how many."""
+        """Cancel live rows outside full steps, in one partition or all. Return their number."""
         live = self._state.rows.live_ids()
         if partition is not None:
             live = live[
@@ -92,5 +93,5 @@ class Terminations:
 
 
 def publish_return(context: Context, worker: str, task: str, count: int, reason: str) -> None:
-    """Publish the event of rows that went back from a lease."""
+    """Publish the event of rows returned from a lease."""
     context.publish(ev.LeaseReturned(time_s=context.now, worker=worker, task=task, count=count, reason=reason))

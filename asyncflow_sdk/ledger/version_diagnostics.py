@@ -1,4 +1,4 @@
-"""Version diagnostics: who writes a version, fetches it, may load it, or failed to, in words."""
+"""Version diagnostics: explain who writes, fetches, may load or failed to load a version."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .state.parked import ParkedRequest
 from .state.sessions import Session
 
 MAX_NAMED = 5
-"""So many sessions are named in a sentence."""
+"""Number of sessions named in a sentence."""
 
 
 class VersionDiagnostics:
-    """Reads the ledger, and changes nothing."""
+    """Reads the ledger and changes nothing."""
 
     def __init__(
         self, state: LedgerState, publication: VersionPublication, replicas: Replicas, updates: ReplicaUpdates
@@ -24,13 +24,15 @@ class VersionDiagnostics:
         self._state, self._publication, self._replicas, self._updates = state, publication, replicas, updates
 
     def why_missing(self) -> str:
-        """Why no newer version can be fetched: the current one is gone, one is being written, or replicas failed; "" if none of that."""
+        """Explain why no newer version can be fetched: the current one is gone, one is being
+        written, or replicas failed; "" if none of these."""
         return "; ".join(
             part for part in (self._state.versions.unavailable, self.why_unfinished(), self._failures()) if part
         )
 
     def why_unfinished(self) -> str:
-        """Why the announced version, or the last one that was discarded, is not current; "" if there is none."""
+        """Explain why the announced or last discarded version is not current; "" if there is
+        none."""
         publication = self._publication
         announced = publication.announced
         if announced is None:
@@ -42,11 +44,11 @@ class VersionDiagnostics:
         text = f"version {announced.version} was announced {since:.1f} s ago by {first}"
         lacks = [rank for rank in range(publication.world_size) if rank not in announced.parts]
         if publication.world_size == 1:
-            return f"{text}, which has not published it yet"
+            return f"{text}, not published yet"
         return f"{text} and lacks {join_some(self._rank(rank) for rank in lacks)}"
 
     def why_no_swap(self, request: ParkedRequest) -> str:
-        """Why a replica may not load the version it has staged."""
+        """Explain why a replica may not load its staged version."""
         version, limits, now = request.command.version, self._state.limits, self._state.context.now
         if limits.quorum and version > self._state.versions.committed:
             return self._why_uncommitted(version)
@@ -59,14 +61,14 @@ class VersionDiagnostics:
         return f"at most {limits.max_swapping} at a time (max_swapping), now {loading}{queue}"
 
     def _failures(self) -> str:
-        """The replicas whose last fetch or load failed, and why."""
+        """Name the replicas with a failed last fetch or load, and the reasons."""
         return join_some(self._doing(self._state.sessions.by_id[number]) for number in self._replicas.failing)
 
     def _why_uncommitted(self, version: int) -> str:
         quorum, replicas = self._state.limits.quorum, self._replicas.sessions()
         lacks = [r for r in replicas if r.replica is not None and version not in (r.replica.staged, r.loaded)]
         has = len(replicas) - len(lacks)
-        text = f"{has} of the {quorum} replicas that have to (quorum) have it staged"
+        text = f"{has} of the {quorum} required replicas (quorum) have it staged"
         if lacks:
             text += f"; without it: {join_some(self._doing(each) for each in lacks)}"
         if len(replicas) < quorum:
@@ -84,14 +86,12 @@ class VersionDiagnostics:
     def _rank(self, rank: int) -> str:
         session = self._publication.ranks.get(rank)
         return (
-            f"rank {rank}, which nobody is"
-            if session is None
-            else f"rank {rank} ({self._state.sessions.name(session)})"
+            f"rank {rank} (no session)" if session is None else f"rank {rank} ({self._state.sessions.name(session)})"
         )
 
 
 def doing(session: Session) -> str:
-    """What a replica does about a version ("fetching 7"); "" once it generates with it."""
+    """Describe a replica's activity with a version ("fetching 7"); "" once it generates with it."""
     replica = session.replica
     if replica is None or not replica.doing:
         return ""
@@ -101,7 +101,7 @@ def doing(session: Session) -> str:
 
 
 def join_some(things: Iterable[str]) -> str:
-    """The first of some things, and how many more there are."""
+    """Join the first MAX_NAMED items, and count the others."""
     known = list(things)
     more = f" and {len(known) - MAX_NAMED} more" if len(known) > MAX_NAMED else ""
     return ", ".join(known[:MAX_NAMED]) + more

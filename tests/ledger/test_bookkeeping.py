@@ -107,7 +107,7 @@ def test_what_was_never_put_cannot_be_cancelled() -> None:
         cancel(queue, 1, 7)
     with pytest.raises(SchemaError, match="no put with key 'x' is remembered"):
         cancel(queue, key="x")
-    with pytest.raises(SchemaError, match="one of: rows, the key of their put, their partition"):
+    with pytest.raises(SchemaError, match="one of: ids, key, partition"):
         cancel(queue)
     assert queue.audit().live == 2
 

@@ -165,7 +165,7 @@ def test_a_completion_without_what_the_task_gives_is_refused() -> None:
     worker = queue.join("w")
     queue.put(2)
     lease = queue.lease(worker, "plain")
-    with pytest.raises(SchemaError, match="task 'plain' gives 'answer', which this lacks"):
+    with pytest.raises(SchemaError, match="task 'plain' gives 'answer', missing in this command"):
         queue.complete(worker, lease, drop=(0,), other=TEXT)
     queue.complete(worker, lease, drop=(0, 1), other=TEXT)  # rows that are dropped need no answer
 
@@ -221,7 +221,7 @@ def test_a_large_put_is_not_overtaken() -> None:
     queue.put(3)
     large = queue.ask(queue.admin, cmd.PutRows(groups=4, group_size=1, columns={"prompt": TEXT}, timeout_s=5))
     small = queue.ask(queue.admin, cmd.PutRows(groups=1, group_size=1, columns={"prompt": TEXT}, timeout_s=50))
-    with pytest.raises(DeadlineExceeded, match="rows put earlier wait for room"):
+    with pytest.raises(DeadlineExceeded, match="earlier puts wait for room"):
         queue.put(1)
     queue.complete(worker, queue.lease(worker, "end", 1))
     assert not {large, small} & queue.answers.keys()
@@ -235,7 +235,7 @@ def test_a_put_that_cannot_fit_beside_the_open_step_does_not_stop_those_that_can
     queue.put(2)
     large = queue.ask(queue.admin, cmd.PutRows(groups=5, group_size=1, columns={"prompt": TEXT}, timeout_s=5))
     assert queue.put(2).count == 2  # the step lacked them
-    with pytest.raises(DeadlineExceeded, match="rows put earlier wait"):
+    with pytest.raises(DeadlineExceeded, match="earlier puts wait"):
         queue.put(1)  # now it lacks nothing
     queue.at(5.0)
     assert isinstance(queue.answers[large], DeadlineExceeded)

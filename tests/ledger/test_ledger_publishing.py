@@ -210,7 +210,7 @@ def test_a_rank_that_nobody_is_is_named() -> None:
     queue.do(first, cmd.OpenPublisher(rank=0, world_size=2))
     queue.do(first, cmd.Announce(version=0))
     queue.do(first, cmd.Publish(version=0, part=part(0)))
-    with pytest.raises(DeadlineExceeded, match="lacks rank 1, which nobody is"):
+    with pytest.raises(DeadlineExceeded, match=r"lacks rank 1 \(no session\)"):
         queue.do(first, cmd.Announce(version=1))
 
 
@@ -279,9 +279,7 @@ def test_a_version_announced_by_a_publisher_that_died_is_forgotten_with_a_reason
     publish(queue, [trainer], 4)
     queue.do(trainer, cmd.Announce(version=5))
     queue.at(3.0)
-    with pytest.raises(
-        DeadlineExceeded, match="version 5 was announced 3.0 s ago by trainer-0, which has not published"
-    ):
+    with pytest.raises(DeadlineExceeded, match="version 5 was announced 3.0 s ago by trainer-0, not published"):
         newest(queue, after=4)
     queue.die(trainer)
     with pytest.raises(DeadlineExceeded, match="version 5 was announced by trainer-0, which died: killed"):
@@ -309,9 +307,7 @@ def test_what_a_dead_publisher_had_alone_is_never_handed_out(how: str) -> None:
     else:
         queue.do(trainer, cmd.CloseSession() if how == "leaves" else cmd.ClosePublisher())
     why = {"dies": "died: killed", "leaves": "left", "closes": "closed its publisher"}[how]
-    with pytest.raises(
-        DeadlineExceeded, match=f"version 5 is current .* since trainer-0, which had its bytes, {why}"
-    ):
+    with pytest.raises(DeadlineExceeded, match=f"version 5 is current .* its bytes were with trainer-0, which {why}"):
         newest(queue)
     assert queue.status().version == 5
     assert queue.status().versions == ()
@@ -334,6 +330,6 @@ def test_one_part_that_is_gone_makes_a_version_unfetchable() -> None:
     queue.die(ranks[0])
     assert newest(queue).version == 1
     queue.die(ranks[1])
-    with pytest.raises(AsyncFlowError, match="it cannot be fetched any more"):
+    with pytest.raises(AsyncFlowError, match="it can no longer be fetched"):
         newest(queue)
     assert [v.version for v in queue.status().versions] == [0]

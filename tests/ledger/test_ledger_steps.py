@@ -356,7 +356,7 @@ def test_the_end_of_the_steps_ends_every_task_and_cancels_what_is_left() -> None
     ]
     queue.complete(trainer, queue.lease(trainer, "train"))
     for session, task in ((replica, "rollout"), (judge, "reward"), (trainer, "train")):
-        with pytest.raises(Ended, match=f"task '{task}' has had every row it will get"):
+        with pytest.raises(Ended, match=f"task '{task}' has no more rows to grant"):
             queue.lease(session, task, wait=60)
     for ticket in asked:
         assert isinstance(queue.answers[ticket], Ended)

@@ -84,7 +84,7 @@ def test_what_a_session_that_retires_waits_for_is_refused_and_it_may_begin_anew(
     queue, [one] = replicas(1)
     waiting = queue.ask(one, cmd.AwaitVersion(after=7, timeout_s=60))
     queue.do(one, cmd.Retire())
-    assert "takes no versions any more" in str(queue.answers[waiting])
+    assert "retired while this request waited" in str(queue.answers[waiting])
     with pytest.raises(ConfigError, match="has not staged version 7"):
         queue.do(one, cmd.Swap(version=7))
     assert queue.do(one, cmd.AwaitVersion(after=-1)).version == 7
@@ -268,7 +268,7 @@ def test_a_late_joiner_is_given_what_is_decided_and_then_what_is_newer() -> None
     queue.do(late, cmd.ReportStaged(version=7))
     waiting = queue.ask(late, cmd.AwaitVersion(after=7, timeout_s=60))
     with pytest.raises(
-        DeadlineExceeded, match="version 8 is current and not decided: 7, which is, has to be loaded first"
+        DeadlineExceeded, match="version 8 is current but not committed; the committed version 7 must be loaded first"
     ):
         queue.do(late, cmd.AwaitVersion(after=7))
     assert waiting not in queue.answers, "8 would take the place of what it has staged"
@@ -306,7 +306,7 @@ def test_a_quorum_that_cannot_be_reached_says_how_many_are_missing_and_who_is_no
     queue.do(bad, cmd.ReportLoadFailed(version=7, reason="no room in /dev/shm"))
     queue.at(2.0)
     text = why(queue, one, cmd.Swap(version=7))
-    assert "1 of the 4 replicas that have to (quorum) have it staged" in text
+    assert "1 of the 4 required replicas (quorum) have it staged" in text
     assert "without it: slow (fetching 7, for 2.0 s), bad (failed 7: no room in /dev/shm, for 2.0 s)" in text
     assert "there are 3 replicas, 1 too few" in text
 
@@ -442,7 +442,7 @@ def test_a_lease_that_waits_for_a_version_names_replicas_that_failed() -> None:
     queue.at(4.0)
     text = why(queue, replica, cmd.LeaseRows(task="rollout", count=1))
     assert "version 0 is current since 4.0 s" in text
-    assert "version 1 was announced 4.0 s ago by admin, which has not published it yet" in text
+    assert "version 1 was announced 4.0 s ago by admin, not published yet" in text
     assert "gen-9 (failed 0: no such file, for 4.0 s)" in text
 
 

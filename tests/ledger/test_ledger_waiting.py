@@ -43,8 +43,8 @@ def test_a_deadline_of_a_stage_says_which_column_is_missing_and_who_makes_it() -
     queue.lease(replica, "rollout", 3)
     text = deadline_of(queue, judge, cmd.LeaseRows(task="reward", count=1, timeout_s=3))
     assert text == (
-        "after 3.0 s: task 'reward' has nothing to give; 4 rows lack column 'response', which task 'rollout' gives;"
-        " 1 rows are ready for task 'rollout', and nobody asks for them; 3 rows are leased in task 'rollout', the"
+        "after 3.0 s: task 'reward' has nothing to give; 4 rows lack column 'response', given by task 'rollout';"
+        " 1 rows are ready for task 'rollout', and no client requests them; 3 rows are leased in task 'rollout', the"
         " oldest by gen-0 for 5.0 s"
     )
 
@@ -57,16 +57,16 @@ def test_a_deadline_of_the_trainer_says_what_the_step_lacks() -> None:
     queue.lease(judge, "reward")
     text = deadline_of(queue, trainer, cmd.LeaseRows(task="train", count=1, timeout_s=3))
     assert "task 'train' has nothing to give; step 0 lacks 3 of 4 rows, and the queue has 2 that may fill it" in text
-    assert "2 rows lack column 'reward', which task 'reward' gives" in text
+    assert "2 rows lack column 'reward', given by task 'reward'" in text
     assert "1 rows are leased in task 'reward', the oldest by judge-0 for 5.0 s" in text
-    assert "1 rows are ready for task 'rollout', and nobody asks for them" in text
+    assert "1 rows are ready for task 'rollout', and no client requests them" in text
 
 
 def test_a_deadline_names_a_column_that_nobody_gives() -> None:
     queue = Queue(TaskSpec(name="judge", needs=("prompt", "truth"), gives=("score",)))
     queue.put(2)
     text = deadline_of(queue, queue.join("j"), cmd.LeaseRows(task="judge", count=1, timeout_s=3))
-    assert "nobody gives column 'truth': no task declares it, and 2 rows were put without it" in text
+    assert "no task gives column 'truth', and 2 rows were put without it" in text
 
 
 def test_a_deadline_of_a_replica_says_who_trains() -> None:
@@ -99,7 +99,7 @@ def test_a_deadline_of_a_put_says_who_keeps_the_queue_full() -> None:
     put = cmd.PutRows(groups=1, group_size=1, columns={"prompt": TEXT}, timeout_s=3)
     text = deadline_of(queue, queue.admin, put)
     assert "1 more rows do not fit: the queue has 4 of 4 rows" in text
-    assert "1 rows are ready for task 'rollout', and nobody asks for them" in text
+    assert "1 rows are ready for task 'rollout', and no client requests them" in text
     assert "3 rows are leased in task 'rollout', the oldest by gen-0 for 5.0 s" in text
 
 
@@ -159,13 +159,13 @@ def test_a_deadline_says_who_loads_the_model_that_its_rows_wait_for() -> None:
 
     # when it is prepared, and asks for nothing
     queue.do(replica, cmd.Prepare(task="rollout"))
-    with pytest.raises(DeadlineExceeded, match="4 rows are ready for task 'rollout', and nobody asks for them"):
+    with pytest.raises(DeadlineExceeded, match="4 rows are ready for task 'rollout', and no client requests them"):
         queue.do(trainer, cmd.LeaseRows(task="train", count=1))
 
     # when one dies while it loads
     queue.do(replica, cmd.Prepare(task="rollout", what="loading its model"))
     queue.die(replica)
-    with pytest.raises(DeadlineExceeded, match="and nobody asks for them"):
+    with pytest.raises(DeadlineExceeded, match="and no client requests them"):
         queue.do(trainer, cmd.LeaseRows(task="train", count=1))
 
 
@@ -191,5 +191,5 @@ def test_a_deadline_names_no_task_of_other_partitions() -> None:
     queue = Queue(ROLLOUT, REWARD, TRAIN, beside)
     queue.put(2)
     text = deadline_of(queue, queue.join("judge"), cmd.LeaseRows(task="reward", count=1, timeout_s=3))
-    assert "2 rows lack column 'response', which task 'rollout' gives;" in text
+    assert "2 rows lack column 'response', given by task 'rollout';" in text
     assert "eval" not in text

@@ -85,7 +85,7 @@ def test_the_deadline_says_who_has_not_come_and_where_that_rank_is() -> None:
 
     (error,) = ranks.answered(ticket)
     assert isinstance(error, DeadlineExceeded)
-    assert "ranks 1, 2 of 3 of team 't' did not come to 'a step' yet; rank 2 (rank-2) waits at 'a checkpoint'" in str(
+    assert "ranks 1, 2 of 3 of group 't' have not reached 'a step'; rank 2 (rank-2) waits at 'a checkpoint'" in str(
         error
     )
 
@@ -93,5 +93,5 @@ def test_the_deadline_says_who_has_not_come_and_where_that_rank_is() -> None:
 def test_a_rank_that_there_is_not_is_refused() -> None:
     ranks = Ranks()
 
-    with pytest.raises(SchemaError, match="rank 2 of 2 of team 't': ranks are 0 to world_size - 1"):
+    with pytest.raises(SchemaError, match="rank 2 of 2 of group 't': ranks are 0 to world_size - 1"):
         ranks.queue.do(ranks.sessions[0], cmd.AllGather(group="t", what="a", rank=2, world_size=2))

@@ -178,7 +178,7 @@ def test_an_unknown_policy_is_refused_with_those_there_are_and_nothing_changes()
 
 
 def test_options_a_policy_does_not_take_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"staleness policy 'drop' cannot be made of \{'share': 1\}"):
+    with pytest.raises(ConfigError, match=r"staleness policy 'drop' cannot be created with \{'share': 1\}"):
         Queue(staleness=PolicySpec("drop", {"share": 1}))
 
 
@@ -224,7 +224,7 @@ def test_a_queue_too_small_for_its_policy_is_an_error_at_set_up_and_no_deadlock(
     policy.wrong = "needs room"
     queue = own_queue(policy, max_staleness=1, capacity_rows=11)
 
-    with pytest.raises(ConfigError, match=r"may wait for ever in a queue of capacity_rows=11: it needs 12"):
+    with pytest.raises(ConfigError, match=r"may never fill in a queue of capacity_rows=11: it needs 12"):
         queue.do(queue.admin, cmd.Declare(task=TRAIN))
 
     queue.do(queue.admin, cmd.Configure(capacity_rows=12))

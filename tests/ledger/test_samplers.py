@@ -264,10 +264,10 @@ def test_a_sampler_that_cannot_be_is_refused_when_its_task_is_declared() -> None
     train = {"needs": ("prompt",), "batch_rows": 4}
     wrong = [
         (task("nobody"), PluginError, "no sampler adapter is named 'nobody'"),
-        (task("shuffled", sead=1), ConfigError, "sampler 'shuffled' cannot be made of .*sead"),
+        (task("shuffled", sead=1), ConfigError, "sampler 'shuffled' cannot be created with .*sead"),
         (task("shuffled", window=0), ConfigError, "at least 1 row"),
-        (task("by_column", column="other"), ConfigError, "measures column 'other', which the task must need"),
-        (TaskSpec(name="t", sampler=SamplerSpec("shuffled"), **train), ConfigError, "staleness rule says which rows"),
+        (task("by_column", column="other"), ConfigError, "measures column 'other', not among the needs of the task"),
+        (TaskSpec(name="t", sampler=SamplerSpec("shuffled"), **train), ConfigError, "staleness rule selects the rows"),
     ]
     for spec, error, why in wrong:
         with pytest.raises(error, match=why):
@@ -287,7 +287,7 @@ def test_a_column_without_one_number_a_row_cannot_be_measured() -> None:
         queue.put(1, prompt=image)
     queue = Queue(PLAIN)
     queue.put(1, prompt=image)
-    with pytest.raises(ConfigError, match="no number a row"):
+    with pytest.raises(ConfigError, match="no number for each row"):
         queue.do(queue.admin, cmd.Declare(task=task("by_column", name="late", gives="rank", column="prompt")))
 
 

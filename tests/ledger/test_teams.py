@@ -104,11 +104,11 @@ def test_a_step_is_acknowledged_when_every_rank_has() -> None:
 def test_a_rank_acknowledges_its_whole_shard_and_nothing_but() -> None:
     queue, ranks = steps()
     one, two = ask_all(queue, ranks)
-    with pytest.raises(SchemaError, match="rank 0 of team 't' has 4 rows of step 0 and acknowledges 2"):
+    with pytest.raises(SchemaError, match="rank 0 of group 't' has 4 rows of step 0 and acknowledges 2"):
         ranks.complete(one, 0, 1)
     with pytest.raises(SchemaError, match="positions must lie in 0..3"):
         ranks.complete(one, drop=(4,))
-    with pytest.raises(SchemaError, match="writes no columns"):
+    with pytest.raises(SchemaError, match="without writing columns"):
         ranks.complete(one, extra=TOKENS)
     for thief in (
         cmd.Complete(token=1, columns={}, rank=0),
@@ -187,7 +187,7 @@ def test_a_restarted_rank_voids_what_was_asked_in_its_name_before() -> None:
     stale, ranks.sessions[0] = ranks.sessions[0], queue.join("rank-0 again")
     new = ranks.ask(0)
     assert isinstance(queue.answers[old], LeaseLost)
-    with pytest.raises(LeaseLost, match="rank 0 of team 't' is rank-0 again now, which joined later than rank-0"):
+    with pytest.raises(LeaseLost, match="rank 0 of group 't' is rank-0 again now, which joined later than rank-0"):
         queue.do(stale, ranks.command(0))
     ranks.ask(1)
     assert ids(queue.answers[new]) == [0, 1, 2, 3]
@@ -215,7 +215,7 @@ def test_a_deadline_says_which_ranks_have_not_asked() -> None:
     ranks.ask(0)
     queue.at(3.0)
     with pytest.raises(
-        DeadlineExceeded, match="task 'train' has nothing to give; ranks 1, 3 of 4 of team 't' have not"
+        DeadlineExceeded, match="task 'train' has nothing to give; ranks 1, 3 of 4 of group 't' have not"
     ):
         raise queue.answers[early]
     # the others wait on, and it can ask again
@@ -238,12 +238,12 @@ def test_a_deadline_of_a_complete_team_says_what_is_missing() -> None:
         ({"rank": -1}, SchemaError, "ranks are 0 to world_size - 1"),
         ({"shards": 3}, SchemaError, "must divide world_size"),
         ({"shards": -1}, SchemaError, "must divide world_size"),
-        ({"world_size": 16, "shards": 16}, SchemaError, "8 rows cannot be dealt out to 16 shards"),
+        ({"world_size": 16, "shards": 16}, SchemaError, "8 rows cannot be split into 16 shards"),
         ({"group": ""}, SchemaError, "name it"),
         (
             {"world_size": 2},
             ConfigError,
-            r"asks with world_size=2, and rank 0 \(rank-0\) with 4; all ranks of a team",
+            r"asks with world_size=2, and rank 0 \(rank-0\) with 4; all ranks of a group",
         ),
         ({"shards": 2}, ConfigError, "asks with shards=2"),
         ({"count": 7}, ConfigError, "asks with count=7"),
@@ -260,10 +260,10 @@ def test_ranks_that_do_not_ask_alike_are_told(wrong: dict[str, Any], error: type
 def test_some_tasks_have_no_teams() -> None:
     queue, replica, *_ = running()
     team = {"group": "t", "world_size": 2}
-    with pytest.raises(SchemaError, match="replicas one by one"):
+    with pytest.raises(SchemaError, match="to single replicas"):
         queue.do(replica, cmd.LeaseRows(task="rollout", count=4, **team))
     queue = Queue(TaskSpec(name="train", needs=("prompt",), gives=("loss",), batch_rows=4))
-    with pytest.raises(SchemaError, match="writes no columns"):
+    with pytest.raises(SchemaError, match="without writing columns"):
         queue.do(queue.admin, cmd.LeaseRows(task="train", count=4, **team))
 
 

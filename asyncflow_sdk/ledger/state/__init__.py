@@ -1,4 +1,4 @@
-"""The state of a ledger: parts that own their attributes, from rows to versions. What may happen to them is decided by the rules above."""
+"""The state of a ledger, in parts that own their attributes. The rules decide about changes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .versions import Versions
 
 
 class LedgerState:
-    """``initial_rows``: rows that the arrays hold at first; they grow. ``kept_keys``: keys of puts that are remembered after their rows
-    have ended."""
+    """``initial_rows``: initial size of the row arrays, which grow. ``kept_keys``: number of put
+    keys kept after their rows have ended."""
 
     def __init__(self, initial_rows: int, kept_keys: int) -> None:
         self.context = Context()
