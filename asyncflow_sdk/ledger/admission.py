@@ -55,12 +55,6 @@ class LeaseAdmission:
         if task.spec.grouped:
             self._staleness.check()
 
-    def lease_rows(self, session: Session, task: Task, command: cmd.LeaseRows) -> cmd.Reply | None:
-        """Lease rows outside the staleness rule; of the task that makes the steps, one whole
-        step."""
-        found = self.find(task, command, 1)
-        return None if found is None else self.grant(session, task, *found)
-
     def lease_prompts(
         self, session: Session, task: Task, command: cmd.LeaseRows, *, swapping: bool
     ) -> cmd.Reply | None:

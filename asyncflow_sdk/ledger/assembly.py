@@ -49,7 +49,10 @@ class StepAssembly:
 
     def refill(self) -> None:
         """Update the open step: evict late rows and select ready ones."""
-        self._excuse()
+        excused = self._terminations.excused
+        while excused:  # groups no longer wait for rows that ended before they became ready
+            name, ids = excused.pop()
+            self._ready(self._state.tasks[name], ids[self._state.rows.at(ids) >= 0])
         steps = self._state.steps
         while steps.declared and (steps.just_closed or steps.reselect):
             if steps.just_closed:
@@ -157,13 +160,6 @@ class StepAssembly:
         else:
             reason = f"given up by staleness policy {rule.spec.name!r}"
         self._terminations.end_groups(gone, EXPIRED, reason)
-
-    def _excuse(self) -> None:
-        """Stop groups from waiting for rows that ended before they became ready."""
-        excused = self._terminations.excused
-        while excused:
-            name, ids = excused.pop()
-            self._ready(self._state.tasks[name], ids[self._state.rows.at(ids) >= 0])
 
     def _cancel_remainder(self) -> None:
         """After the end of the stream, cancel rows too few to fill the open step. It is the last

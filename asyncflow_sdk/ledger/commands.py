@@ -165,7 +165,7 @@ class Failed(Reply, frozen=True, tag="failed"):
 # ---- rows: put, leased, completed, given back, cancelled
 
 
-class PutRows(Command, frozen=True, tag="put"):
+class AddRows(Command, frozen=True, tag="put"):
     """Add ``groups`` groups of ``group_size`` rows with ``columns``. A repeated ``key`` adds only
     the groups whose payload was lost since; with other content it is refused.
 
@@ -618,7 +618,7 @@ class Retire(Command, frozen=True, tag="retire"):
 
 
 AnyCommand: TypeAlias = (
-    OpenSession | Configure | Declare | PutRows | LeaseRows | Complete | GiveBack | Renew | AwaitLost | OpenPublisher
+    OpenSession | Configure | Declare | AddRows | LeaseRows | Complete | GiveBack | Renew | AwaitLost | OpenPublisher
     | ClosePublisher | Announce | Publish | Withdraw | Rollback | GetRestoreTarget | ReportRestored | AwaitVersion
     | ReportStaged | Swap | ReportLoaded | ReportLoadFailed | Retire | AwaitRowsWanted | End | Cancel | Dismiss | Prepare
     | CloseSession | GetAudit | GetFailed | GetStatus | AddCheckpoint | Resume | GetTrainingPosition | AllGather | GetPut

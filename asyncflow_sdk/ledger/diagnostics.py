@@ -25,7 +25,7 @@ class Diagnostics:
         """Return what a request waits for, who should provide it, and since when."""
         command = request.command
         match command:
-            case cmd.PutRows():
+            case cmd.AddRows():
                 return self._why_no_room(command)
             case cmd.AwaitVersion():
                 return self._why_no_newer(command)
@@ -98,7 +98,7 @@ class Diagnostics:
             return f"{text}, and capacity_rows={limits.capacity_rows} leaves no room for the others"
         return text
 
-    def _why_no_room(self, put: cmd.PutRows) -> str:
+    def _why_no_room(self, put: cmd.AddRows) -> str:
         limits, budget, steps = self._state.limits, self._state.budget, self._state.steps
         count, live = self._state.keys.rows_in(put), budget.occupied
         reserve = max(count * budget.reserve, put.nbytes)

@@ -112,7 +112,7 @@ class Ledger:
         return {
             cmd.Configure: self._configure,
             cmd.Declare: lambda session, command: self.configuration.declare(command),
-            cmd.PutRows: lambda session, command: self.puts.put(command),
+            cmd.AddRows: lambda session, command: self.puts.put(command),
             cmd.Cancel: lambda session, command: self.puts.cancel(command),
             cmd.End: lambda session, command: self.puts.end(command),
             cmd.AwaitRowsWanted: lambda session, command: self.puts.wanted(),
@@ -302,7 +302,7 @@ class Ledger:
     def _blocks_others(self, command: cmd.Command) -> bool:
         """True if no later request at the same place can succeed, after this one could not."""
         partitions = self.state.partitions
-        if isinstance(command, cmd.PutRows):
+        if isinstance(command, cmd.AddRows):
             return not self.state.context.every_put and self.puts.in_line()
         if not isinstance(command, cmd.LeaseRows):
             return False
@@ -328,7 +328,8 @@ class Ledger:
             return self.admission.lease_prompts(session, task, command, swapping=swapping)
         if command.world_size > 1:
             return self.rank_groups.lease(session, task, command)
-        return self.admission.lease_rows(session, task, command)
+        found = self.admission.find(task, command, 1)
+        return None if found is None else self.admission.grant(session, task, *found)
 
     def _complete(self, session: Session, command: cmd.Complete) -> cmd.Reply:
         grant = self.state.leases.held(session, command.token, command.rank)

@@ -22,7 +22,7 @@ class Puts:
     def __init__(self, state: LedgerState, terminations: Terminations, assembly: StepAssembly) -> None:
         self._state, self._terminations, self._assembly = state, terminations, assembly
 
-    def put(self, command: cmd.PutRows) -> cmd.Reply | None:
+    def put(self, command: cmd.AddRows) -> cmd.Reply | None:
         """Add rows. None if there is no room yet."""
         if command.digest and len(command.digest) != DIGEST_BYTES * len(command.columns):
             raise SchemaError(f"the digest of {len(command.columns)} columns is not {len(command.digest)} bytes")
@@ -98,7 +98,7 @@ class Puts:
         put with no room beside that step would stop the run."""
         return not self._state.steps.lacks_rows
 
-    def _check(self, command: cmd.PutRows, count: int, takers: list[Task], *, trained: bool) -> None:
+    def _check(self, command: cmd.AddRows, count: int, takers: list[Task], *, trained: bool) -> None:
         """Raise Ended, SchemaError or ConfigError for rows that can never be added."""
         limits = self._state.limits
         if self._state.partitions.ended:
@@ -127,7 +127,7 @@ class Puts:
             raise SchemaError(f"a priority is an int32, not {command.priority}")
         self._state.columns.check(command.columns)
 
-    def _check_group_size(self, command: cmd.PutRows, takers: list[Task], *, trained: bool) -> None:
+    def _check_group_size(self, command: cmd.AddRows, takers: list[Task], *, trained: bool) -> None:
         sizes = self._state.partitions.group_sizes
         alike = [name for name in sizes if name == command.partition]
         if trained:
@@ -139,7 +139,7 @@ class Puts:
                 f"this run has groups of {other}; groups of {command.group_size} would leave steps that cannot fill"
             )
 
-    def _fits(self, command: cmd.PutRows, count: int, *, trained: bool) -> bool:
+    def _fits(self, command: cmd.AddRows, count: int, *, trained: bool) -> bool:
         """True if the rows may be added now."""
         limits, budget = self._state.limits, self._state.budget
         if budget.occupied + count > limits.capacity_rows:
@@ -152,7 +152,7 @@ class Puts:
         # otherwise no row could ever end and free bytes for this put
         return not budget.charged or (trained and self._state.steps.unselected < self._state.steps.window.free)
 
-    def _add(self, command: cmd.PutRows, groups: Ids, takers: list[Task], *, trained: bool) -> Ids:
+    def _add(self, command: cmd.AddRows, groups: Ids, takers: list[Task], *, trained: bool) -> Ids:
         rows, count = self._state.rows, len(groups) * command.group_size
         bits = self._state.columns.add(command.columns)
         self._state.partitions.group_sizes[command.partition] = command.group_size

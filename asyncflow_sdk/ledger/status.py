@@ -39,12 +39,10 @@ class StatusReporter:
 
     def report(self) -> StatusReport:
         """Return rows by task and state, sessions, leases and parked requests."""
-        now, limits, budget, versions = (
-            self._state.context.now,
-            self._state.limits,
-            self._state.budget,
-            self._state.versions,
-        )
+        now = self._state.context.now
+        limits = self._state.limits
+        budget = self._state.budget
+        versions = self._state.versions
         announced, rule = self._publication.announced, self._staleness.rule
         window = self._state.steps.window if self._state.steps.declared else None
         waiting = list(self._state.parked.by_ticket.values())
@@ -162,7 +160,7 @@ def _verb(command: cmd.Command) -> str:
     match command:
         case cmd.LeaseRows():
             return f"get {command.task}"
-        case cmd.PutRows():
+        case cmd.AddRows():
             return f"put {command.groups * command.group_size} rows"
         case cmd.AwaitVersion():
             return f"weights after {command.after}"

@@ -26,9 +26,8 @@ class VersionDiagnostics:
     def why_missing(self) -> str:
         """Explain why no newer version can be fetched: the current one is gone, one is being
         written, or replicas failed; "" if none of these."""
-        return "; ".join(
-            part for part in (self._state.versions.unavailable, self.why_unfinished(), self._failures()) if part
-        )
+        failures = join_some(self._doing(self._state.sessions.by_id[number]) for number in self._replicas.failing)
+        return "; ".join(part for part in (self._state.versions.unavailable, self.why_unfinished(), failures) if part)
 
     def why_unfinished(self) -> str:
         """Explain why the announced or last discarded version is not current; "" if there is
@@ -37,10 +36,8 @@ class VersionDiagnostics:
         announced = publication.announced
         if announced is None:
             return publication.discarded[1]
-        first, since = (
-            self._state.sessions.name(publication.ranks[min(announced.ranks)]),
-            self._state.context.now - announced.since,
-        )
+        first = self._state.sessions.name(publication.ranks[min(announced.ranks)])
+        since = self._state.context.now - announced.since
         text = f"version {announced.version} was announced {since:.1f} s ago by {first}"
         lacks = [rank for rank in range(publication.world_size) if rank not in announced.parts]
         if publication.world_size == 1:
@@ -59,10 +56,6 @@ class VersionDiagnostics:
         earlier = sum(other.since < request.since for other in self._state.parked.at("swap"))
         queue = f"; {earlier} waited before it" if earlier else ""
         return f"at most {limits.max_swapping} at a time (max_swapping), now {loading}{queue}"
-
-    def _failures(self) -> str:
-        """Name the replicas with a failed last fetch or load, and the reasons."""
-        return join_some(self._doing(self._state.sessions.by_id[number]) for number in self._replicas.failing)
 
     def _why_uncommitted(self, version: int) -> str:
         quorum, replicas = self._state.limits.quorum, self._replicas.sessions()

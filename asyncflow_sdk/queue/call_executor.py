@@ -178,7 +178,7 @@ class CallExecutor:
         owner, writer = (remote.OWNER, remote.NUMBER) if call.payload is not None else (session, number)
         try:
             ids, step = self._check(writer, command, block)
-            if isinstance(command, cmd.PutRows | cmd.Complete):
+            if isinstance(command, cmd.AddRows | cmd.Complete):
                 command = msgspec.structs.replace(command, nbytes=block.nbytes if block else 0)
             command = self._measures.fill(command, block)
             lease = self._lease_of_step(command) if step >= 0 else None
@@ -307,7 +307,7 @@ class CallExecutor:
         located: tuple[Located, ...] = ()
         schema: dict[str, ColumnSpec] = {}
         if isinstance(reply, cmd.PutDone):
-            assert isinstance(pending.command, cmd.PutRows)
+            assert isinstance(pending.command, cmd.AddRows)
             self.payloads.put(ticket, pending.command, reply, unpack_ids(reply.groups))
         elif isinstance(reply, cmd.Completed) and pending.ids is not None:
             self.payloads.complete(ticket, pending.ids, unpack_ids(reply.revoked + reply.again))

@@ -31,7 +31,7 @@ def check_call(
     ledger: Ledger, directory: Path, session: int, command: cmd.AnyCommand, block: Block | None
 ) -> tuple[Ids | None, int]:
     """Raises SchemaError, PayloadLost. Returns the rows that a completion names, in the order of its block, and their step."""
-    if not isinstance(command, (cmd.PutRows, cmd.Complete)):
+    if not isinstance(command, (cmd.AddRows, cmd.Complete)):
         if block is not None:
             raise SchemaError("this command takes no payload")
         return None, -1
@@ -46,7 +46,7 @@ def check_call(
             )
         if block.start + block.nbytes > size:
             raise SchemaError(f"segment {block.segment!r} holds no such payload of this session")
-    if isinstance(command, cmd.PutRows):
+    if isinstance(command, cmd.AddRows):
         if block is not None and block.rows != command.groups:
             raise SchemaError(f"{command.groups} groups are put with {block.rows} values")
         if command.groups * command.group_size > MAX_PUT_ROWS:

@@ -105,7 +105,7 @@ class Verbs(Generic[B, S]):
     ) -> PutRows:
         packed = blocks.pack_columns(columns)
         count = len(next(iter(packed.values()))) if packed else 0
-        command = cmd.PutRows(
+        command = cmd.AddRows(
             groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s, partition=partition,
             priority=priority,
         )  # fmt: skip

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 CALL_S = 30.0
 """How long a call that waits for nothing may take before the server counts as lost (seconds)."""
 
-WritingCommand: TypeAlias = cmd.PutRows | cmd.Complete
+WritingCommand: TypeAlias = cmd.AddRows | cmd.Complete
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Port(ABC):
         specs = {name: column.spec for name, column in columns.items()}
         if (response := columns.get(RESPONSE)) is not None and response.offsets is not None:
             command = msgspec.structs.replace(command, lengths=np.diff(response.offsets).astype("<i4").tobytes())
-        if isinstance(command, cmd.PutRows) and command.key:
+        if isinstance(command, cmd.AddRows) and command.key:
             command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
         if self.connection.inline:
             self.connection.wire.fits(sum(column.values.nbytes for column in columns.values()))
@@ -277,7 +277,7 @@ class Port(ABC):
     def _copy(self, letter: Letter, waited_s: float) -> Letter:
         """The same letter, its payload in another place: the memory it was written into is this process's still."""
         command, block, old = letter.command, letter.block, letter.space
-        if isinstance(command, cmd.PutRows):
+        if isinstance(command, cmd.AddRows):
             command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))
         if block is None or old is None:
             return dataclasses.replace(letter, command=command)
@@ -297,7 +297,7 @@ class Port(ABC):
         """Write and post. Return the reply, or raise what the server reported. Where rows lie on the disk and it is full, a put
         waits up to its deadline, and raises DeadlineExceeded."""
         size = sum(column.values.nbytes for column in columns.values())
-        if size >= LARGE_BYTES and isinstance(command, cmd.PutRows):
+        if size >= LARGE_BYTES and isinstance(command, cmd.AddRows):
             room = (await self.send(cmd.GetStatus())).capacity_bytes
             if size > room:  # seen before so much is written only to be refused
                 raise SchemaError(
@@ -312,7 +312,7 @@ class Port(ABC):
                 answer.raise_error()
                 return answer.reply
             except MemoryFull as full:
-                if not (self.connection.synced and isinstance(command, cmd.PutRows)):
+                if not (self.connection.synced and isinstance(command, cmd.AddRows)):
                     raise
                 waited = time.monotonic() - began
                 if waited >= timeout_s:

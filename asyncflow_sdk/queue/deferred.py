@@ -48,7 +48,7 @@ class DeferredRequest:
 
     @property
     def puts_rows(self) -> bool:
-        return isinstance(self.call.command, cmd.PutRows)
+        return isinstance(self.call.command, cmd.AddRows)
 
     def at(self, now: float) -> DeferredRequest:
         """The same request, made now with the time that is left."""
@@ -143,6 +143,6 @@ class DeferredRequests:
 
 
 def _verb(command: Any) -> str:
-    if isinstance(command, cmd.PutRows):
+    if isinstance(command, cmd.AddRows):
         return f"put {command.groups * command.group_size} rows"
     return f"get {command.task}" if isinstance(command, cmd.LeaseRows) else type(command).__name__.lower()

@@ -36,7 +36,7 @@ class Measures:
 
     def fill(self, command: cmd.AnyCommand, block: Block | None) -> cmd.AnyCommand:
         """The command with its measures. Never takes them from a client."""
-        if isinstance(command, (cmd.PutRows, cmd.Complete)):
+        if isinstance(command, (cmd.AddRows, cmd.Complete)):
             known = self._ledger.state.rows.measures
             names = [n for n, s in command.columns.items() if n in known and s.measurable] if known else []
             if block is not None and names:

@@ -98,7 +98,7 @@ class PayloadManager:
         """Keep the block of a call that is carried out."""
         self._unplaced[ticket] = owner, block
 
-    def put(self, ticket: int, command: cmd.PutRows, done: cmd.PutDone, groups: Ids) -> None:
+    def put(self, ticket: int, command: cmd.AddRows, done: cmd.PutDone, groups: Ids) -> None:
         """Place the rows that a put made. ``groups``: of the block, if a repeated put adds only some of them."""
         if ticket not in self._unplaced:
             return

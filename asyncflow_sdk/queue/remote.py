@@ -83,7 +83,7 @@ class Remote:
             call = decode_call(body)
             if (
                 call.payload is None
-                or not isinstance(call.command, (cmd.PutRows, cmd.Complete))
+                or not isinstance(call.command, (cmd.AddRows, cmd.Complete))
                 or call.block is not None
             ):
                 raise SchemaError("this command takes no payload")
@@ -100,7 +100,7 @@ class Remote:
             raise SchemaError("no payload came with the call")
         if isinstance(incoming, Refused):
             raise incoming.error
-        assert isinstance(call.command, (cmd.PutRows, cmd.Complete))
+        assert isinstance(call.command, (cmd.AddRows, cmd.Complete))
         assert call.payload is not None
         space = incoming.space
         try:

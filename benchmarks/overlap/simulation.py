@@ -80,7 +80,7 @@ class Simulation:
         trainer.publish(0)
         self._until(lambda: all(s.loaded == 0 for s in self.ledger.sessions.values() if s.replica is not None))
         self.now_zero()
-        self.send(driver, cmd.PutRows(groups=plan.prompts, group_size=GROUP, columns={"prompt_ids": IDS}))
+        self.send(driver, cmd.AddRows(groups=plan.prompts, group_size=GROUP, columns={"prompt_ids": IDS}))
         trainer.ask()
         self._until(lambda: len(self.trained_s) >= plan.steps)
         audit = self.ledger.audit()

@@ -57,7 +57,7 @@ class Queue:
     def put(self, rows: int) -> None:
         while rows > 0:
             part = min(rows, 1 << 14)
-            self.say(self.me, cmd.PutRows(groups=part, group_size=1, columns=X))
+            self.say(self.me, cmd.AddRows(groups=part, group_size=1, columns=X))
             rows -= part
             self.puts += part
 
@@ -66,7 +66,7 @@ class Queue:
         began = time.perf_counter()
         lease = self.say(self.me, cmd.LeaseRows(task="work", count=ROWS))
         self.say(self.me, cmd.Complete(token=lease.token, columns=Y))
-        self.say(self.me, cmd.PutRows(groups=ROWS, group_size=1, columns=X))
+        self.say(self.me, cmd.AddRows(groups=ROWS, group_size=1, columns=X))
         self.ledger.tick(self.now)
         self.ledger.next_deadline()
         took = time.perf_counter() - began

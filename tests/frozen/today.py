@@ -25,7 +25,7 @@ TYPES: dict[str, str] = {
     "Checkpoint": "AddCheckpoint", "Cut": "TrainingPosition", "GetCut": "GetTrainingPosition",
     "GetRestoration": "GetRestoreTarget", "Join": "OpenSession", "Joined": "SessionOpened", "Lease": "LeaseRows",
     "Leave": "CloseSession", "Loaded": "ReportLoaded", "Meet": "AllGather", "Met": "AllGathered",
-    "NotLoaded": "ReportLoadFailed", "Part": "VersionPart", "Published": "PublishReply", "Put": "PutRows",
+    "NotLoaded": "ReportLoadFailed", "Part": "VersionPart", "Published": "PublishReply", "Put": "AddRows",
     "Restoration": "RestoreTarget", "Restored": "ReportRestored", "RolledBack": "RollbackDone",
     "Sampling": "SamplerTraits", "Staged": "ReportStaged", "Wanted": "AwaitRowsWanted",
 }  # fmt: skip

@@ -294,7 +294,7 @@ class CheckedLedger:
         elif isinstance(command, cmd.CloseSession):
             self._close(session)
 
-    def _on_putdone(self, _: int, command: cmd.PutRows, reply: cmd.PutDone) -> None:
+    def _on_putdone(self, _: int, command: cmd.AddRows, reply: cmd.PutDone) -> None:
         known = self._keys.get(command.key)
         if reply.again:
             assert known is not None

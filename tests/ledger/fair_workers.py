@@ -45,7 +45,7 @@ class FairWorkers:
     def _feed(self) -> bool:
         if not isinstance(self._send("feeder", cmd.AwaitRowsWanted()), cmd.RowsWanted):
             return False
-        put = cmd.PutRows(groups=1, group_size=self.group_size, columns={"prompt": COLUMN})
+        put = cmd.AddRows(groups=1, group_size=self.group_size, columns={"prompt": COLUMN})
         return isinstance(self._send("feeder", put), cmd.PutDone)
 
     def _publish_what_is_due(self, role: str) -> bool:

@@ -101,7 +101,7 @@ class Queue:
         **columns: ColumnSpec,
     ) -> Any:
         columns = columns or {"prompt": TEXT}
-        put = cmd.PutRows(groups=groups, group_size=size, columns=columns, timeout_s=wait, key=key, priority=priority)
+        put = cmd.AddRows(groups=groups, group_size=size, columns=columns, timeout_s=wait, key=key, priority=priority)
         return self.do(self.admin, put)
 
     def lease(self, session: int, task: str, count: int = 100, wait: float = 0.0, **more: Any) -> Any:

@@ -216,7 +216,7 @@ class Feeder(Worker):
             self.later(self.world.soon(), self.ask)
             return
         groups = max(1, min(reply.count, self.most) // self.size)
-        put = cmd.PutRows(
+        put = cmd.AddRows(
             groups=groups, group_size=self.size, columns={"prompt": COLUMN}, timeout_s=2 * FOR_EVER,
             priority=self.world.random.choice((0, 0, 1, -1)), measures={"prompt": self.world.lengths(groups)},
         )  # fmt: skip

@@ -22,7 +22,7 @@ TASK = TaskSpec(name="ranks", needs=("prompt",), sampler=SamplerSpec("token_bala
 def ask_all(weights: list[float], shards: int) -> Ledger:
     """A ledger of rows of these weights, that all ranks but the last have asked for."""
     ledger = Ledger()
-    put = cmd.PutRows(
+    put = cmd.AddRows(
         groups=len(weights),
         group_size=1,
         columns={"prompt": TOKENS},

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.fast
 
 
 def put(queue: Queue, groups: int, size: int = 1, nbytes: int = 0, **more: Any) -> Any:
-    command = cmd.PutRows(groups=groups, group_size=size, columns={"prompt": TEXT}, nbytes=nbytes, **more)
+    command = cmd.AddRows(groups=groups, group_size=size, columns={"prompt": TEXT}, nbytes=nbytes, **more)
     return queue.do(queue.admin, command)
 
 
@@ -184,7 +184,7 @@ def test_a_put_that_waits_for_bytes_goes_when_they_are_free() -> None:
     queue = Queue(TaskSpec(name="end", needs=("prompt",)), capacity_bytes=100)
     put(queue, 1, nbytes=80)
     waiting = queue.ask(
-        queue.admin, cmd.PutRows(groups=1, group_size=1, columns={"prompt": TEXT}, nbytes=60, timeout_s=9)
+        queue.admin, cmd.AddRows(groups=1, group_size=1, columns={"prompt": TEXT}, nbytes=60, timeout_s=9)
     )
     assert waiting not in queue.answers
 

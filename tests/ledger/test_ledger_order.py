@@ -141,7 +141,7 @@ def test_its_deadline_says_how_many_there_are_and_what_keeps_the_others_out() ->
     queue.put(6)
     with pytest.raises(DeadlineExceeded, match="task 'plain' has 6 of 8 rows; 6 rows are ready"):
         queue.do(worker, cmd.LeaseRows(task="plain", count=8, at_least=8))
-    queue.ask(queue.join("feeder"), cmd.PutRows(groups=3, group_size=1, columns={"prompt": TEXT}, timeout_s=60))
+    queue.ask(queue.join("feeder"), cmd.AddRows(groups=3, group_size=1, columns={"prompt": TEXT}, timeout_s=60))
     with pytest.raises(DeadlineExceeded, match="has 6 of 8 rows, and feeder waits for room to put 3 more"):
         queue.do(worker, cmd.LeaseRows(task="plain", count=8, at_least=8))
     queue.complete(worker, queue.lease(worker, "plain", 3))

@@ -80,7 +80,7 @@ class Plain:
         return next((reply for ticket, reply in self.ledger.drain().answers if ticket == self.tickets), None)
 
     def put(self, groups: int, size: int = 1, **more: Any) -> None:
-        put = cmd.PutRows(groups=groups, group_size=size, columns={"prompt": TOKENS}, **more)
+        put = cmd.AddRows(groups=groups, group_size=size, columns={"prompt": TOKENS}, **more)
         assert isinstance(self.do(self.worker, put), cmd.PutDone)
 
 
@@ -207,7 +207,7 @@ def turns_beside_puts(waiting: int) -> int:
     plain = Plain(TaskSpec(name="last", needs=("prompt",)), capacity_rows=8)
     plain.put(8)
     for _ in range(waiting):
-        put = cmd.PutRows(groups=1, group_size=1, columns={"prompt": TOKENS}, timeout_s=9.0)
+        put = cmd.AddRows(groups=1, group_size=1, columns={"prompt": TOKENS}, timeout_s=9.0)
         assert plain.do(plain.other, put) is None
 
     def turn() -> None:

@@ -387,7 +387,7 @@ def test_end_with_requests_parked_everywhere_answers_them_all() -> None:
     queue.put(2)
     asked = [
         queue.ask(trainer, cmd.LeaseRows(task="train", count=1, timeout_s=60)),
-        queue.ask(queue.admin, cmd.PutRows(groups=3, group_size=1, columns={"prompt": TEXT}, timeout_s=60)),
+        queue.ask(queue.admin, cmd.AddRows(groups=3, group_size=1, columns={"prompt": TEXT}, timeout_s=60)),
         queue.ask(replica, cmd.AwaitVersion(after=0, timeout_s=60)),
     ]
     queue.do(queue.admin, cmd.End())

@@ -96,7 +96,7 @@ def test_a_deadline_of_a_put_says_who_keeps_the_queue_full() -> None:
     queue, replica, *_ = running(capacity_rows=4)
     queue.put(4)
     queue.lease(replica, "rollout", 3)
-    put = cmd.PutRows(groups=1, group_size=1, columns={"prompt": TEXT}, timeout_s=3)
+    put = cmd.AddRows(groups=1, group_size=1, columns={"prompt": TEXT}, timeout_s=3)
     text = deadline_of(queue, queue.admin, put)
     assert "1 more rows do not fit: the queue has 4 of 4 rows" in text
     assert "1 rows are ready for task 'rollout', and no client requests them" in text
@@ -106,7 +106,7 @@ def test_a_deadline_of_a_put_says_who_keeps_the_queue_full() -> None:
 def test_a_deadline_of_a_put_that_can_never_fit_says_what_to_do() -> None:
     queue, *_ = running(capacity_rows=6)
     queue.put(2)
-    text = deadline_of(queue, queue.admin, cmd.PutRows(groups=5, group_size=1, columns={"prompt": TEXT}, timeout_s=3))
+    text = deadline_of(queue, queue.admin, cmd.AddRows(groups=5, group_size=1, columns={"prompt": TEXT}, timeout_s=3))
     assert "5 more rows do not fit: the queue has 2 of 6 rows, and step 0 cannot fill without 2 more" in text
     assert "put fewer at a time, or set a larger capacity_rows" in text
 

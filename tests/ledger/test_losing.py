@@ -20,7 +20,7 @@ def filled(queue: Queue, steps: int) -> tuple[int, int]:
     queue.publish(0)
     queue.do(replica, cmd.ReportLoaded(version=0))
     for _ in range(steps):
-        queue.do(replica, cmd.PutRows(groups=2, group_size=2, columns={"prompt": TOKENS}))
+        queue.do(replica, cmd.AddRows(groups=2, group_size=2, columns={"prompt": TOKENS}))
         lease = queue.do(replica, cmd.LeaseRows(task="rollout", count=4))
         queue.do(replica, cmd.Complete(token=lease.token, columns={"response": TOKENS}))
         lease = queue.do(replica, cmd.LeaseRows(task="reward", count=4))
@@ -66,7 +66,7 @@ def test_rows_lost_before_their_turn_fail_with_their_groups_wherever_they_are() 
     # given rows that wait, that are leased, and that fill a step
     queue = Queue(ROLLOUT, REWARD, TRAIN, max_staleness=2)
     replica, _ = filled(queue, 0)
-    queue.do(replica, cmd.PutRows(groups=6, group_size=2, columns={"prompt": TOKENS}))
+    queue.do(replica, cmd.AddRows(groups=6, group_size=2, columns={"prompt": TOKENS}))
     held = queue.do(replica, cmd.LeaseRows(task="rollout", count=4))
     done = queue.do(replica, cmd.LeaseRows(task="rollout", count=2))
     queue.do(replica, cmd.Complete(token=done.token, columns={"response": TOKENS}))

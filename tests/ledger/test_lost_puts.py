@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 
 
 def put(queue: Queue, key: str, groups: int, size: int) -> cmd.PutDone:
-    command = cmd.PutRows(groups=groups, group_size=size, columns={"prompt": TEXT}, key=key, digest=key.encode() * 16)
+    command = cmd.AddRows(groups=groups, group_size=size, columns={"prompt": TEXT}, key=key, digest=key.encode() * 16)
     reply: cmd.PutDone = queue.do(queue.admin, command)
     return reply
 
@@ -82,7 +82,7 @@ def test_a_lost_put_waits_for_room_only_as_large_as_what_it_lacks() -> None:
     assert queue.put(1).count == 1  # another one has its place
     ticket = queue.ask(
         queue.admin,
-        cmd.PutRows(groups=4, group_size=1, columns={"prompt": TEXT}, key="a", digest=b"a" * 16, timeout_s=9.0),
+        cmd.AddRows(groups=4, group_size=1, columns={"prompt": TEXT}, key="a", digest=b"a" * 16, timeout_s=9.0),
     )
     assert ticket not in queue.answers
     queue.at(9.0)
@@ -146,5 +146,5 @@ def test_a_digest_that_is_none_is_refused() -> None:
     queue = Queue(PLAIN)
     with pytest.raises(SchemaError, match="the digest of 1 columns is not 15 bytes"):
         queue.do(
-            queue.admin, cmd.PutRows(groups=1, group_size=1, columns={"prompt": TEXT}, key="k", digest=bytes(15))
+            queue.admin, cmd.AddRows(groups=1, group_size=1, columns={"prompt": TEXT}, key="k", digest=bytes(15))
         )

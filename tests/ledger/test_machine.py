@@ -113,7 +113,7 @@ class LedgerMachine(RuleBasedStateMachine):
             for at in range(draw(st.integers(0, 3))):
                 self.send(at, cmd.ReportLoaded(version=0))
             for _ in range(draw(st.integers(0, 6))):
-                self.send(0, cmd.PutRows(groups=1, group_size=self.size, columns=ORDINARY))
+                self.send(0, cmd.AddRows(groups=1, group_size=self.size, columns=ORDINARY))
 
     def session(self, at: int) -> int:
         return self.sessions[at % len(self.sessions)]
@@ -235,7 +235,7 @@ class LedgerMachine(RuleBasedStateMachine):
             where = ""  # nobody would ever take them
         groups = {"a": 1, "b": 2}.get(key, groups)  # so that a key often comes again as it was
         digest = (b"\1" if spoil == "values" else b"\0") * 16 * len(columns) if key else b""
-        command = cmd.PutRows(
+        command = cmd.AddRows(
             groups=groups, group_size=size, columns=columns, key=key, timeout_s=wait, priority=priority,
             partition=where, nbytes=nbytes, digest=digest + b"\0" * (spoil == "digest"),
         )  # fmt: skip
@@ -459,7 +459,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if loads:
                 self.send(who + 1, cmd.ReportLoaded(version=self.version))
             for at in range(works if "rollout" in self.ledger.tasks else 0):
-                self.send(who, cmd.PutRows(groups=2, group_size=self.size, columns=ORDINARY))
+                self.send(who, cmd.AddRows(groups=2, group_size=self.size, columns=ORDINARY))
                 got = self.send(who + 1, cmd.LeaseRows(task="rollout", count=self.size + 1))
                 if isinstance(got, cmd.Leased) and at:  # in part, perhaps with what it loads meanwhile
                     self.send(who + 1, cmd.ReportLoaded(version=self.version))

@@ -20,7 +20,7 @@ SCORE = TaskSpec(name="score", needs=("reward",), partitions=("eval",))
 
 
 def put(queue: Queue, groups: int, size: int = 1, partition: str = "", **more: Any) -> Any:
-    command = cmd.PutRows(groups=groups, group_size=size, columns={"prompt": TEXT}, partition=partition, **more)
+    command = cmd.AddRows(groups=groups, group_size=size, columns={"prompt": TEXT}, partition=partition, **more)
     return queue.do(queue.admin, command)
 
 

@@ -28,7 +28,7 @@ def task(sampler: str, *, name: str = "plain", gives: str = "answer", **options:
 
 def put(queue: Queue, *measures: float, size: int = 1, priority: int = 0) -> None:
     """A group for each measure of column "prompt"."""
-    command = cmd.PutRows(
+    command = cmd.AddRows(
         groups=len(measures), group_size=size, columns={"prompt": TOKENS}, priority=priority,
         measures={"prompt": np.array(measures, "<f8").tobytes()},
     )  # fmt: skip
@@ -267,7 +267,11 @@ def test_a_sampler_that_cannot_be_is_refused_when_its_task_is_declared() -> None
         (task("shuffled", sead=1), ConfigError, "sampler 'shuffled' cannot be created with .*sead"),
         (task("shuffled", window=0), ConfigError, "at least 1 row"),
         (task("by_column", column="other"), ConfigError, "measures column 'other', not among the needs of the task"),
-        (TaskSpec(name="t", sampler=SamplerSpec("shuffled"), **train), ConfigError, "staleness rule selects the rows"),
+        (
+            TaskSpec(name="t", sampler=SamplerSpec("shuffled"), **train),
+            ConfigError,
+            "staleness rule selects the rows",
+        ),
     ]
     for spec, error, why in wrong:
         with pytest.raises(error, match=why):

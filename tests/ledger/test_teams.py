@@ -384,7 +384,7 @@ def test_at_least_is_of_the_whole_lease() -> None:
 
 def weighted(task: TaskSpec, *weights: float, size: int = 1) -> Queue:
     queue = Queue(task)
-    command = cmd.PutRows(
+    command = cmd.AddRows(
         groups=len(weights), group_size=size, columns={"prompt": TOKENS},
         measures={"prompt": np.array(weights, "<f8").tobytes()},
     )  # fmt: skip

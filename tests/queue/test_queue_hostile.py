@@ -90,7 +90,7 @@ def test_payload_that_is_not_there_or_not_ones_own(
     hostile: RawClient, victim: TransferQueue, block: tuple[Any, ...]
 ) -> None:
     with pytest.raises(PayloadLost if block[0] == "s3-1" else SchemaError):
-        hostile.send(cmd.PutRows(groups=1, group_size=1, columns=X), *block)
+        hostile.send(cmd.AddRows(groups=1, group_size=1, columns=X), *block)
     unharmed(victim)
 
 
@@ -104,7 +104,7 @@ def test_payload_that_is_not_there_or_not_ones_own(
         cmd.Complete(token=10**6, columns={}),
         cmd.Complete(token=-(2**63), columns={}, index=b"abc"),
         cmd.GiveBack(token=2**62, index=b"\xff" * 4),
-        cmd.PutRows(groups=2**61, group_size=2**61, columns={}),
+        cmd.AddRows(groups=2**61, group_size=2**61, columns={}),
         cmd.Configure(capacity_rows=-1),
         cmd.OpenPublisher(rank=-1),
         cmd.OpenPublisher(rank=2, world_size=2),
@@ -175,7 +175,7 @@ def test_nothing_is_done_before_hello_or_for_another_version(run: Served, victim
     client = RawClient(run.address, sdk=None)
     for command, block in (
         (cmd.GetAudit(), (None,)),
-        (cmd.PutRows(groups=1, group_size=1, columns=X), ("s2-1", 0, 1, 1, 128, ("x",))),
+        (cmd.AddRows(groups=1, group_size=1, columns=X), ("s2-1", 0, 1, 1, 128, ("x",))),
     ):
         with pytest.raises(ProtocolError, match="say hello first"):
             client.send(command, *block)

@@ -32,7 +32,7 @@ class KeyedPut(NamedTuple):
     columns: tuple[str, ...]
     digest: bytes
 
-    def differences(self, put: cmd.PutRows) -> list[str]:
+    def differences(self, put: cmd.AddRows) -> list[str]:
         """Describe the differences to another put with the same key; empty if none."""
         found = []
         groups = self.size // self.group_size
@@ -69,7 +69,7 @@ class IdempotencyKeys:
         """Return the put with this key."""
         return self._puts.get(key)
 
-    def lacking(self, put: cmd.PutRows) -> Ids | None:
+    def lacking(self, put: cmd.AddRows) -> Ids | None:
         """Return the numbers of the groups to add: those lost since the first put with the key.
         None: all, the key is new. Raises SchemaError if the key was put with other rows."""
         known = self._puts.get(put.key) if put.key else None
@@ -82,12 +82,12 @@ class IdempotencyKeys:
             )
         return self._lost.get(put.key, _NO_GROUPS)
 
-    def rows_in(self, put: cmd.PutRows) -> int:
+    def rows_in(self, put: cmd.AddRows) -> int:
         """Return the number of rows that a put adds if it is not refused."""
         groups = self._lost.get(put.key, _NO_GROUPS) if put.key in self._puts else range(put.groups)
         return len(groups) * put.group_size
 
-    def add(self, put: cmd.PutRows, first: int, rows: Rows) -> None:
+    def add(self, put: cmd.AddRows, first: int, rows: Rows) -> None:
         """Keep a new key for rows from ``first`` on. Forget the oldest keys of ended rows."""
         columns = tuple(put.columns)
         count = put.groups * put.group_size
@@ -96,7 +96,8 @@ class IdempotencyKeys:
         while len(self._puts) > self._limit:
             oldest, key = self._order[self._forgotten]
             if key in self._puts and self._puts[key].first == oldest:
-                if not self._is_over(key, rows):
+                ids = self.rows_of(key)
+                if (rows.state[rows.at(ids[ids >= rows.base])] == LIVE).any():
                     break
                 for known in (self._puts, self._lost, self._again):
                     known.pop(key, None)
@@ -168,10 +169,6 @@ class IdempotencyKeys:
         groups = next((groups for begins, groups in self._again.get(key, ()) if begins == first), _NO_GROUPS)
         found: Ids = groups[(ids[ids < first + len(groups) * put.group_size] - first) // put.group_size]
         return found
-
-    def _is_over(self, key: str, rows: Rows) -> bool:
-        ids = self.rows_of(key)
-        return not (rows.state[rows.at(ids[ids >= rows.base])] == LIVE).any()
 
 
 def _by_column(columns: tuple[str, ...], digest: bytes) -> dict[str, bytes]:

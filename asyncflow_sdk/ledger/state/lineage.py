@@ -55,7 +55,7 @@ class Lineage:
 
     def step(self, version: int) -> int:
         """Return the step that trains a version."""
-        return version - self._of(version).offset
+        return version - next(each.offset for each in reversed(self.changes) if version >= each.first)
 
     def version(self, step: int) -> int:
         """Return the version trained by a step leased now."""
@@ -98,6 +98,3 @@ class Lineage:
         """Append ``version``, trained at ``step``, whatever its number."""
         if self.step(version) != step:
             self.changes.append(VersionOffset(version, version - 1, version - step))
-
-    def _of(self, version: int) -> VersionOffset:
-        return next(change for change in reversed(self.changes) if version >= change.first)

@@ -12,7 +12,7 @@ from .sessions import Sessions
 from .timers import Timers
 
 PLACES = {
-    cmd.PutRows: "put", cmd.AwaitVersion: "version", cmd.AwaitRowsWanted: "wanted", cmd.Announce: "announce", cmd.Swap: "swap",
+    cmd.AddRows: "put", cmd.AwaitVersion: "version", cmd.AwaitRowsWanted: "wanted", cmd.Announce: "announce", cmd.Swap: "swap",
     cmd.AwaitLost: "lost",
 }  # fmt: skip
 

@@ -129,12 +129,6 @@ class Rows:
         firsts, there = np.unique(self.first[self.at(live)], return_counts=True)
         self._arrivals[task][self.at(firsts)] = self.size[self.at(firsts)] - there
 
-    def task_counts(self, name: str) -> dict[str, int]:
-        """Return live rows by their state in a task."""
-        live = self.state[: self.count] == LIVE
-        counts = np.bincount(self._tasks[name]["state"][: self.count][live], minlength=1 + len(TASK_STATES))
-        return dict(zip(TASK_STATES, counts.tolist(), strict=False))
-
     def finish(self, ids: Ids, state: int) -> None:
         """Set the terminal state of rows; it must be their first."""
         at = self.write_index(self.at(ids))
