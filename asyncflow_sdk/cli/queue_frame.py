@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from ..ledger import StatusReport
-from ..ledger.commands import ParkedStatus, SessionStatus
+from ..types.reports import ParkedStatus, SessionStatus
 from .flow import Flow
 from .frame import STATES
 from .lines import Cell, duration, fit, head, laid_out, printable, rate, size, sparkline, to_ascii, wrapped

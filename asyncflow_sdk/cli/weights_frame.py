@@ -7,7 +7,7 @@ import textwrap
 from rich.cells import cell_len
 
 from ..ledger import StatusReport
-from ..ledger.commands import SessionStatus, VersionStatus
+from ..types.reports import SessionStatus, VersionStatus
 from .lines import Cell, duration, fit, head, printable, size
 
 _NARROW = 70

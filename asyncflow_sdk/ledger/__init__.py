@@ -1,16 +1,8 @@
 """The ledger: a pure state machine over rows, tasks, leases, steps and versions."""
 
-from .commands import (
-    TERMINAL,
-    AnyCommand,
-    AnyReply,
-    Audit,
-    FailedGroup,
-    StatusReport,
-    TaskSpec,
-    pack_ids,
-    unpack_ids,
-)
+from ..types.reports import TERMINAL, Audit, FailedGroup, StatusReport
+from ..types.tasks import TaskSpec
+from .commands import AnyCommand, AnyReply, pack_ids, unpack_ids
 from .ledger import Ledger
 from .state.context import Effects
 from .state.window import Window

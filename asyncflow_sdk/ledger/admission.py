@@ -1,4 +1,4 @@
-"""Admission: which session gets which rows, of which step, for which version."""
+"""Lease admission: grant rows of a step, for a version, to a session."""
 
 from __future__ import annotations
 
@@ -9,35 +9,25 @@ import numpy as np
 from ..errors import Ended, SchemaError
 from . import commands as cmd
 from .commands import Ids, pack_ids
-from .sampling import TaskSamplers
-from .staleness import Staleness
+from .staleness import StalenessControl
 from .state import LedgerState
 from .state.grants import ShardedLease
 from .state.rows import LEASED, NONE, READY, SELECTED
 from .state.sessions import Session
 from .state.tasks import Task
-from .training import Training
+from .step_versions import StepVersions
+from .task_samplers import TaskSamplers
 
 
-class Admission:
-    """Grants leases. A request returns None if it has to wait."""
+class LeaseAdmission:
+    """Grants leases. Methods return None if the request has to wait."""
 
-    def __init__(self, state: LedgerState, training: Training, staleness: Staleness, samplers: TaskSamplers) -> None:
-        self._context, self._rows, self._partitions, self._limits = (
-            state.context,
-            state.rows,
-            state.partitions,
-            state.limits,
-        )
-        self._tasks, self._steps, self._versions, self._training = state.tasks, state.steps, state.versions, training
-        self._staleness, self._samplers, self._leases, self._metrics = (
-            staleness,
-            samplers,
-            state.leases,
-            state.metrics,
-        )
+    def __init__(
+        self, state: LedgerState, step_versions: StepVersions, staleness: StalenessControl, samplers: TaskSamplers
+    ) -> None:
+        self._state, self._step_versions, self._staleness, self._samplers = state, step_versions, staleness, samplers
 
-    def check(self, task: Task, command: cmd.Lease) -> None:
+    def check(self, task: Task, command: cmd.LeaseRows) -> None:
         """Raise SchemaError for a request that can never be granted."""
         if command.count < 1:
             raise SchemaError(f"a lease needs a count of 1 or more, not {command.count}")
@@ -54,49 +44,48 @@ class Admission:
                     f"task {task.spec.name!r} is not declared to need column {column!r}; it needs: {needs}"
                 )
 
-    def check_open(self, session: Session, task: Task, command: cmd.Lease) -> None:
-        """Raise Ended if this session, or every one, will get no further row of the task; PluginError if the policy has failed."""
+    def check_open(self, session: Session, task: Task, command: cmd.LeaseRows) -> None:
+        """Raise Ended if the session or the task gets no further row; PluginError if the policy has
+        failed."""
         if session.dismissed:
-            raise Ended(f"{session.name} was told to leave, and is given no more rows")
-        if self._tasks.exhausted(task, command.partition):
+            raise Ended(f"{session.name} was dismissed and gets no more rows")
+        if self._state.tasks.exhausted(task, command.partition):
             where = "" if command.partition is None else f" of partition {command.partition!r}"
-            raise Ended(f"task {command.task!r} has had every row{where} it will get")
+            raise Ended(f"task {command.task!r} has no more rows{where} to grant")
         if task.spec.grouped:
             self._staleness.check()
 
-    def lease_rows(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:
-        """Lease rows that no staleness rule admits; of a task that makes the steps, one whole step."""
-        found = self.find(task, command, 1)
-        return None if found is None else self.grant(session, task, *found)
-
-    def lease_prompts(self, session: Session, task: Task, command: cmd.Lease, *, swapping: bool) -> cmd.Reply | None:
-        """Lease whole groups as the staleness rule allows for the version that the replica has loaded. ``swapping``: it may load another
-        one now."""
+    def lease_prompts(
+        self, session: Session, task: Task, command: cmd.LeaseRows, *, swapping: bool
+    ) -> cmd.Reply | None:
+        """Lease whole groups, within the staleness rule for the replica's loaded version.
+        ``swapping``: the replica has permission to load another version."""
         count = command.count
         if command.most:
             if swapping:
-                return None  # it would have to give these rows back; other replicas can begin them now
+                return None  # it would have to return them; other replicas can start them now
             held = sum(grant.left for grant in session.leases.values() if grant.task == command.task)
             count = max(count, command.most - held)
         reply = self._lease_admitted(session, task, command.partition, count)
         return None if command.most and isinstance(reply, cmd.LoadFirst) else reply
 
-    def find(self, task: Task, command: cmd.Lease, at_least: int) -> tuple[Ids, int] | None:
-        """Remove rows for a lease from their queue, with their step; None if there are too few."""
+    def find(self, task: Task, command: cmd.LeaseRows, at_least: int) -> tuple[Ids, int] | None:
+        """Remove rows for a lease from their queue. Return them with their step (else NONE); None
+        if too few."""
         if task.spec.batch_rows is not None:
-            if not self._steps.closed:
+            if not self._state.steps.closed:
                 return None
-            step, ids = self._steps.closed.popleft()
+            step, ids = self._state.steps.closed.popleft()
             return ids, step
-        for partition in self._tasks.next_partitions(task, command.partition):
+        for partition in self._state.tasks.next_partitions(task, command.partition):
             fit, least = task.fit[partition], max(at_least, command.at_least, 1)
-            last = fit > 0 and not task.waiting[partition] and self._partitions.closed(partition)
+            last = fit > 0 and not task.waiting[partition] and self._state.partitions.closed(partition)
             if fit < least and not last:
                 continue
             least = command.at_least if fit >= command.at_least else 1
             ids = self._samplers.take(task, task.ready[partition], command.count, least)
             if len(ids):
-                task.turn = partition + 1
+                task.next_partition = partition + 1
                 return ids, NONE
         return None
 
@@ -104,85 +93,88 @@ class Admission:
         self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None,
         shards: ShardedLease | None = None,
     ) -> cmd.Leased:  # fmt: skip
-        """Lease rows to a session, or to those of ``shards``. ``version``: loaded by the replica that generates with it."""
-        name, rows = task.spec.name, self._rows
+        """Lease rows to a session, or to the sessions of ``shards``. ``version``: loaded by the
+        replica."""
+        name, rows = task.spec.name, self._state.rows
         at = rows.at(ids)
-        spot = rows.spot(at)
-        task.given += 1
+        spot = rows.write_index(at)
+        task.leases_granted += 1
         if step == NONE:
-            self._tasks.count_fit(task, ids, -1)
+            self._state.tasks.count_fit(task, ids, -1)
         else:
-            self._training.lease(step)
+            self._step_versions.lease(step)
         if version is not None:
             session.claimed = False
         else:
-            version = NONE if step == NONE else self._training.version_of(step)
-        lineage = self._versions.lineage
-        token = self._leases.add(session, task, ids, step, version, len(lineage.changes), shards).token
+            version = NONE if step == NONE else self._step_versions.version_of(step)
+        lineage = self._state.versions.lineage
+        token = self._state.leases.add(session, task, ids, step, version, len(lineage.changes), shards).token
         rows.task(name, "state")[spot] = LEASED
         rows.task(name, "token")[spot] = token
         task.move(len(ids), READY if task.spec.batch_rows is None else SELECTED, LEASED)
         return cmd.Leased(
             token=token, task=name, ids=pack_ids(ids), groups=pack_ids(rows.first[at]),
-            step=step, version=version, lease_s=task.spec.lease_s, partition=self._partitions.name_of(ids[:1]),
+            step=step, version=version, lease_s=task.spec.lease_s, partition=self._state.partitions.name_of(ids[:1]),
             version_step_offsets=() if step == NONE else lineage.offsets,
-            completed_at=b"" if step == NONE else self._metrics.note_ages(at, step, lineage),
+            completed_at=b"" if step == NONE else self._state.metrics.note_ages(at, step, lineage),
         )  # fmt: skip
 
-    def _check_at_least(self, task: Task, command: cmd.Lease) -> None:
+    def _check_at_least(self, task: Task, command: cmd.LeaseRows) -> None:
         most = command.count if task.spec.batch_rows is None else task.spec.batch_rows
         if not 0 <= command.at_least <= most:
             raise SchemaError(f"at_least is a number of rows up to {most}, not {command.at_least}")
-        if command.at_least > self._limits.capacity_rows:
+        if command.at_least > self._state.limits.capacity_rows:
             raise SchemaError(
-                f"at_least={command.at_least} rows are never ready together: the queue holds {self._limits.capacity_rows}"
+                f"at_least={command.at_least} rows are never ready together: the queue holds {self._state.limits.capacity_rows}"
                 " (capacity_rows)"
             )
         if command.at_least and task.spec.admits:
             raise SchemaError(
-                f"task {task.spec.name!r} gives whole groups as the staleness rule allows; at_least is not for it"
+                f"task {task.spec.name!r} grants whole groups within the staleness rule; it takes no at_least"
             )
 
     def _lease_admitted(self, session: Session, task: Task, named: str | None, count: int) -> cmd.Reply | None:
-        """Whole groups: of partitions that are trained, as the staleness rule allows; of others in order."""
-        versions, loaded = self._versions, session.loaded
-        if not self._steps.declared:
+        """Lease whole groups: of trained partitions within the staleness rule, of others in
+        order."""
+        versions, loaded = self._state.versions, session.loaded
+        if not self._state.steps.declared:
             return None
         if loaded is None:
             return cmd.LoadFirst(version=versions.current) if versions.current != NONE else None
         if self._is_behind(session, loaded):
             if loaded == versions.current:
-                return None  # it was lost with its trainer, and the next version is not published yet
+                return None  # lost with its trainer; the next one is not published yet
             return cmd.LoadFirst(version=versions.committed if loaded < versions.committed else versions.current)
         reply: cmd.Reply | None = None
-        for partition in self._tasks.next_partitions(task, named):
-            if self._tasks.takes(self._steps.task, partition):
+        for partition in self._state.tasks.next_partitions(task, named):
+            if self._state.tasks.takes(self._state.steps.task, partition):
                 reply = reply or self._lease_in_window(session, task, loaded, partition, count)
             else:
-                ids = self._samplers.take(task, self._tasks.queue(task, partition), count)
+                ids = self._samplers.take(task, self._state.tasks.queue(task, partition), count)
                 if len(ids):
-                    self._rows.version[self._rows.at(ids)] = loaded
+                    self._state.rows.version[self._state.rows.at(ids)] = loaded
                     reply = self.grant(session, task, ids, version=loaded)
             if isinstance(reply, cmd.Leased):
-                task.turn = partition + 1
+                task.next_partition = partition + 1
                 return reply
         return reply
 
     def _is_behind(self, session: Session, loaded: int) -> bool:
-        """True if a replica gets nothing with the version it has loaded, whatever the staleness rule says: the version was given up; a newer
-        one is committed; or the replica joined late with a version 0 of its own."""
-        versions = self._versions
+        """True if a replica gets no rows with its loaded version, whatever the policy: the version
+        was given up, a newer one is committed, or the replica joined late with its own version
+        0."""
+        versions = self._state.versions
         claimed = session.claimed and versions.current > 0
         return loaded < versions.committed or claimed or versions.lineage.given_up(loaded)
 
     def _lease_in_window(
         self, session: Session, task: Task, loaded: int, partition: int, count: int
     ) -> cmd.Reply | None:
-        versions, rows, limit = self._versions, self._rows, self._limits.max_staleness
-        ready, redo = self._tasks.queue(task, partition), task.redo.setdefault(partition, deque())
-        while redo:  # rows of groups that another replica began and lost: they keep their deadline
+        versions, rows, limit = self._state.versions, self._state.rows, self._state.limits.max_staleness
+        ready, redo = self._state.tasks.queue(task, partition), task.redo.setdefault(partition, deque())
+        while redo:  # rows lost by another replica keep their deadline
             ids = redo[0][ready.is_ready(redo[0])]
-            ids = ids[rows.deadline[rows.at(ids)] != NONE]  # without those whose whole group came back since
+            ids = ids[rows.deadline[rows.at(ids)] != NONE]  # a group returned whole was withdrawn
             if not len(ids):
                 redo.popleft()
                 continue
@@ -199,7 +191,7 @@ class Admission:
             at = rows.at(ids)
             rows.version[at] = loaded
             rows.deadline[at] = deadline
-            self._steps.window.admit(len(ids), deadline)
+            self._state.steps.window.admit(len(ids), deadline)
             return self.grant(session, task, ids, version=loaded)
         group = ready.peek_group()
         deadline = versions.lineage.step(versions.current) + limit

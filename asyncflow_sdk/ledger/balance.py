@@ -1,9 +1,10 @@
-"""Balance: dealing rows out to shards, as many to each and about equally heavy.
+"""Balance rows over shards: equal row counts and nearly equal weights.
 
-N-way number partitioning with equal counts: the largest differencing method of Karmarkar and Karp (1982) in its balanced
-form (Michiels, Korst, Aarts and van Leeuwen, 2003); then, since a few rows that weigh as much as all others are its
-weakness, pairs of rows are swapped between the heaviest and a lighter shard while that helps. O(n log n) for n rows and
-a few swaps a shard: a step of thousands of rows costs milliseconds.
+N-way number partitioning with equal counts: the largest differencing method of Karmarkar and Karp
+(1982) in its balanced form (Michiels, Korst, Aarts and van Leeuwen, 2003). It is weak where few
+rows outweigh all others, so pairs of rows are then swapped between the heaviest and a lighter shard
+while the balance improves. O(n log n) for n rows and a few swaps a shard: milliseconds for
+thousands of rows.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import numpy.typing as npt
 Weights = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 HEAVIEST = 1e200
-SWAPS = 8  # at most, for each shard
-TRIED = 8  # lighter shards, for each swap
+SWAPS = 8  # most swaps for each shard
+TRIED = 8  # lighter shards tried for each swap
 
 
 def balance(weights: Weights, shards: int) -> npt.NDArray[np.int64]:
-    """The shard of each row, 0 to ``shards - 1``: row counts differ by 1 at most, sums of weights as little as found.
+    """Return the shard of each row, 0 to ``shards - 1``: row counts differ by at most 1, sums of
+    weights by as little as found.
 
-    The same for the same weights, everywhere. What is not finite or below 0 weighs nothing.
+    Deterministic on all platforms. Weights below 0 and not finite count as 0.
     """
     clean = _clean(weights)
     if shards < 2 or len(clean) <= shards or (clean == clean[0]).all():
@@ -32,28 +34,28 @@ def balance(weights: Weights, shards: int) -> npt.NDArray[np.int64]:
     order = np.argsort(-clean, kind="stable")
     shard = np.empty(len(clean), np.int64)
     shard[order] = _differencing(clean[order].tolist(), shards)
-    return _named(_swapped(clean, shard, shards), shards)
+    return _renumber(_improve(clean, shard, shards), shards)
 
 
 def split(rows: int, shards: int) -> npt.NDArray[np.int64]:
-    """Rows in order, in runs whose lengths differ by 1 at most."""
+    """Return shards of consecutive rows, with lengths that differ by at most 1."""
     return np.arange(rows, dtype=np.int64) * shards // max(rows, 1) if rows >= shards else np.arange(rows)
 
 
 def imbalance(weights: Weights, shard: npt.NDArray[np.int64], shards: int) -> float:
-    """How much heavier than the mean the heaviest shard is: max / mean - 1; 0 is perfect."""
+    """Return max / mean - 1 of the shards' weights; 0 is perfect."""
     sums = np.bincount(shard, _clean(weights), shards)
     mean = float(sums.mean())
     return float(sums.max()) / mean - 1.0 if mean > 0 else 0.0
 
 
 def _clean(weights: Weights) -> Weights:
-    """Weights whose sums are numbers."""
+    """Return weights with finite sums."""
     return np.where(np.isfinite(weights) & (weights > 0), np.minimum(weights, HEAVIEST), 0.0)
 
 
-def _named(shard: npt.NDArray[np.int64], shards: int) -> npt.NDArray[np.int64]:
-    """Shards by their first row, so that the names say nothing; a shard without rows comes last."""
+def _renumber(shard: npt.NDArray[np.int64], shards: int) -> npt.NDArray[np.int64]:
+    """Number shards in order of their first row; empty ones last."""
     first = np.full(shards, len(shard))
     np.minimum.at(first, shard, np.arange(len(shard)))
     names = np.empty(shards, np.int64)
@@ -62,10 +64,10 @@ def _named(shard: npt.NDArray[np.int64], shards: int) -> npt.NDArray[np.int64]:
 
 
 def _differencing(weights: Sequence[float], shards: int) -> npt.NDArray[np.int64]:
-    """Runs of ``shards`` rows, by weight, each one row a shard. Again and again the two partial solutions whose
-    shards differ most become one: the heaviest of one with the lightest of the other.
+    """Start with runs of ``shards`` rows in order of weight, one row a shard. Merge the two partial
+    solutions with the largest spread, heaviest set with lightest, until one is left.
 
-    ``weights`` fall. A set of rows is a node of a binary tree, so that joining two costs nothing.
+    ``weights`` must not increase. A set of rows is a node of a binary tree, so a merge is O(1).
     """
     n = len(weights)
     full = -(-n // shards) * shards
@@ -94,11 +96,12 @@ def _differencing(weights: Sequence[float], shards: int) -> npt.NDArray[np.int64
     return shard[:n]
 
 
-def _swapped(weights: Weights, shard: npt.NDArray[np.int64], shards: int) -> npt.NDArray[np.int64]:
-    """Swaps one row of the heaviest shard for one of a lighter shard, as near to half their difference as there is."""
+def _improve(weights: Weights, shard: npt.NDArray[np.int64], shards: int) -> npt.NDArray[np.int64]:
+    """Swap rows of the heaviest shard with rows of lighter ones, each as near as possible to half
+    the gap."""
     sums = np.bincount(shard, weights, shards)
     order = np.lexsort((weights, shard))
-    members = np.split(order, np.cumsum(np.bincount(shard, minlength=shards))[:-1])  # of a shard, the lightest first
+    members = np.split(order, np.cumsum(np.bincount(shard, minlength=shards))[:-1])  # lightest first
     for _ in range(SWAPS * shards):
         heavy = int(sums.argmax())
         for light in np.argsort(sums, kind="stable")[:TRIED].tolist():
@@ -121,7 +124,7 @@ def _swapped(weights: Weights, shard: npt.NDArray[np.int64], shards: int) -> npt
 
 
 def _swap(weights: Weights, heavy: Ids, light: Ids, gap: float) -> tuple[int, int, float] | None:
-    """Which rows of two shards to swap, and what that moves; None if nothing helps."""
+    """Return two rows to swap and the weight this moves; None if no swap helps."""
     if not (gap > 0 and len(heavy) and len(light)):
         return None
     have, other = weights[heavy], weights[light]

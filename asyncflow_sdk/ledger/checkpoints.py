@@ -1,13 +1,14 @@
-"""Checkpoints: which steps are final, and which are trained again when a trainer resumes.
+"""Step checkpoints: final steps, and steps to be trained again when a trainer resumes.
 
-With checkpoints, rows of an acknowledged step live on: they are done in every task and keep their memory. When a checkpoint covers
-their step they end, consumed or filtered. Until then the step can be trained again: it is full and unleased once more, with the same
-rows in the same order. So a row still ends once, and a row that has ended never comes back.
+With checkpoints, rows of an acknowledged step stay live: done in every task, with their memory.
+They end, consumed or filtered, when a checkpoint covers their step. Until then the step can be
+leased again, with the same rows in the same order. So a row ends once, and never returns after its
+end.
 
     steps:      0 ... 39 | 40 ... 46 | 47          a checkpoint of step 40, 46 acknowledged, 47 being filled
-    Resume(40):            40 ... 46   are leased again; 47 goes on filling
+    Resume(40):            40 ... 46   are leased again; 47 continues to fill
 
-The steps that are trained again train versions of new numbers. The first of these has the checkpoint's weights.
+Steps trained again train versions with new numbers. The first one has the checkpoint's weights.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ..errors import ConfigError
 from ..types import events as ev
 from . import commands as cmd
 from .commands import Ids
-from .completion import NO_GRADIENT, Completion
+from .completion import NO_GRADIENT, RowCompletion
 from .payload_loss import PayloadLoss
-from .publication import Publication
+from .publication import VersionPublication
 from .state import LedgerState
 from .state.rows import DONE, LIVE, NONE, SELECTED
 from .state.sessions import Session
@@ -31,45 +32,34 @@ from .terminations import FILTERED, Terminations
 PAYLOAD_LOST = "payload lost"
 
 
-class Checkpoints:
+class StepCheckpoints:
     """Covers steps, and resumes from a checkpoint."""
 
     def __init__(
         self,
         state: LedgerState,
         terminations: Terminations,
-        completion: Completion,
-        publication: Publication,
+        completion: RowCompletion,
+        publication: VersionPublication,
         payload_loss: PayloadLoss,
     ) -> None:
-        self._context, self._rows, self._partitions, self._limits = (
-            state.context,
-            state.rows,
-            state.partitions,
-            state.limits,
-        )
-        self._budget, self._tasks, self._steps, self._versions = (
-            state.budget,
-            state.tasks,
-            state.steps,
-            state.versions,
-        )
-        self._leases, self._terminations, self._completion = state.leases, terminations, completion
-        self._publication, self._payload_loss = publication, payload_loss
+        self._state, self._terminations = state, terminations
+        self._completion, self._publication = completion, publication
+        self._payload_loss = payload_loss
 
-    def cut(self) -> cmd.Reply:
-        """Where training is."""
-        steps, versions = self._steps, self._versions
+    def position(self) -> cmd.Reply:
+        """Return the position of training."""
+        steps, versions = self._state.steps, self._state.versions
         step = steps.next_to_train() if steps.declared else 0
-        return cmd.Cut(
+        return cmd.TrainingPosition(
             step=step, version=NONE if versions.current == NONE else versions.lineage.version(step), covered=steps.covered,
-            put=self._budget.put, checkpoints=self._limits.checkpoints, restore=versions.to_restore,
+            put=self._state.budget.put, checkpoints=self._state.limits.checkpoints, restore=versions.to_restore,
         )  # fmt: skip
 
-    def add(self, command: cmd.Checkpoint) -> cmd.Reply:
-        """A checkpoint was made."""
+    def add(self, command: cmd.AddCheckpoint) -> cmd.Reply:
+        """Record a checkpoint."""
         self._check_resumable()
-        steps, following = self._steps, self._steps.next_to_train()
+        steps, following = self._state.steps, self._state.steps.next_to_train()
         if not 0 <= command.covers <= command.step <= following:
             raise ConfigError(
                 f"a checkpoint of step {command.step} cannot cover the steps before {command.covers}: step {following} is"
@@ -83,73 +73,74 @@ class Checkpoints:
         return cmd.Done()
 
     def resume(self, session: Session, command: cmd.Resume) -> cmd.Reply:
-        """A trainer has loaded a checkpoint, and continues with its step."""
-        steps, step = self._steps, command.step
-        if self._limits.checkpoints and not steps.declared and step == 0:
+        """Continue with a step after a trainer has loaded its checkpoint."""
+        steps, step = self._state.steps, command.step
+        if self._state.limits.checkpoints and not steps.declared and step == 0:
             return cmd.Resumed(step=0, version=NONE, publish=False, again=0)
         self._check_resumable()
         self._check(step, command.version)
-        for grant in self._leases.of_step(step):
-            self._completion.void(grant, f"{session.name} goes on with step {step}", blame=False)
-        self._versions.to_restore = self._versions.restore_step = NONE  # the checkpoint's version was not given up
+        for grant in self._state.leases.of_step(step):
+            self._completion.void(grant, f"{session.name} resumes with step {step}", blame=False)
+        self._state.versions.to_restore = self._state.versions.restore_step = (
+            NONE  # the checkpoint's version was not given up
+        )
         steps.saved = {saved: version for saved, version in steps.saved.items() if saved <= step}
         again = self._train_again(step)
         version, publish = self._continue_from(step, command.version, session.name)
-        if len(holes := steps.holes):
-            steps.holes = holes[:0]
+        if len(holes := steps.lost_rows):
+            steps.lost_rows = holes[:0]
             self._payload_loss.lose(holes, PAYLOAD_LOST)
-        self._context.wake(steps.task.place)
-        self._tasks.wake_replicas()
+        self._state.context.wake(steps.task.place)
+        self._state.tasks.wake_replicas()
         return cmd.Resumed(step=step, version=version, publish=publish, again=again)
 
     def _check_resumable(self) -> None:
-        if not self._limits.checkpoints:
-            raise ConfigError(
-                "this run keeps no rows that a trainer could go on with; serve it with checkpoints=True"
-            )
-        if not self._steps.declared:
-            raise ConfigError("no task with batch_rows (train) is declared, so there is no step to go on from")
+        if not self._state.limits.checkpoints:
+            raise ConfigError("this run keeps no rows to resume from; serve it with checkpoints=True")
+        if not self._state.steps.declared:
+            raise ConfigError("no task with batch_rows (train) is declared, so there is no step to resume from")
 
     def _check(self, step: int, version: int) -> None:
-        following, versions = self._steps.next_to_train(), self._versions
-        if step < self._steps.covered:
+        following, versions = self._state.steps.next_to_train(), self._state.versions
+        if step < self._state.steps.covered:
             raise ConfigError(
-                f"training cannot go on with step {step}: a checkpoint covers the steps before {self._steps.covered}, and their"
+                f"training cannot resume with step {step}: a checkpoint covers the steps before {self._state.steps.covered}, and their"
                 " rows have ended"
             )
         if step > following:
             raise ConfigError(
-                f"training cannot go on with step {step}: step {following} is the first that this queue has not seen"
+                f"training cannot resume with step {step}: step {following} is the first that this queue has not seen"
                 " acknowledged, so the checkpoint is of another run, or newer than what is left of this one"
             )
         if not NONE <= version <= max(versions.current, 0):
             raise ConfigError(f"version {version} was never published; {versions.current} is the newest")
         if version != NONE and versions.lineage.rolled_back(version):
             raise ConfigError(
-                f"the checkpoint of step {step} has the weights of version {version}, which was rolled back: go on from an"
-                " older one"
+                f"the checkpoint of step {step} has the weights of version {version}, which was rolled back; resume from"
+                " an older one"
             )
 
     def _cover(self, covers: int) -> None:
-        """Make the steps before this one final."""
-        rows, steps = self._rows, self._steps
-        parts = [steps.whole.pop(step) for step in sorted(steps.whole) if step < covers]
+        """Make the steps before ``covers`` final."""
+        rows, steps = self._state.rows, self._state.steps
+        parts = [steps.uncovered.pop(step) for step in sorted(steps.uncovered) if step < covers]
         steps.covered = covers
         if not parts:
             return
         ids = np.concatenate(parts)
         at = rows.at(ids)
-        self._budget.held -= int(np.count_nonzero(rows.todo[at] == 0))
-        steps.holes = np.setdiff1d(steps.holes, ids)
+        self._state.budget.held -= int(np.count_nonzero(rows.todo[at] == 0))
+        steps.lost_rows = np.setdiff1d(steps.lost_rows, ids)
         dropped = ids[rows.fate[at] == FILTERED]
         if len(dropped):
             self._terminations.finish(dropped, FILTERED, NO_GRADIENT)
         self._completion.consume(ids, at)
 
     def _train_again(self, first: int) -> int:
-        """Full steps from this one on wait for a trainer again, also acknowledged ones. Return how many rows were acknowledged."""
-        rows, steps = self._rows, self._steps
-        whole = {step: ids for step, ids in sorted(steps.whole.items()) if step >= first}
+        """Queue full steps from ``first`` on for the trainer again. Return the number of
+        acknowledged rows."""
+        rows, steps = self._state.rows, self._state.steps
+        whole = {step: ids for step, ids in sorted(steps.uncovered.items()) if step >= first}
         steps.closed = deque([*((step, ids) for step, ids in steps.closed if step < first), *whole.items()])
         if not whole:
             return 0
@@ -157,18 +148,19 @@ class Checkpoints:
         done = ids[rows.task(steps.name, "state")[rows.at(ids)] == DONE]
         at = rows.at(done)
         assert (rows.state[at] == LIVE).all(), "rows of a step that is not covered live"
-        self._budget.held -= int(np.count_nonzero(rows.todo[at] == 0))
+        self._state.budget.held -= int(np.count_nonzero(rows.todo[at] == 0))
         rows.task(steps.name, "state")[at] = SELECTED
         rows.todo[at] += 1
         rows.fate[at] = LIVE
         steps.task.move(len(done), DONE, SELECTED)
-        for partition, part in self._partitions.split(done):
-            steps.task.undone[partition] += len(part)
+        for partition, part in self._state.partitions.split(done):
+            steps.task.unfinished[partition] += len(part)
         return len(done)
 
     def _continue_from(self, step: int, parent: int, who: str) -> tuple[int, bool]:
-        """The version that ``step`` trains from now on, and True if the trainer has to publish it first."""
-        versions, publication = self._versions, self._publication
+        """Return the version trained by ``step`` from now on, and True if the trainer must publish
+        it first."""
+        versions, publication = self._state.versions, self._publication
         current = versions.current
         if current == NONE:
             return NONE, False
@@ -176,10 +168,10 @@ class Checkpoints:
         if current == parent and there and versions.lineage.step(current) == step:
             return current, False  # no version was published since
         number = publication.next_number(current + 1)
-        publication.discard(f"was withdrawn: {who} goes on with step {step}")
+        publication.discard(f"was withdrawn: {who} resumes with step {step}")
         versions.lineage.roll_back(number, parent, step, lost=True)
-        self._context.wake("swap")  # a version that a replica waits to load may be lost
+        self._state.context.wake("swap")  # the version to load may be lost
         lost = f"versions {parent + 1} to {number - 1} are lost" if number - parent > 1 else "no version is lost"
-        text = f"{who} goes on with step {step} as version {number}, after version {parent}; {lost}"
-        self._context.publish(ev.Note(time_s=self._context.now, text=text, level="warning"))
+        text = f"{who} resumes with step {step} as version {number}, after version {parent}; {lost}"
+        self._state.context.publish(ev.Note(time_s=self._state.context.now, text=text, level="warning"))
         return number, True

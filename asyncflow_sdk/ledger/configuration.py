@@ -1,4 +1,4 @@
-"""Configuration: the limits of a run, and the tasks that are declared."""
+"""Queue configuration: the limits of a run and its declared tasks."""
 
 from __future__ import annotations
 
@@ -7,60 +7,54 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..errors import ConfigError
+from ..types.tasks import TaskSpec
 from . import commands as cmd
 from .assembly import StepAssembly
-from .commands import Ids, Sampling, TaskSpec
-from .sampling import TaskSamplers
-from .staleness import Staleness, StalenessRule
+from .commands import Ids, SamplerTraits
+from .staleness import StalenessControl, StalenessRule
 from .state import LedgerState
 from .state.budget import LEAST, MAX_NUMBER
 from .state.rows import APART, WAITING
 from .state.tasks import Task
 from .state.window import Window
+from .task_samplers import TaskSamplers
 
 OTHERS = "*"
-"""Stands for the partitions that no task names."""
+"""Stands for all partitions not named by a task."""
 
 
-class Configuration:
+class QueueConfiguration:
     """Sets limits and declares tasks."""
 
     def __init__(
-        self, state: LedgerState, staleness: Staleness, samplers: TaskSamplers, assembly: StepAssembly
+        self, state: LedgerState, staleness: StalenessControl, samplers: TaskSamplers, assembly: StepAssembly
     ) -> None:
-        self._context, self._rows, self._columns, self._partitions = (
-            state.context,
-            state.rows,
-            state.columns,
-            state.partitions,
-        )
-        self._limits, self._budget, self._tasks, self._steps = state.limits, state.budget, state.tasks, state.steps
-        self._staleness, self._samplers, self._parked, self._assembly = staleness, samplers, state.parked, assembly
+        self._state, self._staleness, self._samplers, self._assembly = state, staleness, samplers, assembly
 
     def configure(self, command: cmd.Configure) -> cmd.Reply:
-        """Set the limits that are not None."""
+        """Set limits other than None."""
         for name, least in LEAST.items():
             value = getattr(command, name)
             if value is not None and not least <= value <= MAX_NUMBER:
                 raise ConfigError(f"{name} cannot be {value}; it is {least} or more")
         rule = (command.max_staleness, command.staleness, command.steps, command.checkpoints)
-        if self._steps.declared and any(said is not None for said in rule):
+        if self._state.steps.declared and any(value is not None for value in rule):
             raise ConfigError(
                 "max_staleness, its policy, steps and checkpoints are set before the task with batch_rows is declared"
             )
-        if self._steps.declared and command.capacity_rows is not None:
-            _check_capacity(self._steps.window.batch_rows, self._staleness.rule, command.capacity_rows)
+        if self._state.steps.declared and command.capacity_rows is not None:
+            _check_capacity(self._state.steps.window.batch_rows, self._staleness.rule, command.capacity_rows)
         if command.staleness is not None:
             self._staleness.set_policy(command.staleness)
         for name in (*LEAST, "checkpoints"):
             if (value := getattr(command, name)) is not None:
-                setattr(self._limits, name, value)
-        self._parked.wake_all()
+                setattr(self._state.limits, name, value)
+        self._state.parked.wake_all()
         return cmd.Done()
 
     def declare(self, command: cmd.Declare) -> cmd.Reply:
-        """Declare a task. Repeatable."""
-        spec, tasks = command.task, self._tasks.by_name
+        """Declare a task. Idempotent."""
+        spec, tasks = command.task, self._state.tasks.by_name
         if spec.name in tasks:
             if tasks[spec.name].spec != spec:
                 raise ConfigError(f"task {spec.name!r} is already declared as {tasks[spec.name].spec}, not {spec}")
@@ -70,22 +64,22 @@ class Configuration:
         self._check(spec, rule)
         self._samplers.check(spec, sampling)
         task = self._add(command, sampling)
-        live = self._rows.live_ids()
-        apart = self._rows.task(spec.name, "state")[self._rows.at(live)] == APART
+        live = self._state.rows.live_ids()
+        apart = self._state.rows.task(spec.name, "state")[self._state.rows.at(live)] == APART
         live = live[~apart]
         if spec.batch_rows is not None:
             self._staleness.use(rule)
-            self._steps.declare(
-                task, Window(spec.batch_rows, self._limits.max_staleness, self._limits.steps), len(live)
+            self._state.steps.declare(
+                task, Window(spec.batch_rows, self._state.limits.max_staleness, self._state.limits.steps), len(live)
             )
-            self._context.wake("wanted", *(each.place for each in self._tasks))
-        self._context.wake_puts()  # a parked put may have become impossible
+            self._state.context.wake("wanted", *(each.place for each in self._state.tasks))
+        self._state.context.wake_puts()  # a parked put may have become impossible
         self._take_live_rows(task, live)
         return cmd.Done()
 
-    def _add(self, command: cmd.Declare, sampling: Sampling) -> Task:
-        """Add a task. Live rows that it does not take are APART in it."""
-        spec, rows, columns = command.task, self._rows, self._columns
+    def _add(self, command: cmd.Declare, sampling: SamplerTraits) -> Task:
+        """Add a task. Live rows of partitions it does not take become APART in it."""
+        spec, rows, columns = command.task, self._state.rows, self._state.columns
         need = np.uint64(0)
         for column in spec.needs:
             need |= columns.bit(column)
@@ -94,10 +88,10 @@ class Configuration:
         rows.add_task(spec.name)
         for name in spec.partitions:
             if name != "*":
-                self._partitions.add(name)
-        self._tasks.by_name[spec.name] = task = Task(spec, need, sampling)
-        for partition, part in self._partitions.split(rows.live_ids()):
-            if not self._tasks.takes(task, partition):
+                self._state.partitions.add(name)
+        self._state.tasks.by_name[spec.name] = task = Task(spec, need, sampling)
+        for partition, part in self._state.partitions.split(rows.live_ids()):
+            if not self._state.tasks.takes(task, partition):
                 rows.task(spec.name, "state")[rows.at(part)] = APART
         if sampling.measure and sampling.measure not in rows.measures:
             rows.add_measure(sampling.measure)
@@ -106,15 +100,15 @@ class Configuration:
         return task
 
     def _take_live_rows(self, task: Task, live: Ids) -> None:
-        """Live rows have the new task still to pass."""
-        rows, spec, steps = self._rows, task.spec, self._steps
-        if self._limits.checkpoints:
+        """Add the new task to the open work of live rows."""
+        rows, spec, steps = self._state.rows, task.spec, self._state.steps
+        if self._state.limits.checkpoints:
             at = rows.at(live)
-            held = (rows.todo[at] == 0) & (rows.step[at] >= steps.covered)  # these lacked nothing but a checkpoint
-            self._budget.held -= int(np.count_nonzero(held))
+            held = (rows.todo[at] == 0) & (rows.step[at] >= steps.covered)  # complete, but not covered
+            self._state.budget.held -= int(np.count_nonzero(held))
         rows.todo[rows.at(live)] += 1
-        for partition, part in self._partitions.split(live):
-            task.undone[partition] = len(part)
+        for partition, part in self._state.partitions.split(live):
+            task.unfinished[partition] = len(part)
             task.waiting[partition] = len(part) * (not spec.grouped)
         task.counts[WAITING] = len(live)
         if task.sampling.whole_groups and len(live):
@@ -122,15 +116,15 @@ class Configuration:
         self._assembly.make_ready(live, np.zeros(len(live), np.uint64), only=task)
         if spec.admits and steps.declared:
             state = rows.task(steps.name, "state")[rows.at(live)]
-            self._tasks.skip(task, live[(state != WAITING) & (state != APART)])
+            self._state.tasks.skip(task, live[(state != WAITING) & (state != APART)])
 
     def _check(self, spec: TaskSpec, rule: StalenessRule) -> None:
-        """Raise ConfigError for a task that cannot work beside the others."""
+        """Raise ConfigError for a task in conflict with the others."""
         if not (spec.lease_s > 0 and spec.max_attempts > 0):
             raise ConfigError(f"task {spec.name!r}: lease_s and max_attempts must be above 0")
-        check_declaration(spec, (task.spec for task in self._tasks))
+        check_declaration(spec, (task.spec for task in self._state.tasks))
         if spec.admits:
-            other = self._tasks.admitting
+            other = self._state.tasks.admitting
             if other is not None or spec.batch_rows is not None:
                 raise ConfigError(
                     f"task {spec.name!r} cannot admit: a queue has one such task"
@@ -142,22 +136,22 @@ class Configuration:
                 )
         if spec.batch_rows is not None:
             self._check_step_task(spec, spec.batch_rows, rule)
-            if self._limits.checkpoints and spec.gives:
+            if self._state.limits.checkpoints and spec.gives:
                 raise ConfigError(
                     f"task {spec.name!r} gives columns, and with checkpoints a step may be trained again, but a column is"
                     " written once: let another task give them"
                 )
-        self._columns.check_names((*spec.needs, *spec.gives))
+        self._state.columns.check_names((*spec.needs, *spec.gives))
 
     def _check_step_task(self, spec: TaskSpec, batch_rows: int, rule: StalenessRule) -> None:
-        rows = self._rows
-        if self._steps.declared:
-            raise ConfigError(f"task {self._steps.name!r} already makes the steps; a queue has one such task")
-        _check_capacity(batch_rows, rule, self._limits.capacity_rows)
-        taken = [number for name, number in self._partitions.numbers.items() if spec.takes(name)]
+        rows = self._state.rows
+        if self._state.steps.declared:
+            raise ConfigError(f"task {self._state.steps.name!r} already makes the steps; a queue has one such task")
+        _check_capacity(batch_rows, rule, self._state.limits.capacity_rows)
+        taken = [number for name, number in self._state.partitions.numbers.items() if spec.takes(name)]
         at = rows.at(rows.live_ids())
         sizes = set(rows.size[at][np.isin(rows.partition[at], taken)].tolist())
-        sizes |= {size for name, size in self._partitions.group_sizes.items() if spec.takes(name)}
+        sizes |= {size for name, size in self._state.partitions.group_sizes.items() if spec.takes(name)}
         if len(sizes) > 1:
             raise ConfigError(
                 f"rows are in groups of {' and '.join(map(str, sorted(sizes)))}; steps need groups of one size"
@@ -181,16 +175,17 @@ def _check_capacity(batch_rows: int, rule: StalenessRule, capacity_rows: int) ->
         raise ConfigError(f"a step of {batch_rows} rows cannot fill in a queue of capacity_rows={capacity_rows}")
     if rule.least_rows > capacity_rows:
         raise ConfigError(
-            f"steps of {batch_rows} rows under staleness policy {rule.spec.name!r} may wait for ever in a queue of"
+            f"steps of {batch_rows} rows under staleness policy {rule.spec.name!r} may never fill in a queue of"
             f" capacity_rows={capacity_rows}: it needs {rule.least_rows}"
         )
 
 
 def check_declaration(spec: TaskSpec, declared: Iterable[TaskSpec]) -> None:
-    """Raise ConfigError if no row can ever get through ``spec`` and the tasks ``declared`` before it.
+    """Raise ConfigError if no row can ever complete ``spec`` and the tasks ``declared`` before it.
 
-    A row passes every task of its partition, and a column is written once. So a task may not give a column that it needs, two tasks may
-    not give the same column, and tasks may not wait for each other's columns. A column that no task gives may come with a put.
+    A row passes all tasks of its partition, and a column is written once. So a task may not give a
+    column it needs, two tasks may not give the same column, and tasks may not wait for each other's
+    columns. A column given by no task may come with a put.
     """
     if not spec.partitions:
         raise ConfigError(
@@ -222,7 +217,7 @@ def _check_givers(spec: TaskSpec, beside: list[TaskSpec]) -> None:
 
 
 def _ring(spec: TaskSpec, beside: list[TaskSpec]) -> str:
-    """The way from a task over the givers of what it needs back to itself, in words; "" where there is none."""
+    """Describe a cycle of needs from a task back to itself; "" if there is none."""
     ways: dict[str, str] = {}  # task → how spec comes to wait for it
     left = [spec]
     while left:

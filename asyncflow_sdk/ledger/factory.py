@@ -1,4 +1,4 @@
-"""Make samplers and staleness policies from their names, found through the plugin hook or in the server's own process."""
+"""Create samplers and staleness policies by name, from plugins or from the server's own process."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, TypeVar
 from ..errors import AsyncFlowError, ConfigError, PluginError
 from ..interfaces import Sampler, StalenessPolicy
 from ..plugins import registry
-from .commands import PolicySpec, SamplerSpec
+from ..types.tasks import PolicySpec, SamplerSpec
 
 Made = TypeVar("Made")
 
 
 def make_sampler(spec: SamplerSpec, own: Mapping[str, Callable[..., Sampler]] | None = None) -> Sampler:
-    """A sampler found through the hook, or among those of the server's ``own`` process. Raises PluginError, ConfigError."""
+    """Create a sampler: from ``own``, else from the plugins. Raises PluginError, ConfigError."""
     factory = (own or {}).get(spec.name) or registry().get("sampler", spec.name).load()
     return _made(f"sampler {spec.name!r}", factory, spec.options, Sampler)
 
 
 def make_policy(spec: PolicySpec, own: Mapping[str, Callable[..., StalenessPolicy]] | None = None) -> StalenessPolicy:
-    """A policy found through the hook, or among those of the server's ``own`` process. Raises PluginError, ConfigError."""
+    """Create a policy: from ``own``, else from the plugins. Raises PluginError, ConfigError."""
     factory = (own or {}).get(spec.name) or registry().get("staleness", spec.name).load()
     return _made(f"staleness policy {spec.name!r}", factory, spec.options, StalenessPolicy)  # type: ignore[type-abstract]
 
@@ -31,7 +31,7 @@ def _made(what: str, factory: Callable[..., Any], options: Mapping[str, Any], of
     except AsyncFlowError:
         raise
     except Exception as error:
-        raise ConfigError(f"{what} cannot be made of {options}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what} cannot be created with {options}: {type(error).__name__}: {error}") from error
     if not isinstance(made, of):
-        raise PluginError(f"{what} is a {type(made).__name__}, which is no {of.__name__}")
+        raise PluginError(f"{what} is a {type(made).__name__}, not a {of.__name__}")
     return made

@@ -1,9 +1,11 @@
-"""Payload loss: rows whose payload is gone, as after a restart of the host. They fail with their groups, each counted.
+"""Payload loss: rows whose payload is gone, for example after a restart of the host, fail with
+their groups.
 
-A full step that lacks some of its rows cannot be trained. It is opened again, and every step after it, if none of these was
-acknowledged: the rows that are left are selected anew. Invariant H of the staleness rule then still holds: rows selected into step m
-have a deadline of m or later, and each step has B rows at most. So the rows that come back with a deadline up to j are
-(j - k + 1)·B at most, the slots that H leaves at the start of step k.
+A full step with missing rows cannot be trained. It is opened again with every step after it, if
+none of them was acknowledged, and the remaining rows are selected anew. Invariant H of the
+staleness rule still holds: rows selected into step m have deadline m or later, and a step has at
+most B rows. So at most (j - k + 1)·B rows with deadlines up to j return, the slots granted by H at
+the start of step k.
 """
 
 from __future__ import annotations
@@ -15,40 +17,28 @@ import numpy as np
 from .commands import Ids
 from .state import LedgerState
 from .state.rows import DONE, LEASED, LIVE, NONE, READY, SELECTED
-from .terminations import FAILED, Terminations, returned
+from .terminations import FAILED, Terminations, publish_return
 
 
 class PayloadLoss:
-    """Ends rows that cannot be read any more. Their puts may be repeated, and then add them again, except rows of an acknowledged step:
-    these are not trained twice."""
+    """Ends unreadable rows. A repeated put adds them again, except rows of an acknowledged step:
+    these must not be trained twice."""
 
     def __init__(self, state: LedgerState, terminations: Terminations) -> None:
-        self._context, self._rows, self._partitions, self._limits = (
-            state.context,
-            state.rows,
-            state.partitions,
-            state.limits,
-        )
-        self._sessions, self._steps, self._parked, self._leases = (
-            state.sessions,
-            state.steps,
-            state.parked,
-            state.leases,
-        )
-        self._letters, self._keys, self._terminations = state.letters, state.keys, terminations
+        self._state, self._terminations = state, terminations
 
     def lose(self, ids: Ids, reason: str) -> None:
-        """Fail rows with their groups; rows that were trained fail alone."""
-        rows, steps = self._rows, self._steps
+        """Fail rows with their groups; trained rows fail alone."""
+        rows, steps = self._state.rows, self._state.steps
         ids = ids[ids >= rows.base]
         failed: list[Ids] = []
         if steps.declared:
             ids = self._live(ids)
             at = rows.at(ids)
-            # an acknowledged step that no checkpoint covers needs its payload only if it is trained again
+            # an acknowledged, uncovered step needs its payload only to be trained again
             hole = (rows.task(steps.name, "state")[at] == DONE) & (rows.step[at] >= steps.covered)
-            hole &= self._limits.checkpoints
-            steps.holes = np.union1d(steps.holes, ids[hole])
+            hole &= self._state.limits.checkpoints
+            steps.lost_rows = np.union1d(steps.lost_rows, ids[hole])
             ids = ids[~hole]
             failed = self._remove_from_steps(ids, reason)
         if len(ids := self._live(ids)):
@@ -59,63 +49,64 @@ class PayloadLoss:
         if len(trained):
             self._terminations.finish(trained, FAILED, reason)
         untrained: Ids = np.sort(np.concatenate([np.empty(0, np.int64), *failed]))
-        self._keys.lose(untrained)
-        self._add_letters(np.union1d(untrained, trained), reason)
+        self._state.keys.lose(untrained)
+        self._add_dead_letters(np.union1d(untrained, trained), reason)
 
-    def _add_letters(self, ids: Ids, reason: str) -> None:
-        names = {number: name for name, number in self._partitions.numbers.items()}
-        for key, part, groups in self._keys.by_put(ids):
-            partition = self._rows.partition[self._rows.at(part)]
-            self._letters.lost(key, part, groups, partition, names, reason, self._context.now)
+    def _add_dead_letters(self, ids: Ids, reason: str) -> None:
+        names = {number: name for name, number in self._state.partitions.numbers.items()}
+        for key, part, groups in self._state.keys.by_put(ids):
+            partition = self._state.rows.partition[self._state.rows.at(part)]
+            self._state.dead_letters.lost(key, part, groups, partition, names, reason, self._state.context.now)
 
     def _live(self, ids: Ids) -> Ids:
-        live: Ids = ids[self._rows.state[self._rows.at(ids)] == LIVE]
+        live: Ids = ids[self._state.rows.state[self._state.rows.at(ids)] == LIVE]
         return live
 
     def _remove_from_steps(self, ids: Ids, reason: str) -> list[Ids]:
-        """Open full steps again that lack rows; a step that a later acknowledged one overtook fails whole. Return rows that failed so."""
-        steps, failed = self._steps, []
-        held = {grant.step: self._leases.outstanding(grant) for grant in self._leases.of_step(0)}
+        """Reopen full steps with missing rows; a step overtaken by a later acknowledged one fails
+        whole. Return the rows failed this way."""
+        steps, failed = self._state.steps, []
+        held = {grant.step: self._state.leases.outstanding(grant) for grant in self._state.leases.of_step(0)}
         full = dict(steps.closed) | held
         since = steps.window.step
         while since - 1 in full:  # no step from here on is acknowledged
             since -= 1
-        for step in sorted(set(self._rows.step[self._rows.at(ids)].tolist()) & full.keys()):
+        for step in sorted(set(self._state.rows.step[self._state.rows.at(ids)].tolist()) & full.keys()):
             if step >= since:
                 self._open_again(step)
                 break
-            steps.whole.pop(step, None)
+            steps.uncovered.pop(step, None)
             steps.closed = deque((number, part) for number, part in steps.closed if number != step)
             failed.append(self._live(full[step]))
             self._terminations.finish(failed[-1], FAILED, f"{reason} in a step that a later one overtook")
         return failed
 
     def _open_again(self, first: int) -> None:
-        """Unselect the rows of this step and later ones; leases of them end."""
-        steps = self._steps
-        parts: list[tuple[int, Ids, int]] = [(steps.window.step, part, SELECTED) for part in steps.filling]
+        """Unselect the rows of this step and later ones, and end their leases."""
+        steps = self._state.steps
+        parts: list[tuple[int, Ids, int]] = [(steps.window.step, part, SELECTED) for part in steps.open_rows]
         parts += [(step, ids, SELECTED) for step, ids in steps.closed if step >= first]
-        for grant in self._leases.of_step(first):
-            ids = self._leases.outstanding(grant)
+        for grant in self._state.leases.of_step(first):
+            ids = self._state.leases.outstanding(grant)
             parts.append((grant.step, ids, LEASED))
-            self._leases.release(grant, len(ids))
-            worker = self._sessions.name(grant.session)
-            returned(self._context, worker, grant.task, len(ids), f"payload of step {grant.step} is lost")
+            self._state.leases.release(grant, len(ids))
+            worker = self._state.sessions.name(grant.session)
+            publish_return(self._state.context, worker, grant.task, len(ids), f"payload of step {grant.step} is lost")
         steps.closed = deque((step, ids) for step, ids in steps.closed if step < first)
-        steps.whole = {step: ids for step, ids in steps.whole.items() if step < first}
-        steps.filling = []
+        steps.uncovered = {step: ids for step, ids in steps.uncovered.items() if step < first}
+        steps.open_rows = []
         back: Counter[int] = Counter()
         for _, ids, state in sorted(parts, key=lambda part: -part[0]):
             back.update(self._unselect(ids, state))
         steps.window.open_again(first, back)
-        if not self._partitions.end_requested:  # it had ended because every step was filled
-            self._partitions.ended = False
+        if not self._state.partitions.end_requested:  # it had ended with the last step
+            self._state.partitions.ended = False
         steps.reselect = True
-        self._parked.wake_all()
+        self._state.parked.wake_all()
 
     def _unselect(self, ids: Ids, state: int) -> Counter[int]:
-        """Make rows ready for a step again, before others. Return how many by deadline."""
-        rows, steps = self._rows, self._steps
+        """Make rows ready for a step again, before others. Return their number by deadline."""
+        rows, steps = self._state.rows, self._state.steps
         at = rows.at(ids)
         rows.task(steps.name, "state")[at] = READY
         rows.task(steps.name, "token")[at] = NONE

@@ -1,7 +1,8 @@
-"""Publication: who publishes versions, which one is announced, and when it becomes current.
+"""Version publication: the publisher's ranks, the announced version, and when it becomes current.
 
-The publisher is ``world_size`` ranks, each of one live session. A version is announced, its parts are published, and with the last
-part it is current. If a rank withdraws it or dies before that, the whole version is discarded.
+The publisher has ``world_size`` ranks, each one live session. A version is announced, its parts are
+published, and the last part makes it current. If a rank withdraws it or dies before, the whole
+version is discarded.
 """
 
 from __future__ import annotations
@@ -15,32 +16,27 @@ from .state.budget import MAX_NUMBER
 from .state.rows import NONE
 from .state.sessions import Session
 from .state.versions import AnnouncedVersion, KeptVersion
-from .training import Training
+from .step_versions import StepVersions
 
 
-class Publication:
-    """``ranks``: the session of each rank of the publisher. ``announced``: the version being written. ``not_coming``: the last version
-    that was announced and discarded, and why. ``lost``: by rank, why a version of which it published a part was discarded, until
-    the rank is told. ``no_rollback``: why the trainer of the last publisher cannot load a version."""
+class VersionPublication:
+    """``ranks``: session of each rank. ``announced``: the version being written. ``discarded``: the
+    last discarded version, and why. ``lost``: by rank, why a version with a published part was
+    discarded, until reported to the rank. ``no_rollback``: why the last publisher's trainer cannot
+    load a version."""
 
-    def __init__(self, state: LedgerState, training: Training, replicas: Replicas) -> None:
-        self._context, self._limits, self._sessions, self._tasks = (
-            state.context,
-            state.limits,
-            state.sessions,
-            state.tasks,
-        )
-        self._steps, self._versions, self._training, self._replicas = state.steps, state.versions, training, replicas
+    def __init__(self, state: LedgerState, step_versions: StepVersions, replicas: Replicas) -> None:
+        self._state, self._step_versions, self._replicas = state, step_versions, replicas
         self.ranks: dict[int, int] = {}
         self.world_size = 0
         self.announced: AnnouncedVersion | None = None
-        self.not_coming = (NONE, "")
+        self.discarded = (NONE, "")
         self.lost: dict[int, str] = {}
         self.no_rollback = ""
 
     def open(self, session: Session, command: cmd.OpenPublisher) -> cmd.Reply:
         """Make a session a rank of the publisher."""
-        rank, size, versions = command.rank, command.world_size, self._versions
+        rank, size, versions = command.rank, command.world_size, self._state.versions
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} of {size} cannot publish: ranks are 0 to world_size - 1")
         who = f"rank {rank} of this run's publisher"
@@ -57,7 +53,7 @@ class Publication:
         if rank in self.ranks:
             raise ConfigError(
                 f"{who} is {self._who(self.ranks[rank])}: a run has one publisher at a time. Publish there, close it, or"
-                f" end its process; if its host is gone, run.evict({self.ranks[rank]}) says so"
+                f" end its process; if its host is gone, call run.evict({self.ranks[rank]})"
             )
         self.ranks[rank], self.world_size, session.rank = session.id, size, rank
         self.no_rollback = command.no_rollback
@@ -65,12 +61,12 @@ class Publication:
         return cmd.Publisher(version=versions.current, kept=tuple(sorted(kept.items())))
 
     def close(self, session: Session, reason: str) -> None:
-        """A session is no rank any more. Versions that cannot be fetched without it are not kept."""
+        """End a session's rank. Versions that cannot be fetched without it are no longer kept."""
         if session.rank == NONE:
             return
-        said, versions = self.announced, self._versions
-        if said is not None:
-            first = self._sessions.name(self.ranks[min(said.ranks)])
+        announced, versions = self.announced, self._state.versions
+        if announced is not None:
+            first = self._state.sessions.name(self.ranks[min(announced.ranks)])
             which = "which" if first == session.name else f"and rank {session.rank} ({session.name})"
             self.discard(f"was announced by {first}, {which} {reason}")
         del self.ranks[session.rank]
@@ -82,61 +78,61 @@ class Publication:
                 del versions.kept[each.version]
                 if each.version == versions.current:
                     versions.unavailable = (
-                        f"it cannot be fetched any more, since {session.name}, which had its bytes, {reason}"
+                        f"it can no longer be fetched: its bytes were with {session.name}, which {reason}"
                     )
 
     def announce(self, session: Session, command: cmd.Announce) -> cmd.Reply | None:
-        """A rank begins to write a version. None while the version before is not there from all ranks."""
-        rank, version, said = self._rank(session), command.version, self.announced
-        to_restore = self._versions.to_restore
+        """Let a rank write a version. None until all parts of the version before are published."""
+        rank, version, announced = self._rank(session), command.version, self.announced
+        to_restore = self._state.versions.to_restore
         self._check_number(version)
         if to_restore != NONE:
             raise ConfigError(
                 f"version {version} cannot be published: the run was rolled back, and the trainer has not loaded version"
                 f" {to_restore} yet. Load it, then call run.restored({to_restore})"
             )
-        if said is not None and rank in said.parts:
-            if version == said.version:
+        if announced is not None and rank in announced.parts:
+            if version == announced.version:
                 raise ConfigError(f"rank {rank} has published its part of version {version} already")
             return None
-        if said is not None and version < said.version and said.ranks != {rank}:
+        if announced is not None and version < announced.version and announced.ranks != {rank}:
             others = ", ".join(
-                f"rank {r} ({self._sessions.name(self.ranks[r])})" for r in sorted(said.ranks - {rank})
+                f"rank {r} ({self._state.sessions.name(self.ranks[r])})" for r in sorted(announced.ranks - {rank})
             )
             raise ConfigError(
-                f"rank {rank} cannot announce version {version}: {others} announced {said.version}, which is not there yet;"
-                f" all ranks publish one version, under one number, now {said.version} or a higher one"
+                f"rank {rank} cannot announce version {version}: {others} announced {announced.version}, still incomplete;"
+                f" all ranks publish one version, under one number, now {announced.version} or a higher one"
             )
-        if said is None or version != said.version:
+        if announced is None or version != announced.version:
             self._check_step(version)
-            if said is not None:  # without this rank's part it would never be complete
-                number, why = self.not_coming
-                before = f"; {why}" if number == said.version else ""
+            if announced is not None:  # it can never be complete without this rank
+                number, why = self.discarded
+                before = f"; {why}" if number == announced.version else ""
                 self.discard(f"was withdrawn: rank {rank} ({session.name}) announced {version} in its place{before}")
-            said = self.announced = AnnouncedVersion(version, self._context.now)
-        said.ranks.add(rank)
+            announced = self.announced = AnnouncedVersion(version, self._state.context.now)
+        announced.ranks.add(rank)
         return self._published(self.lost.pop(rank, ""))
 
     def publish(self, session: Session, command: cmd.Publish) -> cmd.Reply:
-        """A rank's part is there. With the last part the version becomes current."""
-        rank, version, said = self._rank(session), command.version, self.announced
-        if said is None or version != said.version:
+        """Add a rank's part. The last part makes the version current."""
+        rank, version, announced = self._rank(session), command.version, self.announced
+        if announced is None or version != announced.version:
             self._check_number(version)
-            if self.not_coming[0] == version:
-                raise VersionGone(f"{self.not_coming[1]}; announce it again")
+            if self.discarded[0] == version:
+                raise VersionGone(f"{self.discarded[1]}; announce it again")
             raise ConfigError(f"version {version} is not announced; announce a version before it is published")
-        if rank in said.parts:
+        if rank in announced.parts:
             raise ConfigError(f"rank {rank} has published its part of version {version} already")
-        said.parts[rank] = command.part
-        said.ranks.add(rank)
-        said.probe = command.probe or said.probe
-        if len(said.parts) == self.world_size:
+        announced.parts[rank] = command.part
+        announced.ranks.add(rank)
+        announced.probe = command.probe or announced.probe
+        if len(announced.parts) == self.world_size:
             self.announced = None
-            parts = tuple(said.parts[each] for each in range(self.world_size))
+            parts = tuple(announced.parts[each] for each in range(self.world_size))
             sessions = tuple(self.ranks[each] for each in range(self.world_size))
-            self._training.place(version)
+            self._step_versions.place(version)
             self.make_current(
-                KeptVersion(version, version, parts, sessions, said.probe, self._context.now), session.name
+                KeptVersion(version, version, parts, sessions, announced.probe, self._state.context.now), session.name
             )
         return self._published()
 
@@ -145,7 +141,7 @@ class Publication:
         version = command.version
         self._rank(session)
         if self.announced is None or self.announced.version != version:
-            if version == self.not_coming[0]:
+            if version == self.discarded[0]:
                 return cmd.Done()  # another rank was first
             raise ConfigError(f"version {version} is not announced, so it cannot be withdrawn")
         because = f": {command.reason}" if command.reason else ""
@@ -153,47 +149,50 @@ class Publication:
         return cmd.Done()
 
     def make_current(self, kept: KeptVersion, worker: str, reason: str = "") -> None:
-        """Make a version current, and keep no more than ``keep_versions``."""
-        versions = self._versions
+        """Make a version current, and keep at most ``keep_versions``."""
+        versions = self._state.versions
         lost = versions.lineage.given_up(versions.current)
-        versions.current, versions.since, versions.unavailable = kept.version, self._context.now, ""
+        versions.current, versions.since, versions.unavailable = kept.version, self._state.context.now, ""
         versions.kept[kept.version] = kept
-        for old in list(versions.kept)[: -self._limits.keep_versions]:
+        for old in list(versions.kept)[: -self._state.limits.keep_versions]:
             del versions.kept[old]
-        self._context.publish(
+        self._state.context.publish(
             ev.Published(
-                time_s=self._context.now, worker=worker, version=kept.version, nbytes=kept.nbytes, root=kept.root,
+                time_s=self._state.context.now, worker=worker, version=kept.version, nbytes=kept.nbytes, root=kept.root,
                 source=NONE if kept.source == kept.version else kept.source, reason=reason,
             )
         )  # fmt: skip
-        self.not_coming = (NONE, "")
-        self._context.wake("version", "swap", "announce")
-        self._tasks.wake_replicas()
-        if lost:  # replicas on a version that was given up are granted nothing anyhow
+        self.discarded = (NONE, "")
+        self._state.context.wake("version", "swap", "announce")
+        self._state.tasks.wake_replicas()
+        if lost:  # replicas on a given-up version get nothing anyway
             self._replicas.commit(at_once=True)
 
     def next_number(self, number: int) -> int:
-        """The lowest number from ``number`` on that no announced version has."""
+        """Return the lowest number from ``number`` on, above an announced version's."""
         return number if self.announced is None else max(number, self.announced.version + 1)
 
     def discard(self, what: str) -> None:
-        """Discard the announced version, if there is one. ``what`` happened to it, in words."""
-        said = self.announced
-        if said is not None:
-            self.not_coming = (said.version, f"version {said.version} {what}")
-            self.lost.update(dict.fromkeys(said.parts, self.not_coming[1]))
+        """Discard the announced version, if any. ``what``: the cause, after the subject "version
+        N"."""
+        announced = self.announced
+        if announced is not None:
+            self.discarded = (announced.version, f"version {announced.version} {what}")
+            self.lost.update(dict.fromkeys(announced.parts, self.discarded[1]))
             self.announced = None
-            self._context.publish(ev.Note(time_s=self._context.now, text=self.not_coming[1], level="warning"))
-            self._context.wake("announce")
+            self._state.context.publish(
+                ev.Note(time_s=self._state.context.now, text=self.discarded[1], level="warning")
+            )
+            self._state.context.wake("announce")
 
-    def _published(self, lost: str = "") -> cmd.Published:
-        sources = {each.source for each in self._versions.kept.values()}
+    def _published(self, lost: str = "") -> cmd.PublishReply:
+        sources = {each.source for each in self._state.versions.kept.values()}
         if self.announced is not None and self.announced.parts:
             sources.add(self.announced.version)
-        return cmd.Published(keep=tuple(sorted(sources)), lost=lost)
+        return cmd.PublishReply(keep=tuple(sorted(sources)), lost=lost)
 
     def _check_number(self, version: int) -> None:
-        current, last = self._versions.current, self._versions.lineage.last
+        current, last = self._state.versions.current, self._state.versions.lineage.last
         if version <= current:
             raise ConfigError(
                 f"version {version} cannot be published: {current} is already current, and a number is never used again"
@@ -205,12 +204,12 @@ class Publication:
             raise ConfigError(f"version {version} is past the largest number, {MAX_NUMBER}")
 
     def _check_step(self, version: int) -> None:
-        """A version is one step ahead of the one before: if numbers were left out, rows could be older than the staleness rule allows."""
-        current = self._versions.current
-        if not self._steps.declared or current == NONE:
+        """Refuse skipped numbers: rows could become older than the staleness rule allows."""
+        current = self._state.versions.current
+        if not self._state.steps.declared or current == NONE:
             return
-        step = self._training.in_training()
-        most = max(current, self._training.version_of(step)) + 1
+        step = self._step_versions.in_training()
+        most = max(current, self._step_versions.version_of(step)) + 1
         if version > most:
             raise ConfigError(
                 f"version {version} cannot be published: {current} is current and step {step} is not trained yet, so the"
@@ -218,8 +217,8 @@ class Publication:
             )
 
     def _why_taken(self, version: int) -> str:
-        """Explain a rollback or resume since, which the trainer may not know."""
-        current, last = self._versions.current, self._versions.lineage.last
+        """Explain a rollback or resume that the trainer may not know of."""
+        current, last = self._state.versions.current, self._state.versions.lineage.last
         if not last.parent < version <= last.first or not (last.lost or last.rolled_back):
             return ""
         if last.lost:
@@ -237,4 +236,4 @@ class Publication:
         return session.rank
 
     def _who(self, session: int) -> str:
-        return f"{self._sessions.name(session)} (session {session})"
+        return f"{self._state.sessions.name(session)} (session {session})"

@@ -1,4 +1,4 @@
-"""Puts: rows come in, are cancelled, and the stream of them ends."""
+"""Puts: add and cancel rows, and end the stream."""
 
 from __future__ import annotations
 
@@ -17,109 +17,96 @@ from .terminations import CANCELLED, Terminations
 
 
 class Puts:
-    """Adds rows, as far as the limits of the queue allow."""
+    """Adds rows within the limits of the queue."""
 
     def __init__(self, state: LedgerState, terminations: Terminations, assembly: StepAssembly) -> None:
-        self._context, self._rows, self._columns, self._partitions = (
-            state.context,
-            state.rows,
-            state.columns,
-            state.partitions,
-        )
-        self._limits, self._budget, self._tasks, self._steps = state.limits, state.budget, state.tasks, state.steps
-        self._versions, self._parked, self._metrics, self._keys = (
-            state.versions,
-            state.parked,
-            state.metrics,
-            state.keys,
-        )
-        self._terminations, self._assembly = terminations, assembly
+        self._state, self._terminations, self._assembly = state, terminations, assembly
 
-    def put(self, command: cmd.Put) -> cmd.Reply | None:
-        """Add rows. None if there is no room for them yet."""
+    def put(self, command: cmd.AddRows) -> cmd.Reply | None:
+        """Add rows. None if there is no room yet."""
         if command.digest and len(command.digest) != DIGEST_BYTES * len(command.columns):
             raise SchemaError(f"the digest of {len(command.columns)} columns is not {len(command.digest)} bytes")
-        lacking = self._keys.lacking(command)
+        lacking = self._state.keys.lacking(command)
         if lacking is not None and not len(lacking):
-            known = self._keys.get(command.key)
+            known = self._state.keys.get(command.key)
             assert known is not None
             return cmd.PutDone(first=known.first, count=known.size, again=True)
         groups = np.arange(command.groups) if lacking is None else lacking
         count = len(groups) * command.group_size
-        takers = [task for task in self._tasks if task.spec.takes(command.partition)]
-        trained = self._steps.declared and self._steps.task in takers
+        takers = [task for task in self._state.tasks if task.spec.takes(command.partition)]
+        trained = self._state.steps.declared and self._state.steps.task in takers
         self._check(command, count, takers, trained=trained)
         if not self._fits(command, count, trained=trained):
             return None
         ids = self._add(command, groups, takers, trained=trained)
         first, again = int(ids[0]), lacking is not None
         if again:
-            self._keys.add_again(command.key, first, groups)
+            self._state.keys.add_again(command.key, first, groups)
         elif command.key:
-            self._keys.add(command, first, self._rows)
+            self._state.keys.add(command, first, self._state.rows)
         if command.key:
-            self._context.wake_puts()  # a parked put with the same key need not wait
-        self._assembly.make_ready_alike(takers, ids, self._columns.mask(command.columns), 0)
+            self._state.context.wake_puts()  # a parked put with the same key need not wait
+        self._assembly.make_ready_alike(takers, ids, self._state.columns.mask(command.columns), 0)
         return cmd.PutDone(first=first, count=count, again=False, groups=pack_ids(groups) if again else b"")
 
     def cancel(self, command: cmd.Cancel) -> cmd.Reply:
         """Cancel live rows with their groups."""
-        rows, terminations = self._rows, self._terminations
+        rows, terminations = self._state.rows, self._terminations
         if bool(command.ids) + bool(command.key) + (command.partition is not None) != 1:
-            raise SchemaError("say what to cancel by one of: rows, the key of their put, their partition")
+            raise SchemaError("cancel rows by one of: ids, key, partition")
         if command.partition is not None:
             return cmd.Cancelled(count=terminations.cancel_live(command.partition, command.reason))
         if command.key:
-            if self._keys.get(command.key) is None:
+            if self._state.keys.get(command.key) is None:
                 raise SchemaError(f"no put with key {command.key!r} is remembered")
-            ids = self._keys.rows_of(command.key)
+            ids = self._state.keys.rows_of(command.key)
         else:
             if len(command.ids) % 8:
                 raise SchemaError("row ids are packed int64")
             ids = np.unique(unpack_ids(command.ids))
             unknown = ids[(ids < 0) | (ids >= rows.base + rows.count)]
             if len(unknown):
-                raise SchemaError(f"row {unknown[0]} was never put; the newest is {self._budget.put - 1}")
+                raise SchemaError(f"row {unknown[0]} was never put; the newest is {self._state.budget.put - 1}")
         ids = ids[ids >= rows.base]
         ids = ids[rows.state[rows.at(ids)] == LIVE]
         return cmd.Cancelled(count=terminations.end_groups(ids, CANCELLED, command.reason))
 
     def end(self, command: cmd.End) -> cmd.Reply:
-        """End the stream, or one partition."""
+        """End the stream or one partition."""
         if command.partition == "*":
             raise SchemaError('"*" is no partition; end them one by one, or all with no name')
         if command.partition is None:
-            self._partitions.ended = self._partitions.end_requested = True
+            self._state.partitions.ended = self._state.partitions.end_requested = True
         else:
-            self._partitions.ended_names.add(command.partition)
+            self._state.partitions.ended_names.add(command.partition)
         if command.cancel:
             self._terminations.cancel_live(command.partition, "cancelled at the end")
-        self._parked.wake_all()
+        self._state.parked.wake_all()
         return cmd.Done()
 
     def wanted(self) -> cmd.Reply | None:
-        """The number of rows that the steps lack; None while they lack none."""
+        """Return the number of rows the steps lack; None if none."""
         if self._assembly.supply_ended():
             raise Ended("every step is filled; no more rows are wanted")
-        if not self._steps.declared:
+        if not self._state.steps.declared:
             return None
-        count = self._steps.window.wanted - self._steps.unselected
+        count = self._state.steps.window.wanted - self._state.steps.unselected
         return cmd.RowsWanted(count=count) if count > 0 else None
 
     def in_line(self) -> bool:
-        """True if no put may go before one that waits for room. A put of rows that the open step lacks may: else a put that does not fit
-        beside that step would stop the run."""
-        return not self._steps.lacks_rows
+        """True if no put may overtake a waiting one. Rows missing in the open step may: otherwise a
+        put with no room beside that step would stop the run."""
+        return not self._state.steps.lacks_rows
 
-    def _check(self, command: cmd.Put, count: int, takers: list[Task], *, trained: bool) -> None:
+    def _check(self, command: cmd.AddRows, count: int, takers: list[Task], *, trained: bool) -> None:
         """Raise Ended, SchemaError or ConfigError for rows that can never be added."""
-        limits = self._limits
-        if self._partitions.ended:
+        limits = self._state.limits
+        if self._state.partitions.ended:
             raise Ended("the stream has ended; nothing more can be put")
-        if command.partition in self._partitions.ended_names:
+        if command.partition in self._state.partitions.ended_names:
             raise Ended(f"partition {command.partition!r} has ended; nothing more can be put there")
         if command.partition == "*":
-            raise SchemaError('"*" is no partition: a task names it to take them all; put rows in one')
+            raise SchemaError('"*" is no partition: a task names it to take all of them; put rows in one')
         if command.groups < 1 or command.group_size < 1:
             raise SchemaError(f"a put needs rows; this one has {command.groups} groups of {command.group_size}")
         if count > limits.capacity_rows:
@@ -138,59 +125,59 @@ class Puts:
             raise SchemaError("a put needs at least one column")
         if abs(command.priority) >= 1 << 31:
             raise SchemaError(f"a priority is an int32, not {command.priority}")
-        self._columns.check(command.columns)
+        self._state.columns.check(command.columns)
 
-    def _check_group_size(self, command: cmd.Put, takers: list[Task], *, trained: bool) -> None:
-        sizes = self._partitions.group_sizes
+    def _check_group_size(self, command: cmd.AddRows, takers: list[Task], *, trained: bool) -> None:
+        sizes = self._state.partitions.group_sizes
         alike = [name for name in sizes if name == command.partition]
         if trained:
-            check_groups_fill(self._steps.window.batch_rows, command.group_size)
-            alike = [name for name in sizes if self._steps.task.spec.takes(name)]
+            check_groups_fill(self._state.steps.window.batch_rows, command.group_size)
+            alike = [name for name in sizes if self._state.steps.task.spec.takes(name)]
         other = next((size for name in alike if (size := sizes[name]) != command.group_size), None)
         if other is not None and any(task.spec.grouped for task in takers):
             raise ConfigError(
                 f"this run has groups of {other}; groups of {command.group_size} would leave steps that cannot fill"
             )
 
-    def _fits(self, command: cmd.Put, count: int, *, trained: bool) -> bool:
+    def _fits(self, command: cmd.AddRows, count: int, *, trained: bool) -> bool:
         """True if the rows may be added now."""
-        limits, budget = self._limits, self._budget
+        limits, budget = self._state.limits, self._state.budget
         if budget.occupied + count > limits.capacity_rows:
             return False
-        first = self._parked.first("put")
+        first = self._state.parked.first("put")
         if first is not None and first.command is not command and not (trained and not self.in_line()):
-            return False  # a large put that waits is not overtaken for ever
+            return False  # small puts must not overtake a large one for ever
         if budget.charged + max(count * budget.reserve, command.nbytes) <= limits.capacity_bytes:
             return True
-        # else nothing would ever free the bytes that this put waits for
-        return not budget.charged or (trained and self._steps.unselected < self._steps.window.free)
+        # otherwise no row could ever end and free bytes for this put
+        return not budget.charged or (trained and self._state.steps.unselected < self._state.steps.window.free)
 
-    def _add(self, command: cmd.Put, groups: Ids, takers: list[Task], *, trained: bool) -> Ids:
-        rows, count = self._rows, len(groups) * command.group_size
-        bits = self._columns.add(command.columns)
-        self._partitions.group_sizes[command.partition] = command.group_size
-        partition = self._partitions.add(command.partition)
+    def _add(self, command: cmd.AddRows, groups: Ids, takers: list[Task], *, trained: bool) -> Ids:
+        rows, count = self._state.rows, len(groups) * command.group_size
+        bits = self._state.columns.add(command.columns)
+        self._state.partitions.group_sizes[command.partition] = command.group_size
+        partition = self._state.partitions.add(command.partition)
         ids = rows.add(len(groups), command.group_size)
         new = slice(rows.count - count, rows.count)
         rows.columns[new] = bits
-        rows.current[new] = self._versions.current
+        rows.current[new] = self._state.versions.current
         rows.todo[new] = len(takers)
         rows.partition[new] = partition
-        self._budget.charge_new(new, count, command.nbytes)
+        self._state.budget.charge_new(new, count, command.nbytes)
         if command.priority:
             rows.priority[new] = command.priority
             rows.ranked = True
         of_group = np.repeat(groups, command.group_size)
         if command.measures:
-            self._columns.measure(ids, command.measures, of_group)
+            self._state.columns.measure(ids, command.measures, of_group)
         if command.lengths:
-            self._metrics.note_lengths(ids, command.lengths, of_group)
-        self._budget.put += count
-        self._steps.unselected += count * trained
-        self._columns.count_kind(partition, bits, count)
-        for task in self._tasks:
+            self._state.metrics.note_lengths(ids, command.lengths, of_group)
+        self._state.budget.put += count
+        self._state.steps.unselected += count * trained
+        self._state.columns.count_kind(partition, bits, count)
+        for task in self._state.tasks:
             if task in takers:
-                task.undone[partition] += count
+                task.unfinished[partition] += count
                 task.counts[WAITING] += count
                 task.waiting[partition] += count * (not task.spec.grouped)
             else:

@@ -1,10 +1,12 @@
-"""Rank groups: the ranks of a data-parallel job lease together, so that the k-th lease of each rank is a shard of one lease.
+"""Rank groups: the ranks of a data-parallel job lease together: the k-th lease of each rank is a
+shard of one lease.
 
-A rank's request waits for those of all other ranks. Then one lease is granted and its rows are dealt out in shards. A step is
-acknowledged when every rank has acknowledged its shard. If a rank is lost before that, the step goes back whole and is leased again,
-whole, under a new token. Rows of other tasks are completed shard by shard.
+A rank's request waits for all other ranks. Then one lease is granted and split into shards. A step
+is acknowledged once every rank has acknowledged its shard. If a rank is lost before, the step
+returns and is leased again, whole, under a new token. Rows of other tasks are completed shard by
+shard.
 
-The ranks of a trainer also wait for each other at barriers, where a step, a checkpoint or a resume must be the same for all of them.
+Trainer ranks also wait for each other at barriers before a step, a checkpoint or a resume.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ import numpy as np
 from ..errors import ConfigError, LeaseLost, SchemaError
 from ..types import events as ev
 from . import commands as cmd
-from .admission import Admission
+from .admission import LeaseAdmission
 from .balance import balance, imbalance, split
 from .commands import Ids, pack_ids, unpack_ids
-from .completion import Completion
+from .completion import RowCompletion
 from .state import LedgerState
 from .state.grants import Grant, ShardedLease
 from .state.leases import positions
@@ -28,51 +30,41 @@ from .state.tasks import Task
 
 
 class RankGroups:
-    """Leases of rank groups."""
+    """Grants, completes and returns leases of rank groups."""
 
-    def __init__(self, state: LedgerState, admission: Admission, completion: Completion) -> None:
-        self._context, self._rows, self._sessions, self._tasks = (
-            state.context,
-            state.rows,
-            state.sessions,
-            state.tasks,
-        )
-        self._leases, self._parked, self._admission, self._completion = (
-            state.leases,
-            state.parked,
-            admission,
-            completion,
-        )
+    def __init__(self, state: LedgerState, admission: LeaseAdmission, completion: RowCompletion) -> None:
+        self._state, self._admission, self._completion = state, admission, completion
 
-    def check(self, session: Session, task: Task, command: cmd.Lease) -> None:
+    def check(self, session: Session, task: Task, command: cmd.LeaseRows) -> None:
         """Raise SchemaError or ConfigError for a request that no group can make."""
         size, shards = command.world_size, command.shards or command.world_size
-        who = f"rank {command.rank} of {size} of team {command.team!r}"
+        who = f"rank {command.rank} of {size} of group {command.group!r}"
         if not 0 <= command.rank < size:
             raise SchemaError(f"{who}: ranks are 0 to world_size - 1")
         if shards < 1 or size % shards:
             raise SchemaError(f"{who}: {command.shards} shards; their number must divide world_size")
         if size == 1:
             return
-        if not command.team:
-            raise SchemaError(f"rank {command.rank} of {size}: ranks lease together as a team; name it")
+        if not command.group:
+            raise SchemaError(f"rank {command.rank} of {size}: ranks lease together as a group; name it")
         if task.spec.admits:
-            raise SchemaError(f"{who}: task {task.spec.name!r} gives rows to replicas one by one; it has no teams")
+            raise SchemaError(f"{who}: task {task.spec.name!r} grants rows to single replicas, not to rank groups")
         rows = command.count if task.spec.batch_rows is None else task.spec.batch_rows
         if rows < shards:
-            raise SchemaError(f"{who}: {rows} rows cannot be dealt out to {shards} shards")
+            raise SchemaError(f"{who}: {rows} rows cannot be split into {shards} shards")
         if task.spec.batch_rows is not None and task.spec.gives:
-            raise SchemaError(f"{who}: a team acknowledges steps as a whole and writes no columns with that")
-        for rank, asked in self._parked.of_group(command.task, command.team).items():
+            raise SchemaError(f"{who}: a rank group acknowledges steps without writing columns")
+        for rank, asked in self._state.parked.of_group(command.task, command.group).items():
             for other in asked.values():
                 if rank == command.rank and other.session < session.id:
-                    continue  # its process is gone, and this session takes its place
-                _check_alike(who, command, other.command, self._sessions.name(other.session))
-                return  # all parked requests of a group are alike
+                    continue  # this session replaces it
+                _check_alike(who, command, other.command, self._state.sessions.name(other.session))
+                return  # the others are alike
 
-    def lease(self, session: Session, task: Task, command: cmd.Lease) -> cmd.Reply | None:
-        """The shard of a rank, once all ranks have asked and there are rows. Answers the other ranks too."""
-        asking = self._parked.of_group(command.task, command.team)
+    def lease(self, session: Session, task: Task, command: cmd.LeaseRows) -> cmd.Reply | None:
+        """Return the shard of a rank once all ranks have asked and there are rows. Answers the
+        other ranks too."""
+        asking = self._state.parked.of_group(command.task, command.group)
         if self._replaces(session, task, command) or len({command.rank, *asking}) < command.world_size:
             return None
         number = command.shards or command.world_size
@@ -80,36 +72,41 @@ class RankGroups:
         if found is None:
             return None
         ids, step = found
-        ids, bounds, off = self._deal(task, ids, number)
+        ids, bounds, off = self._shard(task, ids, number)
         others = {rank: next(iter(asked.values())) for rank, asked in asking.items() if rank != command.rank}
         members = [session.id if r == command.rank else others[r].session for r in range(command.world_size)]
-        shards = ShardedLease(command.team, members, bounds, finished=np.zeros(len(ids), bool))
+        shards = ShardedLease(command.group, members, bounds, finished=np.zeros(len(ids), bool))
         spans = [shards.span(rank) for rank in range(command.world_size)]
         shards.done.update(rank for rank, span in enumerate(spans) if span.start == span.stop)  # they have no rows
         whole = self._admission.grant(session, task, ids, step, shards=shards)
-        self._context.publish(
+        self._state.context.publish(
             ev.Balanced(
-                time_s=self._context.now, task=task.spec.name, shards=number, rows=len(ids), imbalance=off, step=step
+                time_s=self._state.context.now,
+                task=task.spec.name,
+                shards=number,
+                rows=len(ids),
+                imbalance=off,
+                step=step,
             )
         )
         for rank, request in others.items():
-            self._parked.remove(request)
-            self._context.answer(request.ticket, _shard_of(whole, shards, rank, off))
+            self._state.parked.remove(request)
+            self._state.context.answer(request.ticket, _shard_of(whole, shards, rank, off))
         return _shard_of(whole, shards, command.rank, off)
 
     def parked(self, request: ParkedRequest) -> None:
-        """A rank's request waits. It voids what earlier sessions under this rank have asked and hold."""
-        command, session = request.command, self._sessions.by_id[request.session]
-        asked, held = self._under(self._tasks[command.task], command)
-        reason = f"rank {command.rank} of team {command.team!r} is {session.name} now"
+        """Void requests and leases of earlier sessions under the rank of a newly parked request."""
+        command, session = request.command, self._state.sessions.by_id[request.session]
+        asked, held = self._of_rank(self._state.tasks[command.task], command)
+        reason = f"rank {command.rank} of group {command.group!r} is {session.name} now"
         for other in asked:
             if other.session != session.id:
-                self._parked.remove(other)
-                self._context.answer(other.ticket, LeaseLost(reason))
+                self._state.parked.remove(other)
+                self._state.context.answer(other.ticket, LeaseLost(reason))
         for number, grant in held:
             if number != session.id:
                 self._completion.void(grant, reason, blame=True)
-        self._context.wake(request.place)
+        self._state.context.wake(request.place)
 
     def complete(self, grant: Grant, shards: ShardedLease, command: cmd.Complete) -> cmd.Completed:
         """Complete rows of a rank's shard, or acknowledge its shard of a step."""
@@ -123,25 +120,26 @@ class RankGroups:
         revoked = unpack_ids(reply.revoked)
         again = np.isin(revoked, done_before)
         shards.finished[span][named] |= ~np.isin(part[named], revoked)
-        self._see(grant, shards, command.rank, named)
+        self._mark_seen(grant, shards, command.rank, named)
         return cmd.Completed(revoked=pack_ids(revoked[~again]), again=pack_ids(revoked[again]))
 
     def check_give_back(self, grant: Grant, rank: int) -> None:
         """Raise LeaseLost if a rank has completed its shard."""
         if grant.shards is not None and rank in grant.shards.done:
             raise LeaseLost(
-                f"rank {rank} of team {grant.shards.group!r} is through with its shard of lease {grant.token}"
+                f"rank {rank} of group {grant.shards.group!r} has completed its shard of lease {grant.token}"
             )
 
     def gave_back(self, grant: Grant, command: cmd.GiveBack) -> None:
-        """A rank has returned rows."""
+        """Note the rows returned by a rank."""
         shards = grant.shards
         if shards is not None and grant.step == NONE:
             span = shards.span(command.rank)
-            self._see(grant, shards, command.rank, positions(command.index, span.stop - span.start))
+            self._mark_seen(grant, shards, command.rank, positions(command.index, span.stop - span.start))
 
     def session_closed(self, session: Session, reason: str, *, blame: bool) -> None:
-        """Return what a session holds; of a group's lease all rows, unless its ranks have completed their shards."""
+        """Return the leases of a session. A group's lease is returned whole, unless the session's
+        ranks have completed their shards."""
         for grant in list(session.leases.values()):
             shards = grant.shards
             if shards is not None:
@@ -150,38 +148,39 @@ class RankGroups:
                     continue
             self._completion.void(grant, reason, blame=blame)
 
-    def _under(self, task: Task, command: cmd.Lease) -> tuple[list[ParkedRequest], list[tuple[int, Grant]]]:
-        """Requests and leases under a rank; leases with the session that holds them."""
+    def _of_rank(self, task: Task, command: cmd.LeaseRows) -> tuple[list[ParkedRequest], list[tuple[int, Grant]]]:
+        """Return requests and leases under a rank, each lease with its session."""
         rank = command.rank
         held = [
             (grant.shards.members[rank], grant)
-            for grant in task.group_leases.get(command.team, {}).values()
+            for grant in task.group_leases.get(command.group, {}).values()
             if grant.shards is not None and rank < grant.shards.size and rank not in grant.shards.done
         ]
-        return list(self._parked.of_group(command.task, command.team).get(rank, {}).values()), held
+        return list(self._state.parked.of_group(command.task, command.group).get(rank, {}).values()), held
 
-    def _replaces(self, session: Session, task: Task, command: cmd.Lease) -> bool:
-        """True if an earlier session has requests or leases under this rank; they are voided when the request is parked. The newest session
-        is the rank: an older one gets LeaseLost."""
-        asked, held = self._under(task, command)
+    def _replaces(self, session: Session, task: Task, command: cmd.LeaseRows) -> bool:
+        """True if an earlier session has requests or leases under this rank; they are voided when
+        the request is parked. Raises LeaseLost for a session older than the rank's newest."""
+        asked, held = self._of_rank(task, command)
         sessions = [request.session for request in asked] + [number for number, _ in held]
         newest = max(sessions, default=0)
         if newest > session.id:
             raise LeaseLost(
-                f"rank {command.rank} of team {command.team!r} is {self._sessions.name(newest)} now, which joined later than"
+                f"rank {command.rank} of group {command.group!r} is {self._state.sessions.name(newest)} now, which joined later than"
                 f" {session.name}"
             )
         return min(sessions, default=session.id) < session.id
 
-    def _deal(self, task: Task, ids: Ids, shards: int) -> tuple[Ids, list[int], float]:
-        """Rows in the order of their shards, the bounds of the shards, and their imbalance (max / mean - 1)."""
-        at, sampling = self._rows.at(ids), task.sampling
+    def _shard(self, task: Task, ids: Ids, shards: int) -> tuple[Ids, list[int], float]:
+        """Return rows in order of shards, the bounds of the shards, and their imbalance (max / mean
+        - 1)."""
+        at, sampling = self._state.rows.at(ids), task.sampling
         weights = np.ones(len(ids))
         shard = split(len(ids), shards)
         if sampling.balanced and sampling.measure:
-            weights = self._rows.measures[sampling.measure][at]
+            weights = self._state.rows.measures[sampling.measure][at]
             if sampling.whole_groups:
-                _, group = np.unique(self._rows.first[at], return_inverse=True)
+                _, group = np.unique(self._state.rows.first[at], return_inverse=True)
                 shard = balance(np.bincount(group, np.nan_to_num(weights)).astype(np.float64), shards)[group]
             else:
                 shard = balance(weights, shards)
@@ -195,10 +194,10 @@ class RankGroups:
         count = span.stop - span.start
         named = positions(command.index, count)
         if command.columns:
-            raise SchemaError("a team acknowledges a step as a whole and writes no columns with that")
+            raise SchemaError("a rank group acknowledges steps without writing columns")
         if len(named) != count:
             raise SchemaError(
-                f"rank {command.rank} of team {shards.group!r} has {count} rows of step {grant.step} and acknowledges"
+                f"rank {command.rank} of group {shards.group!r} has {count} rows of step {grant.step} and acknowledges"
                 f" {len(named)}; a step is acknowledged whole"
             )
         dropped = named[:0] if command.filtered is None else named[positions(command.filtered, count)]
@@ -212,62 +211,62 @@ class RankGroups:
         whole = cmd.Complete(token=grant.token, columns={}, filtered=every.tobytes() if len(every) else None)
         return self._completion.complete(grant, grant.ids, whole)
 
-    def _see(self, grant: Grant, shards: ShardedLease, rank: int, named: Ids) -> None:
-        """A rank has completed or returned rows of its shard. With all of them it is done."""
+    def _mark_seen(self, grant: Grant, shards: ShardedLease, rank: int, named: Ids) -> None:
+        """Note rows completed or returned by a rank. With the last row its shard is done."""
         span = shards.span(rank)
         seen = shards.seen.setdefault(rank, np.zeros(span.stop - span.start, bool))
         seen[named] = True
         if seen.all():
             shards.done.add(rank)
             if grant.over:
-                self._leases.remove(grant)
+                self._state.leases.remove(grant)
 
 
 class RankBarrier:
-    """A rank's request waits until all ranks have come to the same point; then each is answered with the payloads of all. The only state
-    is the parked requests, so a rank that dies has not come."""
+    """Answers all ranks with the payloads of all once every rank waits at the same point. The only
+    state is the parked requests, so a dead rank is missing."""
 
     def __init__(self, state: LedgerState) -> None:
-        self._context, self._sessions, self._parked = state.context, state.sessions, state.parked
+        self._state = state
 
-    def gather(self, session: Session, command: cmd.Meet) -> cmd.Reply | None:
-        """The payloads of all ranks, once all have come."""
+    def gather(self, session: Session, command: cmd.AllGather) -> cmd.Reply | None:
+        """Return the payloads of all ranks; None while a rank is missing."""
         rank, size = command.rank, command.world_size
-        who = f"rank {rank} of {size} of team {command.team!r}"
+        who = f"rank {rank} of {size} of group {command.group!r}"
         if not 0 <= rank < size:
             raise SchemaError(f"{who}: ranks are 0 to world_size - 1")
         there: dict[int, ParkedRequest] = {}
-        for request in self._parked.at(place_of(command)):
+        for request in self._state.parked.at(place_of(command)):
             if request.command.rank != rank:
                 if (request.command.what, request.command.world_size) == (command.what, size):
                     there[request.command.rank] = request
             elif request.session > session.id:
-                newer = self._sessions.name(request.session)
+                newer = self._state.sessions.name(request.session)
                 raise LeaseLost(f"{who} is {newer} now, which joined later than {session.name}")
         if len(there) + 1 < size:
             return None
-        words = {each: request.command.word for each, request in there.items()} | {rank: command.word}
-        met = cmd.Met(words=tuple(words[each] for each in range(size)))
+        payloads = {each: request.command.payload for each, request in there.items()} | {rank: command.payload}
+        met = cmd.AllGathered(payloads=tuple(payloads[each] for each in range(size)))
         for request in there.values():
-            self._parked.remove(request)
-            self._context.answer(request.ticket, met)
+            self._state.parked.remove(request)
+            self._state.context.answer(request.ticket, met)
         self._replace_older(session, command)
         return met
 
     def parked(self, request: ParkedRequest) -> None:
-        """A rank waits. Older sessions under this rank no longer do."""
-        self._replace_older(self._sessions.by_id[request.session], request.command)
+        """Reject waiting requests of older sessions under the same rank."""
+        self._replace_older(self._state.sessions.by_id[request.session], request.command)
 
-    def _replace_older(self, session: Session, command: cmd.Meet) -> None:
-        for request in self._parked.at(place_of(command)):
+    def _replace_older(self, session: Session, command: cmd.AllGather) -> None:
+        for request in self._state.parked.at(place_of(command)):
             if request.command.rank == command.rank and request.session < session.id:
-                self._parked.remove(request)
-                who = f"rank {command.rank} of {command.world_size} of team {command.team!r}"
-                self._context.answer(request.ticket, LeaseLost(f"{who} is {session.name} now"))
+                self._state.parked.remove(request)
+                who = f"rank {command.rank} of {command.world_size} of group {command.group!r}"
+                self._state.context.answer(request.ticket, LeaseLost(f"{who} is {session.name} now"))
 
 
 def _shard_of(whole: cmd.Leased, shards: ShardedLease, rank: int, off: float) -> cmd.Leased:
-    """The reply to one rank of a lease."""
+    """Return the reply to one rank of a lease."""
     span = shards.span(rank)
     return cmd.Leased(
         token=whole.token, task=whole.task, ids=pack_ids(unpack_ids(whole.ids)[span]),
@@ -278,10 +277,10 @@ def _shard_of(whole: cmd.Leased, shards: ShardedLease, rank: int, off: float) ->
     )  # fmt: skip
 
 
-def _check_alike(who: str, one: cmd.Lease, other: cmd.Lease, name: str) -> None:
+def _check_alike(who: str, one: cmd.LeaseRows, other: cmd.LeaseRows, name: str) -> None:
     for field in ("world_size", "shards", "count", "at_least", "partition"):
         if getattr(one, field) != getattr(other, field):
             raise ConfigError(
                 f"{who} asks with {field}={getattr(one, field)!r}, and rank {other.rank} ({name}) with"
-                f" {getattr(other, field)!r}; all ranks of a team ask alike"
+                f" {getattr(other, field)!r}; all ranks of a group must ask alike"
             )

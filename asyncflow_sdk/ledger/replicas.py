@@ -1,56 +1,58 @@
-"""Replicas: sessions that take versions of the weights, and the quorum of them that commits a version."""
+"""Replicas: sessions that load versions of the weights. A quorum of them commits a version."""
 
 from __future__ import annotations
 
 from ..types import events as ev
 from .state import LedgerState
-from .state.sessions import Replica, Session
+from .state.sessions import ReplicaState, Session
 
 
 class Replicas:
-    """``failing``: replicas whose last fetch or load failed. Both are sets of session numbers, in order."""
+    """``numbers``: sessions of replicas. ``failing``: replicas with a failed last fetch or load.
+    Both are ordered sets of session numbers."""
 
     def __init__(self, state: LedgerState) -> None:
-        self._context, self._limits, self._sessions = state.context, state.limits, state.sessions
-        self._tasks, self._versions = state.tasks, state.versions
+        self._state = state
         self.numbers: dict[int, None] = {}
         self.failing: dict[int, None] = {}
 
     def sessions(self) -> list[Session]:
-        return [self._sessions.by_id[number] for number in self.numbers]
+        """Return the replicas' sessions."""
+        return [self._state.sessions.by_id[number] for number in self.numbers]
 
-    def add(self, session: Session) -> Replica:
+    def add(self, session: Session) -> ReplicaState:
         """Make a session a replica if it is none. Return its state."""
         self.numbers[session.id] = None
         if session.replica is None:
-            session.replica = Replica()
+            session.replica = ReplicaState()
         return session.replica
 
     def remove(self, session: int) -> None:
+        """Forget a session."""
         self.numbers.pop(session, None)
         self.failing.pop(session, None)
 
     def update(
         self, session: Session, version: int, doing: str, why: str = "", *, seconds: float = 0.0, moved: int = 0,
         encoding: str = "", skipped: int = 0,
-    ) -> Replica:  # fmt: skip
-        """Set what a replica does about a version, and publish it."""
+    ) -> ReplicaState:  # fmt: skip
+        """Set and publish the replica's activity with a version."""
         replica = self.add(session)
-        replica.begin(version, doing, self._context.now, why)
+        replica.begin(version, doing, self._state.context.now, why)
         self.failing.pop(session.id, None)
         if doing == "failed":
             self.failing[session.id] = None
-        self._context.publish(
+        self._state.context.publish(
             ev.WeightState(
-                time_s=self._context.now, worker=session.name, version=version, state=doing, detail=why, seconds=seconds,
+                time_s=self._state.context.now, worker=session.name, version=version, state=doing, detail=why, seconds=seconds,
                 moved=moved, encoding=encoding, skipped=skipped,
             )
         )  # fmt: skip
         return replica
 
     def commit(self, *, at_once: bool = False) -> None:
-        """Commit the current version if a quorum of replicas has it staged or loaded, or ``at_once``."""
-        limits, versions = self._limits, self._versions
+        """Commit the current version if a quorum has it staged or loaded, or if ``at_once``."""
+        limits, versions = self._state.limits, self._state.versions
         if not limits.quorum or versions.committed == versions.current:
             return
         ready = sum(
@@ -59,12 +61,14 @@ class Replicas:
         )
         if ready >= limits.quorum or at_once:
             versions.committed = versions.current
-            self._context.publish(ev.Committed(time_s=self._context.now, version=versions.current, staged=ready))
-            self._context.wake("swap")
-            self._tasks.wake_replicas()
+            self._state.context.publish(
+                ev.Committed(time_s=self._state.context.now, version=versions.current, staged=ready)
+            )
+            self._state.context.wake("swap")
+            self._state.tasks.wake_replicas()
 
     def quorum_changed(self) -> None:
-        """Without a quorum no version is committed."""
-        if not self._limits.quorum:
-            self._versions.committed = -1
+        """Apply a changed quorum. Without a quorum no version is committed."""
+        if not self._state.limits.quorum:
+            self._state.versions.committed = -1
         self.commit()

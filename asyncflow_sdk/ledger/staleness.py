@@ -1,4 +1,4 @@
-"""The staleness policy of a ledger: how many rows may be admitted and selected, and which are too late.
+"""Staleness control: ask the policy how many rows to admit and select, and which are too late.
 
 Policies are user code. Their answers are recorded, so a replay does not call them.
 """
@@ -15,14 +15,15 @@ import msgspec
 from ..errors import AsyncFlowError, PluginError
 from ..interfaces import StalenessPolicy, StepWindow
 from ..types import events as ev
-from .commands import PolicySpec
+from ..types.tasks import PolicySpec
 from .state import LedgerState
 from .state.budget import MAX_NUMBER
 
 
 @dataclass
 class StalenessRule:
-    """A policy and its own description: see ``StalenessPolicy``. ``least_rows``: the capacity it needs."""
+    """A policy and its properties, see ``StalenessPolicy``. ``least_rows``: the capacity it
+    needs."""
 
     spec: PolicySpec
     promise: str = ""
@@ -30,21 +31,21 @@ class StalenessRule:
     least_rows: int = 1
 
 
-class Staleness:
-    """``rule``: the policy. ``failed``: why no further row can be selected; "" while the policy works."""
+class StalenessControl:
+    """``rule``: the policy. ``failed``: the error that stops all selection; "" while the policy
+    works."""
 
     TRANSIENT = frozenset({"make_policy", "_policy"})
 
     def __init__(self, state: LedgerState, make_policy: Callable[[PolicySpec], StalenessPolicy]) -> None:
-        self._context, self._limits, self._parked = state.context, state.limits, state.parked
-        self._steps, self._versions = state.steps, state.versions
+        self._state, self.make_policy = state, make_policy
         self.rule = StalenessRule(PolicySpec("wait"))
         self.failed = ""
-        self.make_policy = make_policy
         self._policy: StalenessPolicy | None = None  # made when first needed
 
     def set_policy(self, spec: PolicySpec) -> None:
-        """Use another policy for the steps to come. Raises PluginError, ConfigError; then it is unchanged."""
+        """Use another policy for steps to come. Raises PluginError, ConfigError and then changes
+        nothing."""
         before = self._policy
         self._policy = None
         try:
@@ -54,18 +55,19 @@ class Staleness:
             raise
 
     def rule_for(self, batch_rows: int) -> StalenessRule:
-        """The rule for steps of this size. Raises PluginError, ConfigError."""
+        """Return the rule for steps of this size. Raises PluginError, ConfigError."""
         return self._describe(self.rule.spec, batch_rows)
 
     def use(self, rule: StalenessRule) -> None:
-        """Use the rule for the steps that are declared now."""
+        """Use the rule for the steps being declared."""
         self.rule = rule
-        text = f"staleness policy {rule.spec.name!r} with max_staleness {self._limits.max_staleness}: {rule.promise}"
+        text = f"staleness policy {rule.spec.name!r} with max_staleness {self._state.limits.max_staleness}: {rule.promise}"
         level = "info" if rule.bounded else "warning"
-        self._context.publish(ev.Note(time_s=self._context.now, text=text, level=level))
+        self._state.context.publish(ev.Note(time_s=self._state.context.now, text=text, level=level))
 
     def check_available(self) -> None:
-        """Raise PluginError, ConfigError if the policy cannot be made here, as in a run that is continued elsewhere."""
+        """Raise PluginError or ConfigError if the policy cannot be created here, for example in a
+        run resumed elsewhere."""
         self.make_policy(self.rule.spec)
 
     def check(self) -> None:
@@ -74,38 +76,39 @@ class Staleness:
             raise PluginError(self.failed)
 
     def admittable(self, deadline: int) -> int:
-        """The number of rows with this deadline that may begin. Raises PluginError."""
-        window = self._steps.window
+        """Return how many rows with this deadline may start. Raises PluginError."""
+        window = self._state.steps.window
         if window.finished or (self.rule.bounded and deadline < window.step):
             return 0
-        (room,) = self._ask(lambda policy, filling: [policy.admit(filling, deadline)])
+        (room,) = self._call_policy(lambda policy, filling: [policy.admit(filling, deadline)])
         if window.slots is not None:
             room = min(room, window.slots - window.under_way)
         return max(0, room)
 
     def selectable(self, deadline: int | None) -> int:
-        """The number of ready rows with this deadline that may join the step; 0 once the policy has failed."""
-        window = self._steps.window
+        """Return how many ready rows with this deadline may join the step; 0 once the policy has
+        failed."""
+        window = self._state.steps.window
         if window.finished or (self.rule.bounded and deadline is not None and deadline < window.step):
             return 0
-        (room,) = self._try(lambda policy, filling: [policy.select(filling, deadline)]) or [0]
+        (room,) = self._try_policy(lambda policy, filling: [policy.select(filling, deadline)]) or [0]
         return max(0, min(window.free, room))
 
     def late(self) -> list[int]:
-        """Deadlines whose rows are too late for the open step."""
-        window = self._steps.window
-        return [due for due in self._try(lambda policy, filling: policy.evict(filling)) if window.has(due)]
+        """Return the deadlines of rows too late for the open step."""
+        window = self._state.steps.window
+        return [due for due in self._try_policy(lambda policy, filling: policy.evict(filling)) if window.has(due)]
 
     def _describe(self, spec: PolicySpec, batch_rows: int = 1) -> StalenessRule:
         def describe() -> bytes:
             policy = self._made(spec)
             try:
-                least = operator.index(policy.least_rows(batch_rows, self._limits.max_staleness))
+                least = operator.index(policy.least_rows(batch_rows, self._state.limits.max_staleness))
             except Exception as error:
                 raise _failed(spec, error) from error
             return msgspec.msgpack.encode((str(policy.promise), bool(policy.bounded), min(least, MAX_NUMBER)))
 
-        described = self._context.log.record_or_raise(describe)
+        described = self._state.context.log.record_or_raise(describe)
         return StalenessRule(spec, *msgspec.msgpack.decode(described, type=tuple[str, bool, int]))
 
     def _made(self, spec: PolicySpec) -> StalenessPolicy:
@@ -113,31 +116,32 @@ class Staleness:
             self._policy = self.make_policy(spec)
         return self._policy
 
-    def _try(self, question: Callable[[StalenessPolicy, StepWindow], Any]) -> list[int]:
-        """The policy's answers where no request can fail for them. If the policy fails, every parked request is told."""
+    def _try_policy(self, question: Callable[[StalenessPolicy, StepWindow], Any]) -> list[int]:
+        """Call the policy; if it fails, return [], note the failure and fail all parked
+        requests."""
         if self.failed:
             return []
         try:
-            return self._ask(question)
+            return self._call_policy(question)
         except PluginError as error:
             self.failed = str(error)
-            self._context.publish(ev.Note(time_s=self._context.now, text=self.failed, level="error"))
-            self._parked.wake_all()
+            self._state.context.publish(ev.Note(time_s=self._state.context.now, text=self.failed, level="error"))
+            self._state.parked.wake_all()
             return []
 
-    def _ask(self, question: Callable[[StalenessPolicy, StepWindow], Any]) -> list[int]:
-        """The policy's answers, clipped to ±MAX_NUMBER. Raises PluginError."""
+    def _call_policy(self, question: Callable[[StalenessPolicy, StepWindow], Any]) -> list[int]:
+        """Return the policy's answers, clipped to ±MAX_NUMBER. Raises PluginError."""
 
         def ask() -> bytes:
-            versions = self._versions
+            versions = self._state.versions
             try:
-                filling = self._steps.window.filling(versions.lineage.step(versions.current))
+                filling = self._state.steps.window.filling(versions.lineage.step(versions.current))
                 numbers = [operator.index(answer) for answer in question(self._made(self.rule.spec), filling)]
             except Exception as error:
                 raise _failed(self.rule.spec, error) from error
             return msgspec.msgpack.encode([max(-MAX_NUMBER, min(MAX_NUMBER, number)) for number in numbers])
 
-        return msgspec.msgpack.decode(self._context.log.record_or_raise(ask), type=list[int])
+        return msgspec.msgpack.decode(self._state.context.log.record_or_raise(ask), type=list[int])
 
 
 def _failed(spec: PolicySpec, error: Exception) -> PluginError:

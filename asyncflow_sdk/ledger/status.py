@@ -1,71 +1,57 @@
-"""The status of a queue: counters that are kept anyway, and why requests wait. Its cost does not depend on the number of live rows."""
+"""Status of a queue: its counters, and why requests wait. The cost does not depend on live rows."""
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
 
+from ..types.reports import TERMINAL, LeaseStatus, ParkedStatus, SessionStatus, StatusReport, VersionStatus
 from . import commands as cmd
-from .commands import TERMINAL, LeaseStatus, ParkedStatus, SessionStatus, StatusReport, VersionStatus
 from .diagnostics import Diagnostics
-from .publication import Publication
+from .publication import VersionPublication
 from .replicas import Replicas
-from .staleness import Staleness
+from .staleness import StalenessControl
 from .state import LedgerState
 from .state.grants import Grant
 from .state.parked import ParkedRequest
 from .state.rows import NONE, TASK_STATES
 from .state.sessions import Session
-from .version_diagnostics import doing, named
+from .version_diagnostics import doing, join_some
 
 MAX_LISTED = 100
-"""So many parked requests are explained, and so many sessions listed: the longest waiting, and the oldest."""
+"""Limit of explained requests, the longest waiting, and of listed sessions, the oldest."""
 
 
 class StatusReporter:
-    """Reads the ledger, and changes nothing."""
+    """Reads the ledger and changes nothing."""
 
     def __init__(
         self,
         state: LedgerState,
-        staleness: Staleness,
-        publication: Publication,
+        staleness: StalenessControl,
+        publication: VersionPublication,
         replicas: Replicas,
         diagnostics: Diagnostics,
     ) -> None:
-        self._context, self._rows, self._partitions, self._limits = (
-            state.context,
-            state.rows,
-            state.partitions,
-            state.limits,
-        )
-        self._budget, self._sessions, self._tasks, self._steps = (
-            state.budget,
-            state.sessions,
-            state.tasks,
-            state.steps,
-        )
-        self._versions, self._staleness, self._parked, self._leases = (
-            state.versions,
-            staleness,
-            state.parked,
-            state.leases,
-        )
-        self._metrics, self._diagnostics = state.metrics, diagnostics
-        self._publication, self._replicas = publication, replicas
+        self._state, self._staleness = state, staleness
+        self._diagnostics, self._publication = diagnostics, publication
+        self._replicas = replicas
 
     def report(self) -> StatusReport:
-        """Rows by task and state, sessions, leases and parked requests, now."""
-        now, limits, budget, versions = self._context.now, self._limits, self._budget, self._versions
-        said, rule = self._publication.announced, self._staleness.rule
-        window = self._steps.window if self._steps.declared else None
-        waiting = list(self._parked.by_ticket.values())
+        """Return rows by task and state, sessions, leases and parked requests."""
+        now = self._state.context.now
+        limits = self._state.limits
+        budget = self._state.budget
+        versions = self._state.versions
+        announced, rule = self._publication.announced, self._staleness.rule
+        window = self._state.steps.window if self._state.steps.declared else None
+        waiting = list(self._state.parked.by_ticket.values())
         longest = heapq.nsmallest(MAX_LISTED, waiting, key=lambda request: request.since)
         parked = tuple(self._parked_status(request) for request in longest)
-        oldest = next(iter(self._leases.by_token.values()), None)
-        ended = dict(zip(TERMINAL, self._rows.ended[1:].tolist(), strict=True))
+        oldest = next(iter(self._state.leases.by_token.values()), None)
+        ended = dict(zip(TERMINAL, self._state.rows.ended[1:].tolist(), strict=True))
         return StatusReport(
-            rows={task.spec.name: dict(zip(TASK_STATES, task.counts, strict=True)) for task in self._tasks},
+            rows={task.spec.name: dict(zip(TASK_STATES, task.counts, strict=True)) for task in self._state.tasks},
             ended=ended,
             waiting={
                 status.name: f"after {status.since_s:.1f} s: {status.why}"
@@ -80,50 +66,53 @@ class StatusReporter:
             capacity_rows=limits.capacity_rows,
             capacity_bytes=limits.capacity_bytes,
             charged_bytes=budget.charged,
-            arrived={task.spec.name: task.came for task in self._tasks},
-            completed={task.spec.name: task.passed for task in self._tasks},
+            arrived={task.spec.name: task.became_ready for task in self._state.tasks},
+            completed={task.spec.name: task.completed for task in self._state.tasks},
             sessions=tuple(self._session_status(session) for session in self._listed(waiting)),
-            session_count=len(self._sessions.by_id),
+            session_count=len(self._state.sessions.by_id),
             parked=parked,
             parked_count=len(waiting),
             oldest=self._lease_status(oldest) if oldest is not None else None,
-            lease_count=len(self._leases.by_token),
+            lease_count=len(self._state.leases.by_token),
             batch_rows=window.batch_rows if window else 0,
             steps=limits.steps,
             version_age_s=now - versions.since if versions.current >= 0 else -1.0,
-            over=self._partitions.ended,
+            over=self._state.partitions.ended,
             time_s=now,
             versions=self._version_statuses(),
-            publisher=named(self._sessions.name(session) for _, session in sorted(self._publication.ranks.items())),
-            announced=said.version if said is not None else NONE,
-            announced_s=now - said.since if said is not None else 0.0,
+            publisher=join_some(
+                self._state.sessions.name(session) for _, session in sorted(self._publication.ranks.items())
+            ),
+            announced=announced.version if announced is not None else NONE,
+            announced_s=now - announced.since if announced is not None else 0.0,
             committed=versions.committed,
             held=budget.held,
-            checkpoint=self._steps.checkpoint,
+            checkpoint=self._state.steps.checkpoint,
             staleness=rule.spec.name,
             max_staleness=limits.max_staleness if window else NONE,
             promise=rule.promise,
-            ages=self._metrics.ages,
+            ages=self._state.metrics.ages,
         )
 
     def _works_meanwhile(self, request: ParkedRequest) -> bool:
-        """True if the client works while this request waits: it waits for a newer version than the one it has, or for lost rows."""
+        """True if the client works while this request waits, for lost rows or for a newer
+        version."""
         if isinstance(request.command, cmd.AwaitLost):
             return True
-        loaded = self._sessions.by_id[request.session].loaded
+        loaded = self._state.sessions.by_id[request.session].loaded
         return isinstance(request.command, cmd.AwaitVersion) and loaded is not None
 
     def _listed(self, waiting: list[ParkedRequest]) -> list[Session]:
-        """All sessions; if they are too many, first those that wait or hold rows."""
-        sessions = list(self._sessions.by_id.values())
+        """Return all sessions; if too many, first those with requests or rows."""
+        sessions = list(self._state.sessions.by_id.values())
         if len(sessions) <= MAX_LISTED:
             return sessions
         busy = {request.session for request in waiting}
         return heapq.nsmallest(MAX_LISTED, sessions, key=lambda s: (s.id not in busy and not s.leases, s.id))
 
     def _session_status(self, session: Session) -> SessionStatus:
-        now, replica = self._context.now, session.replica
-        oldest, preparing = next(iter(session.leases.values()), None), self._sessions.preparing.get(session.id)
+        now, replica = self._state.context.now, session.replica
+        oldest, preparing = next(iter(session.leases.values()), None), self._state.sessions.preparing.get(session.id)
         return SessionStatus(
             id=session.id,
             name=session.name,
@@ -141,7 +130,7 @@ class StatusReporter:
         )
 
     def _version_statuses(self) -> tuple[VersionStatus, ...]:
-        replicas, now = self._replicas.sessions(), self._context.now
+        replicas, now = self._replicas.sessions(), self._state.context.now
         on = Counter(session.loaded for session in replicas)
         staged = Counter(session.replica.staged for session in replicas if session.replica is not None)
         return tuple(
@@ -149,29 +138,29 @@ class StatusReporter:
                 version=each.version, source=each.source, age_s=now - each.since, nbytes=each.nbytes, root=each.root,
                 transport=each.parts[0].transport, on=on[each.version], staged=staged[each.version],
             )
-            for each in self._versions.kept.values()
+            for each in self._state.versions.kept.values()
         )  # fmt: skip
 
     def _lease_status(self, grant: Grant) -> LeaseStatus:
-        now = self._context.now
+        now = self._state.context.now
         return LeaseStatus(
-            token=grant.token, task=grant.task, session=grant.session, name=self._sessions.name(grant.session),
+            token=grant.token, task=grant.task, session=grant.session, name=self._state.sessions.name(grant.session),
             rows=grant.left, since_s=now - grant.since, left_s=grant.expires - now,
         )  # fmt: skip
 
     def _parked_status(self, request: ParkedRequest) -> ParkedStatus:
-        now = self._context.now
+        now = self._state.context.now
         return ParkedStatus(
-            session=request.session, name=self._sessions.name(request.session), verb=_verb(request.command),
+            session=request.session, name=self._state.sessions.name(request.session), verb=_verb(request.command),
             why=self._diagnostics.why(request), since_s=now - request.since, left_s=request.expires - now,
         )  # fmt: skip
 
 
 def _verb(command: cmd.Command) -> str:
     match command:
-        case cmd.Lease():
+        case cmd.LeaseRows():
             return f"get {command.task}"
-        case cmd.Put():
+        case cmd.AddRows():
             return f"put {command.groups * command.group_size} rows"
         case cmd.AwaitVersion():
             return f"weights after {command.after}"
@@ -179,7 +168,7 @@ def _verb(command: cmd.Command) -> str:
             return f"publish {command.version}"
         case cmd.Swap():
             return f"load {command.version}"
-        case cmd.Meet():
+        case cmd.AllGather():
             return f"meet at {command.what}"
         case cmd.AwaitLost():
             return "lost"

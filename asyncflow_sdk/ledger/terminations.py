@@ -1,4 +1,4 @@
-"""Termination of rows: their terminal state, and every counter that included them."""
+"""Terminations: move rows to their terminal state and update every counter."""
 
 from __future__ import annotations
 
@@ -7,35 +7,29 @@ from collections import Counter
 import numpy as np
 
 from ..types import events as ev
-from .commands import TERMINAL, Ids
+from ..types.reports import TERMINAL
+from .commands import Ids
 from .state import LedgerState
 from .state.context import Context
 from .state.rows import DONE, LEASED, LIVE, NONE, READY, TASK_STATES, WAITING
 
 CONSUMED, FILTERED, EXPIRED, FAILED, CANCELLED = range(1, 1 + len(TERMINAL))
 MAX_REASONS, REASON_LENGTH = 200, 300
-"""So many different reasons are counted apart, by so many letters of their first lines."""
+"""Number of reasons counted separately, and of characters of their first lines."""
 
 
 class Terminations:
-    """``reasons``: rows by terminal state and reason. ``excused``: by task that takes whole groups, rows that ended before they were
-    ready, and that their groups need not wait for any more."""
+    """``reasons``: rows by terminal state and reason. ``excused``: by task with whole groups, rows
+    that ended before they became ready; their groups need not wait for them."""
 
     def __init__(self, state: LedgerState) -> None:
-        self._context, self._rows, self._columns, self._partitions = (
-            state.context,
-            state.rows,
-            state.columns,
-            state.partitions,
-        )
-        self._budget, self._tasks, self._steps, self._leases = state.budget, state.tasks, state.steps, state.leases
-        self._metrics, self._letters = state.metrics, state.letters
+        self._state = state
         self.reasons: Counter[str] = Counter()
         self.excused: list[tuple[str, Ids]] = []
 
     def end_groups(self, ids: Ids, state: int, reason: str) -> int:
-        """End rows that are in no full step, with their groups. Return how many rows ended."""
-        rows, steps = self._rows, self._steps
+        """End rows outside full steps, with their groups. Return the number of ended rows."""
+        rows, steps = self._state.rows, self._state.steps
         ids = rows.members(ids) if len(ids) else ids
         at = rows.at(ids)
         live = rows.state[at] == LIVE
@@ -49,32 +43,32 @@ class Terminations:
         return len(ids)
 
     def finish(self, ids: Ids, state: int, reason: str = "", *, through: int | None = None) -> None:
-        """End rows. ``through``: every task that takes them has completed them, and they are of the partition with this number."""
-        rows, context = self._rows, self._context
+        """End rows. ``through``: their partition, if all tasks that take it have completed them."""
+        rows, context = self._state.rows, self._state.context
         at = rows.at(ids)
         reason = self.shortened(TERMINAL[state - 1], reason)
-        event = self._metrics.ended_event(ids, state, reason)
-        for name, task in self._tasks.by_name.items():
+        event = self._state.metrics.ended_event(ids, state, reason)
+        for name, task in self._state.tasks.by_name.items():
             if through is not None:
-                task.counts[DONE] -= len(ids) * self._tasks.takes(task, through)
+                task.counts[DONE] -= len(ids) * self._state.tasks.takes(task, through)
                 continue
             states = rows.task(name, "state")[at]
             counts = np.bincount(states, minlength=1 + len(TASK_STATES)).tolist()
             task.counts = [now - gone for now, gone in zip(task.counts, counts, strict=False)]
-            self._tasks.leave(task, ids[states < DONE])
-            self._tasks.count_fit(task, ids[states == READY], -1)
-            self._tasks.count_waiting(task, ids[states == WAITING])
+            self._state.tasks.leave(task, ids[states < DONE])
+            self._state.tasks.count_fit(task, ids[states == READY], -1)
+            self._state.tasks.count_waiting(task, ids[states == WAITING])
             if task.sampling.whole_groups and counts[WAITING]:
                 self.excused.append((name, ids[states == WAITING]))
             if counts[LEASED]:
-                self._leases.lose_rows(ids, np.where(states == LEASED, rows.task(name, "token")[at], NONE))
-        self._columns.count(at, -1)
-        if self._steps.declared:
-            self._steps.unselected -= int(self._steps.unselected_at(at).sum())
+                self._state.leases.lose_rows(ids, np.where(states == LEASED, rows.task(name, "token")[at], NONE))
+        self._state.columns.count(at, -1)
+        if self._state.steps.declared:
+            self._state.steps.unselected -= int(self._state.steps.unselected_at(at).sum())
         rows.finish(ids, state)
-        self._budget.release(at)
-        if self._letters.blamed:
-            self._letters.forget(rows.first[at])
+        self._state.budget.release(at)
+        if self._state.dead_letters.blamed:
+            self._state.dead_letters.forget(rows.first[at])
         context.effects.retired.append(ids)
         if reason:
             self.reasons[f"{event.state}: {reason}"] += len(ids)
@@ -82,19 +76,22 @@ class Terminations:
         context.wake("put", "wanted")
 
     def shortened(self, state: str, reason: str) -> str:
-        """The reason that rows are counted under: the first line, unless there are too many others."""
+        """Return the reason to count rows under: its first line, or "other reasons" if there are
+        too many."""
         line = reason.partition("\n")[0][:REASON_LENGTH]
         known = not line or f"{state}: {line}" in self.reasons
         return line if known or len(self.reasons) < MAX_REASONS else "other reasons"
 
     def cancel_live(self, partition: str | None, reason: str) -> int:
-        """Cancel live rows, of one partition or of all, that are in no full step. Return how many."""
-        live = self._rows.live_ids()
+        """Cancel live rows outside full steps, in one partition or all. Return their number."""
+        live = self._state.rows.live_ids()
         if partition is not None:
-            live = live[self._rows.partition[self._rows.at(live)] == self._partitions.number(partition)]
+            live = live[
+                self._state.rows.partition[self._state.rows.at(live)] == self._state.partitions.number(partition)
+            ]
         return self.end_groups(live, CANCELLED, reason)
 
 
-def returned(context: Context, worker: str, task: str, count: int, reason: str) -> None:
-    """Publish the event of rows that went back from a lease."""
+def publish_return(context: Context, worker: str, task: str, count: int, reason: str) -> None:
+    """Publish the event of rows returned from a lease."""
     context.publish(ev.LeaseReturned(time_s=context.now, worker=worker, task=task, count=count, reason=reason))

@@ -1,77 +1,69 @@
-"""Version diagnostics: who writes a version, fetches it, may load it, or failed to, in words."""
+"""Version diagnostics: explain who writes, fetches, may load or failed to load a version."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .publication import Publication
+from .publication import VersionPublication
+from .replica_updates import ReplicaUpdates
 from .replicas import Replicas
 from .state import LedgerState
 from .state.parked import ParkedRequest
 from .state.sessions import Session
-from .weight_updates import WeightUpdates
 
 MAX_NAMED = 5
-"""So many sessions are named in a sentence."""
+"""Number of sessions named in a sentence."""
 
 
 class VersionDiagnostics:
-    """Reads the ledger, and changes nothing."""
+    """Reads the ledger and changes nothing."""
 
     def __init__(
-        self, state: LedgerState, publication: Publication, replicas: Replicas, updates: WeightUpdates
+        self, state: LedgerState, publication: VersionPublication, replicas: Replicas, updates: ReplicaUpdates
     ) -> None:
-        self._context, self._limits, self._sessions, self._versions = (
-            state.context,
-            state.limits,
-            state.sessions,
-            state.versions,
-        )
-        self._parked, self._publication, self._replicas, self._updates = state.parked, publication, replicas, updates
+        self._state, self._publication, self._replicas, self._updates = state, publication, replicas, updates
 
     def why_missing(self) -> str:
-        """Why no newer version can be fetched: the current one is gone, one is being written, or replicas failed; "" if none of that."""
-        return "; ".join(
-            part for part in (self._versions.unavailable, self.why_unfinished(), self._failures()) if part
-        )
+        """Explain why no newer version can be fetched: the current one is gone, one is being
+        written, or replicas failed; "" if none of these."""
+        failures = join_some(self._doing(self._state.sessions.by_id[number]) for number in self._replicas.failing)
+        return "; ".join(part for part in (self._state.versions.unavailable, self.why_unfinished(), failures) if part)
 
     def why_unfinished(self) -> str:
-        """Why the announced version, or the last one that was discarded, is not current; "" if there is none."""
+        """Explain why the announced or last discarded version is not current; "" if there is
+        none."""
         publication = self._publication
-        said = publication.announced
-        if said is None:
-            return publication.not_coming[1]
-        first, since = self._sessions.name(publication.ranks[min(said.ranks)]), self._context.now - said.since
-        text = f"version {said.version} was announced {since:.1f} s ago by {first}"
-        lacks = [rank for rank in range(publication.world_size) if rank not in said.parts]
+        announced = publication.announced
+        if announced is None:
+            return publication.discarded[1]
+        first = self._state.sessions.name(publication.ranks[min(announced.ranks)])
+        since = self._state.context.now - announced.since
+        text = f"version {announced.version} was announced {since:.1f} s ago by {first}"
+        lacks = [rank for rank in range(publication.world_size) if rank not in announced.parts]
         if publication.world_size == 1:
-            return f"{text}, which has not published it yet"
-        return f"{text} and lacks {named(self._rank(rank) for rank in lacks)}"
+            return f"{text}, not published yet"
+        return f"{text} and lacks {join_some(self._rank(rank) for rank in lacks)}"
 
     def why_no_swap(self, request: ParkedRequest) -> str:
-        """Why a replica may not load the version it has staged."""
-        version, limits, now = request.command.version, self._limits, self._context.now
-        if limits.quorum and version > self._versions.committed:
+        """Explain why a replica may not load its staged version."""
+        version, limits, now = request.command.version, self._state.limits, self._state.context.now
+        if limits.quorum and version > self._state.versions.committed:
             return self._why_uncommitted(version)
-        loading = named(
-            f"{self._sessions.name(session)} for {now - since:.1f} s"
+        loading = join_some(
+            f"{self._state.sessions.name(session)} for {now - since:.1f} s"
             for session, since in self._updates.swapping.items()
         )
-        earlier = sum(other.since < request.since for other in self._parked.at("swap"))
+        earlier = sum(other.since < request.since for other in self._state.parked.at("swap"))
         queue = f"; {earlier} waited before it" if earlier else ""
         return f"at most {limits.max_swapping} at a time (max_swapping), now {loading}{queue}"
 
-    def _failures(self) -> str:
-        """The replicas whose last fetch or load failed, and why."""
-        return named(self._doing(self._sessions.by_id[number]) for number in self._replicas.failing)
-
     def _why_uncommitted(self, version: int) -> str:
-        quorum, replicas = self._limits.quorum, self._replicas.sessions()
+        quorum, replicas = self._state.limits.quorum, self._replicas.sessions()
         lacks = [r for r in replicas if r.replica is not None and version not in (r.replica.staged, r.loaded)]
         has = len(replicas) - len(lacks)
-        text = f"{has} of the {quorum} replicas that have to (quorum) have it staged"
+        text = f"{has} of the {quorum} required replicas (quorum) have it staged"
         if lacks:
-            text += f"; without it: {named(self._doing(each) for each in lacks)}"
+            text += f"; without it: {join_some(self._doing(each) for each in lacks)}"
         if len(replicas) < quorum:
             text += f"; there are {len(replicas)} replicas, {quorum - len(replicas)} too few"
         return text
@@ -82,15 +74,17 @@ class VersionDiagnostics:
         if not text:
             on = "no version" if session.loaded is None else f"version {session.loaded}"
             return f"{session.name} (on {on})"
-        return f"{session.name} ({text}, for {self._context.now - since:.1f} s)"
+        return f"{session.name} ({text}, for {self._state.context.now - since:.1f} s)"
 
     def _rank(self, rank: int) -> str:
         session = self._publication.ranks.get(rank)
-        return f"rank {rank}, which nobody is" if session is None else f"rank {rank} ({self._sessions.name(session)})"
+        return (
+            f"rank {rank} (no session)" if session is None else f"rank {rank} ({self._state.sessions.name(session)})"
+        )
 
 
 def doing(session: Session) -> str:
-    """What a replica does about a version ("fetching 7"); "" once it generates with it."""
+    """Describe a replica's activity with a version ("fetching 7"); "" once it generates with it."""
     replica = session.replica
     if replica is None or not replica.doing:
         return ""
@@ -99,8 +93,8 @@ def doing(session: Session) -> str:
     return f"{words.get(replica.doing, replica.doing)} {replica.version}{why}"
 
 
-def named(things: Iterable[str]) -> str:
-    """The first of some things, and how many more there are."""
+def join_some(things: Iterable[str]) -> str:
+    """Join the first MAX_NAMED items, and count the others."""
     known = list(things)
     more = f" and {len(known) - MAX_NAMED} more" if len(known) > MAX_NAMED else ""
     return ", ".join(known[:MAX_NAMED]) + more

@@ -133,7 +133,7 @@ class BatchVerbs(Batch):
         )
         return command, pack_columns(columns or {}), count
 
-    async def _send_last(self, then: cmd.Lease | None = None, *, acknowledge: bool = False) -> CallResult | None:
+    async def _send_last(self, then: cmd.LeaseRows | None = None, *, acknowledge: bool = False) -> CallResult | None:
         """Send the last message about this batch, if there is one, together with the lease request
         ``then``.
 

@@ -74,7 +74,7 @@ class PendingCall(NamedTuple):
     command: cmd.AnyCommand
     ids: Ids | None
     inline: bool
-    then: cmd.Lease | None = None
+    then: cmd.LeaseRows | None = None
     first: cmd.Reply | None = None
 
 
@@ -191,9 +191,9 @@ class CallExecutor:
             raise ProtocolError(f"this run is served by asyncflow-sdk {__version__}; {hello.name} has {hello.sdk}")
         if session in self.clients:
             raise ProtocolError(f"session {session} is open already")
-        self.ledger.apply(0, cmd.Join(name=hello.name), now, 0)
+        self.ledger.apply(0, cmd.OpenSession(name=hello.name), now, 0)
         (_, joined), *_rest = self.ledger.drain().answers
-        assert isinstance(joined, cmd.Joined)
+        assert isinstance(joined, cmd.SessionOpened)
         self.clients.by_session[session] = ClientProcess(joined.session, hello.pid, hello.pid_key, hello.host)
         self.payloads.open_session(session)
         memory = self.memory
@@ -204,7 +204,7 @@ class CallExecutor:
         command, block = call.command, call.block
         assert command is not None
         assert not isinstance(command, ClientHello)
-        if isinstance(command, cmd.Join):
+        if isinstance(command, cmd.OpenSession):
             raise ProtocolError("sessions are opened by hello, not by join")
         number = self.clients.number(session)
         owner, writer = (
@@ -212,7 +212,7 @@ class CallExecutor:
         )
         try:
             ids, step = self._check(writer, command, block)
-            if isinstance(command, cmd.Put | cmd.Complete):
+            if isinstance(command, cmd.AddRows | cmd.Complete):
                 command = msgspec.structs.replace(command, nbytes=block.nbytes if block else 0)
             command = self._measures.fill(command, block)
             lease: Grant | None = None
@@ -221,7 +221,7 @@ class CallExecutor:
             unread, trained = self._unread(command), self._trained(lease, ids)
             if call.then is not None and not isinstance(command, cmd.Complete | cmd.GiveBack):
                 raise ProtocolError("`then` needs a completion or a return of rows")
-            if isinstance(command, cmd.Checkpoint):
+            if isinstance(command, cmd.AddCheckpoint):
                 self._listeners.final(command.covers)
             self._pending[ticket] = PendingCall(session, command, ids, call.inline, call.then)
             if block is not None:
@@ -239,7 +239,7 @@ class CallExecutor:
         if lease is not None and lease.shards is not None and len(lease.shards.done) < lease.shards.size:
             trained = None  # other ranks have to acknowledge it, too
         self._flush(trained)
-        if isinstance(command, cmd.Leave | cmd.Dismiss):
+        if isinstance(command, cmd.CloseSession | cmd.Dismiss):
             self._close_left()
 
     def _close_left(self) -> None:
@@ -312,7 +312,7 @@ class CallExecutor:
     def _flush(self, trained: TrainedStep | None = None) -> None:
         """Send answers, call listeners, and free memory. ``trained``: the acknowledged step."""
         effects = self.ledger.drain()
-        following: list[tuple[int, PendingCall, cmd.Lease]] = []
+        following: list[tuple[int, PendingCall, cmd.LeaseRows]] = []
         for ticket, reply in effects.answers:
             pending = self._pending.pop(ticket, None)
             if pending is None:
@@ -347,15 +347,15 @@ class CallExecutor:
         slices: tuple[BlockSlices, ...] = ()
         schema: dict[str, ColumnSpec] = {}
         if isinstance(reply, cmd.PutDone):
-            assert isinstance(pending.command, cmd.Put)
+            assert isinstance(pending.command, cmd.AddRows)
             self.payloads.put(ticket, pending.command, reply, unpack_ids(reply.groups))
         elif isinstance(reply, cmd.Completed) and pending.ids is not None:
             self.payloads.complete(ticket, pending.ids, unpack_ids(reply.revoked + reply.again))
-        elif isinstance(reply, cmd.Published | cmd.RolledBack):
+        elif isinstance(reply, cmd.PublishReply | cmd.RollbackDone):
             self.payloads.remove_old_weights()
         elif isinstance(reply, cmd.Leased):
             needs = self._state.tasks[reply.task].spec.needs
-            if isinstance(pending.command, cmd.Lease) and pending.command.columns is not None:
+            if isinstance(pending.command, cmd.LeaseRows) and pending.command.columns is not None:
                 needs = pending.command.columns
             slices, schema = self.payloads.locate(unpack_ids(reply.ids), needs)
         return CallResult(reply, None, slices, schema, first=pending.first)  # type: ignore[arg-type]
@@ -369,7 +369,7 @@ class CallExecutor:
             back = cmd.GiveBack(token=lease.token, reason="the request for it was cancelled", rank=rank)
             self.ledger.apply(lease.session_of(rank), back, now, 0)
         elif isinstance(unread.reply, cmd.Permitted):
-            self.ledger.unheard(self.clients.number(session), unread.reply.version, now)
+            self.ledger.reply_undelivered(self.clients.number(session), unread.reply.version, now)
 
     def _answer(self, ticket: int, session: str, answer: CallResult, *, completed_by_make: bool = False) -> None:
         """Send a result, with the session's freed blocks."""

@@ -121,7 +121,7 @@ def check_call(
 ) -> tuple[Ids | None, int]:
     """Return a completion's rows, in its block's order, and their step. Raises SchemaError,
     PayloadLost."""
-    if not isinstance(command, (cmd.Put, cmd.Complete)):
+    if not isinstance(command, (cmd.AddRows, cmd.Complete)):
         if block is not None:
             raise SchemaError("this command takes no payload")
         return None, -1
@@ -136,7 +136,7 @@ def check_call(
             )
         if block.start + block.nbytes > size:
             raise SchemaError(f"this session has no such payload in segment {block.segment!r}")
-    if isinstance(command, cmd.Put):
+    if isinstance(command, cmd.AddRows):
         if block is not None and block.rows != command.groups:
             raise SchemaError(f"{command.groups} groups are put with {block.rows} values")
         if command.groups * command.group_size > MAX_PUT_ROWS:

@@ -19,9 +19,10 @@ from ..errors import AsyncFlowError, ConfigError, LeaseLost, SchemaError, Versio
 from ..interfaces import LeasedBatch, PutRows, TransferQueue
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
-from ..ledger.commands import Audit, FailedGroup, PolicySpec, SamplerSpec, StatusReport, TaskSpec
 from ..types.columns import empty
 from ..types.defaults import LEASE_S, TIMEOUT_S
+from ..types.reports import Audit, FailedGroup, StatusReport
+from ..types.tasks import PolicySpec, SamplerSpec, TaskSpec
 from . import blocks
 from .batches import AsyncLeasedBatch, AsyncStream, BatchVerbs, BlockingBatch, BlockingStream
 from .checks import check_arguments, check_columns, check_name, check_names
@@ -104,7 +105,7 @@ class QueueVerbs(Generic[B, S]):
     ) -> PutRows:
         packed = blocks.pack_columns(columns)
         count = len(next(iter(packed.values()))) if packed else 0
-        command = cmd.Put(
+        command = cmd.AddRows(
             groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s, partition=partition,
             priority=priority,
         )  # fmt: skip
@@ -129,14 +130,14 @@ class QueueVerbs(Generic[B, S]):
     ) -> B:
         if not isinstance(ack, BatchVerbs | None):
             raise TypeError(f"ack must be a batch that this queue leased, not {type(ack).__name__}")
-        request = cmd.Lease(
+        request = cmd.LeaseRows(
             task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
-            columns=None if columns is None else check_names("columns", columns), team=team, rank=rank,
+            columns=None if columns is None else check_names("columns", columns), group=team, rank=rank,
             world_size=world_size, shards=shards, most=most,
         )  # fmt: skip
         return await self._lease(request, ack)
 
-    async def _lease(self, request: cmd.Lease, last: BatchVerbs | None, *, acknowledge: bool = True) -> B:
+    async def _lease(self, request: cmd.LeaseRows, last: BatchVerbs | None, *, acknowledge: bool = True) -> B:
         """Send a lease request together with the last message about batch ``last``; return the new
         batch.
 
@@ -197,17 +198,17 @@ class QueueVerbs(Generic[B, S]):
         timeout_s: float = TIMEOUT_S,
     ) -> S:
         """Return the batches of a task one after another; see ``TransferQueue.stream``."""
-        request = cmd.Lease(
+        request = cmd.LeaseRows(
             task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
             columns=None if columns is None else check_names("columns", columns),
         )  # fmt: skip
         return self._streams(lambda last: self._lease(request, last, acknowledge=False))
 
     async def _loaded(self, version: int) -> None:
-        await self._port.send(cmd.Loaded(version=version))
+        await self._port.send(cmd.ReportLoaded(version=version))
 
     async def _wanted(self, *, timeout_s: float = TIMEOUT_S) -> int:
-        reply = await self._port.send(cmd.Wanted(timeout_s=timeout_s))
+        reply = await self._port.send(cmd.AwaitRowsWanted(timeout_s=timeout_s))
         return int(reply.count)
 
     async def _lost(self, *, timeout_s: float = TIMEOUT_S) -> npt.NDArray[np.int64]:

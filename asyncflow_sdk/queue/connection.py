@@ -47,7 +47,7 @@ RESPONSE = "response_ids"
 """The column of response tokens. The run counts its lengths."""
 _log = logging.getLogger(__name__)
 
-WritingCommand: TypeAlias = cmd.Put | cmd.Complete
+WritingCommand: TypeAlias = cmd.AddRows | cmd.Complete
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Connection:
         self,
         command: cmd.AnyCommand | None,
         block: blocks.Block | None = None,
-        then: cmd.Lease | None = None,
+        then: cmd.LeaseRows | None = None,
         payload: int | None = None,
     ) -> bytes:
         """Return the encoded call, with waiting events. Raises TypeError, SchemaError for its
@@ -181,7 +181,7 @@ class Connection:
             return
         try:
             with contextlib.suppress(ServerLost):
-                self.wire.request(self.encode_call(cmd.Leave()), 0.0)
+                self.wire.request(self.encode_call(cmd.CloseSession()), 0.0)
         finally:
             self.wire.close()
             self.arena.close(unlink=False)
@@ -240,7 +240,7 @@ class Port(ABC):
         specs = {name: column.spec for name, column in columns.items()}
         if (response := columns.get(RESPONSE)) is not None and response.offsets is not None:
             command = msgspec.structs.replace(command, lengths=np.diff(response.offsets).astype("<i4").tobytes())
-        if isinstance(command, cmd.Put) and command.key:
+        if isinstance(command, cmd.AddRows) and command.key:
             command = msgspec.structs.replace(command, digest=b"".join(map(digest_of, columns.values())))
         if self.connection.inline:
             self.connection.wire.check_size(sum(column.values.nbytes for column in columns.values()))
@@ -251,7 +251,7 @@ class Port(ABC):
             self.connection.arena.sync(space)
         return PendingWrite(msgspec.structs.replace(command, columns=specs), block, space)
 
-    async def submit(self, pending: PendingWrite, then: cmd.Lease | None = None) -> CallResult:
+    async def submit(self, pending: PendingWrite, then: cmd.LeaseRows | None = None) -> CallResult:
         """Send a write, with a lease request if ``then`` is given. The result may be an error.
 
         Once the request is sent, only the server frees the block, because only it knows if rows use
@@ -280,7 +280,7 @@ class Port(ABC):
     def _copy(self, pending: PendingWrite, waited_s: float) -> PendingWrite:
         """Copy a write's payload to a new block: this process still maps the lost memory."""
         command, block, old = pending.command, pending.block, pending.space
-        if isinstance(command, cmd.Put):
+        if isinstance(command, cmd.AddRows):
             command = msgspec.structs.replace(command, timeout_s=max(command.timeout_s - waited_s, 0.0))
         if block is None or old is None:
             return dataclasses.replace(pending, command=command)
@@ -303,7 +303,7 @@ class Port(ABC):
         DeadlineExceeded.
         """
         size = sum(column.values.nbytes for column in columns.values())
-        if size >= LARGE_BYTES and isinstance(command, cmd.Put):
+        if size >= LARGE_BYTES and isinstance(command, cmd.AddRows):
             room = (await self.send(cmd.GetStatus())).capacity_bytes
             if size > room:  # checked before it is written
                 raise SchemaError(f"a put of {size} bytes exceeds capacity_bytes={room}; put fewer rows at a time")
@@ -315,7 +315,7 @@ class Port(ABC):
                 answer.raise_error()
                 return answer.reply
             except MemoryFull as full:
-                if not (self.connection.synced and isinstance(command, cmd.Put)):
+                if not (self.connection.synced and isinstance(command, cmd.AddRows)):
                     raise
                 waited = time.monotonic() - began
                 if waited >= timeout_s:
@@ -329,7 +329,10 @@ class Port(ABC):
         MemoryFull."""
         try:
             return self.write(command, columns, keep=False, grow=False)
-        except (GrowthNeeded, ServerLost):  # ended rows may have left room; a restarted server recreates its directory
+        except (
+            GrowthNeeded,
+            ServerLost,
+        ):  # ended rows may have left room; a restarted server recreates its directory
             check_arguments(command)
         timeout_s: float = getattr(command, "timeout_s", CALL_S)
         self.connection.unpack_or_raise(await self.request(self.connection.encode_call(None), timeout_s))

@@ -11,6 +11,7 @@ import msgspec
 
 from ..errors import DeadlineExceeded, MemoryFull
 from ..ledger import commands as cmd
+from ..types.reports import ParkedStatus, StatusReport
 from .journal import DISK_RETRY_S
 from .protocol import Call, encode
 from .remote_payload import IncomingBlock, RefusedUpload
@@ -46,7 +47,7 @@ class DeferredRequest:
     @property
     def puts_rows(self) -> bool:
         """True if it is a put."""
-        return isinstance(self.call.command, cmd.Put)
+        return isinstance(self.call.command, cmd.AddRows)
 
     def restarted(self, now: float) -> DeferredRequest:
         """Return the same request as of ``now``, with the time left as its timeout."""
@@ -124,13 +125,13 @@ class DeferredRequests:
             return None
         return min(self._next_try, *(each.deadline for each in self._waiting.values()))
 
-    def status(self, report: cmd.StatusReport, sessions: dict[str, int], now: float) -> cmd.StatusReport:
+    def status(self, report: StatusReport, sessions: dict[str, int], now: float) -> StatusReport:
         """Add these requests to the waiting requests of a status report."""
         if not self._waiting:
             return report
         names = {session.id: session.name for session in report.sessions}
         parked = [
-            cmd.ParkedStatus(
+            ParkedStatus(
                 session=sessions[each.session], name=names.get(sessions[each.session], ""), verb=_verb(each.call.command),
                 why=each.why, since_s=now - each.since, left_s=each.deadline - now,
             )
@@ -144,6 +145,6 @@ class DeferredRequests:
 
 
 def _verb(command: Any) -> str:
-    if isinstance(command, cmd.Put):
+    if isinstance(command, cmd.AddRows):
         return f"put {command.groups * command.group_size} rows"
-    return f"get {command.task}" if isinstance(command, cmd.Lease) else type(command).__name__.lower()
+    return f"get {command.task}" if isinstance(command, cmd.LeaseRows) else type(command).__name__.lower()

@@ -35,7 +35,7 @@ class Measures:
 
     def fill(self, command: cmd.AnyCommand, block: Block | None) -> cmd.AnyCommand:
         """Return the command with its measures. Measures sent by a client are dropped."""
-        if isinstance(command, (cmd.Put, cmd.Complete)):
+        if isinstance(command, (cmd.AddRows, cmd.Complete)):
             known = self._ledger.state.rows.measures
             names = [n for n, s in command.columns.items() if n in known and s.measurable] if known else []
             if block is not None and names:

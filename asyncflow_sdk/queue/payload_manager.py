@@ -100,7 +100,7 @@ class PayloadManager:
         """BlockHold the block of a call being executed."""
         self._pending_blocks[ticket] = owner, block
 
-    def put(self, ticket: int, command: cmd.Put, done: cmd.PutDone, groups: Ids) -> None:
+    def put(self, ticket: int, command: cmd.AddRows, done: cmd.PutDone, groups: Ids) -> None:
         """Place the rows of a put. ``groups``: the block's groups that a repeated put adds."""
         if ticket not in self._pending_blocks:
             return

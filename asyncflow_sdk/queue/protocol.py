@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, error_from_name
-from ..ledger.commands import AnyCommand, AnyReply, Lease
+from ..ledger.commands import AnyCommand, AnyReply, LeaseRows
 from ..types import ColumnSpec, Event
 from .blocks import Block, BlockSlices
 
@@ -58,7 +58,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     command: AnyCommand | ClientHello | None
     block: Block | None = None
     events: tuple[Event, ...] = ()
-    then: Lease | None = None
+    then: LeaseRows | None = None
     payload: int | None = None
     inline: bool = False
 

@@ -86,7 +86,7 @@ class RemotePayload:
             call = decode_call(body)
             if (
                 call.payload is None
-                or not isinstance(call.command, (cmd.Put, cmd.Complete))
+                or not isinstance(call.command, (cmd.AddRows, cmd.Complete))
                 or call.block is not None
             ):
                 raise SchemaError("this command takes no payload")
@@ -106,7 +106,7 @@ class RemotePayload:
             raise SchemaError("the call's payload is missing")
         if isinstance(incoming, RefusedUpload):
             raise incoming.error
-        assert isinstance(call.command, (cmd.Put, cmd.Complete))
+        assert isinstance(call.command, (cmd.AddRows, cmd.Complete))
         assert call.payload is not None
         space = incoming.space
         try:

@@ -167,7 +167,7 @@ class _Watch:
             self.add(f"session {record.session} is gone ({record.reason})", record.now)
         elif isinstance(record, RequestRecord):
             command = decode_call(record.body).command
-            if isinstance(command, cmd.Checkpoint):
+            if isinstance(command, cmd.AddCheckpoint):
                 self.add(f"a checkpoint of step {command.step} covers the steps before {command.covers}", record.now)
             elif isinstance(command, cmd.Resume):
                 self.add(f"a trainer continues with step {command.step}", record.now)

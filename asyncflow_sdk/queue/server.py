@@ -37,7 +37,7 @@ from .remote_payload import DECODE_ERRORS, IncomingBlock, RefusedUpload
 STATUS_EVERY_S = 1.0
 MOST_SESSIONS = 4096
 """A session costs memory, and one file descriptor for each of its connections."""
-READ_ONLY = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetCut, cmd.GetPut, cmd.GetRestoration)
+READ_ONLY = (cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetTrainingPosition, cmd.GetPut, cmd.GetRestoreTarget)
 """Commands that change nothing. They are not recorded."""
 _log = logging.getLogger(__name__)
 

@@ -202,7 +202,7 @@ class Prefetch:
         skipped = max(told.version - self._last_staged - 1, 0) if self._last_staged >= 0 else 0
         encodings = sorted({part.encoding for part in staged.parts.values()})
         moved = sum(part.moved for part in staged.parts.values())
-        command = cmd.Staged(
+        command = cmd.ReportStaged(
             version=told.version, skipped=skipped, moved=moved, encoding="+".join(encodings), seconds=seconds
         )
         self._stopped, self._without_base, self.trouble = False, -1, ""
@@ -246,7 +246,7 @@ class Prefetch:
     async def _say(self, told: cmd.Version, error: Exception) -> None:
         self.trouble = f"version {told.version} could not be fetched: {said(error)}"
         await self._nothing_taken.wait()  # the ledger would take it for the end of the load that is under way
-        await self._port.send(cmd.NotLoaded(version=told.version, reason=said(error)))
+        await self._port.send(cmd.ReportLoadFailed(version=told.version, reason=said(error)))
 
     def _wait_longer(self, version: int) -> None:
         self._failed_version = version
@@ -311,7 +311,7 @@ def _probe(told: cmd.Version) -> Probe | None:
         raise ProtocolError(f"version {told.version}: its probe cannot be read: {error}") from None
 
 
-def manifest_of(version: int, rank: int, part: cmd.Part) -> Manifest:
+def manifest_of(version: int, rank: int, part: cmd.VersionPart) -> Manifest:
     """The manifest of rank ``rank``'s part. Raises ProtocolError if it cannot be decoded, and DigestMismatch if it is not the one
     that was published."""
     try:

@@ -255,7 +255,7 @@ class TransportPublisher(WeightPublisher):
             publication.doing = f"being sent through transport {self.transport!r}"
             where = self._sender.send(manifest)
             publication.doing = f"being told to the server at {self._connection.wire.address}"
-            part = cmd.Part(
+            part = cmd.VersionPart(
                 manifest=msgspec.msgpack.encode(manifest), transport=self.transport, where=where, root=manifest.root,
                 nbytes=manifest.nbytes, outlives=self._sender.outlives,
             )  # fmt: skip

@@ -32,14 +32,14 @@ class Restoration:
     """``version``: the number to load. ``source``: the number that its bytes were published under. ``checkpoint``: the step of the
     checkpoint with its optimizer state; -1 without one."""
 
-    def __init__(self, queue: QueueClient, reply: cmd.Restoration) -> None:
+    def __init__(self, queue: QueueClient, reply: cmd.RestoreTarget) -> None:
         self.version, self.source, self.checkpoint = reply.version, reply.source, reply.checkpoint
         self._queue, self._reply = queue, reply
 
     @classmethod
     def decoded(cls, queue: QueueClient, packed: bytes) -> Restoration | None:
         """The restoration that another rank has packed; None if it found none."""
-        reply = msgspec.msgpack.decode(packed, type=cmd.Restoration)
+        reply = msgspec.msgpack.decode(packed, type=cmd.RestoreTarget)
         return None if reply.version < 0 else cls(queue, reply)
 
     @contextlib.contextmanager
@@ -70,7 +70,7 @@ class Restoration:
 
 def packed_restoration(queue: QueueClient) -> bytes:
     """Ask the ledger, and pack its answer for other ranks."""
-    return msgspec.msgpack.encode(queue.send(cmd.GetRestoration()))
+    return msgspec.msgpack.encode(queue.send(cmd.GetRestoreTarget()))
 
 
 def restoration(queue: QueueClient) -> Restoration | None:
@@ -80,4 +80,4 @@ def restoration(queue: QueueClient) -> Restoration | None:
 
 def restored(queue: QueueClient, version: int, optimizer: str = "") -> None:
     """The trainer has loaded ``version``. Raises ConfigError if another version is current."""
-    queue.send(cmd.Restored(version=version, optimizer=optimizer))
+    queue.send(cmd.ReportRestored(version=version, optimizer=optimizer))

@@ -68,7 +68,7 @@ class WeightUpdates:
         """Say what the engine has loaded, and begin to fetch. Raises ConfigError as ``start`` does."""
         self.claim()
         if self.loaded is not None:
-            await self._port.send(cmd.Loaded(version=self.loaded))
+            await self._port.send(cmd.ReportLoaded(version=self.loaded))
         self.start()
 
     def start(self) -> None:
@@ -141,7 +141,7 @@ class WeightUpdates:
         if names is not None:
             check_names(update, names)
         try:
-            await self._port.send(cmd.Loaded(version=update.version))
+            await self._port.send(cmd.ReportLoaded(version=update.version))
         finally:
             self._prefetch.done()
         self.loaded, self._told = update.version, update.told
@@ -153,7 +153,7 @@ class WeightUpdates:
         newer one does."""
         update.release()
         try:
-            await self._port.send(cmd.NotLoaded(version=update.version, reason=reason))
+            await self._port.send(cmd.ReportLoadFailed(version=update.version, reason=reason))
         finally:
             self._prefetch.done()
         if again:

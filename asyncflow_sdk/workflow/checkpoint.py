@@ -133,7 +133,7 @@ class Checkpoints:
         check(self._path(step))
         return self._path(step) / "engine"
 
-    def _there(self, cut: cmd.Cut, last: bool) -> bytes:
+    def _there(self, cut: cmd.TrainingPosition, last: bool) -> bytes:
         """b"there" if the last checkpoint need not be written again."""
         if cut.restore >= 0:  # the engine still has weights that were given up
             raise ConfigError(
@@ -141,11 +141,11 @@ class Checkpoints:
             )
         return b"there" * (last and cut.step in self.steps())
 
-    def _count(self, cut: cmd.Cut, path: Path, last: bool) -> None:
+    def _count(self, cut: cmd.TrainingPosition, path: Path, last: bool) -> None:
         """A checkpoint is there: it counts, and older ones need not."""
         steps = [step for step in self.steps() if step <= cut.step][-self._keep :]
         covers = cut.step if last else steps[0] if len(steps) == self._keep else cut.covered
-        self._send(cmd.Checkpoint(step=cut.step, covers=max(covers, cut.covered), version=cut.version))
+        self._send(cmd.AddCheckpoint(step=cut.step, covers=max(covers, cut.covered), version=cut.version))
         for old in [self._path(step) for step in self.steps() if step < steps[0]]:
             shutil.rmtree(old, ignore_errors=True)
         for lost in self.directory.glob("lost-step-*"):
@@ -167,15 +167,15 @@ class Checkpoints:
         first = reply.version < 0 and reply.step == 0
         return Point(path, reply.step, 0 if first else reply.version if reply.publish else None)
 
-    def _cut(self) -> cmd.Cut:
-        cut: cmd.Cut = self._send(cmd.GetCut())
+    def _cut(self) -> cmd.TrainingPosition:
+        cut: cmd.TrainingPosition = self._send(cmd.GetTrainingPosition())
         if not cut.checkpoints:
             raise ConfigError(
                 "this run keeps no rows that a trainer could go on with; serve it with checkpoints=True"
             )
         return cut
 
-    def _send(self, command: cmd.GetCut | cmd.Resume | cmd.Checkpoint) -> Any:
+    def _send(self, command: cmd.GetTrainingPosition | cmd.Resume | cmd.AddCheckpoint) -> Any:
         return self._queue.send(command)
 
     def _path(self, step: int) -> Path:

@@ -46,11 +46,11 @@ class Meeting:
         who has not come; LeaseLost when another process is this rank now."""
         if self._queue is None or self.world_size == 1:
             return (word,)
-        command = cmd.Meet(
-            team=self._team, what=what, rank=self.rank, world_size=self.world_size, word=word, timeout_s=timeout_s
+        command = cmd.AllGather(
+            group=self._team, what=what, rank=self.rank, world_size=self.world_size, payload=word, timeout_s=timeout_s
         )
-        reply: cmd.Met = self._queue.send(command)
-        return reply.words
+        reply: cmd.AllGathered = self._queue.send(command)
+        return reply.payloads
 
     @contextlib.contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:

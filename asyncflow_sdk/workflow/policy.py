@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 from ..interfaces import StalenessPolicy
-from ..ledger.commands import PolicySpec
 from ..ledger.factory import make_policy
 from ..plugins import import_name
 from ..queue.client import policy_spec
 from ..types import Staleness
+from ..types.tasks import PolicySpec
 
 Own: TypeAlias = dict[str, Callable[..., StalenessPolicy]]
 Named: TypeAlias = str | Callable[..., StalenessPolicy]

@@ -12,13 +12,13 @@ from ..algorithms import algorithm_spec, make_algorithm
 from ..errors import ConfigError, PluginError, SchemaError
 from ..interfaces import TRAIN_COLUMNS, Algorithm, OnFailure, Placement
 from ..ledger import TaskSpec
-from ..ledger.commands import SamplerSpec
 from ..plugins import import_name, import_path
 from ..queue import QueueClient
 from ..queue.checks import check_names
 from ..types import LOSS_MASK, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 from ..types.defaults import LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S
+from ..types.tasks import SamplerSpec
 from .agent import Agent
 from .describing import Described
 from .work import (

@@ -22,6 +22,8 @@ from asyncflow_sdk.ledger import Ledger, TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.testing import Decoding
 from asyncflow_sdk.types import ColumnSpec
+from asyncflow_sdk.types.reports import Audit
+from asyncflow_sdk.types.tasks import PolicySpec, SamplerSpec
 
 from .plan import GROUP, PROMPT_TOKENS, Plan, StagePlan, Work
 
@@ -41,7 +43,7 @@ class Outcome:
     """When each step was trained and published, in the model's seconds, and the balance of rows."""
 
     trained_s: list[float]
-    audit: cmd.Audit
+    audit: Audit
     staleness: list[float]
 
 
@@ -64,7 +66,7 @@ class Simulation:
         self.send(
             driver,
             cmd.Configure(
-                max_staleness=plan.max_staleness, staleness=cmd.PolicySpec(plan.policy),
+                max_staleness=plan.max_staleness, staleness=PolicySpec(plan.policy),
                 capacity_rows=plan.prompts * GROUP, max_swapping=plan.max_swapping,
             ),
         )  # fmt: skip
@@ -78,7 +80,7 @@ class Simulation:
         trainer.publish(0)
         self._until(lambda: all(s.loaded == 0 for s in self.ledger.sessions.values() if s.replica is not None))
         self.now_zero()
-        self.send(driver, cmd.Put(groups=plan.prompts, group_size=GROUP, columns={"prompt_ids": IDS}))
+        self.send(driver, cmd.AddRows(groups=plan.prompts, group_size=GROUP, columns={"prompt_ids": IDS}))
         trainer.ask()
         self._until(lambda: len(self.trained_s) >= plan.steps)
         audit = self.ledger.audit()
@@ -106,7 +108,7 @@ class Simulation:
 
     def join(self, name: str) -> int:
         session: list[int] = []
-        self.send(0, cmd.Join(name=name), lambda joined: session.append(joined.session))
+        self.send(0, cmd.OpenSession(name=name), lambda joined: session.append(joined.session))
         self._hear()
         return session[0]
 
@@ -148,7 +150,7 @@ def specs(plan: Plan) -> list[TaskSpec]:
     stages = [
         TaskSpec(
             name=stage.task, needs=stage.needs, gives=(stage.gives,), lease_s=FOREVER,
-            sampler=cmd.SamplerSpec("whole_groups") if stage.groups else None,
+            sampler=SamplerSpec("whole_groups") if stage.groups else None,
         )
         for stage in plan.stages
     ]  # fmt: skip
@@ -166,7 +168,7 @@ class _Stage:
 
     def ask(self) -> None:
         at_least = self._stage.rows if self._stage.whole else 0
-        lease = cmd.Lease(task=self._stage.task, count=self._stage.rows, timeout_s=FOREVER, at_least=at_least)
+        lease = cmd.LeaseRows(task=self._stage.task, count=self._stage.rows, timeout_s=FOREVER, at_least=at_least)
         self._sim.send(self._session, lease, self._leased)
 
     def _leased(self, lease: cmd.Leased) -> None:
@@ -190,11 +192,12 @@ class _Trainer:
     def publish(self, version: int) -> None:
         self._sim.send(self._session, cmd.Announce(version=version))
         self._sim.send(
-            self._session, cmd.Publish(version=version, part=cmd.Part(manifest=b"", transport="none", where=b""))
+            self._session,
+            cmd.Publish(version=version, part=cmd.VersionPart(manifest=b"", transport="none", where=b"")),
         )
 
     def ask(self) -> None:
-        self._sim.send(self._session, cmd.Lease(task="train", count=1, timeout_s=FOREVER), self._leased)
+        self._sim.send(self._session, cmd.LeaseRows(task="train", count=1, timeout_s=FOREVER), self._leased)
 
     def _leased(self, lease: cmd.Leased) -> None:
         _fine(lease)
@@ -233,7 +236,7 @@ class _Replica:
     def _hears_of(self, told: cmd.Version) -> None:
         _fine(told)
         self._staged = told.version
-        self._sim.send(self._session, cmd.Staged(version=told.version))
+        self._sim.send(self._session, cmd.ReportStaged(version=told.version))
         self._watch(told.version)
         self._turn()
 
@@ -243,7 +246,7 @@ class _Replica:
         if self._draining or self._permitted == self._staged > self._loaded:
             self._swap()
         elif not self._asks_to_swap() and self._loaded >= 0 and self._asked is None and self._room >= GROUP:
-            lease = cmd.Lease(task="rollout", count=self._room, timeout_s=FOREVER)
+            lease = cmd.LeaseRows(task="rollout", count=self._room, timeout_s=FOREVER)
             self._asked = self._sim.send(self._session, lease, self._leased)
 
     def _asks_to_swap(self) -> bool:
@@ -286,7 +289,7 @@ class _Replica:
 
     def _load_ends(self, version: int) -> None:
         self._loading, self._loaded = False, version
-        self._sim.send(self._session, cmd.Loaded(version=version))
+        self._sim.send(self._session, cmd.ReportLoaded(version=version))
         held, self._held = self._held, []
         for lease in held:
             self._begin(lease)

@@ -28,7 +28,7 @@ class Queue:
 
     def __init__(self, live: int, *, held: bool) -> None:
         self.ledger, self.now, self.puts, self.ended = Ledger(), 0.0, 0, 0
-        self.sessions = [self.say(0, cmd.Join(name=f"client {i}")).session for i in range(9)]
+        self.sessions = [self.say(0, cmd.OpenSession(name=f"client {i}")).session for i in range(9)]
         self.me = self.sessions[-1]
         for task in (
             TaskSpec(name="work", needs=("x",), gives=("y",), lease_s=1e6),
@@ -39,11 +39,11 @@ class Queue:
         self.put(live // 2 if held else live)
         if held:
             for number in range(live // 2 // ROWS):
-                self.say(self.sessions[number % 8], cmd.Lease(task="work", count=ROWS))
+                self.say(self.sessions[number % 8], cmd.LeaseRows(task="work", count=ROWS))
             self.put(live - live // 2)
             for number in range(WAITING):
                 self.ledger.apply(
-                    self.sessions[number % 8], cmd.Lease(task="idle", count=1, timeout_s=1e6), 0.0, 1000 + number
+                    self.sessions[number % 8], cmd.LeaseRows(task="idle", count=1, timeout_s=1e6), 0.0, 1000 + number
                 )
 
     def say(self, session: int, command: Any) -> Any:
@@ -57,21 +57,21 @@ class Queue:
     def put(self, rows: int) -> None:
         while rows > 0:
             part = min(rows, 1 << 14)
-            self.say(self.me, cmd.Put(groups=part, group_size=1, columns=X))
+            self.say(self.me, cmd.AddRows(groups=part, group_size=1, columns=X))
             rows -= part
             self.puts += part
 
     def turn(self) -> float:
         """Seconds of a turn. The rows completed go on to their end outside of it."""
         began = time.perf_counter()
-        lease = self.say(self.me, cmd.Lease(task="work", count=ROWS))
+        lease = self.say(self.me, cmd.LeaseRows(task="work", count=ROWS))
         self.say(self.me, cmd.Complete(token=lease.token, columns=Y))
-        self.say(self.me, cmd.Put(groups=ROWS, group_size=1, columns=X))
+        self.say(self.me, cmd.AddRows(groups=ROWS, group_size=1, columns=X))
         self.ledger.tick(self.now)
         self.ledger.next_deadline()
         took = time.perf_counter() - began
         self.puts += ROWS
-        done = self.say(self.me, cmd.Lease(task="train", count=ROWS))
+        done = self.say(self.me, cmd.LeaseRows(task="train", count=ROWS))
         self.say(self.me, cmd.Complete(token=done.token, columns={}))
         self.ended += ROWS
         return took

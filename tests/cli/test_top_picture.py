@@ -10,12 +10,12 @@ from asyncflow_sdk.cli.flow import Flow
 from asyncflow_sdk.cli.lines import rate, size
 from asyncflow_sdk.cli.queue_frame import queue_frame
 from asyncflow_sdk.ledger import StatusReport
-from asyncflow_sdk.ledger.commands import LeaseStatus, ParkedStatus, SessionStatus, StepAges, VersionStatus
+from asyncflow_sdk.types.reports import LeaseStatus, ParkedStatus, SessionStatus, StepAges, VersionStatus
 
 pytestmark = pytest.mark.fast
 WHY = (
     "task 'train' has nothing to give; step 12 lacks 96 of 256 rows, and the queue has 40 that may fill it; 40 rows"
-    " lack column 'reward', which task 'reward' gives; 64 rows are leased in task 'reward', the oldest by reward-0 for"
+    " lack column 'reward', given by task 'reward'; 64 rows are leased in task 'reward', the oldest by reward-0 for"
     " 3.4 s"
 )
 

@@ -17,17 +17,24 @@ from asyncflow_sdk import serve
 from asyncflow_sdk.errors import AsyncFlowError
 from asyncflow_sdk.ledger import Ledger, commands
 from asyncflow_sdk.queue import snapshot
-from asyncflow_sdk.types import ColumnSpec
+from asyncflow_sdk.types import ColumnSpec, tasks
 
 Json = Any
 
-TYPES: dict[str, str] = {}
+TYPES: dict[str, str] = {
+    "Checkpoint": "AddCheckpoint", "Cut": "TrainingPosition", "GetCut": "GetTrainingPosition",
+    "GetRestoration": "GetRestoreTarget", "Join": "OpenSession", "Joined": "SessionOpened", "Lease": "LeaseRows",
+    "Leave": "CloseSession", "Loaded": "ReportLoaded", "Meet": "AllGather", "Met": "AllGathered",
+    "NotLoaded": "ReportLoadFailed", "Part": "VersionPart", "Published": "PublishReply", "Put": "AddRows",
+    "Restoration": "RestoreTarget", "Restored": "ReportRestored", "RolledBack": "RollbackDone",
+    "Sampling": "SamplerTraits", "Staged": "ReportStaged", "Wanted": "AwaitRowsWanted",
+}  # fmt: skip
 """Recorded name → today's name of a command, reply, event or error, where it is another one."""
 FIELDS: dict[str, str] = {
-    "Leased.stretches": "version_step_offsets",
-    "StatusReport.came": "arrived",
-    "StatusReport.passed": "completed",
-}
+    "Lease.team": "group", "Leased.stretches": "version_step_offsets",
+    "Meet.team": "group", "Meet.word": "payload", "Met.words": "payloads",
+    "StatusReport.came": "arrived", "StatusReport.passed": "completed",
+}  # fmt: skip
 """Recorded "Type.field" → today's name of the field, where it is another one."""
 NUMBERS = {
     "ids": "i8", "groups": "i8", "revoked": "i8", "again": "i8", "completed_at": "i8",
@@ -38,7 +45,7 @@ TEXTS = {"reason", "reasons", "why", "promise", "waiting", "weights", "detail", 
 """Fields of replies and events with words for people: recorded is only which there are, and how often."""
 RECORDED_TYPES = {today: recorded for recorded, today in TYPES.items()}
 RECORDED_FIELDS = {f"{name.partition('.')[0]}.{today}": name.partition(".")[2] for name, today in FIELDS.items()}
-CLASSES: dict[str, Any] = {**vars(commands), "ColumnSpec": ColumnSpec}
+CLASSES: dict[str, Any] = {**vars(tasks), **vars(commands), "ColumnSpec": ColumnSpec}
 
 
 class LedgerOfToday:
@@ -61,7 +68,7 @@ class LedgerOfToday:
         elif kind == "forget":
             ledger.forget(line["ticket"], line["now"])
         elif kind == "unheard":
-            ledger.unheard(line["session"], line["version"], line["now"])
+            ledger.reply_undelivered(line["session"], line["version"], line["now"])
         else:
             ledger.lose(np.array(line["ids"], "<i8"), line["now"], line["reason"], line["tickets"])
         effects = ledger.drain()

@@ -21,6 +21,7 @@ from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseL
 from asyncflow_sdk.ledger import TERMINAL, Effects, Ledger, TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import events as ev
+from asyncflow_sdk.types.reports import Audit, StatusReport
 from asyncflow_sdk.types.spans import steps_of
 
 
@@ -84,8 +85,8 @@ class CheckedLedger:
         self.publishers: dict[int, int] = {}  # rank → session
         self.permits: set[int] = set()
         self.limits = cmd.Configure(max_staleness=1, max_swapping=0, quorum=0)
-        self._parts: dict[int, dict[int, cmd.Part]] = {}  # version → rank → what it published
-        self._made: dict[int, tuple[cmd.Part, ...]] = {}  # version → its bytes
+        self._parts: dict[int, dict[int, cmd.VersionPart]] = {}  # version → rank → what it published
+        self._made: dict[int, tuple[cmd.VersionPart, ...]] = {}  # version → its bytes
         self._keys: dict[str, cmd.PutDone] = {}
         self._stream_ended: set[str | None] = set()
         self._rewound = False  # a rollback or a resume may end leases of replicas
@@ -131,10 +132,10 @@ class CheckedLedger:
         self.deadlines.pop(ticket, None)
         return self._feed(lambda ledger: ledger.forget(ticket, now))
 
-    def unheard(self, session: int, version: int, now: float) -> Effects:
+    def reply_undelivered(self, session: int, version: int, now: float) -> Effects:
         self.now = now
         self.permits.discard(session)
-        return self._feed(lambda ledger: ledger.unheard(session, version, now))
+        return self._feed(lambda ledger: ledger.reply_undelivered(session, version, now))
 
     def lose(self, ids: list[int], now: float, reason: str) -> Effects:
         self.now = now
@@ -145,10 +146,10 @@ class CheckedLedger:
         self._doubt_steps()
         return self._feed(lambda ledger: ledger.lose(np.array(ids, np.int64), now, reason))
 
-    def audit(self) -> cmd.Audit:
+    def audit(self) -> Audit:
         return self.ledger.audit()
 
-    def status(self) -> cmd.StatusReport:
+    def status(self) -> StatusReport:
         return self.ledger.status()
 
     def next_deadline(self) -> float | None:
@@ -183,7 +184,7 @@ class CheckedLedger:
             assert lease is not None
             rows = [self.rows[i] for i in lease.ids[rank]]
             assert any(row.columns & set(command.columns) for row in rows), f"nothing is written twice: {error}"
-        if isinstance(error, Ended) and isinstance(command, cmd.Lease):
+        if isinstance(error, Ended) and isinstance(command, cmd.LeaseRows):
             self._check_end(session, command)
 
     def _before(self, session: int, command: Any) -> None:
@@ -191,7 +192,7 @@ class CheckedLedger:
             (rank,) = (rank for rank, holder in self.publishers.items() if holder == session)
             self._parts.setdefault(command.version, {})[rank] = command.part
         # a request of a newer process ends what an older one holds under its rank
-        if isinstance(command, cmd.Lease) and command.world_size > 1:
+        if isinstance(command, cmd.LeaseRows) and command.world_size > 1:
             for lease in self.open.values():
                 if lease.task == command.task and lease.sessions.get(command.rank, session) < session:
                     lease.unsure = True
@@ -204,7 +205,7 @@ class CheckedLedger:
         for ticket, reply in answers:
             session, command = self.waiting.pop(ticket)  # answered once, and only if it was asked
             self.deadlines.pop(ticket)
-            if isinstance(reply, Ended) and isinstance(command, cmd.Lease):
+            if isinstance(reply, Ended) and isinstance(command, cmd.LeaseRows):
                 self._later.append(lambda session=session, command=command: self._check_end(session, command))
             check = getattr(self, f"_on_{type(reply).__name__.lower()}", None)
             if check is not None:
@@ -256,7 +257,7 @@ class CheckedLedger:
 
     # ---- replies
 
-    def _on_joined(self, _: int, command: cmd.Join, reply: cmd.Joined) -> None:
+    def _on_sessionopened(self, _: int, command: cmd.OpenSession, reply: cmd.SessionOpened) -> None:
         assert reply.session not in self.sessions
         self.sessions[reply.session] = Client(command.name)
 
@@ -277,23 +278,23 @@ class CheckedLedger:
             lease.expires = self.now + self.tasks[lease.task].lease_s
         elif isinstance(command, cmd.GiveBack):
             self._given_back(session, command)
-        elif isinstance(command, cmd.Loaded):
+        elif isinstance(command, cmd.ReportLoaded):
             client.loaded = command.version
             self.permits.discard(session)
             for lease in self.open.values() if self._rewound else ():
                 lease.unsure |= session in lease.sessions.values()
-        elif isinstance(command, cmd.Staged):
+        elif isinstance(command, cmd.ReportStaged):
             client.staged = command.version
-        elif isinstance(command, cmd.NotLoaded | cmd.Retire):
+        elif isinstance(command, cmd.ReportLoadFailed | cmd.Retire):
             self.permits.discard(session)
             client.staged = None
             client.loaded = None if isinstance(command, cmd.Retire) else client.loaded
         elif isinstance(command, cmd.ClosePublisher):
             self.publishers = {rank: holder for rank, holder in self.publishers.items() if holder != session}
-        elif isinstance(command, cmd.Leave):
+        elif isinstance(command, cmd.CloseSession):
             self._close(session)
 
-    def _on_putdone(self, _: int, command: cmd.Put, reply: cmd.PutDone) -> None:
+    def _on_putdone(self, _: int, command: cmd.AddRows, reply: cmd.PutDone) -> None:
         known = self._keys.get(command.key)
         if reply.again:
             assert known is not None
@@ -315,7 +316,7 @@ class CheckedLedger:
     def _assert(self, right: bool, what: str) -> None:
         assert right, what
 
-    def _on_leased(self, session: int, command: cmd.Lease, reply: cmd.Leased) -> None:
+    def _on_leased(self, session: int, command: cmd.LeaseRows, reply: cmd.Leased) -> None:
         task, ids = self.tasks[reply.task], unpack_ids(reply.ids).tolist()
         lease = self.leases.get(reply.token)
         if lease is None:
@@ -435,7 +436,7 @@ class CheckedLedger:
                 del self.rows[i].holder[lease.task]
         self._end_leases({command.token})
 
-    def _on_loadfirst(self, session: int, _: cmd.Lease, reply: cmd.LoadFirst) -> None:
+    def _on_loadfirst(self, session: int, _: cmd.LeaseRows, reply: cmd.LoadFirst) -> None:
         assert reply.version != self.sessions[session].loaded
         assert reply.version <= self.version
 
@@ -446,7 +447,7 @@ class CheckedLedger:
         client.told |= ids
         self._later.append(lambda: self._assert(not ids & self.live.keys(), "a row that lives is not lost"))
 
-    def _on_rowswanted(self, _: int, command: cmd.Wanted, reply: cmd.RowsWanted) -> None:
+    def _on_rowswanted(self, _: int, command: cmd.AwaitRowsWanted, reply: cmd.RowsWanted) -> None:
         assert reply.count > 0
 
     def _on_cancelled(self, _: int, command: cmd.Cancel, reply: cmd.Cancelled) -> None:
@@ -472,7 +473,7 @@ class CheckedLedger:
         assert reply.version == self.version
         self.publishers[command.rank] = session
 
-    def _on_published(self, session: int, command: Any, reply: cmd.Published) -> None:
+    def _on_publishreply(self, session: int, command: Any, reply: cmd.PublishReply) -> None:
         assert session in self.publishers.values()
         assert set(reply.keep) <= {*self._made, *self._parts, command.version}
 
@@ -486,7 +487,7 @@ class CheckedLedger:
         self.permits.add(session)
         assert not self.limits.max_swapping or len(self.permits) <= self.limits.max_swapping
 
-    def _on_rolledback(self, _: int, command: cmd.Rollback, reply: cmd.RolledBack) -> None:
+    def _on_rollbackdone(self, _: int, command: cmd.Rollback, reply: cmd.RollbackDone) -> None:
         assert reply.version == self.version
         self._rewound = True
 
@@ -495,9 +496,9 @@ class CheckedLedger:
         self._rewound = True
         self._reopen(command.step)
 
-    def _on_met(self, _: int, command: cmd.Meet, reply: cmd.Met) -> None:
-        assert len(reply.words) == command.world_size
-        assert reply.words[command.rank] == command.word
+    def _on_allgathered(self, _: int, command: cmd.AllGather, reply: cmd.AllGathered) -> None:
+        assert len(reply.payloads) == command.world_size
+        assert reply.payloads[command.rank] == command.payload
 
     # ---- what is known of rows and leases
 
@@ -573,7 +574,7 @@ class CheckedLedger:
             and partition in (None, row.partition)
         ]
 
-    def _check_end(self, session: int, command: cmd.Lease) -> None:
+    def _check_end(self, session: int, command: cmd.LeaseRows) -> None:
         task = self.tasks[command.task]
         if self.sessions[session].dismissed or task.admits or self._skips():
             return

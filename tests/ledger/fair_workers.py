@@ -43,30 +43,30 @@ class FairWorkers:
         return send(self.queue, self._sessions[role], command)
 
     def _feed(self) -> bool:
-        if not isinstance(self._send("feeder", cmd.Wanted()), cmd.RowsWanted):
+        if not isinstance(self._send("feeder", cmd.AwaitRowsWanted()), cmd.RowsWanted):
             return False
-        put = cmd.Put(groups=1, group_size=self.group_size, columns={"prompt": COLUMN})
+        put = cmd.AddRows(groups=1, group_size=self.group_size, columns={"prompt": COLUMN})
         return isinstance(self._send("feeder", put), cmd.PutDone)
 
     def _publish_what_is_due(self, role: str) -> bool:
-        cut, current = self._send(role, cmd.GetCut()), self.queue.status().version
+        cut, current = self._send(role, cmd.GetTrainingPosition()), self.queue.status().version
         number = 0 if current < 0 else cut.version
         if current >= number:
             return False
         for session in list(self.queue.ledger.publishers.values()):  # others give the role up
             send(self.queue, session, cmd.ClosePublisher())
         if cut.restore >= 0:
-            assert self._send(role, cmd.Restored(version=cut.restore)) == cmd.Done()
+            assert self._send(role, cmd.ReportRestored(version=cut.restore)) == cmd.Done()
         opened, _, published, closed = [self._send(role, command) for command in publishing(number)]
         assert isinstance(opened, cmd.Publisher), opened
         assert closed == cmd.Done()
-        return isinstance(published, cmd.Published)
+        return isinstance(published, cmd.PublishReply)
 
     def _train_as_team(self, task: TaskSpec) -> bool:
         """The second rank leaves after its acknowledgement, and another comes for the next step."""
         ranks = [self.queue.join(f"fair rank {rank}") for rank in range(2)]
         lease = [
-            cmd.Lease(task=task.name, count=4, timeout_s=60.0, team="fair", rank=rank, world_size=2)
+            cmd.LeaseRows(task=task.name, count=4, timeout_s=60.0, group="fair", rank=rank, world_size=2)
             for rank in range(2)
         ]
         send(self.queue, ranks[0], lease[0])
@@ -76,13 +76,13 @@ class FairWorkers:
                 dropped = b"\0\0\0\0" if got.step % 2 and self.queue.ledger.leases[got.token].ids[rank] else None
                 done = cmd.Complete(token=got.token, columns={}, rank=rank, filtered=dropped)
                 assert isinstance(send(self.queue, ranks[rank], done), cmd.Completed)
-            send(self.queue, ranks[rank], cmd.Leave())
+            send(self.queue, ranks[rank], cmd.CloseSession())
         return isinstance(got, cmd.Leased)
 
     def _work(self, task: TaskSpec) -> bool:
-        got = self._send(task.name, cmd.Lease(task=task.name, count=4))
+        got = self._send(task.name, cmd.LeaseRows(task=task.name, count=4))
         if isinstance(got, cmd.LoadFirst):
-            return self._send(task.name, cmd.Loaded(version=got.version)) == cmd.Done()
+            return self._send(task.name, cmd.ReportLoaded(version=got.version)) == cmd.Done()
         if not isinstance(got, cmd.Leased):
             return False
         done = self._send(task.name, cmd.Complete(token=got.token, columns=dict.fromkeys(task.gives, COLUMN)))
@@ -93,10 +93,10 @@ class FairWorkers:
 
     def _cover(self) -> bool:
         """Make a checkpoint of all that is acknowledged. Returns True if it makes anything final."""
-        cut = self._send("admin", cmd.GetCut())
+        cut = self._send("admin", cmd.GetTrainingPosition())
         if not cut.checkpoints or cut.step <= cut.covered:
             return False
-        return self._send("admin", cmd.Checkpoint(step=cut.step, covers=cut.step)) == cmd.Done()
+        return self._send("admin", cmd.AddCheckpoint(step=cut.step, covers=cut.step)) == cmd.Done()
 
     def finish(self, rounds: int = 400) -> None:
         """Bring the run to its end. Fails if it cannot be brought there."""
@@ -122,7 +122,7 @@ class FairWorkers:
         assert not ledger.live, f"no end in {rounds} rounds: {queue.status()}"
         ledger.check()
         for task in ledger.tasks:
-            assert isinstance(self._send("admin", cmd.Lease(task=task, count=1)), Ended)
+            assert isinstance(self._send("admin", cmd.LeaseRows(task=task, count=1)), Ended)
         for token, lease in list(ledger.leases.items())[-5:]:  # every token is stale by now
             for rank, session in lease.sessions.items():
                 stale = send(queue, session, cmd.Complete(token=token, columns={}, rank=rank))

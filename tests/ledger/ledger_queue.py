@@ -13,6 +13,7 @@ from asyncflow_sdk.interfaces import Sampler, StalenessPolicy
 from asyncflow_sdk.ledger import Effects, TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import ColumnSpec
+from asyncflow_sdk.types.reports import Audit, StatusReport
 
 TEXT = ColumnSpec("text", "uint8")
 TOKENS = ColumnSpec("ragged", "int64")
@@ -74,7 +75,7 @@ class Queue:
         return answer
 
     def join(self, name: str) -> int:
-        return int(self.do(0, cmd.Join(name=name)).session)
+        return int(self.do(0, cmd.OpenSession(name=name)).session)
 
     def die(self, session: int) -> None:
         self._take(self.ledger.session_died(session, self.now, "killed"))
@@ -82,8 +83,8 @@ class Queue:
     def lose(self, *rows: int, reason: str = "payload lost") -> None:
         self._take(self.ledger.lose(list(rows), self.now, reason))
 
-    def unheard(self, session: int, version: int) -> None:
-        self._take(self.ledger.unheard(session, version, self.now))
+    def reply_undelivered(self, session: int, version: int) -> None:
+        self._take(self.ledger.reply_undelivered(session, version, self.now))
 
     def at(self, now: float) -> None:
         self.now = now
@@ -100,11 +101,11 @@ class Queue:
         **columns: ColumnSpec,
     ) -> Any:
         columns = columns or {"prompt": TEXT}
-        put = cmd.Put(groups=groups, group_size=size, columns=columns, timeout_s=wait, key=key, priority=priority)
+        put = cmd.AddRows(groups=groups, group_size=size, columns=columns, timeout_s=wait, key=key, priority=priority)
         return self.do(self.admin, put)
 
     def lease(self, session: int, task: str, count: int = 100, wait: float = 0.0, **more: Any) -> Any:
-        return self.do(session, cmd.Lease(task=task, count=count, timeout_s=wait, **more))
+        return self.do(session, cmd.LeaseRows(task=task, count=count, timeout_s=wait, **more))
 
     def complete(
         self, session: int, lease: cmd.Leased, *at: int, drop: tuple[int, ...] = (), **columns: ColumnSpec
@@ -127,12 +128,12 @@ class Queue:
         self.do(self.admin, cmd.Publish(version=version, part=part(version)))
 
     def load(self, session: int, version: int) -> None:
-        self.do(session, cmd.Loaded(version=version))
+        self.do(session, cmd.ReportLoaded(version=version))
 
-    def audit(self) -> cmd.Audit:
+    def audit(self) -> Audit:
         return self.ledger.audit()
 
-    def status(self) -> cmd.StatusReport:
+    def status(self) -> StatusReport:
         return self.ledger.status()
 
 
@@ -144,9 +145,9 @@ def publishing(version: int) -> list[Any]:
     ]  # fmt: skip
 
 
-def part(version: int, rank: int = 0, *, outlives: bool = True, nbytes: int = 0) -> cmd.Part:
+def part(version: int, rank: int = 0, *, outlives: bool = True, nbytes: int = 0) -> cmd.VersionPart:
     """What a rank publishes of a version."""
-    return cmd.Part(
+    return cmd.VersionPart(
         manifest=b"m%d.%d" % (version, rank), transport="shm", where=b"", root=f"r{version}.{rank}", nbytes=nbytes,
         outlives=outlives,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost
 from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import ColumnSpec
+from asyncflow_sdk.types.reports import Audit
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 COLUMN = ColumnSpec("ragged", "int64")
@@ -85,7 +86,7 @@ class World:
         return reply
 
     def join(self, name: str) -> int:
-        return int(self.say(0, cmd.Join(name=name)).session)
+        return int(self.say(0, cmd.OpenSession(name=name)).session)
 
     def die(self, session: int) -> None:
         self._asked = {ticket: asked for ticket, asked in self._asked.items() if asked[0] != session}
@@ -115,7 +116,7 @@ class World:
             _, then = self._asked.pop(ticket)
             self.later(0.0, lambda then=then, reply=reply: then(reply))
 
-    def run(self) -> cmd.Audit:
+    def run(self) -> Audit:
         """Until every worker is told the end. Returns the audit, of a ledger without live rows."""
         while self._later or self._asked:
             at = self._later[0][0] if self._later else FOR_EVER
@@ -171,7 +172,7 @@ class Worker:
 
     def ask(self) -> None:
         count = max(self.world.random.randint(1, 6), self.at_least)
-        lease = cmd.Lease(task=self.task, count=count, timeout_s=2 * FOR_EVER, at_least=self.at_least)
+        lease = cmd.LeaseRows(task=self.task, count=count, timeout_s=2 * FOR_EVER, at_least=self.at_least)
         self.call(lease, self.got)
 
     def got(self, reply: Any) -> None:
@@ -208,14 +209,14 @@ class Feeder(Worker):
         super().__init__(world, "", "feeder")
 
     def ask(self) -> None:
-        self.call(cmd.Wanted(timeout_s=2 * FOR_EVER), self.got)
+        self.call(cmd.AwaitRowsWanted(timeout_s=2 * FOR_EVER), self.got)
 
     def work(self, reply: Any) -> None:
         if not isinstance(reply, cmd.RowsWanted):
             self.later(self.world.soon(), self.ask)
             return
         groups = max(1, min(reply.count, self.most) // self.size)
-        put = cmd.Put(
+        put = cmd.AddRows(
             groups=groups, group_size=self.size, columns={"prompt": COLUMN}, timeout_s=2 * FOR_EVER,
             priority=self.world.random.choice((0, 0, 1, -1)), measures={"prompt": self.world.lengths(groups)},
         )  # fmt: skip
@@ -241,7 +242,7 @@ class Replica(Worker):
         self.later(times * self.world.soon(), self.ask)
 
     def load(self, then: Callable[[], None]) -> None:
-        self.call(cmd.Loaded(version=self.world.ledger.version), lambda reply: then())
+        self.call(cmd.ReportLoaded(version=self.world.ledger.version), lambda reply: then())
 
 
 class Stage(Worker):
@@ -297,7 +298,7 @@ class Trainer(Worker):
     def publish(self, version: int) -> None:
         for command in (cmd.Announce(version=version), cmd.Publish(version=version, part=part(version))):
             reply = self.say(command)
-            assert isinstance(reply, cmd.Published), reply
+            assert isinstance(reply, cmd.PublishReply), reply
         self.made[version] = self.weights
 
     def perhaps_roll_back(self) -> None:
@@ -306,8 +307,8 @@ class Trainer(Worker):
         status = self.world.ledger.status()
         to = self.world.random.choice([each.version for each in status.versions] + [max(status.version - 1, 0)])
         reply = self.say(cmd.Rollback(version=to))
-        if isinstance(reply, cmd.RolledBack):
-            assert self.say(cmd.Restored(version=reply.version)) == cmd.Done()
+        if isinstance(reply, cmd.RollbackDone):
+            assert self.say(cmd.ReportRestored(version=reply.version)) == cmd.Done()
             self.full |= set(range(status.step))
             self.weights = self.made[reply.version] = self.made[to]
             self.rollbacks += 1
@@ -370,7 +371,7 @@ class CheckpointedTrainer(Trainer):
         self.life += 1
         self.session = self.world.join(self.name)
         self.say(cmd.OpenPublisher())
-        covered = self.say(cmd.GetCut()).covered
+        covered = self.say(cmd.GetTrainingPosition()).covered
         if self.points and self.points[-1][0] > covered and self.world.random.random() < self.unsound:
             self.points.pop()
         assert self.points or not covered, "a checkpoint covers steps, and there is none"
@@ -389,7 +390,7 @@ class CheckpointedTrainer(Trainer):
     def got(self, reply: Any) -> None:
         if isinstance(reply, Ended):
             step = len(self.weights)
-            assert self.say(cmd.Checkpoint(step=step, covers=step)) == cmd.Done()
+            assert self.say(cmd.AddCheckpoint(step=step, covers=step)) == cmd.Done()
         super().got(reply)
 
     def work(self, lease: Any) -> None:
@@ -420,7 +421,7 @@ class CheckpointedTrainer(Trainer):
             return True
         self.points = self.points[-self.keep :]
         covers = self.points[0][0] if len(self.points) == self.keep else 0
-        assert self.say(cmd.Checkpoint(step=step, covers=covers)) == cmd.Done()
+        assert self.say(cmd.AddCheckpoint(step=step, covers=covers)) == cmd.Done()
         return self.dies(self.mortality)
 
 
@@ -447,12 +448,12 @@ class Rank(Worker):
             cmd.Publish(version=version, part=part(version)),
         ]
         *_, reply = [self.world.say(session, command) for command in commands]
-        self.world.say(session, cmd.Leave())
-        assert isinstance(reply, cmd.Published | ConfigError), reply
+        self.world.say(session, cmd.CloseSession())
+        assert isinstance(reply, cmd.PublishReply | ConfigError), reply
 
     def ask(self) -> None:
-        lease = cmd.Lease(
-            task="train", count=1, timeout_s=2 * FOR_EVER, team="job", rank=self.rank, world_size=self.size,
+        lease = cmd.LeaseRows(
+            task="train", count=1, timeout_s=2 * FOR_EVER, group="job", rank=self.rank, world_size=self.size,
             shards=self.shards,
         )  # fmt: skip
         self.call(lease, self.got)
@@ -502,7 +503,7 @@ def others(world: World, size: int, most: int, replicas: int, mortality: float, 
     Stage(world, "judge", "verdict", mortality / 2, filters=0.02, at_least=at_least)
 
 
-def filtered(audit: cmd.Audit) -> Counter[str]:
+def filtered(audit: Audit) -> Counter[str]:
     """Rows by how they ended, those that a trainer dropped among the consumed."""
     dropped = audit.reasons.get("filtered: no gradient in the step", 0)
     return Counter(audit.terminal) + Counter(consumed=dropped) - Counter(filtered=dropped)

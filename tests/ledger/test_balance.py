@@ -13,7 +13,7 @@ from ledger_queue import TOKENS
 
 from asyncflow_sdk.ledger import Ledger, TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import SamplerSpec
+from asyncflow_sdk.types.tasks import SamplerSpec
 
 pytestmark = pytest.mark.fast
 TASK = TaskSpec(name="ranks", needs=("prompt",), sampler=SamplerSpec("token_balanced", {"column": "prompt"}))
@@ -22,13 +22,13 @@ TASK = TaskSpec(name="ranks", needs=("prompt",), sampler=SamplerSpec("token_bala
 def ask_all(weights: list[float], shards: int) -> Ledger:
     """A ledger of rows of these weights, that all ranks but the last have asked for."""
     ledger = Ledger()
-    put = cmd.Put(
+    put = cmd.AddRows(
         groups=len(weights),
         group_size=1,
         columns={"prompt": TOKENS},
         measures={"prompt": np.array(weights, "<f8").tobytes()},
     )
-    for ticket, command in enumerate([cmd.Join(name="w"), cmd.Declare(task=TASK), put]):
+    for ticket, command in enumerate([cmd.OpenSession(name="w"), cmd.Declare(task=TASK), put]):
         ledger.apply(int(ticket > 0), command, 0.0, ticket)
     for rank in range(shards - 1):
         ledger.apply(1, lease(len(weights), rank, shards), 0.0, 10 + rank)
@@ -36,8 +36,8 @@ def ask_all(weights: list[float], shards: int) -> Ledger:
     return ledger
 
 
-def lease(count: int, rank: int, shards: int) -> cmd.Lease:
-    return cmd.Lease(task="ranks", count=count, timeout_s=9, team="t", rank=rank, world_size=shards)
+def lease(count: int, rank: int, shards: int) -> cmd.LeaseRows:
+    return cmd.LeaseRows(task="ranks", count=count, timeout_s=9, group="t", rank=rank, world_size=shards)
 
 
 def deal(weights: list[float], shards: int) -> list[list[int]]:

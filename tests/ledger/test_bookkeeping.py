@@ -12,12 +12,13 @@ from asyncflow_sdk.errors import DeadlineExceeded, LeaseLost, SchemaError
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger import pack_ids
 from asyncflow_sdk.types.events import RowsEnded
+from asyncflow_sdk.types.tasks import TaskSpec
 
 pytestmark = pytest.mark.fast
 
 
 def put(queue: Queue, groups: int, size: int = 1, nbytes: int = 0, **more: Any) -> Any:
-    command = cmd.Put(groups=groups, group_size=size, columns={"prompt": TEXT}, nbytes=nbytes, **more)
+    command = cmd.AddRows(groups=groups, group_size=size, columns={"prompt": TEXT}, nbytes=nbytes, **more)
     return queue.do(queue.admin, command)
 
 
@@ -106,7 +107,7 @@ def test_what_was_never_put_cannot_be_cancelled() -> None:
         cancel(queue, 1, 7)
     with pytest.raises(SchemaError, match="no put with key 'x' is remembered"):
         cancel(queue, key="x")
-    with pytest.raises(SchemaError, match="one of: rows, the key of their put, their partition"):
+    with pytest.raises(SchemaError, match="one of: ids, key, partition"):
         cancel(queue)
     assert queue.audit().live == 2
 
@@ -137,7 +138,7 @@ def test_a_group_that_failed_for_good_is_kept_with_the_reason_of_each_attempt() 
 
 
 def test_only_the_newest_failures_are_kept() -> None:
-    queue = Queue(cmd.TaskSpec(name="plain", needs=("prompt",), max_attempts=1))
+    queue = Queue(TaskSpec(name="plain", needs=("prompt",), max_attempts=1))
     put(queue, 1005)
     lease = queue.lease(queue.admin, "plain", 1005)
 
@@ -180,10 +181,10 @@ def test_without_a_size_the_largest_row_so_far_is_what_a_row_may_take() -> None:
 
 
 def test_a_put_that_waits_for_bytes_goes_when_they_are_free() -> None:
-    queue = Queue(cmd.TaskSpec(name="end", needs=("prompt",)), capacity_bytes=100)
+    queue = Queue(TaskSpec(name="end", needs=("prompt",)), capacity_bytes=100)
     put(queue, 1, nbytes=80)
     waiting = queue.ask(
-        queue.admin, cmd.Put(groups=1, group_size=1, columns={"prompt": TEXT}, nbytes=60, timeout_s=9)
+        queue.admin, cmd.AddRows(groups=1, group_size=1, columns={"prompt": TEXT}, nbytes=60, timeout_s=9)
     )
     assert waiting not in queue.answers
 
@@ -211,7 +212,7 @@ def test_a_put_larger_than_the_queue_is_refused() -> None:
 
 
 def test_keys_are_forgotten_only_when_their_rows_have_ended() -> None:
-    queue = Queue(cmd.TaskSpec(name="end", needs=("prompt",)), options={"kept_keys": 3})
+    queue = Queue(TaskSpec(name="end", needs=("prompt",)), options={"kept_keys": 3})
     for at in range(6):
         put(queue, 1, key=f"k{at}")
     assert put(queue, 1, key="k0").again  # its row lives

@@ -84,7 +84,7 @@ def test_the_ledger_takes_no_column_whose_name_is_none(name: str) -> None:
     # given a client that checks nothing itself
     queue = Queue(task("one", "a", "b"))
     with pytest.raises(SchemaError, match="a column cannot be named"):
-        queue.do(queue.admin, cmd.Put(groups=1, group_size=1, columns={name: TEXT}))
+        queue.do(queue.admin, cmd.AddRows(groups=1, group_size=1, columns={name: TEXT}))
     with pytest.raises(SchemaError, match="a column cannot be named"):
         queue.do(queue.admin, cmd.Declare(task=TaskSpec(name="two", needs=(name,))))
 

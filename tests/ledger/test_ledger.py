@@ -165,7 +165,7 @@ def test_a_completion_without_what_the_task_gives_is_refused() -> None:
     worker = queue.join("w")
     queue.put(2)
     lease = queue.lease(worker, "plain")
-    with pytest.raises(SchemaError, match="task 'plain' gives 'answer', which this lacks"):
+    with pytest.raises(SchemaError, match="task 'plain' gives 'answer', missing in this command"):
         queue.complete(worker, lease, drop=(0,), other=TEXT)
     queue.complete(worker, lease, drop=(0, 1), other=TEXT)  # rows that are dropped need no answer
 
@@ -205,7 +205,7 @@ def test_a_full_queue_parks_a_put_and_wakes_it() -> None:
     queue = Queue(PLAIN, TaskSpec(name="end", needs=("prompt",)), capacity_rows=4)
     worker = queue.join("w")
     queue.put(4)
-    ticket = queue.ask(queue.admin, cmd.Put(groups=2, group_size=1, columns={"prompt": TEXT}, timeout_s=9))
+    ticket = queue.ask(queue.admin, cmd.AddRows(groups=2, group_size=1, columns={"prompt": TEXT}, timeout_s=9))
     lease = queue.lease(worker, "end", 4)
     # when rows are through
     queue.complete(worker, queue.lease(worker, "plain", 2))
@@ -219,9 +219,9 @@ def test_a_large_put_is_not_overtaken() -> None:
     queue = Queue(TaskSpec(name="end", needs=("prompt",)), capacity_rows=4)
     worker = queue.join("w")
     queue.put(3)
-    large = queue.ask(queue.admin, cmd.Put(groups=4, group_size=1, columns={"prompt": TEXT}, timeout_s=5))
-    small = queue.ask(queue.admin, cmd.Put(groups=1, group_size=1, columns={"prompt": TEXT}, timeout_s=50))
-    with pytest.raises(DeadlineExceeded, match="rows put earlier wait for room"):
+    large = queue.ask(queue.admin, cmd.AddRows(groups=4, group_size=1, columns={"prompt": TEXT}, timeout_s=5))
+    small = queue.ask(queue.admin, cmd.AddRows(groups=1, group_size=1, columns={"prompt": TEXT}, timeout_s=50))
+    with pytest.raises(DeadlineExceeded, match="earlier puts wait for room"):
         queue.put(1)
     queue.complete(worker, queue.lease(worker, "end", 1))
     assert not {large, small} & queue.answers.keys()
@@ -233,9 +233,9 @@ def test_a_large_put_is_not_overtaken() -> None:
 def test_a_put_that_cannot_fit_beside_the_open_step_does_not_stop_those_that_can() -> None:
     queue, *_ = running(capacity_rows=6)
     queue.put(2)
-    large = queue.ask(queue.admin, cmd.Put(groups=5, group_size=1, columns={"prompt": TEXT}, timeout_s=5))
+    large = queue.ask(queue.admin, cmd.AddRows(groups=5, group_size=1, columns={"prompt": TEXT}, timeout_s=5))
     assert queue.put(2).count == 2  # the step lacked them
-    with pytest.raises(DeadlineExceeded, match="rows put earlier wait"):
+    with pytest.raises(DeadlineExceeded, match="earlier puts wait"):
         queue.put(1)  # now it lacks nothing
     queue.at(5.0)
     assert isinstance(queue.answers[large], DeadlineExceeded)
@@ -249,7 +249,7 @@ def test_a_small_put_goes_as_soon_as_a_new_step_lacks_rows() -> None:
     queue.complete(trainer, queue.lease(trainer, "train"))
     queue.put(4)
     waiting = [
-        queue.ask(queue.admin, cmd.Put(groups=groups, group_size=1, columns={"prompt": TEXT}, timeout_s=50))
+        queue.ask(queue.admin, cmd.AddRows(groups=groups, group_size=1, columns={"prompt": TEXT}, timeout_s=50))
         for groups in (7, 2)
     ]
     assert not queue.answers.keys() & set(waiting)
@@ -264,8 +264,8 @@ def test_a_waiting_put_is_refused_as_soon_as_it_has_become_wrong() -> None:
     queue = Queue(PLAIN, capacity_rows=4)
     worker = queue.join("w")
     queue.put(4)
-    groups = cmd.Put(groups=1, group_size=3, columns={"prompt": TEXT}, timeout_s=50)
-    answer = cmd.Put(groups=1, group_size=1, columns={"prompt": TEXT, "answer": NUMBER}, timeout_s=50)
+    groups = cmd.AddRows(groups=1, group_size=3, columns={"prompt": TEXT}, timeout_s=50)
+    answer = cmd.AddRows(groups=1, group_size=1, columns={"prompt": TEXT, "answer": NUMBER}, timeout_s=50)
     asked = [queue.ask(queue.admin, command) for command in (answer, groups)]
     queue.complete(worker, queue.lease(worker, "plain", 1), answer=TEXT)
     assert "column 'answer' is text" in str(queue.answers[asked[0]])
@@ -277,7 +277,7 @@ def test_two_puts_with_one_key_that_wait_are_one() -> None:
     queue = Queue(TaskSpec(name="end", needs=("prompt",)), capacity_rows=4)
     worker = queue.join("w")
     queue.put(4)
-    put = cmd.Put(groups=2, group_size=1, columns={"prompt": TEXT}, key="k", timeout_s=50)
+    put = cmd.AddRows(groups=2, group_size=1, columns={"prompt": TEXT}, key="k", timeout_s=50)
     first, second = queue.ask(queue.admin, put), queue.ask(worker, put)
     queue.complete(worker, queue.lease(worker, "end", 2))
     assert queue.answers[first] == cmd.PutDone(first=4, count=2, again=False)
@@ -292,7 +292,7 @@ def test_a_put_larger_than_the_queue_is_refused_at_once() -> None:
         with pytest.raises(SchemaError, match="a put needs rows"):
             queue.put(groups, size)
     with pytest.raises(SchemaError, match="at least one column"):
-        queue.do(queue.admin, cmd.Put(groups=1, group_size=1, columns={}))
+        queue.do(queue.admin, cmd.AddRows(groups=1, group_size=1, columns={}))
 
 
 # ---- configuration

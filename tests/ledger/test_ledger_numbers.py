@@ -33,7 +33,7 @@ def test_a_number_that_is_refused_withdraws_nothing() -> None:
 
     # then the first one still comes, and nobody was told otherwise
     assert not queue.events[said:]
-    assert queue.do(queue.admin, cmd.Publish(version=1, part=part(1))) == cmd.Published(keep=(0, 1))
+    assert queue.do(queue.admin, cmd.Publish(version=1, part=part(1))) == cmd.PublishReply(keep=(0, 1))
 
 
 def test_a_number_published_without_a_step_lets_no_more_rows_in() -> None:

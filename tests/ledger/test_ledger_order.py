@@ -67,7 +67,7 @@ def test_a_priority_out_of_range_is_refused() -> None:
 def test_a_fixed_batch_waits_until_it_is_full_and_the_rest_comes_at_the_end() -> None:
     queue = Queue(PLAIN, LAST)
     worker = queue.join("w")
-    fixed = cmd.Lease(task="plain", count=4, at_least=4, timeout_s=60)
+    fixed = cmd.LeaseRows(task="plain", count=4, at_least=4, timeout_s=60)
     first = queue.ask(worker, fixed)
     queue.put(3)
     assert first not in queue.answers
@@ -92,7 +92,7 @@ def test_the_rest_waits_for_rows_that_still_come_from_other_tasks() -> None:
     made = queue.lease(maker, "plain")
     queue.complete(maker, made, 0, 1)
     queue.do(queue.admin, cmd.End())
-    waiting = queue.ask(taker, cmd.Lease(task="last", count=4, at_least=4, timeout_s=60))
+    waiting = queue.ask(taker, cmd.LeaseRows(task="last", count=4, at_least=4, timeout_s=60))
     assert waiting not in queue.answers
     # when one of them is filtered and the others are made
     queue.complete(maker, made, 2, drop=(0,))
@@ -105,7 +105,7 @@ def test_the_rest_waits_for_rows_that_still_come_from_other_tasks() -> None:
 def test_a_small_request_is_not_held_up_by_a_large_one() -> None:
     queue = Queue(PLAIN)
     large, small = queue.join("large"), queue.join("small")
-    waiting = queue.ask(large, cmd.Lease(task="plain", count=8, at_least=8, timeout_s=60))
+    waiting = queue.ask(large, cmd.LeaseRows(task="plain", count=8, at_least=8, timeout_s=60))
     queue.put(3)
     assert ids(queue.lease(small, "plain", 2)) == [0, 1]
     assert waiting not in queue.answers
@@ -120,11 +120,11 @@ def test_a_batch_that_can_never_be_full_is_an_error() -> None:
         ({"count": 4, "at_least": -1}, "up to 4, not -1"),
     ):
         with pytest.raises(SchemaError, match=why):
-            queue.do(worker, cmd.Lease(task="plain", **wrong))
+            queue.do(worker, cmd.LeaseRows(task="plain", **wrong))
     with pytest.raises(SchemaError, match="up to 4, not 5"):
-        queue.do(worker, cmd.Lease(task="train", count=99, at_least=5))
+        queue.do(worker, cmd.LeaseRows(task="train", count=99, at_least=5))
     # also one that waits when the queue is made smaller
-    waiting = queue.ask(worker, cmd.Lease(task="plain", count=8, at_least=8, timeout_s=60))
+    waiting = queue.ask(worker, cmd.LeaseRows(task="plain", count=8, at_least=8, timeout_s=60))
     queue.do(queue.admin, cmd.Configure(capacity_rows=6))
     assert isinstance(queue.answers[waiting], SchemaError)
 
@@ -132,7 +132,7 @@ def test_a_batch_that_can_never_be_full_is_an_error() -> None:
 def test_a_task_that_admits_takes_no_least_number() -> None:
     queue, replica, *_ = running()
     with pytest.raises(SchemaError, match="staleness rule"):
-        queue.do(replica, cmd.Lease(task="rollout", count=4, at_least=2))
+        queue.do(replica, cmd.LeaseRows(task="rollout", count=4, at_least=2))
 
 
 def test_its_deadline_says_how_many_there_are_and_what_keeps_the_others_out() -> None:
@@ -140,21 +140,21 @@ def test_its_deadline_says_how_many_there_are_and_what_keeps_the_others_out() ->
     worker = queue.join("w")
     queue.put(6)
     with pytest.raises(DeadlineExceeded, match="task 'plain' has 6 of 8 rows; 6 rows are ready"):
-        queue.do(worker, cmd.Lease(task="plain", count=8, at_least=8))
-    queue.ask(queue.join("feeder"), cmd.Put(groups=3, group_size=1, columns={"prompt": TEXT}, timeout_s=60))
-    with pytest.raises(DeadlineExceeded, match="has 6 of 8 rows, and feeder waits to put 3 more, for which"):
-        queue.do(worker, cmd.Lease(task="plain", count=8, at_least=8))
+        queue.do(worker, cmd.LeaseRows(task="plain", count=8, at_least=8))
+    queue.ask(queue.join("feeder"), cmd.AddRows(groups=3, group_size=1, columns={"prompt": TEXT}, timeout_s=60))
+    with pytest.raises(DeadlineExceeded, match="has 6 of 8 rows, and feeder waits for room to put 3 more"):
+        queue.do(worker, cmd.LeaseRows(task="plain", count=8, at_least=8))
     queue.complete(worker, queue.lease(worker, "plain", 3))
     with pytest.raises(DeadlineExceeded, match="has 3 of 8 rows"):
-        queue.do(worker, cmd.Lease(task="plain", count=8, at_least=8))
+        queue.do(worker, cmd.LeaseRows(task="plain", count=8, at_least=8))
 
 
 def test_a_request_for_one_partition_learns_of_its_end_behind_others_that_wait() -> None:
     spec = TaskSpec(name="both", needs=("prompt",), partitions=("a", "b"))
     queue = Queue(spec)
     first, second = queue.join("first"), queue.join("second")
-    waiting = queue.ask(first, cmd.Lease(task="both", count=1, timeout_s=60))
-    ending = queue.ask(second, cmd.Lease(task="both", count=1, timeout_s=60, partition="b"))
+    waiting = queue.ask(first, cmd.LeaseRows(task="both", count=1, timeout_s=60))
+    ending = queue.ask(second, cmd.LeaseRows(task="both", count=1, timeout_s=60, partition="b"))
     queue.do(queue.admin, cmd.End(partition="b"))
     assert isinstance(queue.answers[ending], Ended)
     assert waiting not in queue.answers

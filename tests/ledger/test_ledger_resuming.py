@@ -49,7 +49,7 @@ def test_a_replica_that_waits_to_load_what_is_lost_is_told() -> None:
     queue, replica, _, trainer = trained(2, max_swapping=1)
     other = queue.join("gen-1")
     for session in (replica, other):
-        queue.do(session, cmd.Staged(version=2))
+        queue.do(session, cmd.ReportStaged(version=2))
     assert queue.do(replica, cmd.Swap(version=2)) == cmd.Permitted(version=2)
     waiting = queue.ask(other, cmd.Swap(version=2, timeout_s=60))
 
@@ -78,7 +78,7 @@ def test_what_is_kept_for_a_trainer_and_then_given_to_a_new_task_is_counted_once
 
     queue.complete(late, queue.lease(late, "late"))
     assert queue.status().held == 4
-    queue.do(trainer, cmd.Checkpoint(step=1, covers=1))
+    queue.do(trainer, cmd.AddCheckpoint(step=1, covers=1))
     assert (queue.status().held, queue.audit().consumed) == (0, 4)
 
 

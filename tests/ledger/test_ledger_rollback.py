@@ -26,7 +26,7 @@ def roll_back(queue: Queue, version: int, *, restored: bool = True) -> Any:
     """``restored``: the trainer has loaded it."""
     reply = queue.do(queue.admin, cmd.Rollback(version=version, reason="it diverged"))
     if restored:
-        queue.do(queue.admin, cmd.Restored(version=reply.version))
+        queue.do(queue.admin, cmd.ReportRestored(version=reply.version))
     return reply
 
 
@@ -42,7 +42,7 @@ def step(queue: Queue, replica: int, judge: int, trainer: int, *, ack: bool = Tr
 
 def training(queue: Queue) -> tuple[int, int]:
     """The first step that is not acknowledged, and the version that it trains."""
-    cut = queue.do(queue.admin, cmd.GetCut())
+    cut = queue.do(queue.admin, cmd.GetTrainingPosition())
     return cut.step, cut.version
 
 
@@ -52,7 +52,7 @@ def training(queue: Queue) -> tuple[int, int]:
 def test_a_rollback_makes_a_new_number_of_old_bytes() -> None:
     queue, replica, *_ = versions(8)
     waiting = queue.ask(replica, cmd.AwaitVersion(after=7, timeout_s=60))
-    assert roll_back(queue, 5) == cmd.RolledBack(version=8, expired=0)
+    assert roll_back(queue, 5) == cmd.RollbackDone(version=8, expired=0)
     assert queue.answers[waiting] == cmd.Version(version=8, parts=(part(5),), source=5)
     (said,) = [event for event in queue.events if isinstance(event, ev.Published) and event.source >= 0]
     assert (said.version, said.source, said.root) == (8, 5, "r5.0")
@@ -63,8 +63,8 @@ def test_after_a_rollback_the_newest_numbers_are_kept_with_the_bytes_they_came_f
     queue, *_ = versions(4, keep_versions=3)  # 1, 2, 3
     roll_back(queue, 1)  # is 4
     assert [(v.version, v.source) for v in queue.status().versions] == [(2, 2), (3, 3), (4, 1)]
-    assert queue.do(queue.admin, cmd.Announce(version=5)) == cmd.Published(keep=(1, 2, 3))
-    assert queue.do(queue.admin, cmd.Publish(version=5, part=part(5))) == cmd.Published(keep=(1, 3, 5))
+    assert queue.do(queue.admin, cmd.Announce(version=5)) == cmd.PublishReply(keep=(1, 2, 3))
+    assert queue.do(queue.admin, cmd.Publish(version=5, part=part(5))) == cmd.PublishReply(keep=(1, 3, 5))
     queue.publish(6)
     assert roll_back(queue, 1).version == 7  # by the number its bytes had, too
     assert [(v.version, v.source) for v in queue.status().versions] == [(5, 5), (6, 6), (7, 1)]
@@ -128,7 +128,7 @@ def test_a_trainer_that_had_leased_its_step_before_learns_what_to_do() -> None:
 def test_what_was_staged_of_a_version_given_up_is_not_loaded() -> None:
     queue, replica, *_ = versions(3)
     queue.do(replica, cmd.AwaitVersion(after=0))
-    queue.do(replica, cmd.Staged(version=2))
+    queue.do(replica, cmd.ReportStaged(version=2))
     roll_back(queue, 1)
     with pytest.raises(VersionGone, match="version 2 was rolled back; 3 is current: stage that"):
         queue.do(replica, cmd.Swap(version=2))
@@ -139,18 +139,18 @@ def test_what_was_staged_of_a_version_given_up_is_not_loaded() -> None:
 
 def test_nothing_is_published_after_a_rollback_before_the_trainer_has_loaded_its_version() -> None:
     queue, *_ = versions(3)
-    assert queue.do(queue.admin, cmd.GetRestoration()) == cmd.Restoration()
+    assert queue.do(queue.admin, cmd.GetRestoreTarget()) == cmd.RestoreTarget()
     roll_back(queue, 1, restored=False)  # is 3
-    asked = queue.do(queue.admin, cmd.GetRestoration())
-    assert asked == cmd.Restoration(version=3, source=1, parts=(part(1),))
+    asked = queue.do(queue.admin, cmd.GetRestoreTarget())
+    assert asked == cmd.RestoreTarget(version=3, source=1, parts=(part(1),))
     with pytest.raises(ConfigError, match=r"4 cannot be published: the run was rolled back, .* run.restored\(3\)"):
         queue.publish(4)
     for wrong in (1, 2, 4):
         with pytest.raises(ConfigError, match=f"version {wrong} cannot be restored: 3 is current"):
-            queue.do(queue.admin, cmd.Restored(version=wrong))
+            queue.do(queue.admin, cmd.ReportRestored(version=wrong))
 
     for _ in range(2):  # repeatable
-        queue.do(queue.admin, cmd.Restored(version=3, optimizer="fresh"))
+        queue.do(queue.admin, cmd.ReportRestored(version=3, optimizer="fresh"))
 
     (said,) = [event for event in queue.events if isinstance(event, ev.Restored)]
     assert (said.version, said.source, said.optimizer) == (3, 1, "fresh")
@@ -162,8 +162,8 @@ def test_of_two_rollbacks_the_second_is_restored() -> None:
     roll_back(queue, 1, restored=False)
     assert roll_back(queue, 0, restored=False).version == 4
     with pytest.raises(ConfigError, match="version 3 cannot be restored: 4 is current"):
-        queue.do(queue.admin, cmd.Restored(version=3))
-    assert queue.do(queue.admin, cmd.GetRestoration()).source == 0
+        queue.do(queue.admin, cmd.ReportRestored(version=3))
+    assert queue.do(queue.admin, cmd.GetRestoreTarget()).source == 0
 
 
 def test_another_publisher_has_to_restore_too() -> None:
@@ -197,15 +197,15 @@ def test_the_checkpoint_of_the_version_is_named_as_long_as_it_is_kept() -> None:
         step(queue, replica, judge, trainer)
         queue.publish(number + 1)
         queue.load(replica, number + 1)
-        queue.do(trainer, cmd.Checkpoint(step=number + 1, covers=0, version=number + 1))
+        queue.do(trainer, cmd.AddCheckpoint(step=number + 1, covers=0, version=number + 1))
     assert roll_back(queue, 1, restored=False).checkpoint == 1
-    assert queue.do(queue.admin, cmd.GetRestoration()).checkpoint == 1
-    assert queue.do(queue.admin, cmd.GetCut()).restore == 4
-    queue.do(queue.admin, cmd.Restored(version=4))
-    assert queue.do(queue.admin, cmd.GetCut()).restore == -1
+    assert queue.do(queue.admin, cmd.GetRestoreTarget()).checkpoint == 1
+    assert queue.do(queue.admin, cmd.GetTrainingPosition()).restore == 4
+    queue.do(queue.admin, cmd.ReportRestored(version=4))
+    assert queue.do(queue.admin, cmd.GetTrainingPosition()).restore == -1
 
     queue.publish(5)
-    queue.do(trainer, cmd.Checkpoint(step=3, covers=2, version=5))
+    queue.do(trainer, cmd.AddCheckpoint(step=3, covers=2, version=5))
 
     assert roll_back(queue, 1).checkpoint == -1
 
@@ -218,7 +218,7 @@ def test_a_trainer_that_goes_on_from_a_checkpoint_has_nothing_to_restore() -> No
         queue.load(replica, number + 1)
     roll_back(queue, 1, restored=False)
     resumed = queue.do(trainer, cmd.Resume(step=0, version=0))
-    assert queue.do(queue.admin, cmd.GetRestoration()) == cmd.Restoration()
+    assert queue.do(queue.admin, cmd.GetRestoreTarget()) == cmd.RestoreTarget()
 
     queue.publish(resumed.version)
 
@@ -248,7 +248,7 @@ def test_rows_of_versions_given_up_expire_with_their_groups() -> None:
     second = queue.lease(replica, "rollout", 2)
     queue.complete(replica, second, 0)  # half of it
     queue.complete(judge, queue.lease(judge, "reward"))
-    assert roll_back(queue, 0) == cmd.RolledBack(version=2, expired=4)
+    assert roll_back(queue, 0) == cmd.RollbackDone(version=2, expired=4)
     # group 0 was under way when its replica loaded version 1
     assert queue.audit().reasons == {"expired: version 1 was rolled back": 4}
     for lease in (first, second):
@@ -263,7 +263,7 @@ def test_what_a_replica_generates_with_a_version_given_up_while_it_loaded_that_e
     lease = queue.lease(replica, "rollout", 4)
     queue.publish(1)
     queue.do(replica, cmd.AwaitVersion(after=0))
-    queue.do(replica, cmd.Staged(version=1))
+    queue.do(replica, cmd.ReportStaged(version=1))
     assert isinstance(queue.do(replica, cmd.Swap(version=1)), cmd.Permitted)
     if done:
         queue.complete(replica, lease, 0)  # wholly of version 0
@@ -350,7 +350,7 @@ def test_what_expired_is_wanted_again() -> None:
     queue.put(4)
     queue.load(replica, 1)
     queue.lease(replica, "rollout", 4)
-    waiting = queue.ask(queue.admin, cmd.Wanted(timeout_s=60))
+    waiting = queue.ask(queue.admin, cmd.AwaitRowsWanted(timeout_s=60))
     roll_back(queue, 0)
     assert queue.answers[waiting] == cmd.RowsWanted(count=4)
 
@@ -486,7 +486,7 @@ def test_a_rollback_is_decided_at_once() -> None:
     other = queue.join("gen-1")
     for session in (replica, other):
         queue.do(session, cmd.AwaitVersion(after=-1))
-        queue.do(session, cmd.Staged(version=0))
+        queue.do(session, cmd.ReportStaged(version=0))
     queue.load(replica, 0)
     queue.publish(1)
     assert queue.status().committed == 0
@@ -494,7 +494,7 @@ def test_a_rollback_is_decided_at_once() -> None:
     assert queue.status().committed == 2
     assert [e.version for e in queue.events if isinstance(e, ev.Committed)] == [0, 2]
     assert queue.lease(replica, "rollout", 1) == cmd.LoadFirst(version=2)
-    queue.do(replica, cmd.Staged(version=2))
+    queue.do(replica, cmd.ReportStaged(version=2))
     assert queue.do(replica, cmd.Swap(version=2)) == cmd.Permitted(version=2)
     queue.load(replica, 2)
     assert ids(queue.lease(replica, "rollout", 1)) == [0]
@@ -504,7 +504,7 @@ def test_a_rollback_without_steps_or_rows_is_only_a_version() -> None:
     queue = Queue()
     queue.publish(0)
     queue.publish(1)
-    assert roll_back(queue, 0) == cmd.RolledBack(version=2, expired=0)
+    assert roll_back(queue, 0) == cmd.RollbackDone(version=2, expired=0)
     with pytest.raises(DeadlineExceeded, match="version 2 is current"):
         queue.do(queue.admin, cmd.AwaitVersion(after=2))
     assert queue.put(1, text=TOKENS).count == 1

@@ -15,7 +15,7 @@ from ledger_queue import LAST, PLAIN, REWARD, ROLLOUT, TOKENS, Queue, ids, packe
 from asyncflow_sdk.errors import LeaseLost
 from asyncflow_sdk.ledger import Ledger, TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import SamplerSpec
+from asyncflow_sdk.types.tasks import SamplerSpec
 
 pytestmark = pytest.mark.fast
 
@@ -67,7 +67,7 @@ class Plain:
 
     def __init__(self, *tasks: TaskSpec, **limits: Any) -> None:
         self.ledger, self.tickets = Ledger(), 0
-        self.worker, self.other = (self.do(0, cmd.Join(name=name)).session for name in ("worker", "other"))
+        self.worker, self.other = (self.do(0, cmd.OpenSession(name=name)).session for name in ("worker", "other"))
         if limits:
             self.do(self.worker, cmd.Configure(**limits))
         for task in tasks:
@@ -80,7 +80,7 @@ class Plain:
         return next((reply for ticket, reply in self.ledger.drain().answers if ticket == self.tickets), None)
 
     def put(self, groups: int, size: int = 1, **more: Any) -> None:
-        put = cmd.Put(groups=groups, group_size=size, columns={"prompt": TOKENS}, **more)
+        put = cmd.AddRows(groups=groups, group_size=size, columns={"prompt": TOKENS}, **more)
         assert isinstance(self.do(self.worker, put), cmd.PutDone)
 
 
@@ -115,17 +115,17 @@ def turns_beside(live: int) -> tuple[int, int]:
     """The cost of one turn of each task, beside so many rows."""
     train = TaskSpec(name="train", needs=("response", "reward"), batch_rows=1 << 17)
     plain = Plain(ROLLOUT, REWARD, train, max_staleness=0)
-    for command in [*publishing(0), cmd.Loaded(version=0)]:
+    for command in [*publishing(0), cmd.ReportLoaded(version=0)]:
         plain.do(plain.worker, command)
     plain.put(live // 8, 8)
 
     def turn() -> None:
         for task, gives in (("rollout", "response"), ("reward", "reward")):
-            lease = plain.do(plain.worker, cmd.Lease(task=task, count=16))
+            lease = plain.do(plain.worker, cmd.LeaseRows(task=task, count=16))
             for share in ((0, 1, 2), (3,), range(4, 16)):
                 done = cmd.Complete(token=lease.token, columns={gives: TOKENS}, index=packed(*share))
                 assert isinstance(plain.do(plain.worker, done), cmd.Completed)
-        plain.do(plain.worker, cmd.Lease(task="train", count=1))  # says why there is nothing
+        plain.do(plain.worker, cmd.LeaseRows(task="train", count=1))  # says why there is nothing
         plain.do(plain.worker, cmd.GetStatus())
         plain.ledger.tick(0.0)
         plain.ledger.next_deadline()
@@ -153,9 +153,9 @@ def turns_of_choosing(ready: int) -> tuple[int, int]:
 
     def turn() -> None:
         for task in ("plain", "groups"):
-            assert isinstance(plain.do(plain.worker, cmd.Lease(task=task, count=16)), cmd.Leased)
+            assert isinstance(plain.do(plain.worker, cmd.LeaseRows(task=task, count=16)), cmd.Leased)
         for rank in range(2):
-            ask = cmd.Lease(task="ranks", count=16, timeout_s=9, team="t", rank=rank, world_size=2)
+            ask = cmd.LeaseRows(task="ranks", count=16, timeout_s=9, group="t", rank=rank, world_size=2)
             last = plain.do(plain.worker, ask)
         assert isinstance(last, cmd.Leased)
 
@@ -174,23 +174,23 @@ def turns_beside_others(leased: int, parked: int) -> int:
     plain = Plain(PLAIN, TaskSpec(name="other", needs=("answer",), gives=("more",)), LAST, nobody)
     plain.put(leased)
     for _ in range(leased):
-        plain.do(plain.other, cmd.Lease(task="plain", count=1))
+        plain.do(plain.other, cmd.LeaseRows(task="plain", count=1))
     for _ in range(parked):
-        assert plain.do(plain.other, cmd.Lease(task="nobody gives", count=1, timeout_s=600)) is None
+        assert plain.do(plain.other, cmd.LeaseRows(task="nobody gives", count=1, timeout_s=600)) is None
 
     def turn() -> None:
         plain.put(2)
-        lease = plain.do(plain.worker, cmd.Lease(task="plain", count=2))
+        lease = plain.do(plain.worker, cmd.LeaseRows(task="plain", count=2))
         plain.do(plain.worker, cmd.Renew(token=lease.token))
         plain.do(plain.worker, cmd.GiveBack(token=lease.token, index=packed(0)))
         plain.do(plain.worker, cmd.Complete(token=lease.token, columns={"answer": TOKENS}, index=packed(1)))
-        again = plain.do(plain.worker, cmd.Lease(task="plain", count=2))
+        again = plain.do(plain.worker, cmd.LeaseRows(task="plain", count=2))
         plain.do(plain.worker, cmd.Complete(token=again.token, columns={}, filtered=packed(0)))
         for task, gives in (("other", {"more": TOKENS}), ("last", {})):
-            got = plain.do(plain.worker, cmd.Lease(task=task, count=2))
+            got = plain.do(plain.worker, cmd.LeaseRows(task=task, count=2))
             assert isinstance(plain.do(plain.worker, cmd.Complete(token=got.token, columns=gives)), cmd.Completed)
-        short = plain.do(0, cmd.Join(name="short")).session
-        plain.do(short, cmd.Lease(task="nobody gives", count=1, timeout_s=9))
+        short = plain.do(0, cmd.OpenSession(name="short")).session
+        plain.do(short, cmd.LeaseRows(task="nobody gives", count=1, timeout_s=9))
         plain.ledger.session_died(short, 0.0, "gone")
         plain.ledger.tick(0.0)
         plain.ledger.next_deadline()
@@ -207,11 +207,11 @@ def turns_beside_puts(waiting: int) -> int:
     plain = Plain(TaskSpec(name="last", needs=("prompt",)), capacity_rows=8)
     plain.put(8)
     for _ in range(waiting):
-        put = cmd.Put(groups=1, group_size=1, columns={"prompt": TOKENS}, timeout_s=9.0)
+        put = cmd.AddRows(groups=1, group_size=1, columns={"prompt": TOKENS}, timeout_s=9.0)
         assert plain.do(plain.other, put) is None
 
     def turn() -> None:
-        lease = plain.do(plain.worker, cmd.Lease(task="last", count=1))
+        lease = plain.do(plain.worker, cmd.LeaseRows(task="last", count=1))
         plain.do(plain.worker, cmd.Complete(token=lease.token, columns={}))
         assert plain.ledger.audit().live == 8
 

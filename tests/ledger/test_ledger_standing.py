@@ -28,7 +28,7 @@ def test_it_waits_for_what_it_has_to_load_and_then_gets_what_it_has_room_for() -
     # given a replica that asked when it had room for one row, and may have four
     queue, replica, held = standing(max_staleness=0)
     queue.complete(replica, held, 0, 1, 2)
-    asked = queue.ask(replica, cmd.Lease(task="rollout", count=1, most=4, timeout_s=60))
+    asked = queue.ask(replica, cmd.LeaseRows(task="rollout", count=1, most=4, timeout_s=60))
     queue.complete(replica, held, 3)
     # when there is a version with which it would be given some
     queue.publish(1)
@@ -46,11 +46,14 @@ def test_it_is_given_nothing_while_it_loads(end: str) -> None:
     queue, replica, _ = standing(max_staleness=1)
     queue.publish(1)
     queue.do(replica, cmd.AwaitVersion(after=0))
-    queue.do(replica, cmd.Staged(version=1))
+    queue.do(replica, cmd.ReportStaged(version=1))
     assert queue.do(replica, cmd.Swap(version=1)) == cmd.Permitted(version=1)
     # when it asks
-    asked = queue.ask(replica, cmd.Lease(task="rollout", count=1, most=7, timeout_s=60))
+    asked = queue.ask(replica, cmd.LeaseRows(task="rollout", count=1, most=7, timeout_s=60))
     # then it gets them when it is through with the load, whatever came of that: as many as it may hold with what it has
     assert asked not in queue.answers
-    queue.do(replica, cmd.Loaded(version=1) if end == "loaded" else cmd.NotLoaded(version=1, reason="it would not"))
+    queue.do(
+        replica,
+        cmd.ReportLoaded(version=1) if end == "loaded" else cmd.ReportLoadFailed(version=1, reason="it would not"),
+    )
     assert len(ids(queue.answers[asked])) == 3

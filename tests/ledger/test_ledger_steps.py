@@ -121,7 +121,7 @@ def test_staleness_0_is_synchronous() -> None:
     queue.put(12)
     produce(queue, replica, judge, 100)
     # then nothing more may start before that step is trained and its version is loaded
-    waiting = queue.ask(replica, cmd.Lease(task="rollout", count=4, timeout_s=60))
+    waiting = queue.ask(replica, cmd.LeaseRows(task="rollout", count=4, timeout_s=60))
     step = queue.lease(trainer, "train")
     assert (len(ids(step)), step.step) == (4, 0)
     queue.complete(trainer, step)
@@ -218,7 +218,7 @@ def test_loading_wakes_a_parked_lease() -> None:
     queue = Queue(ROLLOUT, TRAIN)
     replica = queue.join("gen-0")
     queue.put(4)
-    waiting = queue.ask(replica, cmd.Lease(task="rollout", count=4, timeout_s=60))
+    waiting = queue.ask(replica, cmd.LeaseRows(task="rollout", count=4, timeout_s=60))
     assert waiting not in queue.answers  # no version was published
     queue.load(replica, 0)  # it starts from a checkpoint of its own
     assert queue.answers[waiting].version == 0
@@ -317,16 +317,16 @@ def test_the_earliest_deadline_joins_a_step_first() -> None:
 
 def test_wanted_is_answered_when_the_steps_are_declared() -> None:
     queue = Queue(steps=3)
-    waiting = queue.ask(queue.admin, cmd.Wanted(timeout_s=60))
+    waiting = queue.ask(queue.admin, cmd.AwaitRowsWanted(timeout_s=60))
     queue.do(queue.admin, cmd.Declare(task=TRAIN))
     assert queue.answers[waiting] == cmd.RowsWanted(count=12)
 
 
 def test_wanted_counts_what_the_steps_still_lack() -> None:
     queue, replica, judge, _ = running(steps=2)
-    assert queue.do(queue.admin, cmd.Wanted()).count == 8
+    assert queue.do(queue.admin, cmd.AwaitRowsWanted()).count == 8
     queue.put(8)
-    waiting = queue.ask(queue.admin, cmd.Wanted(timeout_s=60))
+    waiting = queue.ask(queue.admin, cmd.AwaitRowsWanted(timeout_s=60))
     assert waiting not in queue.answers
     queue.complete(replica, queue.lease(replica, "rollout", 1))
     queue.complete(judge, queue.lease(judge, "reward"), drop=(0,))
@@ -335,9 +335,9 @@ def test_wanted_counts_what_the_steps_still_lack() -> None:
 
 def test_without_a_last_step_the_next_few_are_kept_supplied() -> None:
     queue, replica, judge, _ = running(max_staleness=1)
-    assert queue.do(queue.admin, cmd.Wanted()).count == 12
+    assert queue.do(queue.admin, cmd.AwaitRowsWanted()).count == 12
     queue.put(12)
-    waiting = queue.ask(queue.admin, cmd.Wanted(timeout_s=60))
+    waiting = queue.ask(queue.admin, cmd.AwaitRowsWanted(timeout_s=60))
     assert waiting not in queue.answers
     produce(queue, replica, judge, 4)
     assert queue.answers[waiting] == cmd.RowsWanted(count=4)
@@ -352,11 +352,11 @@ def test_the_end_of_the_steps_ends_every_task_and_cancels_what_is_left() -> None
     produce(queue, replica, judge, 4)
     asked = [
         queue.ask(replica, cmd.AwaitVersion(after=0, timeout_s=60)),
-        queue.ask(queue.admin, cmd.Wanted(timeout_s=9)),
+        queue.ask(queue.admin, cmd.AwaitRowsWanted(timeout_s=9)),
     ]
     queue.complete(trainer, queue.lease(trainer, "train"))
     for session, task in ((replica, "rollout"), (judge, "reward"), (trainer, "train")):
-        with pytest.raises(Ended, match=f"task '{task}' has had every row it will get"):
+        with pytest.raises(Ended, match=f"task '{task}' has no more rows to grant"):
             queue.lease(session, task, wait=60)
     for ticket in asked:
         assert isinstance(queue.answers[ticket], Ended)
@@ -370,7 +370,7 @@ def test_the_end_of_the_steps_ends_every_task_and_cancels_what_is_left() -> None
 def test_after_end_full_steps_are_trained_and_a_short_rest_is_cancelled() -> None:
     queue, replica, judge, trainer = running()
     queue.put(6)
-    waiting = queue.ask(trainer, cmd.Lease(task="train", count=1, timeout_s=60))
+    waiting = queue.ask(trainer, cmd.LeaseRows(task="train", count=1, timeout_s=60))
     queue.do(queue.admin, cmd.End())
     assert queue.audit().cancelled == 0  # 6 rows still fill a step
     produce(queue, replica, judge, 6)
@@ -386,8 +386,8 @@ def test_end_with_requests_parked_everywhere_answers_them_all() -> None:
     queue, replica, _, trainer = running(capacity_rows=4)
     queue.put(2)
     asked = [
-        queue.ask(trainer, cmd.Lease(task="train", count=1, timeout_s=60)),
-        queue.ask(queue.admin, cmd.Put(groups=3, group_size=1, columns={"prompt": TEXT}, timeout_s=60)),
+        queue.ask(trainer, cmd.LeaseRows(task="train", count=1, timeout_s=60)),
+        queue.ask(queue.admin, cmd.AddRows(groups=3, group_size=1, columns={"prompt": TEXT}, timeout_s=60)),
         queue.ask(replica, cmd.AwaitVersion(after=0, timeout_s=60)),
     ]
     queue.do(queue.admin, cmd.End())

@@ -10,6 +10,7 @@ from ledger_queue import ROLLOUT, TEXT, TRAIN, Queue, ids, part, running
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, VersionGone
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import events as ev
+from asyncflow_sdk.types.reports import VersionStatus
 
 pytestmark = pytest.mark.fast
 
@@ -26,7 +27,7 @@ def replicas(count: int, version: int = 7, **limits: Any) -> tuple[Queue, list[i
 
 def stage(queue: Queue, session: int, version: int) -> None:
     assert queue.do(session, cmd.AwaitVersion(after=version - 1)).version == version
-    queue.do(session, cmd.Staged(version=version))
+    queue.do(session, cmd.ReportStaged(version=version))
 
 
 def swap(queue: Queue, session: int, version: int) -> int:
@@ -57,8 +58,8 @@ def test_permissions_go_to_whoever_asked_first_as_others_end(end: str) -> None:
     if end == "dies":
         queue.die(sessions[0])
     else:
-        ends: dict[str, Any] = {"loaded": cmd.Loaded(version=7), "leaves": cmd.Leave()}
-        queue.do(sessions[0], ends.get(end, cmd.NotLoaded(version=7, reason="it would not")))
+        ends: dict[str, Any] = {"loaded": cmd.ReportLoaded(version=7), "leaves": cmd.CloseSession()}
+        queue.do(sessions[0], ends.get(end, cmd.ReportLoadFailed(version=7, reason="it would not")))
     assert [ticket in queue.answers for ticket in tickets] == [True, True, True, False]
 
 
@@ -83,7 +84,7 @@ def test_what_a_session_that_retires_waits_for_is_refused_and_it_may_begin_anew(
     queue, [one] = replicas(1)
     waiting = queue.ask(one, cmd.AwaitVersion(after=7, timeout_s=60))
     queue.do(one, cmd.Retire())
-    assert "takes no versions any more" in str(queue.answers[waiting])
+    assert "retired while this request waited" in str(queue.answers[waiting])
     with pytest.raises(ConfigError, match="has not staged version 7"):
         queue.do(one, cmd.Swap(version=7))
     assert queue.do(one, cmd.AwaitVersion(after=-1)).version == 7
@@ -95,7 +96,7 @@ def test_a_permission_that_nobody_heard_of_goes_to_the_next() -> None:
     queue, [one, other] = replicas(2, max_swapping=1)
     assert queue.do(one, cmd.Swap(version=7)) == cmd.Permitted(version=7)
     waiting = swap(queue, other, 7)
-    queue.unheard(one, 7)
+    queue.reply_undelivered(one, 7)
     assert queue.answers[waiting] == cmd.Permitted(version=7)
     (said,) = [each for each in queue.status().sessions if each.id == one]
     assert said.weights == "staged 7"
@@ -113,7 +114,7 @@ def test_a_replica_that_goes_before_it_loads_says_so_before_the_next_one_may(how
         for _ in range(2):  # seen by who started it and by who serves it
             queue.die(one)
     else:
-        queue.do(one, cmd.Retire() if how == "retires" else cmd.Leave())
+        queue.do(one, cmd.Retire() if how == "retires" else cmd.CloseSession())
     told = [(e.worker, e.state) for e in queue.events if isinstance(e, ev.WeightState)]
     assert told[-3:] == [("gen-0", "swapping"), ("gen-0", "released"), ("gen-1", "swapping")]
 
@@ -122,7 +123,7 @@ def test_a_replica_that_has_permission_may_ask_again() -> None:
     queue, [one, other] = replicas(2, max_swapping=1)
     assert queue.do(one, cmd.Swap(version=7)) == queue.do(one, cmd.Swap(version=7)) == cmd.Permitted(version=7)
     waiting = swap(queue, other, 7)
-    queue.do(one, cmd.Loaded(version=7))
+    queue.do(one, cmd.ReportLoaded(version=7))
     assert isinstance(queue.answers[waiting], cmd.Permitted)
 
 
@@ -155,7 +156,7 @@ def test_a_version_that_was_replaced_is_gone_also_for_those_that_wait() -> None:
     queue.publish(8)
     assert isinstance(queue.answers[waiting], VersionGone)
     assert "version 7 was replaced by 8, current since 0.0 s: stage that" in str(queue.answers[waiting])
-    queue.do(one, cmd.Loaded(version=7))  # it was under way
+    queue.do(one, cmd.ReportLoaded(version=7))  # it was under way
     with pytest.raises(VersionGone, match="version 7 was replaced by 8"):
         queue.do(other, cmd.Swap(version=7))
 
@@ -172,10 +173,10 @@ def test_more_permissions_wake_those_that_wait() -> None:
 def test_what_failed_has_to_be_staged_again() -> None:
     queue, [one] = replicas(1)
     queue.do(one, cmd.Swap(version=7))
-    queue.do(one, cmd.NotLoaded(version=7, reason="tensor 'a' is not known"))
+    queue.do(one, cmd.ReportLoadFailed(version=7, reason="tensor 'a' is not known"))
     with pytest.raises(ConfigError, match="has not staged version 7"):
         queue.do(one, cmd.Swap(version=7))
-    queue.do(one, cmd.Staged(version=7))
+    queue.do(one, cmd.ReportStaged(version=7))
     assert queue.do(one, cmd.Swap(version=7)) == cmd.Permitted(version=7)
 
 
@@ -189,7 +190,7 @@ def test_nobody_loads_before_enough_have_it_staged() -> None:
     queue.do(other, cmd.AwaitVersion(after=6))
     assert waiting not in queue.answers
     assert queue.status().committed == -1
-    queue.do(other, cmd.Staged(version=7))
+    queue.do(other, cmd.ReportStaged(version=7))
     assert isinstance(queue.answers[waiting], cmd.Permitted)
     assert queue.status().committed == 7
     (said,) = [event for event in queue.events if isinstance(event, ev.Committed)]
@@ -201,7 +202,7 @@ def test_a_replica_that_brought_the_version_counts() -> None:
     waiting = swap(queue, one, 0)
     other = queue.join("gen-1")
     queue.ask(other, cmd.AwaitVersion(after=0, timeout_s=60))
-    queue.do(other, cmd.Loaded(version=0))
+    queue.do(other, cmd.ReportLoaded(version=0))
     assert isinstance(queue.answers[waiting], cmd.Permitted)
 
 
@@ -234,7 +235,7 @@ def test_a_decision_wakes_leases_that_wait() -> None:
     queue, replica, *_ = running(quorum=2)
     queue.put(4)
     queue.lease(replica, "rollout", 4)
-    waiting = queue.ask(replica, cmd.Lease(task="rollout", count=4, timeout_s=60))
+    waiting = queue.ask(replica, cmd.LeaseRows(task="rollout", count=4, timeout_s=60))
     stage(queue, replica, 0)
     queue.publish(1)
     for name in ("gen-1", "gen-2"):
@@ -264,10 +265,10 @@ def test_a_late_joiner_is_given_what_is_decided_and_then_what_is_newer() -> None
     queue.publish(8)
     late = queue.join("late")
     assert queue.do(late, cmd.AwaitVersion(after=-1)).version == 7, "it may load nothing else"
-    queue.do(late, cmd.Staged(version=7))
+    queue.do(late, cmd.ReportStaged(version=7))
     waiting = queue.ask(late, cmd.AwaitVersion(after=7, timeout_s=60))
     with pytest.raises(
-        DeadlineExceeded, match="version 8 is current and not decided: 7, which is, has to be loaded first"
+        DeadlineExceeded, match="version 8 is current but not committed; the committed version 7 must be loaded first"
     ):
         queue.do(late, cmd.AwaitVersion(after=7))
     assert waiting not in queue.answers, "8 would take the place of what it has staged"
@@ -287,7 +288,7 @@ def test_a_replica_that_cannot_load_what_is_decided_is_given_what_is_newer() -> 
     queue.publish(8)
     waiting = queue.ask(other, cmd.AwaitVersion(after=7, timeout_s=60))
     assert waiting not in queue.answers
-    queue.do(other, cmd.NotLoaded(version=7, reason="it would not"))
+    queue.do(other, cmd.ReportLoadFailed(version=7, reason="it would not"))
     assert queue.answers[waiting].version == 8
 
 
@@ -302,10 +303,10 @@ def test_a_quorum_that_cannot_be_reached_says_how_many_are_missing_and_who_is_no
     queue, [one] = replicas(1, quorum=4)
     slow, bad = queue.join("slow"), queue.join("bad")
     queue.do(slow, cmd.AwaitVersion(after=6))
-    queue.do(bad, cmd.NotLoaded(version=7, reason="no room in /dev/shm"))
+    queue.do(bad, cmd.ReportLoadFailed(version=7, reason="no room in /dev/shm"))
     queue.at(2.0)
     text = why(queue, one, cmd.Swap(version=7))
-    assert "1 of the 4 replicas that have to (quorum) have it staged" in text
+    assert "1 of the 4 required replicas (quorum) have it staged" in text
     assert "without it: slow (fetching 7, for 2.0 s), bad (failed 7: no room in /dev/shm, for 2.0 s)" in text
     assert "there are 3 replicas, 1 too few" in text
 
@@ -377,7 +378,7 @@ def test_a_session_tells_what_it_does_about_a_version() -> None:
     queue.do(one, cmd.AwaitVersion(after=6))
     queue.at(1.0)
     assert said(one) == (True, "fetching 7", 1.0)
-    queue.do(one, cmd.Staged(version=7))
+    queue.do(one, cmd.ReportStaged(version=7))
     assert said(one) == (True, "staged 7", 0.0)
     queue.do(one, cmd.Swap(version=7))
     assert said(one) == (True, "loading 7", 0.0)
@@ -386,9 +387,9 @@ def test_a_session_tells_what_it_does_about_a_version() -> None:
     queue.at(2.0)
     assert said(other) == (True, "waits to load 7", 1.0)
     assert [each.verb for each in queue.status().parked] == ["load 7"]
-    queue.do(one, cmd.Loaded(version=7))
+    queue.do(one, cmd.ReportLoaded(version=7))
     assert said(one) == (True, "", 0.0)
-    queue.do(other, cmd.NotLoaded(version=7, reason="unknown tensor"))
+    queue.do(other, cmd.ReportLoadFailed(version=7, reason="unknown tensor"))
     assert said(other) == (True, "failed 7: unknown tensor", 0.0)
 
 
@@ -406,8 +407,8 @@ def test_the_status_lists_versions_with_the_replicas_on_them() -> None:
     queue.at(5.0)
     status = queue.status()
     assert status.versions == (
-        cmd.VersionStatus(version=6, source=6, age_s=5.0, nbytes=0, root="r6.0", transport="shm", on=1, staged=0),
-        cmd.VersionStatus(version=7, source=7, age_s=2.0, nbytes=0, root="r7.0", transport="shm", on=0, staged=2),
+        VersionStatus(version=6, source=6, age_s=5.0, nbytes=0, root="r6.0", transport="shm", on=1, staged=0),
+        VersionStatus(version=7, source=7, age_s=2.0, nbytes=0, root="r7.0", transport="shm", on=0, staged=2),
     )
     assert (status.publisher, status.announced, status.announced_s, status.committed) == ("admin", 8, 2.0, 7)
 
@@ -417,11 +418,11 @@ def test_events_tell_a_version_s_life_on_a_replica() -> None:
     one = queue.join("gen-0")
     queue.publish(7)
     queue.do(one, cmd.AwaitVersion(after=-1))
-    queue.do(one, cmd.Staged(version=7, skipped=2, moved=10, encoding="delta", seconds=0.5))
+    queue.do(one, cmd.ReportStaged(version=7, skipped=2, moved=10, encoding="delta", seconds=0.5))
     queue.do(one, cmd.Swap(version=7))
-    queue.do(one, cmd.NotLoaded(version=7, reason="unknown tensor"))
+    queue.do(one, cmd.ReportLoadFailed(version=7, reason="unknown tensor"))
     queue.publish(8)
-    queue.do(one, cmd.Loaded(version=7))
+    queue.do(one, cmd.ReportLoaded(version=7))
     told = [event for event in queue.events if isinstance(event, ev.WeightState)]
     assert [(e.worker, e.version, e.state) for e in told] == [
         ("gen-0", 7, state) for state in ("fetching", "staged", "swapping", "failed")
@@ -436,12 +437,12 @@ def test_a_lease_that_waits_for_a_version_names_replicas_that_failed() -> None:
     queue.put(8)
     queue.lease(replica, "rollout", 4)
     bad = queue.join("gen-9")
-    queue.do(bad, cmd.NotLoaded(version=0, reason="no such file"))
+    queue.do(bad, cmd.ReportLoadFailed(version=0, reason="no such file"))
     queue.do(queue.admin, cmd.Announce(version=1))
     queue.at(4.0)
-    text = why(queue, replica, cmd.Lease(task="rollout", count=1))
+    text = why(queue, replica, cmd.LeaseRows(task="rollout", count=1))
     assert "version 0 is current since 4.0 s" in text
-    assert "version 1 was announced 4.0 s ago by admin, which has not published it yet" in text
+    assert "version 1 was announced 4.0 s ago by admin, not published yet" in text
     assert "gen-9 (failed 0: no such file, for 4.0 s)" in text
 
 
@@ -451,6 +452,6 @@ def test_a_version_is_an_event_for_each_replica_at_most() -> None:
     tickets = [swap(queue, session, 7) for session in sessions]
     for at, session in enumerate(sessions):
         assert [ticket in queue.answers for ticket in tickets] == [place <= at for place in range(50)]
-        queue.do(session, cmd.Loaded(version=7))
+        queue.do(session, cmd.ReportLoaded(version=7))
     assert part(7).outlives
     assert queue.put(1, prompt=TEXT).count == 1

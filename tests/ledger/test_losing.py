@@ -18,12 +18,12 @@ def filled(queue: Queue, steps: int) -> tuple[int, int]:
     """A replica and a trainer, and so many full steps of 4 rows in 2 groups."""
     replica, trainer = queue.join("replica"), queue.join("trainer")
     queue.publish(0)
-    queue.do(replica, cmd.Loaded(version=0))
+    queue.do(replica, cmd.ReportLoaded(version=0))
     for _ in range(steps):
-        queue.do(replica, cmd.Put(groups=2, group_size=2, columns={"prompt": TOKENS}))
-        lease = queue.do(replica, cmd.Lease(task="rollout", count=4))
+        queue.do(replica, cmd.AddRows(groups=2, group_size=2, columns={"prompt": TOKENS}))
+        lease = queue.do(replica, cmd.LeaseRows(task="rollout", count=4))
         queue.do(replica, cmd.Complete(token=lease.token, columns={"response": TOKENS}))
-        lease = queue.do(replica, cmd.Lease(task="reward", count=4))
+        lease = queue.do(replica, cmd.LeaseRows(task="reward", count=4))
         queue.do(replica, cmd.Complete(token=lease.token, columns={"reward": TOKENS}))
     return replica, trainer
 
@@ -32,7 +32,7 @@ def test_a_full_step_that_lost_a_row_is_filled_again_and_its_lease_ends() -> Non
     # given two full steps, the first with its trainer
     queue = Queue(ROLLOUT, REWARD, TRAIN, max_staleness=2)
     _, trainer = filled(queue, 2)
-    step = queue.do(trainer, cmd.Lease(task="train", count=1))
+    step = queue.do(trainer, cmd.LeaseRows(task="train", count=1))
     assert (step.step, unpack_ids(step.ids).tolist()) == (0, [0, 1, 2, 3])
     # when a row of the first is lost
     queue.lose(1)
@@ -40,7 +40,7 @@ def test_a_full_step_that_lost_a_row_is_filled_again_and_its_lease_ends() -> Non
     assert queue.audit().reasons == {f"failed: {LOST}": 2}
     with pytest.raises(LeaseLost):
         queue.do(trainer, cmd.Complete(token=step.token, columns={}))
-    step = queue.do(trainer, cmd.Lease(task="train", count=1))
+    step = queue.do(trainer, cmd.LeaseRows(task="train", count=1))
     assert (step.step, unpack_ids(step.ids).tolist()) == (0, [2, 3, 4, 5])
     assert (queue.status().step, queue.status().free_slots) == (1, 2)
 
@@ -49,8 +49,8 @@ def test_a_step_behind_one_that_is_trained_fails_whole() -> None:
     # given two full steps, of which the later is acknowledged
     queue = Queue(ROLLOUT, REWARD, TRAIN, max_staleness=2)
     _, trainer = filled(queue, 2)
-    first = queue.do(trainer, cmd.Lease(task="train", count=1))
-    second = queue.do(trainer, cmd.Lease(task="train", count=1))
+    first = queue.do(trainer, cmd.LeaseRows(task="train", count=1))
+    second = queue.do(trainer, cmd.LeaseRows(task="train", count=1))
     queue.do(trainer, cmd.Complete(token=second.token, columns={}))
     # when a row of the earlier is lost
     queue.lose(0)
@@ -66,11 +66,11 @@ def test_rows_lost_before_their_turn_fail_with_their_groups_wherever_they_are() 
     # given rows that wait, that are leased, and that fill a step
     queue = Queue(ROLLOUT, REWARD, TRAIN, max_staleness=2)
     replica, _ = filled(queue, 0)
-    queue.do(replica, cmd.Put(groups=6, group_size=2, columns={"prompt": TOKENS}))
-    held = queue.do(replica, cmd.Lease(task="rollout", count=4))
-    done = queue.do(replica, cmd.Lease(task="rollout", count=2))
+    queue.do(replica, cmd.AddRows(groups=6, group_size=2, columns={"prompt": TOKENS}))
+    held = queue.do(replica, cmd.LeaseRows(task="rollout", count=4))
+    done = queue.do(replica, cmd.LeaseRows(task="rollout", count=2))
     queue.do(replica, cmd.Complete(token=done.token, columns={"response": TOKENS}))
-    scored = queue.do(replica, cmd.Lease(task="reward", count=2))
+    scored = queue.do(replica, cmd.LeaseRows(task="reward", count=2))
     queue.do(replica, cmd.Complete(token=scored.token, columns={"reward": TOKENS}))
     assert queue.status().rows["train"]["selected"] == 2
     # when one of each is lost

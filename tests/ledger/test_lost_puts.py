@@ -13,12 +13,13 @@ from ledger_queue import LAST, PLAIN, TEXT, Queue, ids, running
 from asyncflow_sdk.errors import SchemaError
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger import unpack_ids
+from asyncflow_sdk.types.tasks import TaskSpec
 
 pytestmark = pytest.mark.fast
 
 
 def put(queue: Queue, key: str, groups: int, size: int) -> cmd.PutDone:
-    command = cmd.Put(groups=groups, group_size=size, columns={"prompt": TEXT}, key=key, digest=key.encode() * 16)
+    command = cmd.AddRows(groups=groups, group_size=size, columns={"prompt": TEXT}, key=key, digest=key.encode() * 16)
     reply: cmd.PutDone = queue.do(queue.admin, command)
     return reply
 
@@ -81,7 +82,7 @@ def test_a_lost_put_waits_for_room_only_as_large_as_what_it_lacks() -> None:
     assert queue.put(1).count == 1  # another one has its place
     ticket = queue.ask(
         queue.admin,
-        cmd.Put(groups=4, group_size=1, columns={"prompt": TEXT}, key="a", digest=b"a" * 16, timeout_s=9.0),
+        cmd.AddRows(groups=4, group_size=1, columns={"prompt": TEXT}, key="a", digest=b"a" * 16, timeout_s=9.0),
     )
     assert ticket not in queue.answers
     queue.at(9.0)
@@ -91,7 +92,7 @@ def test_a_lost_put_waits_for_room_only_as_large_as_what_it_lacks() -> None:
 def test_rows_of_a_step_that_was_trained_do_not_come_again() -> None:
     # given rows that are trained, and that another task has still to do
     queue, replica, judge, trainer = running(batch=2)
-    queue.do(queue.admin, cmd.Declare(task=cmd.TaskSpec(name="log", needs=("reward",))))
+    queue.do(queue.admin, cmd.Declare(task=TaskSpec(name="log", needs=("reward",))))
     put(queue, "a", 1, 2)
     queue.complete(replica, queue.lease(replica, "rollout"))
     queue.complete(judge, queue.lease(judge, "reward"))
@@ -144,4 +145,6 @@ def test_a_key_whose_rows_came_again_is_forgotten_when_all_of_them_are_through()
 def test_a_digest_that_is_none_is_refused() -> None:
     queue = Queue(PLAIN)
     with pytest.raises(SchemaError, match="the digest of 1 columns is not 15 bytes"):
-        queue.do(queue.admin, cmd.Put(groups=1, group_size=1, columns={"prompt": TEXT}, key="k", digest=bytes(15)))
+        queue.do(
+            queue.admin, cmd.AddRows(groups=1, group_size=1, columns={"prompt": TEXT}, key="k", digest=bytes(15))
+        )

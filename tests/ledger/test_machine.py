@@ -20,8 +20,8 @@ from schedules import LONG
 from asyncflow_sdk.errors import LeaseLost
 from asyncflow_sdk.ledger import TaskSpec, pack_ids
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import PolicySpec, SamplerSpec
 from asyncflow_sdk.types import ColumnSpec
+from asyncflow_sdk.types.tasks import PolicySpec, SamplerSpec
 
 pytestmark = pytest.mark.fast
 WRONG = ColumnSpec("fixed", "float32")
@@ -111,9 +111,9 @@ class LedgerMachine(RuleBasedStateMachine):
             for command in publishing(0)[: draw(st.sampled_from([3, 4]))]:
                 self.send(0, command)
             for at in range(draw(st.integers(0, 3))):
-                self.send(at, cmd.Loaded(version=0))
+                self.send(at, cmd.ReportLoaded(version=0))
             for _ in range(draw(st.integers(0, 6))):
-                self.send(0, cmd.Put(groups=1, group_size=self.size, columns=ORDINARY))
+                self.send(0, cmd.AddRows(groups=1, group_size=self.size, columns=ORDINARY))
 
     def session(self, at: int) -> int:
         return self.sessions[at % len(self.sessions)]
@@ -154,7 +154,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def end_session(self, at: int, how: str, back: bool) -> None:
         session = self.session(at)
         if how == "leaves":
-            self.send(at, cmd.Leave())
+            self.send(at, cmd.CloseSession())
         elif how == "dies":
             self.queue.die(session)
         elif session in self.ledger.sessions:
@@ -168,7 +168,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if what == "forget" and self.ledger.waiting:
             self.ledger.forget(list(self.ledger.waiting)[at % len(self.ledger.waiting)], self.queue.now)
         elif what == "wanted":
-            self.send(at, cmd.Wanted(timeout_s=wait))
+            self.send(at, cmd.AwaitRowsWanted(timeout_s=wait))
         elif what == "await lost":
             self.send(at, cmd.AwaitLost(timeout_s=40.0))
         elif what == "look" and self.session(at) in self.ledger.sessions:
@@ -235,7 +235,7 @@ class LedgerMachine(RuleBasedStateMachine):
             where = ""  # nobody would ever take them
         groups = {"a": 1, "b": 2}.get(key, groups)  # so that a key often comes again as it was
         digest = (b"\1" if spoil == "values" else b"\0") * 16 * len(columns) if key else b""
-        command = cmd.Put(
+        command = cmd.AddRows(
             groups=groups, group_size=size, columns=columns, key=key, timeout_s=wait, priority=priority,
             partition=where, nbytes=nbytes, digest=digest + b"\0" * (spoil == "digest"),
         )  # fmt: skip
@@ -268,17 +268,17 @@ class LedgerMachine(RuleBasedStateMachine):
         self, who: int, which: int, count: int, at_least: int, wait: float, where: str | None, most: int
     ) -> None:
         task = self.tasks[which % len(self.tasks)].name
-        command = cmd.Lease(task=task, count=count, timeout_s=wait, at_least=at_least, partition=where, most=most)
+        command = cmd.LeaseRows(task=task, count=count, timeout_s=wait, at_least=at_least, partition=where, most=most)
         self.send(who, command)
 
     @rule(who=small, count=st.integers(1, 9), loads=st.booleans())
     def lease_what_there_is(self, who: int, count: int, loads: bool) -> None:
         """Of each task in turn, until something comes of it."""
         for task in self.ledger.tasks:
-            reply = self.send(who, cmd.Lease(task=task, count=count))
+            reply = self.send(who, cmd.LeaseRows(task=task, count=count))
             if isinstance(reply, cmd.LoadFirst) and loads:
-                self.send(who, cmd.Loaded(version=reply.version))
-                reply = self.send(who, cmd.Lease(task=task, count=count))
+                self.send(who, cmd.ReportLoaded(version=reply.version))
+                reply = self.send(who, cmd.LeaseRows(task=task, count=count))
             if isinstance(reply, cmd.Leased):
                 break
 
@@ -292,8 +292,8 @@ class LedgerMachine(RuleBasedStateMachine):
     ) -> None:
         task = self.tasks[which % len(self.tasks)].name
         for number, rank in enumerate(ranks):
-            ask = cmd.Lease(
-                task=task, count=count, timeout_s=wait, team="t", rank=rank, world_size=size, shards=shards
+            ask = cmd.LeaseRows(
+                task=task, count=count, timeout_s=wait, group="t", rank=rank, world_size=size, shards=shards
             )
             self.send(who + number, ask)
         for token, lease in list(self.ledger.open.items())[-1:] if works else ():
@@ -379,8 +379,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if not {"rollout", "train"} <= self.ledger.tasks.keys():
             return
         if self.version >= 0:
-            self.send(who, cmd.Loaded(version=self.version))
-        held = self.send(who, cmd.Lease(task="rollout", count=1))
+            self.send(who, cmd.ReportLoaded(version=self.version))
+        held = self.send(who, cmd.LeaseRows(task="rollout", count=1))
         while turns and self.fair.turns():
             turns -= 1
         if works and isinstance(held, cmd.Leased):
@@ -396,7 +396,7 @@ class LedgerMachine(RuleBasedStateMachine):
             for command in publishing(max(self.version + ahead, 0)):
                 self.send(who, command)
         else:
-            self.send(who, cmd.Loaded(version=self.version - load))
+            self.send(who, cmd.ReportLoaded(version=self.version - load))
             self.send(who, cmd.AwaitVersion(after=self.version - load // 2, timeout_s=wait))
 
     @rule(
@@ -416,7 +416,7 @@ class LedgerMachine(RuleBasedStateMachine):
             "publish": cmd.Publish(version=version, part=share, probe=b"p" * (rank == 0)),
             "withdraw": cmd.Withdraw(version=version, reason="why not"),
             "close": cmd.ClosePublisher(),
-            "restored": cmd.Restored(version=self.version - (by == 0), optimizer="fresh"),
+            "restored": cmd.ReportRestored(version=self.version - (by == 0), optimizer="fresh"),
         }
         if what != "all ranks":
             self.send(who, commands[what])
@@ -435,10 +435,10 @@ class LedgerMachine(RuleBasedStateMachine):
         version = self.version - by
         commands: dict[str, Any] = {
             "fetch": cmd.AwaitVersion(after=version - 1, timeout_s=wait),
-            "stage": cmd.Staged(version=version, skipped=by > 0, moved=7, encoding="full"),
+            "stage": cmd.ReportStaged(version=version, skipped=by > 0, moved=7, encoding="full"),
             "swap": cmd.Swap(version=version, timeout_s=wait),
-            "load": cmd.Loaded(version=version),
-            "fail": cmd.NotLoaded(version=version, reason="it would not"),
+            "load": cmd.ReportLoaded(version=version),
+            "fail": cmd.ReportLoadFailed(version=version, reason="it would not"),
             "retire": cmd.Retire(),
         }
         for step in what:
@@ -457,19 +457,19 @@ class LedgerMachine(RuleBasedStateMachine):
             for command in publishing(self.version + 1)[:3]:
                 self.send(who, command)
             if loads:
-                self.send(who + 1, cmd.Loaded(version=self.version))
+                self.send(who + 1, cmd.ReportLoaded(version=self.version))
             for at in range(works if "rollout" in self.ledger.tasks else 0):
-                self.send(who, cmd.Put(groups=2, group_size=self.size, columns=ORDINARY))
-                got = self.send(who + 1, cmd.Lease(task="rollout", count=self.size + 1))
+                self.send(who, cmd.AddRows(groups=2, group_size=self.size, columns=ORDINARY))
+                got = self.send(who + 1, cmd.LeaseRows(task="rollout", count=self.size + 1))
                 if isinstance(got, cmd.Leased) and at:  # in part, perhaps with what it loads meanwhile
-                    self.send(who + 1, cmd.Loaded(version=self.version))
+                    self.send(who + 1, cmd.ReportLoaded(version=self.version))
                     self.complete(got.token, 0, index=packed(*range(max(len(ids(got)) - works // 2, 1))))
         kept = [each.version for each in self.queue.status().versions]
         version = kept[max(-1 - back, -len(kept))] if kept and back >= 0 else self.version - back
         self.send(who, cmd.Rollback(version=version, reason="it diverged"))
-        self.send(who, cmd.GetRestoration())
+        self.send(who, cmd.GetRestoreTarget())
         if restores:
-            self.send(who, cmd.Restored(version=self.version))
+            self.send(who, cmd.ReportRestored(version=self.version))
 
     # ---- checkpoints, and where ranks meet
 
@@ -483,12 +483,12 @@ class LedgerMachine(RuleBasedStateMachine):
     ) -> None:
         for _ in range(turns):
             self.fair.turns()
-        cut = send(self.queue, self.queue.admin, cmd.GetCut())
+        cut = send(self.queue, self.queue.admin, cmd.GetTrainingPosition())
         step = max(cut.step - back, 0)
         version = -1 if known is None else max(cut.version - back + known, -1)
         commands: dict[str, Any] = {
-            "keep": cmd.Checkpoint(step=step, covers=cut.covered, version=version),
-            "cover": cmd.Checkpoint(step=step, covers=max(step - who % 2, 0), version=version),
+            "keep": cmd.AddCheckpoint(step=step, covers=cut.covered, version=version),
+            "cover": cmd.AddCheckpoint(step=step, covers=max(step - who % 2, 0), version=version),
             "go on": cmd.Resume(step=step, version=version),
             "begin anew": cmd.Resume(step=0),
         }
@@ -506,7 +506,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def meet(self, who: int, size: int, wait: float, team: str, ranks: list[int]) -> None:
         for number, rank in enumerate(ranks):
             word = b"%d of %d" % (rank, who)
-            meet = cmd.Meet(team=team, what="a", rank=rank, world_size=size, word=word, timeout_s=wait)
+            meet = cmd.AllGather(group=team, what="a", rank=rank, world_size=size, payload=word, timeout_s=wait)
             self.send(who + number, meet)
 
 

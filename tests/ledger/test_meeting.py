@@ -21,9 +21,9 @@ class Ranks:
         self.sessions = [self.queue.join(f"rank-{rank}") for rank in range(size)]
 
     def come(self, rank: int, what: str, **more: Any) -> int:
-        asked: dict[str, Any] = {"team": "t", "world_size": self.size, "word": b"%d" % rank, "timeout_s": 60.0}
+        asked: dict[str, Any] = {"group": "t", "world_size": self.size, "payload": b"%d" % rank, "timeout_s": 60.0}
         session = more.pop("session", self.sessions[rank] if rank < self.size else 1)
-        return self.queue.ask(session, cmd.Meet(what=what, rank=rank, **(asked | more)))
+        return self.queue.ask(session, cmd.AllGather(what=what, rank=rank, **(asked | more)))
 
     def answered(self, *tickets: int) -> list[Any]:
         return [self.queue.answers.get(ticket) for ticket in tickets]
@@ -36,7 +36,7 @@ def test_all_are_answered_with_the_words_of_all_when_the_last_has_come() -> None
 
     last = ranks.come(1, "a")
 
-    assert ranks.answered(*early, last) == [cmd.Met(words=(b"0", b"1", b"2"))] * 3
+    assert ranks.answered(*early, last) == [cmd.AllGathered(payloads=(b"0", b"1", b"2"))] * 3
     assert not ranks.queue.status().parked
 
 
@@ -45,7 +45,7 @@ def test_who_has_come_to_another_point_or_is_of_another_team_is_not_there() -> N
     tickets = [
         ranks.come(0, "a"),
         ranks.come(1, "b"),
-        ranks.come(1, "a", team="other"),
+        ranks.come(1, "a", group="other"),
         ranks.come(1, "a", world_size=3),
     ]
 
@@ -54,14 +54,14 @@ def test_who_has_come_to_another_point_or_is_of_another_team_is_not_there() -> N
 
 def test_a_rank_that_dies_has_not_come_and_another_process_may_take_its_place() -> None:
     ranks = Ranks()
-    ranks.come(0, "a", word=b"dead")
+    ranks.come(0, "a", payload=b"dead")
     ranks.queue.die(ranks.sessions[0])
     one = ranks.come(1, "a")
     assert ranks.answered(one) == [None]
 
     other = ranks.come(0, "a", session=ranks.queue.join("rank-0"))
 
-    assert ranks.answered(one, other) == [cmd.Met(words=(b"0", b"1"))] * 2
+    assert ranks.answered(one, other) == [cmd.AllGathered(payloads=(b"0", b"1"))] * 2
 
 
 def test_a_rank_is_who_joined_last_in_its_name() -> None:
@@ -85,7 +85,7 @@ def test_the_deadline_says_who_has_not_come_and_where_that_rank_is() -> None:
 
     (error,) = ranks.answered(ticket)
     assert isinstance(error, DeadlineExceeded)
-    assert "ranks 1, 2 of 3 of team 't' did not come to 'a step' yet; rank 2 (rank-2) waits at 'a checkpoint'" in str(
+    assert "ranks 1, 2 of 3 of group 't' have not reached 'a step'; rank 2 (rank-2) waits at 'a checkpoint'" in str(
         error
     )
 
@@ -93,5 +93,5 @@ def test_the_deadline_says_who_has_not_come_and_where_that_rank_is() -> None:
 def test_a_rank_that_there_is_not_is_refused() -> None:
     ranks = Ranks()
 
-    with pytest.raises(SchemaError, match="rank 2 of 2 of team 't': ranks are 0 to world_size - 1"):
-        ranks.queue.do(ranks.sessions[0], cmd.Meet(team="t", what="a", rank=2, world_size=2))
+    with pytest.raises(SchemaError, match="rank 2 of 2 of group 't': ranks are 0 to world_size - 1"):
+        ranks.queue.do(ranks.sessions[0], cmd.AllGather(group="t", what="a", rank=2, world_size=2))

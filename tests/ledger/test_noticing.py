@@ -8,9 +8,9 @@ from ledger_queue import TOKENS, Queue, ids, produce, running
 
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.ledger import unpack_ids
-from asyncflow_sdk.ledger.commands import StepAges
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.lengths import length_bins
+from asyncflow_sdk.types.reports import StatusReport, StepAges
 
 pytestmark = pytest.mark.fast
 
@@ -19,7 +19,7 @@ def lengths(*values: int) -> bytes:
     return np.array(values, "<i4").tobytes()
 
 
-def status(queue: Queue) -> cmd.StatusReport:
+def status(queue: Queue) -> StatusReport:
     return queue.status()
 
 
@@ -52,9 +52,9 @@ def test_ranks_hear_it_of_their_own_rows() -> None:
     queue.put(4, 1)
     produce(queue, replica, judge, 4)
     other = queue.join("other")
-    team = {"team": "t", "world_size": 2, "count": 1, "task": "train", "timeout_s": 9.0}
-    ticket = queue.ask(trainer, cmd.Lease(rank=0, **team))
-    mine = queue.do(other, cmd.Lease(rank=1, **team))
+    team = {"group": "t", "world_size": 2, "count": 1, "task": "train", "timeout_s": 9.0}
+    ticket = queue.ask(trainer, cmd.LeaseRows(rank=0, **team))
+    mine = queue.do(other, cmd.LeaseRows(rank=1, **team))
 
     assert len(unpack_ids(mine.completed_at)) == len(ids(mine)) == 2
     assert len(unpack_ids(queue.answers[ticket].completed_at)) == 2

@@ -20,12 +20,12 @@ SCORE = TaskSpec(name="score", needs=("reward",), partitions=("eval",))
 
 
 def put(queue: Queue, groups: int, size: int = 1, partition: str = "", **more: Any) -> Any:
-    command = cmd.Put(groups=groups, group_size=size, columns={"prompt": TEXT}, partition=partition, **more)
+    command = cmd.AddRows(groups=groups, group_size=size, columns={"prompt": TEXT}, partition=partition, **more)
     return queue.do(queue.admin, command)
 
 
 def lease(queue: Queue, task: str, partition: str | None = None, count: int = 100) -> Any:
-    return queue.do(queue.admin, cmd.Lease(task=task, count=count, partition=partition))
+    return queue.do(queue.admin, cmd.LeaseRows(task=task, count=count, partition=partition))
 
 
 def evaluating() -> Queue:
@@ -178,7 +178,7 @@ def test_the_end_of_the_trained_partitions_ends_the_steps() -> None:
     with pytest.raises(Ended):
         lease(queue, "train")
     with pytest.raises(Ended):
-        queue.do(queue.admin, cmd.Wanted())
+        queue.do(queue.admin, cmd.AwaitRowsWanted())
     assert len(finish(queue, "rollout", "eval", response=TOKENS)) == 2
 
 

@@ -11,9 +11,9 @@ from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, LeaseLost, Plugi
 from asyncflow_sdk.interfaces import StalenessPolicy, StepWindow
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import PolicySpec
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import events as ev
+from asyncflow_sdk.types.tasks import PolicySpec
 
 pytestmark = pytest.mark.fast
 
@@ -88,7 +88,7 @@ def test_what_expired_is_wanted_again() -> None:
     queue.load(slow, 0)
     queue.put(6, 2)
     queue.lease(slow, "rollout", 2)
-    assert isinstance(parked(queue, cmd.Wanted()), DeadlineExceeded)  # twelve rows for three steps of four
+    assert isinstance(parked(queue, cmd.AwaitRowsWanted()), DeadlineExceeded)  # twelve rows for three steps of four
 
     produce(queue, fast, judge, 4)
     queue.publish(1)
@@ -96,7 +96,7 @@ def test_what_expired_is_wanted_again() -> None:
     produce(queue, fast, judge, 4)
 
     assert queue.audit().expired == 2
-    assert queue.do(queue.admin, cmd.Wanted()) == cmd.RowsWanted(count=2)
+    assert queue.do(queue.admin, cmd.AwaitRowsWanted()) == cmd.RowsWanted(count=2)
 
 
 def parked(queue: Queue, command: Any) -> Any:
@@ -178,7 +178,7 @@ def test_an_unknown_policy_is_refused_with_those_there_are_and_nothing_changes()
 
 
 def test_options_a_policy_does_not_take_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"staleness policy 'drop' cannot be made of \{'share': 1\}"):
+    with pytest.raises(ConfigError, match=r"staleness policy 'drop' cannot be created with \{'share': 1\}"):
         Queue(staleness=PolicySpec("drop", {"share": 1}))
 
 
@@ -224,7 +224,7 @@ def test_a_queue_too_small_for_its_policy_is_an_error_at_set_up_and_no_deadlock(
     policy.wrong = "needs room"
     queue = own_queue(policy, max_staleness=1, capacity_rows=11)
 
-    with pytest.raises(ConfigError, match=r"may wait for ever in a queue of capacity_rows=11: it needs 12"):
+    with pytest.raises(ConfigError, match=r"may never fill in a queue of capacity_rows=11: it needs 12"):
         queue.do(queue.admin, cmd.Declare(task=TRAIN))
 
     queue.do(queue.admin, cmd.Configure(capacity_rows=12))
@@ -255,7 +255,7 @@ def test_a_policy_that_fails_fails_those_who_lease_and_says_so(wrong: str) -> No
     queue.put(4, 2)
     first = queue.lease(replica, "rollout", 2)
     policy.wrong = wrong
-    waiting = queue.ask(trainer, cmd.Lease(task="train", count=4, timeout_s=100))
+    waiting = queue.ask(trainer, cmd.LeaseRows(task="train", count=4, timeout_s=100))
 
     if wrong == "admit":
         with pytest.raises(PluginError, match="staleness policy 'mine' failed: ValueError: no idea"):

@@ -15,9 +15,9 @@ from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, PluginError, Sch
 from asyncflow_sdk.interfaces import Candidates, Sampler
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import SamplerSpec
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import check_sampler
+from asyncflow_sdk.types.tasks import SamplerSpec
 
 pytestmark = pytest.mark.fast
 
@@ -28,7 +28,7 @@ def task(sampler: str, *, name: str = "plain", gives: str = "answer", **options:
 
 def put(queue: Queue, *measures: float, size: int = 1, priority: int = 0) -> None:
     """A group for each measure of column "prompt"."""
-    command = cmd.Put(
+    command = cmd.AddRows(
         groups=len(measures), group_size=size, columns={"prompt": TOKENS}, priority=priority,
         measures={"prompt": np.array(measures, "<f8").tobytes()},
     )  # fmt: skip
@@ -131,7 +131,7 @@ def test_whole_groups_gives_the_groups_that_are_complete_so_far() -> None:
 def test_whole_groups_are_taken_until_there_are_enough() -> None:
     queue = Queue(task("whole_groups"), LAST)
     worker = queue.join("w")
-    waiting = queue.ask(worker, cmd.Lease(task="plain", count=8, at_least=8, timeout_s=60))
+    waiting = queue.ask(worker, cmd.LeaseRows(task="plain", count=8, at_least=8, timeout_s=60))
     queue.put(1, 4)
     assert waiting not in queue.answers
     queue.put(2, 4)
@@ -139,7 +139,7 @@ def test_whole_groups_are_taken_until_there_are_enough() -> None:
     # a number that no whole groups make up is an error and no wait without end
     queue.put(2, 4)
     with pytest.raises(SchemaError, match="no whole groups make up 6 to 7 rows: 4 would be too few"):
-        queue.do(worker, cmd.Lease(task="plain", count=7, at_least=6))
+        queue.do(worker, cmd.LeaseRows(task="plain", count=7, at_least=6))
     assert len(ids(queue.lease(worker, "plain", 100))) == 12
 
 
@@ -214,7 +214,7 @@ def test_a_sampler_that_chooses_nothing_is_asked_again_when_more_is_there() -> N
     queue = with_own(Waits, task("waits"))
     worker = queue.join("w")
     queue.put(1)
-    waiting = queue.ask(worker, cmd.Lease(task="plain", count=4, timeout_s=60))
+    waiting = queue.ask(worker, cmd.LeaseRows(task="plain", count=4, timeout_s=60))
     with pytest.raises(DeadlineExceeded, match="1 rows are ready, and sampler 'waits' chooses none of them"):
         queue.lease(worker, "plain")
     queue.put(1)
@@ -251,7 +251,7 @@ def test_a_sampler_that_misbehaves_fails_the_request_and_loses_nothing(answer: A
 
     queue = with_own(Bad, task("bad"))
     worker = queue.join("w")
-    waiting = queue.ask(worker, cmd.Lease(task="plain", count=2, timeout_s=60))
+    waiting = queue.ask(worker, cmd.LeaseRows(task="plain", count=2, timeout_s=60))
     put(queue, 1, 2, 3)
     assert isinstance(queue.answers[waiting], PluginError)
     with pytest.raises(PluginError, match=rf"sampler 'bad' of task 'plain' .*{why}"):
@@ -264,10 +264,14 @@ def test_a_sampler_that_cannot_be_is_refused_when_its_task_is_declared() -> None
     train = {"needs": ("prompt",), "batch_rows": 4}
     wrong = [
         (task("nobody"), PluginError, "no sampler adapter is named 'nobody'"),
-        (task("shuffled", sead=1), ConfigError, "sampler 'shuffled' cannot be made of .*sead"),
+        (task("shuffled", sead=1), ConfigError, "sampler 'shuffled' cannot be created with .*sead"),
         (task("shuffled", window=0), ConfigError, "at least 1 row"),
-        (task("by_column", column="other"), ConfigError, "measures column 'other', which the task must need"),
-        (TaskSpec(name="t", sampler=SamplerSpec("shuffled"), **train), ConfigError, "staleness rule says which rows"),
+        (task("by_column", column="other"), ConfigError, "measures column 'other', not among the needs of the task"),
+        (
+            TaskSpec(name="t", sampler=SamplerSpec("shuffled"), **train),
+            ConfigError,
+            "staleness rule selects the rows",
+        ),
     ]
     for spec, error, why in wrong:
         with pytest.raises(error, match=why):
@@ -287,7 +291,7 @@ def test_a_column_without_one_number_a_row_cannot_be_measured() -> None:
         queue.put(1, prompt=image)
     queue = Queue(PLAIN)
     queue.put(1, prompt=image)
-    with pytest.raises(ConfigError, match="no number a row"):
+    with pytest.raises(ConfigError, match="no number for each row"):
         queue.do(queue.admin, cmd.Declare(task=task("by_column", name="late", gives="rank", column="prompt")))
 
 
@@ -417,10 +421,10 @@ def test_a_group_that_comes_back_in_pieces_is_whole_again() -> None:
     queue = Queue(TaskSpec(name="judge", needs=("prompt",), sampler=SamplerSpec("whole_groups"), lease_s=50))
     queue.put(2, 3)
     first = queue.join("first")
-    lease = queue.do(first, cmd.Lease(task="judge", count=6))
+    lease = queue.do(first, cmd.LeaseRows(task="judge", count=6))
     for at in ((1,), (0, 2, 3, 4, 5)):
         queue.do(first, cmd.GiveBack(token=lease.token, index=packed(*at)))
     # when
-    again = [queue.do(first, cmd.Lease(task="judge", count=4)) for _ in range(2)]
+    again = [queue.do(first, cmd.LeaseRows(task="judge", count=4)) for _ in range(2)]
     # then each lease is a whole group, and no row is in two
     assert [ids(each) for each in again] == [[0, 1, 2], [3, 4, 5]]

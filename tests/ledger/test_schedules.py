@@ -31,7 +31,8 @@ from schedules import (
 
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import PolicySpec, SamplerSpec
+from asyncflow_sdk.types.reports import Audit
+from asyncflow_sdk.types.tasks import PolicySpec, SamplerSpec
 
 pytestmark = pytest.mark.fast
 SEEDS = st.integers(0, 2**32)
@@ -46,7 +47,7 @@ def most_staleness(policy: str, max_staleness: int) -> int:
     return 1 << 30 if policy == "count" else max_staleness
 
 
-def late(audit: cmd.Audit, staleness: int) -> int:
+def late(audit: Audit, staleness: int) -> int:
     """Rows that expired because a step was filled without them."""
     return audit.reasons.get(f"expired: older than max_staleness {staleness} (policy 'drop')", 0)
 

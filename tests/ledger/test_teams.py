@@ -11,8 +11,8 @@ from ledger_queue import LAST, PLAIN, TOKENS, Queue, ids, packed, produce, runni
 from asyncflow_sdk.errors import ConfigError, DeadlineExceeded, Ended, LeaseLost, SchemaError
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.ledger.commands import SamplerSpec
 from asyncflow_sdk.types import events as ev
+from asyncflow_sdk.types.tasks import SamplerSpec
 
 pytestmark = pytest.mark.fast
 
@@ -26,12 +26,12 @@ class Ranks:
         self.queue, self.size, self.task, self.shards, self.count = queue, size, task, shards, count
         self.sessions = [queue.join(f"rank-{r}") for r in range(size)]
 
-    def command(self, rank: int, **more: Any) -> cmd.Lease:
+    def command(self, rank: int, **more: Any) -> cmd.LeaseRows:
         asked: dict[str, Any] = {
-            "task": self.task, "count": self.count, "timeout_s": 60.0, "team": "t", "rank": rank,
+            "task": self.task, "count": self.count, "timeout_s": 60.0, "group": "t", "rank": rank,
             "world_size": self.size, "shards": self.shards,
         }  # fmt: skip
-        return cmd.Lease(**(asked | more))
+        return cmd.LeaseRows(**(asked | more))
 
     def ask(self, rank: int, **more: Any) -> int:
         return self.queue.ask(self.sessions[rank], self.command(rank, **more))
@@ -104,11 +104,11 @@ def test_a_step_is_acknowledged_when_every_rank_has() -> None:
 def test_a_rank_acknowledges_its_whole_shard_and_nothing_but() -> None:
     queue, ranks = steps()
     one, two = ask_all(queue, ranks)
-    with pytest.raises(SchemaError, match="rank 0 of team 't' has 4 rows of step 0 and acknowledges 2"):
+    with pytest.raises(SchemaError, match="rank 0 of group 't' has 4 rows of step 0 and acknowledges 2"):
         ranks.complete(one, 0, 1)
     with pytest.raises(SchemaError, match="positions must lie in 0..3"):
         ranks.complete(one, drop=(4,))
-    with pytest.raises(SchemaError, match="writes no columns"):
+    with pytest.raises(SchemaError, match="without writing columns"):
         ranks.complete(one, extra=TOKENS)
     for thief in (
         cmd.Complete(token=1, columns={}, rank=0),
@@ -161,7 +161,7 @@ def test_a_rank_that_has_acknowledged_may_leave_before_the_others_have() -> None
     queue, ranks = steps(rows=8)
     one, two = ask_all(queue, ranks)
     ranks.complete(one)
-    queue.do(ranks.sessions[0], cmd.Leave())
+    queue.do(ranks.sessions[0], cmd.CloseSession())
     ranks.complete(two)
     assert queue.audit().consumed == 8
 
@@ -187,7 +187,7 @@ def test_a_restarted_rank_voids_what_was_asked_in_its_name_before() -> None:
     stale, ranks.sessions[0] = ranks.sessions[0], queue.join("rank-0 again")
     new = ranks.ask(0)
     assert isinstance(queue.answers[old], LeaseLost)
-    with pytest.raises(LeaseLost, match="rank 0 of team 't' is rank-0 again now, which joined later than rank-0"):
+    with pytest.raises(LeaseLost, match="rank 0 of group 't' is rank-0 again now, which joined later than rank-0"):
         queue.do(stale, ranks.command(0))
     ranks.ask(1)
     assert ids(queue.answers[new]) == [0, 1, 2, 3]
@@ -215,7 +215,7 @@ def test_a_deadline_says_which_ranks_have_not_asked() -> None:
     ranks.ask(0)
     queue.at(3.0)
     with pytest.raises(
-        DeadlineExceeded, match="task 'train' has nothing to give; ranks 1, 3 of 4 of team 't' have not"
+        DeadlineExceeded, match="task 'train' has nothing to give; ranks 1, 3 of 4 of group 't' have not"
     ):
         raise queue.answers[early]
     # the others wait on, and it can ask again
@@ -238,12 +238,12 @@ def test_a_deadline_of_a_complete_team_says_what_is_missing() -> None:
         ({"rank": -1}, SchemaError, "ranks are 0 to world_size - 1"),
         ({"shards": 3}, SchemaError, "must divide world_size"),
         ({"shards": -1}, SchemaError, "must divide world_size"),
-        ({"world_size": 16, "shards": 16}, SchemaError, "8 rows cannot be dealt out to 16 shards"),
-        ({"team": ""}, SchemaError, "name it"),
+        ({"world_size": 16, "shards": 16}, SchemaError, "8 rows cannot be split into 16 shards"),
+        ({"group": ""}, SchemaError, "name it"),
         (
             {"world_size": 2},
             ConfigError,
-            r"asks with world_size=2, and rank 0 \(rank-0\) with 4; all ranks of a team",
+            r"asks with world_size=2, and rank 0 \(rank-0\) with 4; all ranks of a group",
         ),
         ({"shards": 2}, ConfigError, "asks with shards=2"),
         ({"count": 7}, ConfigError, "asks with count=7"),
@@ -259,12 +259,12 @@ def test_ranks_that_do_not_ask_alike_are_told(wrong: dict[str, Any], error: type
 
 def test_some_tasks_have_no_teams() -> None:
     queue, replica, *_ = running()
-    team = {"team": "t", "world_size": 2}
-    with pytest.raises(SchemaError, match="replicas one by one"):
-        queue.do(replica, cmd.Lease(task="rollout", count=4, **team))
+    team = {"group": "t", "world_size": 2}
+    with pytest.raises(SchemaError, match="to single replicas"):
+        queue.do(replica, cmd.LeaseRows(task="rollout", count=4, **team))
     queue = Queue(TaskSpec(name="train", needs=("prompt",), gives=("loss",), batch_rows=4))
-    with pytest.raises(SchemaError, match="writes no columns"):
-        queue.do(queue.admin, cmd.Lease(task="train", count=4, **team))
+    with pytest.raises(SchemaError, match="without writing columns"):
+        queue.do(queue.admin, cmd.LeaseRows(task="train", count=4, **team))
 
 
 def test_a_team_of_one_is_like_no_team() -> None:
@@ -384,7 +384,7 @@ def test_at_least_is_of_the_whole_lease() -> None:
 
 def weighted(task: TaskSpec, *weights: float, size: int = 1) -> Queue:
     queue = Queue(task)
-    command = cmd.Put(
+    command = cmd.AddRows(
         groups=len(weights), group_size=size, columns={"prompt": TOKENS},
         measures={"prompt": np.array(weights, "<f8").tobytes()},
     )  # fmt: skip

@@ -16,9 +16,9 @@ def wakings() -> str:
     """The order in which one command wakes requests that wait for different things."""
     queue = Queue(ROLLOUT, REWARD, TRAIN, PLAIN, LAST, capacity_rows=4)
     for task in ("train", "last", "reward"):
-        queue.ask(queue.admin, cmd.Lease(task=task, count=1, timeout_s=9))
+        queue.ask(queue.admin, cmd.LeaseRows(task=task, count=1, timeout_s=9))
     queue.ask(queue.admin, cmd.AwaitVersion(after=0, timeout_s=9))
-    queue.ask(queue.admin, cmd.Wanted(timeout_s=9))
+    queue.ask(queue.admin, cmd.AwaitRowsWanted(timeout_s=9))
     before = set(queue.answers)
     queue.do(queue.admin, cmd.End())
     return str([ticket for ticket in queue.answers if ticket not in before])

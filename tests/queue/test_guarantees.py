@@ -269,7 +269,7 @@ def test_the_end_is_told_to_all_who_wait_and_to_nobody_too_early(run: Served) ->
     going.join(10)
     # then rows that were on their way still come, and all else is over
     assert told[0] == "2 rows"
-    assert told[1].startswith("Ended: task 'work' has had every row")
+    assert told[1].startswith("Ended: task 'work' has no more rows")
     assert told[2] == "Ended: the stream has ended; nothing more can be put"
     assert told[3].startswith("Ended: every step is filled") or "Ended" in told[3]
     with pytest.raises(Ended):

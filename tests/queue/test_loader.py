@@ -231,7 +231,7 @@ def test_a_deadline_says_what_is_missing(run: Served, prefetch: int) -> None:
     queue = run.queue()
     queue.declare("train", needs=["x", "reward"])
     queue.put({"x": [1.0]})
-    with pytest.raises(af.DeadlineExceeded, match="nobody gives column 'reward'"):
+    with pytest.raises(af.DeadlineExceeded, match="no task gives column 'reward'"):
         next(iter(af.StreamDataLoader(queue, "train", timeout_s=0.05, prefetch=prefetch)))
 
 

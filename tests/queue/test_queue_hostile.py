@@ -89,35 +89,35 @@ def test_payload_that_is_not_there_or_not_ones_own(
     hostile: RawClient, victim: TransferQueue, block: tuple[Any, ...]
 ) -> None:
     with pytest.raises(PayloadLost if block[0] == "s3-1" else SchemaError):
-        hostile.send(cmd.Put(groups=1, group_size=1, columns=X), *block)
+        hostile.send(cmd.AddRows(groups=1, group_size=1, columns=X), *block)
     unharmed(victim)
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        cmd.Join(name="again"),
-        cmd.Lease(task="work", count=-1),
-        cmd.Lease(task="no such", count=1),
-        cmd.Lease(task="other", count=1, timeout_s=float("nan")),
+        cmd.OpenSession(name="again"),
+        cmd.LeaseRows(task="work", count=-1),
+        cmd.LeaseRows(task="no such", count=1),
+        cmd.LeaseRows(task="other", count=1, timeout_s=float("nan")),
         cmd.Complete(token=10**6, columns={}),
         cmd.Complete(token=-(2**63), columns={}, index=b"abc"),
         cmd.GiveBack(token=2**62, index=b"\xff" * 4),
-        cmd.Put(groups=2**61, group_size=2**61, columns={}),
+        cmd.AddRows(groups=2**61, group_size=2**61, columns={}),
         cmd.Configure(capacity_rows=-1),
         cmd.OpenPublisher(rank=-1),
         cmd.OpenPublisher(rank=2, world_size=2),
         cmd.OpenPublisher(rank=0, world_size=-(2**63)),
         cmd.Announce(version=0),
-        cmd.Publish(version=-5, part=cmd.Part(manifest=b"", transport="", where=b"")),
-        cmd.Publish(version=2**62, part=cmd.Part(manifest=b"", transport="", where=b"")),
+        cmd.Publish(version=-5, part=cmd.VersionPart(manifest=b"", transport="", where=b"")),
+        cmd.Publish(version=2**62, part=cmd.VersionPart(manifest=b"", transport="", where=b"")),
         cmd.Withdraw(version=0),
         cmd.Rollback(version=0),
         cmd.Rollback(version=-(2**63)),
-        cmd.Staged(version=7),
+        cmd.ReportStaged(version=7),
         cmd.Swap(version=7),
-        cmd.Loaded(version=7),
-        cmd.NotLoaded(version=7, reason=""),
+        cmd.ReportLoaded(version=7),
+        cmd.ReportLoadFailed(version=7, reason=""),
         cmd.Configure(keep_versions=0),
         cmd.Configure(quorum=-1),
         cmd.Configure(max_swapping=-1),
@@ -150,14 +150,14 @@ def test_rows_said_to_be_unread_that_can_be_read_are_given_to_others(
     hostile: RawClient, victim: TransferQueue
 ) -> None:
     for _ in range(5):  # no attempt is counted
-        lease = hostile.send(cmd.Lease(task="work", count=1))
+        lease = hostile.send(cmd.LeaseRows(task="work", count=1))
         hostile.send(cmd.GiveBack(token=lease.token, unread=True))
     unharmed(victim)
 
 
 def test_a_lease_rides_with_a_completion_only(hostile: RawClient, victim: TransferQueue) -> None:
-    lease = cmd.Lease(task="work", count=1)
-    for command in (cmd.GetAudit(), lease, cmd.End(), cmd.Leave()):
+    lease = cmd.LeaseRows(task="work", count=1)
+    for command in (cmd.GetAudit(), lease, cmd.End(), cmd.CloseSession()):
         with pytest.raises(ProtocolError, match="needs a completion"):
             hostile.send(command, then=lease)
     unharmed(victim)
@@ -174,7 +174,7 @@ def test_nothing_is_done_before_hello_or_for_another_version(run: Served, victim
     client = RawClient(run.address, sdk=None)
     for command, block in (
         (cmd.GetAudit(), (None,)),
-        (cmd.Put(groups=1, group_size=1, columns=X), ("s2-1", 0, 1, 1, 128, ("x",))),
+        (cmd.AddRows(groups=1, group_size=1, columns=X), ("s2-1", 0, 1, 1, 128, ("x",))),
     ):
         with pytest.raises(ProtocolError, match="send hello first"):
             client.send(command, *block)

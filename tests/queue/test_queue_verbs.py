@@ -101,7 +101,7 @@ def test_rows_of_a_lease_are_completed_given_back_and_renewed_one_by_one(queue: 
     ("change", "error", "reason"),
     [
         ({"columns": {"y": [1.0]}}, SchemaError, "3 rows are completed with 1 values"),
-        ({"columns": {"z": [1.0] * 3}}, SchemaError, "gives 'y', which this lacks"),
+        ({"columns": {"z": [1.0] * 3}}, SchemaError, "gives 'y', missing in this command"),
         ({"columns": {"y": [1.0] * 3, "x": [1.0] * 3}}, WriteOnceError, "column 'x' of row 0 is already written"),
         ({"columns": {"y": [1.0] * 3, "x": [1] * 3}}, SchemaError, "column 'x' is fixed float64"),
         ({"columns": {"y": [1.0] * 2}, "index": [0, 0]}, SchemaError, "each once"),

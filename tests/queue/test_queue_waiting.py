@@ -34,7 +34,7 @@ def test_a_column_that_nobody_gives_is_said_so(run: Served) -> None:
     queue = run.queue()
     queue.declare("train", needs=["x", "reward"])
     queue.put({"x": [1]})
-    with pytest.raises(DeadlineExceeded, match="nobody gives column 'reward'"):
+    with pytest.raises(DeadlineExceeded, match="no task gives column 'reward'"):
         queue.get("train", timeout_s=0)
 
 

@@ -142,7 +142,7 @@ def test_what_a_restart_of_the_host_leaves(tmp_path: Path, durability: str) -> N
 
 def publish(trainer: RawClient, version: int) -> None:
     trainer.send(cmd.Announce(version=version))
-    trainer.send(cmd.Publish(version=version, part=cmd.Part(manifest=b"m", transport="t", where=b"")))
+    trainer.send(cmd.Publish(version=version, part=cmd.VersionPart(manifest=b"m", transport="t", where=b"")))
 
 
 def test_what_is_staged_decided_and_rolled_back_outlives_the_server(tmp_path: Path) -> None:
@@ -157,23 +157,23 @@ def test_what_is_staged_decided_and_rolled_back_outlives_the_server(tmp_path: Pa
             publish(trainer, version)
         for replica in replicas[:2]:
             replica.send(cmd.AwaitVersion(after=5))
-            replica.send(cmd.Staged(version=6))
+            replica.send(cmd.ReportStaged(version=6))
         # when the server is killed between staging and loading
         assert run.again()["differing"] == 0
         with pytest.raises(DeadlineExceeded, match="2 of the 3 replicas"):
             replicas[0].send(cmd.Swap(version=6))
-        replicas[2].send(cmd.Staged(version=6))
+        replicas[2].send(cmd.ReportStaged(version=6))
         assert replicas[0].send(cmd.Swap(version=6)) == cmd.Permitted(version=6)
         # and killed after the decision, with one permission given
         assert run.again()["differing"] == 0
         with pytest.raises(DeadlineExceeded, match=r"at most 1 at a time \(max_swapping\), now gen-0"):
             replicas[1].send(cmd.Swap(version=6))
-        replicas[0].send(cmd.Loaded(version=6))
+        replicas[0].send(cmd.ReportLoaded(version=6))
         assert replicas[1].send(cmd.Swap(version=6)) == cmd.Permitted(version=6)
-        replicas[1].send(cmd.Loaded(version=6))
+        replicas[1].send(cmd.ReportLoaded(version=6))
         queue.put({"x": np.arange(4.0)})
-        lease = replicas[0].send(cmd.Lease(task="rollout", count=2))
-        assert trainer.send(cmd.Rollback(version=5, reason="it diverged")) == cmd.RolledBack(version=7, expired=2)
+        lease = replicas[0].send(cmd.LeaseRows(task="rollout", count=2))
+        assert trainer.send(cmd.Rollback(version=5, reason="it diverged")) == cmd.RollbackDone(version=7, expired=2)
         # and killed after a rollback
         assert run.again()["differing"] == 0
         # then it is rolled back, decided, and the publisher is who it was
@@ -181,13 +181,13 @@ def test_what_is_staged_decided_and_rolled_back_outlives_the_server(tmp_path: Pa
         assert (status.version, status.committed) == (7, 7)
         with pytest.raises(LeaseLost):
             replicas[0].send(cmd.Renew(token=lease.token))
-        assert replicas[1].send(cmd.Lease(task="rollout", count=2)) == cmd.LoadFirst(version=7)
+        assert replicas[1].send(cmd.LeaseRows(task="rollout", count=2)) == cmd.LoadFirst(version=7)
         assert replicas[1].send(cmd.AwaitVersion(after=6)).source == 5
         with pytest.raises(ConfigError, match="a run has one publisher at a time"):
             replicas[2].send(cmd.OpenPublisher())
         with pytest.raises(ConfigError, match="the trainer has not loaded version 7 yet"):
             publish(trainer, 8)
-        trainer.send(cmd.Restored(version=7))
+        trainer.send(cmd.ReportRestored(version=7))
         publish(trainer, 8)
         assert queue.audit().reasons == {"expired: version 6 was rolled back": 2}
         for each in (trainer, *replicas):

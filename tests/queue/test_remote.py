@@ -207,7 +207,7 @@ DAMAGES = {
 def test_payload_that_is_not_what_was_said_of_it_is_refused(run: Served) -> None:
     attacker = RawClient(run.run.addresses[1])
     for rows in (2, 40):  # in one message, and in fragments
-        put = cmd.Put(groups=rows, group_size=1, columns=RAGGED, timeout_s=1)
+        put = cmd.AddRows(groups=rows, group_size=1, columns=RAGGED, timeout_s=1)
         for damage in DAMAGES.values():
             damaged = damage(image(rows))
             with pytest.raises(SchemaError):
@@ -217,13 +217,13 @@ def test_payload_that_is_not_what_was_said_of_it_is_refused(run: Served) -> None
                 attacker.send_inline(put, count, image(rows))
         other = RAGGED | {"x": ColumnSpec("fixed", "float64", (-1,))}
         with pytest.raises(SchemaError):
-            attacker.send_inline(cmd.Put(groups=rows, group_size=1, columns=other), rows, image(rows))
-    for command in (cmd.Lease(task="t", count=1, timeout_s=0), cmd.Put(groups=2, group_size=1, columns={})):
+            attacker.send_inline(cmd.AddRows(groups=rows, group_size=1, columns=other), rows, image(rows))
+    for command in (cmd.LeaseRows(task="t", count=1, timeout_s=0), cmd.AddRows(groups=2, group_size=1, columns={})):
         with pytest.raises(af.AsyncFlowError):
             attacker.send_inline(command, 2, image(2))
     status = run.queue("other").status()
     assert (status.put, status.payload_bytes) == (0, 0)
-    assert attacker.send_inline(cmd.Put(groups=2, group_size=1, columns=RAGGED), 2, image(2)).count == 2
+    assert attacker.send_inline(cmd.AddRows(groups=2, group_size=1, columns=RAGGED), 2, image(2)).count == 2
     attacker.close()
 
 

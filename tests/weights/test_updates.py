@@ -276,7 +276,7 @@ def test_a_damaged_manifest_or_probe_costs_its_version_and_no_replica(
     async def publish_damaged() -> None:
         connection = Connection(run.address, "stranger")
         port = LoopPort(connection)
-        part = cmd.Part(
+        part = cmd.VersionPart(
             manifest=manifest, transport="scripted", where=where, root=MANIFEST.root, nbytes=16, outlives=True
         )
         for command in (

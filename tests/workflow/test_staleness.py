@@ -261,8 +261,8 @@ def test_whoever_goes_on_with_a_durable_run_hands_its_policy_over_again(tmp_path
     [
         ("hope", PluginError, "no staleness adapter is named 'hope'; installed: .*count"),
         ("drop:nothing", ConfigError, "cannot be imported"),
-        ((Mine, {"shares": 1}), ConfigError, "cannot be made of {'shares': 1}"),
-        (dict, PluginError, "which is no StalenessPolicy"),
+        ((Mine, {"shares": 1}), ConfigError, "cannot be created with {'shares': 1}"),
+        (dict, PluginError, "not a StalenessPolicy"),
         (None, ConfigError, "no staleness policy is named"),
         (7, ConfigError, "a staleness policy must be a name"),
     ],

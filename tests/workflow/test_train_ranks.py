@@ -127,14 +127,14 @@ def test_who_waits_for_a_rank_says_for_which_and_where(tmp_path: Path) -> None:
         begin(run)
         (worker,) = run.start(train)
         waits = lambda: run.queue.status().waiting.get(RANKS[0], "")  # noqa: E731
-        until(lambda: "did not come to 'the end of step 1'" in waits(), "a rank that waits for the other")
+        until(lambda: "have not reached 'the end of step 1'" in waits(), "a rank that waits for the other")
 
         with pytest.raises(af.DeadlineExceeded) as caught:
             run.wait(worker, timeout_s=0.1)
 
     text = str(caught.value)
     assert re.search(r"train-0 rank 1 has held \d+ rows of task 'train' for", text)
-    assert re.search(r"train-0 rank 0 waits after [\d.]+ s: rank 1 of 2 of team 'train' did not come to", text)
+    assert re.search(r"train-0 rank 0 waits after [\d.]+ s: rank 1 of 2 of group 'train' have not reached", text)
 
 
 class Lonely(EchoTrain):

@@ -46,7 +46,7 @@ def run() -> Iterator[af.Run]:
             yield run
 
 
-EDGE = "step 0 lacks 2 of 2 rows.*2 rows lack column 'reward', which task 'reward' gives"
+EDGE = "step 0 lacks 2 of 2 rows.*2 rows lack column 'reward', given by task 'reward'"
 HELD = "1 rows are leased in task 'reward', the oldest by judge for"
 
 
@@ -70,7 +70,7 @@ WAITS: list[tuple[str, Callable[[af.Run], Any], list[str]]] = [
     (
         "team",
         lambda run: run.queue.get("train", team="t", rank=0, world_size=2, timeout_s=0.1),
-        ["rank 1 of 2 of team 't' have not asked"],
+        ["rank 1 of 2 of group 't' have not asked"],
     ),
     (
         "put",
@@ -81,7 +81,7 @@ WAITS: list[tuple[str, Callable[[af.Run], Any], list[str]]] = [
     (
         "publish",
         publish_a_part,
-        ["version 1 comes after another one; version 0 was announced .* and lacks rank 1, which nobody is"],
+        [r"version 1 must wait for another one; version 0 was announced .* and lacks rank 1 \(no session\)"],
     ),
     (
         "connect",
@@ -187,7 +187,7 @@ def test_a_run_in_which_nothing_is_trained_ends_and_says_why(tmp_path: Path) -> 
         echo_workflow(reward=stuck, stall_timeout_s=3).run(tmp_path / "run")
 
     ended.set()
-    assert "which task 'reward' gives" in str(raised.value)
+    assert "given by task 'reward'" in str(raised.value)
     assert "rows are leased in task 'reward', the oldest by reward-0 for" in str(raised.value)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["error"]) == ("failed", str(raised.value))

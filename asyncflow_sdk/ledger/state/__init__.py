@@ -1,8 +1,8 @@
-"""The state of a ledger: parts that own their attributes, from rows to versions. What may happen to them is decided by the rules above."""
+"""The state of a ledger, in parts that own their attributes. The rules decide about changes."""
 
 from __future__ import annotations
 
-from .budget import Budget, Limits
+from .budget import Budget, QueueLimits
 from .columns import Columns
 from .context import Context
 from .dead_letters import DeadLetters
@@ -19,15 +19,15 @@ from .versions import Versions
 
 
 class LedgerState:
-    """``initial_rows``: rows that the arrays hold at first; they grow. ``kept_keys``: keys of puts that are remembered after their rows
-    have ended."""
+    """``initial_rows``: initial size of the row arrays, which grow. ``kept_keys``: number of put
+    keys kept after their rows have ended."""
 
     def __init__(self, initial_rows: int, kept_keys: int) -> None:
         self.context = Context()
         self.rows = Rows(initial_rows)
         self.partitions = Partitions(self.rows)
         self.columns = Columns(self.context, self.rows, self.partitions)
-        self.limits = Limits()
+        self.limits = QueueLimits()
         self.budget = Budget(self.rows, self.limits)
         self.sessions = Sessions()
         self.parked = ParkedRequests(self.context, self.sessions)
@@ -36,5 +36,5 @@ class LedgerState:
         self.steps = Steps(self.rows)
         self.versions = Versions()
         self.metrics = RowMetrics(self.context, self.rows, self.tasks)
-        self.letters = DeadLetters()
+        self.dead_letters = DeadLetters()
         self.keys = IdempotencyKeys(kept_keys)

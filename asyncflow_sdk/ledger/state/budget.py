@@ -1,4 +1,4 @@
-"""Limits of the queue, and the bytes that live rows take or may still take."""
+"""Limits of the queue, and the bytes taken by live rows or reserved for them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ MAX_NUMBER = 1 << 61
 
 
 @dataclass
-class Limits:
-    """Set by ``Configure``; its docstring explains them. ``steps`` None: no last step. 0: no limit of ``max_swapping``, no ``quorum``."""
+class QueueLimits:
+    """Set by ``Configure``, see there. ``steps`` None: no last step. ``max_swapping`` and
+    ``quorum`` 0: off."""
 
     capacity_rows: int = 1 << 40
     capacity_bytes: int = MAX_NUMBER
@@ -32,14 +33,15 @@ LEAST = {
     "capacity_rows": 1, "max_staleness": 0, "steps": 1, "capacity_bytes": 1, "row_bytes": 0, "keep_versions": 1,
     "max_swapping": 0, "quorum": 0,
 }  # fmt: skip
-"""The least value of each limit that is a number."""
+"""The least value of each numeric limit."""
 
 
 class Budget:
-    """``put``: rows ever put. ``charged``: bytes that live rows take or may take. ``largest_row``: bytes of the largest row that has
-    ended. ``held``: live rows that every task is through with, of steps that no checkpoint covers."""
+    """``put``: rows ever put. ``charged``: bytes taken by or reserved for live rows.
+    ``largest_row``: bytes of the largest ended row. ``held``: live rows of uncovered steps,
+    completed by all tasks."""
 
-    def __init__(self, rows: Rows, limits: Limits) -> None:
+    def __init__(self, rows: Rows, limits: QueueLimits) -> None:
         self._rows, self._limits = rows, limits
         self.put = 0
         self.charged = 0
@@ -48,16 +50,16 @@ class Budget:
 
     @property
     def occupied(self) -> int:
-        """Rows that count against ``capacity_rows``."""
+        """Rows counted against ``capacity_rows``."""
         return self.put - self._rows.over - self.held
 
     @property
     def reserve(self) -> int:
-        """Bytes that a new row may come to take."""
+        """Bytes reserved for a new row."""
         return self._limits.row_bytes or self.largest_row
 
     def charge(self, ids: Ids, nbytes: int) -> None:
-        """Charge ``nbytes`` of payload, in all, to rows that got it."""
+        """Charge ``nbytes`` of payload to rows, in equal shares."""
         if not nbytes or not len(ids):
             return
         rows = self._rows
@@ -69,13 +71,13 @@ class Budget:
         self.charged += int(after.sum()) - int(before.sum())
 
     def charge_new(self, new: slice, count: int, nbytes: int) -> None:
-        """Charge ``count`` new rows for their payload, or for what is reserved for each if that is more."""
+        """Charge new rows with their share of ``nbytes``, or with the reserve if that is more."""
         share = -(-nbytes // count)
         self._rows.nbytes[new] = share
         self._rows.charged[new] = charged = max(share, self.reserve)
         self.charged += count * charged
 
     def release(self, at: Ids) -> None:
-        """Release what rows at these places, which have ended, were charged."""
+        """Release the charges of ended rows, by array index."""
         self.charged -= int(self._rows.charged[at].sum())
         self.largest_row = max(self.largest_row, int(self._rows.nbytes[at].max(initial=0)))

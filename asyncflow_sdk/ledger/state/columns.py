@@ -1,4 +1,5 @@
-"""Columns of the queue: one bit and one specification each, and how many live rows have which columns."""
+"""Columns of the queue: a bit and a specification for each, and live rows counted by their
+columns."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ MAX_COLUMNS = 64
 
 
 class Columns:
-    """``specs``: by name, of columns that rows have. ``kinds``: live rows by partition and bit set of their columns."""
+    """``specs``: written columns by name. ``kinds``: live rows by partition and bit set of
+    columns."""
 
     def __init__(self, context: Context, rows: Rows, partitions: Partitions) -> None:
         self._context, self._rows, self._partitions = context, rows, partitions
@@ -28,11 +30,11 @@ class Columns:
         self._bits: dict[str, int] = {}  # position of each column's bit
 
     def bit(self, column: str) -> np.uint64:
-        """The bit of a column. It gets one if it has none; call ``check_names`` first."""
+        """Return the bit of a column, a new one if needed; call ``check_names`` first."""
         return np.uint64(1 << self._bits.setdefault(column, len(self._bits)))
 
     def mask(self, columns: Iterable[str]) -> int:
-        """The bits of those columns that rows have."""
+        """Return the bits of the columns written so far."""
         mask = 0
         for name in columns:
             if name in self.specs:
@@ -44,7 +46,7 @@ class Columns:
         return bool(mask >> self._bits[column] & 1)
 
     def having(self, column: str) -> Ids:
-        """Live rows that have a column."""
+        """Return live rows with a column."""
         live = self._rows.live_ids()
         if column not in self._bits:
             return live[:0]
@@ -52,7 +54,7 @@ class Columns:
         return has
 
     def check_names(self, columns: Iterable[str]) -> None:
-        """Raise SchemaError for a name that no column can have, or for one column too many."""
+        """Raise SchemaError for an invalid name or for too many columns."""
         if self._bits.keys() >= set(columns):
             return
         new = sorted(set(columns) - self._bits.keys())
@@ -62,7 +64,7 @@ class Columns:
             raise SchemaError(f"a queue holds at most {MAX_COLUMNS} columns; {new[-1]!r} is one too many")
 
     def check(self, columns: cmd.Columns) -> None:
-        """Raise SchemaError for columns that differ from those of the same name."""
+        """Raise SchemaError for columns in conflict with written ones."""
         for name, spec in columns.items():
             known = self.specs.get(name)
             if known is not None and known is not spec and known != spec:
@@ -72,22 +74,22 @@ class Columns:
         self.check_names(columns)
 
     def add(self, columns: cmd.Columns) -> int:
-        """Remember the columns that rows now have, and return their bits."""
+        """Note written columns and return their bits."""
         for name, spec in columns.items():
             if name not in self.specs:
                 self.specs[name] = spec
                 self._bits.setdefault(name, len(self._bits))
-                self._context.wake_puts()  # a parked put with another specification can be refused now
+                self._context.wake_puts()  # a conflicting parked put can be refused now
         return self.mask(columns)
 
     def measure(self, ids: Ids, measures: dict[str, bytes], pick: Any) -> None:
-        """Store the values that samplers measure of columns that rows got; ``pick`` selects theirs among the values."""
+        """Store values measured for samplers; ``pick`` selects the rows' entries."""
         for column, values in measures.items():
             if column in self._rows.measures:
                 self._rows.measures[column][self._rows.at(ids)] = np.frombuffer(values, "<f8")[pick]
 
     def count(self, at: Ids, change: int) -> None:
-        """Count live rows at these places with the columns they have: 1 to add them, -1 to remove them."""
+        """Add (``change`` 1) or remove (-1) live rows, by array index, in ``kinds``."""
         rows = self._rows
         if len(self._partitions.numbers) == 1:
             split = [(0, at)]
@@ -104,6 +106,7 @@ class Columns:
                 self.count_kind(partition, int(kind), change * int(count))
 
     def count_kind(self, partition: int, kind: int, change: int) -> None:
+        """Add ``change`` live rows of one kind."""
         left = self.kinds.get((partition, kind), 0) + change
         if left:
             self.kinds[partition, kind] = left

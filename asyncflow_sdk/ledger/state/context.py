@@ -1,4 +1,4 @@
-"""Shared by all parts of a ledger: the time, the effects of the current command, and the requests to try again."""
+"""Context shared by all parts: the time, the effects of the current input, and woken places."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .nondeterminism import NondeterminismLog
 
 @dataclass
 class Effects:
-    """Results of the commands since the last ``drain``: answers by ticket in order, events, and rows whose memory is free."""
+    """Results since the last ``drain``: answers by ticket in order, events, and rows with freed
+    memory."""
 
     answers: list[tuple[int, cmd.Reply | AsyncFlowError]] = field(default_factory=list)
     events: list[ev.Event] = field(default_factory=list)
@@ -21,7 +22,10 @@ class Effects:
 
 
 class Context:
-    """``now``: ledger seconds, never falling. A *place* names what a parked request waits for ("put", "task train", "version")."""
+    """``now``: ledger seconds, never falling. A *place* names the resource that a parked request
+    waits for ("put", "task train", "version"). ``all_woken``: True while every parked request is
+    retried, even if it waits for more than rows. ``every_put``: True while every parked put is
+    retried, even behind one that keeps waiting."""
 
     TRANSIENT = frozenset({"log"})
 
@@ -30,28 +34,29 @@ class Context:
         self.effects = Effects()
         self.log = NondeterminismLog()
         self.all_woken = False
-        """True while every parked request is tried again, also one that waits for more than rows."""
         self.every_put = False
-        """True while every parked put is tried again, also one behind a put that goes on waiting."""
         self._woken: set[str] = set()
 
     def answer(self, ticket: int, reply: cmd.Reply | AsyncFlowError) -> None:
+        """Add the answer to a ticket."""
         self.effects.answers.append((ticket, reply))
 
     def publish(self, event: ev.Event) -> None:
+        """Add an event."""
         self.effects.events.append(event)
 
     def wake(self, *places: str) -> None:
-        """Try the requests parked at these places again."""
+        """Retry the requests parked at these places."""
         self._woken.update(places)
 
     def wake_puts(self) -> None:
-        """Try every parked put again."""
+        """Retry every parked put."""
         self._woken.add("put")
         self.every_put = True
 
     def next_woken(self) -> str | None:
-        """Remove and return the first woken place in alphabetical order, which a replay repeats; None if there is none."""
+        """Remove and return the alphabetically first woken place, for a repeatable order; None if
+        none."""
         if not self._woken:
             return None
         place = min(self._woken)

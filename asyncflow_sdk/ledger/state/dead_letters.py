@@ -1,6 +1,6 @@
-"""Dead letters: groups that failed for good, and the reasons of their failed attempts.
+"""Dead letters: groups that failed for good, with the reasons of their failed attempts.
 
-The last ``MAX_GROUPS`` are kept, with the last ``MAX_REASONS`` reasons of each.
+The last ``MAX_GROUPS`` are kept, each with its last ``MAX_REASONS`` reasons.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import commands as cmd
+from ...types.reports import FailedGroup
 from ..commands import Ids
 
 MAX_GROUPS = 1000
@@ -19,10 +19,10 @@ REASON_LENGTH = 5000
 
 
 class DeadLetters:
-    """``groups``: the newest failed groups. ``total``: of all failed groups."""
+    """``groups``: the newest failed groups. ``total``: number of all failed groups."""
 
     def __init__(self) -> None:
-        self.groups: deque[cmd.FailedGroup] = deque(maxlen=MAX_GROUPS)
+        self.groups: deque[FailedGroup] = deque(maxlen=MAX_GROUPS)
         self.total = 0
         self._reasons: dict[int, deque[str]] = {}  # first row of a live group → reasons
 
@@ -33,24 +33,24 @@ class DeadLetters:
 
     def failed(self, **group: Any) -> None:
         """Keep a group that failed for good."""
-        self._add(cmd.FailedGroup(reasons=tuple(self._reasons.get(group["first"], ())), **group))
+        self._add(FailedGroup(reasons=tuple(self._reasons.get(group["first"], ())), **group))
 
-    def _add(self, group: cmd.FailedGroup) -> None:
+    def _add(self, group: FailedGroup) -> None:
         self.total += 1
         self.groups.append(group)
 
     def lost(
         self, key: str, rows: Ids, groups: Ids, partition: Ids, names: dict[int, str], reason: str, now: float
     ) -> None:
-        """Keep rows of one put whose payload was lost, adjacent ones together. ``partition``: the number of each row's partition;
-        ``names``: of the partitions."""
+        """Keep rows of one put with lost payload, adjacent ones together. ``partition``: number for
+        each row; ``names``: of the partitions."""
         breaks = (np.diff(rows) != 1) | (np.diff(groups) > 1) | (np.diff(partition) != 0)
         starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
         ends = np.concatenate([starts[1:], [len(rows)]])
         self.total += len(starts) - min(len(starts), MAX_GROUPS)
         for start, end in zip(starts[-MAX_GROUPS:].tolist(), ends[-MAX_GROUPS:].tolist(), strict=True):
             self._add(
-                cmd.FailedGroup(
+                FailedGroup(
                     first=int(rows[start]), rows=end - start, task="", partition=names[int(partition[start])], key=key,
                     place=int(groups[start]), reasons=(reason[:REASON_LENGTH],), time_s=now,
                 )
@@ -62,6 +62,6 @@ class DeadLetters:
         return bool(self._reasons)
 
     def forget(self, firsts: Ids) -> None:
-        """Forget the reasons of groups that ended."""
+        """Forget the reasons of ended groups."""
         for first in np.unique(firsts).tolist():
             self._reasons.pop(first, None)

@@ -1,4 +1,4 @@
-"""Granted leases, and who works on the shards of one that a rank group shares."""
+"""Granted leases, and the shards of a rank group's lease."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .rows import NONE
 
 @dataclass
 class ShardedLease:
-    """Who works on a lease of a rank group.
+    """The ranks of a group's lease.
 
-    ``members``: the session of each rank. ``bounds``: shard s has the rows from bounds[s] to bounds[s + 1]. ``done``: ranks
-    that are through with their shard. ``finished``: bool for each row, True if it was completed. ``seen``: by rank, bool for each
-    row of its shard, True if the rank completed it or gave it back. ``filtered``: by shard, positions to drop when every rank has
-    acknowledged the step.
+    ``members``: session of each rank. ``bounds``: shard s has the rows from bounds[s] to bounds[s +
+    1]. ``done``: ranks with a finished shard. ``finished``: bool mask of completed rows. ``seen``:
+    by rank, bool mask of its shard's rows that it completed or returned. ``filtered``: by shard,
+    positions to drop once every rank has acknowledged the step.
     """
 
     group: str
@@ -31,6 +31,7 @@ class ShardedLease:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.members)
 
     @property
@@ -39,18 +40,20 @@ class ShardedLease:
         return len(self.bounds) - 1 < self.size
 
     def shard(self, rank: int) -> int:
+        """Return the shard number of a rank."""
         return rank * (len(self.bounds) - 1) // self.size
 
     def span(self, rank: int) -> slice:
+        """Return the slice of a rank's rows."""
         shard = self.shard(rank)
         return slice(self.bounds[shard], self.bounds[shard + 1])
 
 
 @dataclass
 class Grant:
-    """A lease. ``left``: rows still to be completed. ``shards``: of a rank group's lease, else None. ``offsets``: how many version
-    offsets there were when it was granted. ``newest``: the newest version its replica loaded since, or the version that its
-    step trains. ``since``, ``expires``: ledger seconds."""
+    """A lease. ``left``: rows not completed yet. ``shards``: of a rank group's lease, else None.
+    ``offsets``: number of version offsets when granted. ``newest``: the newest version loaded since
+    by its replica, or the version trained by its step. ``since``, ``expires``: ledger seconds."""
 
     token: int
     task: str
@@ -66,23 +69,25 @@ class Grant:
 
     @property
     def sessions(self) -> list[int]:
-        """Its holders."""
+        """The holders."""
         return [self.session] if self.shards is None else list(dict.fromkeys(self.shards.members))
 
     def part(self, rank: int) -> Ids:
-        """The rows that positions in a command of this rank refer to."""
+        """Return the rows meant by positions in a command of this rank."""
         return self.ids if self.shards is None else self.ids[self.shards.span(rank)]
 
     def held_by(self, session: int, rank: int) -> bool:
+        """True if a session holds the lease under this rank."""
         if self.shards is None:
             return session == self.session
         return 0 <= rank < self.shards.size and session == self.shards.members[rank]
 
     def session_of(self, rank: int) -> int:
+        """Return the session of a rank."""
         return self.session if self.shards is None else self.shards.members[rank]
 
     def left_of(self, session: int) -> int:
-        """Rows that one of its holders has still to complete or give back."""
+        """Return the number of rows that a holder has not completed or returned."""
         shards = self.shards
         if shards is None:
             return self.left

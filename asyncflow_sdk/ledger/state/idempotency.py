@@ -1,6 +1,6 @@
-"""Idempotency keys of puts: a repeated put adds nothing but the groups that were lost since.
+"""Idempotency keys of puts: a repeated put adds only groups lost since.
 
-A key is remembered while rows of its put live, and of the last ``MAX_KEYS`` keyed puts.
+A key is kept while rows of its put live, and among the last ``MAX_KEYS`` keyed puts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _NO_GROUPS: Ids = np.empty(0, np.int64)
 
 
 class KeyedPut(NamedTuple):
-    """A put with a key: rows ``first`` to ``first + size - 1``. ``digest``: ``DIGEST_BYTES`` for each of ``columns``; empty if the client
-    sent none."""
+    """A put with a key: rows ``first`` to ``first + size - 1``. ``digest``: ``DIGEST_BYTES`` for
+    each of ``columns``; empty if the client sent none."""
 
     first: int
     size: int
@@ -32,8 +32,8 @@ class KeyedPut(NamedTuple):
     columns: tuple[str, ...]
     digest: bytes
 
-    def differences(self, put: cmd.Put) -> list[str]:
-        """The differences of another put with the same key, in words. Empty if there are none."""
+    def differences(self, put: cmd.AddRows) -> list[str]:
+        """Describe the differences to another put with the same key; empty if none."""
         found = []
         groups = self.size // self.group_size
         if put.group_size != self.group_size:
@@ -54,24 +54,24 @@ class KeyedPut(NamedTuple):
 
 
 class IdempotencyKeys:
-    """Keyed puts in the order of their rows, and which of their groups were lost and may be put again. ``limit``: of keys whose rows
-    have ended."""
+    """Keyed puts in row order, and their lost groups, open to a repeated put. ``limit``: number of
+    keys kept after their rows have ended."""
 
     def __init__(self, limit: int = MAX_KEYS) -> None:
         self._limit = limit
         self._puts: dict[str, KeyedPut] = {}
-        self._order: list[tuple[int, str]] = []  # first row and key, by row; a forgotten front is cut off in bulk
+        self._order: list[tuple[int, str]] = []  # first row and key, by row; forgotten ones are deleted in bulk
         self._forgotten = 0
-        self._lost: dict[str, Ids] = {}  # groups, by number in their put, that failed because payload was lost
-        self._again: dict[str, list[tuple[int, Ids]]] = {}  # first row and groups of what was put again
+        self._lost: dict[str, Ids] = {}  # numbers of groups with lost payload, by key
+        self._again: dict[str, list[tuple[int, Ids]]] = {}  # first row and group numbers of repeated puts
 
     def get(self, key: str) -> KeyedPut | None:
-        """The put with this key."""
+        """Return the put with this key."""
         return self._puts.get(key)
 
-    def lacking(self, put: cmd.Put) -> Ids | None:
-        """Numbers of the groups that a put adds: those lost since the first put with its key. None: all, the key is new.
-        Raises SchemaError if the key was put with other rows."""
+    def lacking(self, put: cmd.AddRows) -> Ids | None:
+        """Return the numbers of the groups to add: those lost since the first put with the key.
+        None: all, the key is new. Raises SchemaError if the key was put with other rows."""
         known = self._puts.get(put.key) if put.key else None
         if known is None:
             return None
@@ -82,13 +82,13 @@ class IdempotencyKeys:
             )
         return self._lost.get(put.key, _NO_GROUPS)
 
-    def rows_in(self, put: cmd.Put) -> int:
-        """The number of rows that a put adds if it is not refused."""
+    def rows_in(self, put: cmd.AddRows) -> int:
+        """Return the number of rows that a put adds if it is not refused."""
         groups = self._lost.get(put.key, _NO_GROUPS) if put.key in self._puts else range(put.groups)
         return len(groups) * put.group_size
 
-    def add(self, put: cmd.Put, first: int, rows: Rows) -> None:
-        """Remember a put with a new key that made rows from ``first`` on. Forget the oldest whose rows have ended."""
+    def add(self, put: cmd.AddRows, first: int, rows: Rows) -> None:
+        """Keep a new key for rows from ``first`` on. Forget the oldest keys of ended rows."""
         columns = tuple(put.columns)
         count = put.groups * put.group_size
         self._puts[put.key] = KeyedPut(first, count, put.group_size, put.partition, columns, put.digest)
@@ -96,7 +96,8 @@ class IdempotencyKeys:
         while len(self._puts) > self._limit:
             oldest, key = self._order[self._forgotten]
             if key in self._puts and self._puts[key].first == oldest:
-                if not self._is_over(key, rows):
+                ids = self.rows_of(key)
+                if (rows.state[rows.at(ids[ids >= rows.base])] == LIVE).any():
                     break
                 for known in (self._puts, self._lost, self._again):
                     known.pop(key, None)
@@ -106,32 +107,33 @@ class IdempotencyKeys:
             self._forgotten = 0
 
     def add_again(self, key: str, first: int, groups: Ids) -> None:
-        """Remember that lost groups of a put were put again, as rows from ``first`` on."""
+        """Note that lost groups of a put were added again, as rows from ``first`` on."""
         del self._lost[key]
         self._again.setdefault(key, []).append((first, groups))
         self._order.append((first, key))
 
     def lose(self, ids: Ids) -> None:
-        """Allow the groups of rows whose payload was lost to be put again."""
+        """Let a repeated put add the groups of lost rows."""
         for key, _, groups in self.by_put(ids):
             if key:
                 self._lost[key] = np.union1d(self._lost.get(key, _NO_GROUPS), groups)
 
     def newest(self, prefix: str) -> cmd.LastPut:
-        """The newest put whose key begins with ``prefix``."""
+        """Return the newest put with a key that begins with ``prefix``."""
         for first, key in reversed(self._order):
             if key.startswith(prefix) and key in self._puts and self._puts[key].first == first:
                 return cmd.LastPut(key=key, first=first, count=self._puts[key].size)
         return cmd.LastPut()
 
     def rows_of(self, key: str) -> Ids:
-        """Every row that was put with a key. Raises KeyError."""
+        """Return all rows put with a key. Raises KeyError."""
         put = self._puts[key]
         parts = [(first, len(groups) * put.group_size) for first, groups in self._again.get(key, ())]
         return np.concatenate([np.arange(first, first + count) for first, count in [(put.first, put.size), *parts]])
 
     def find(self, row: int) -> tuple[str, int]:
-        """The key of the put that made a row, and the number of the row's group in it."""
+        """Return the key of a row's put, and the number of the row's group in it; "" and -1 without
+        a key."""
         at = bisect_right(self._order, row, key=lambda put: put[0]) - 1
         if at >= self._forgotten:
             first, key = self._order[at]
@@ -141,7 +143,8 @@ class IdempotencyKeys:
         return "", -1
 
     def by_put(self, ids: Ids) -> list[tuple[str, Ids, Ids]]:
-        """Split sorted rows by put: key, rows, and the number of each row's group in the put; "" and -1 without a key."""
+        """Split sorted rows by put: key, rows, and each row's group number; "" and -1 without a
+        key."""
         order = self._order[self._forgotten :]
         where = np.searchsorted(np.array([first for first, _ in order], np.int64), ids, side="right") - 1
         found: list[tuple[str, Ids, Ids]] = []
@@ -156,7 +159,8 @@ class IdempotencyKeys:
         return found
 
     def _groups(self, first: int, key: str, ids: Ids) -> Ids:
-        """The group numbers of those of the sorted rows that the put with ``key`` made from ``first`` on."""
+        """Return the group numbers of the rows in ``ids`` that a put made from ``first`` on;
+        ``ids`` are sorted."""
         put = self._puts.get(key)
         if put is None:
             return _NO_GROUPS
@@ -165,10 +169,6 @@ class IdempotencyKeys:
         groups = next((groups for begins, groups in self._again.get(key, ()) if begins == first), _NO_GROUPS)
         found: Ids = groups[(ids[ids < first + len(groups) * put.group_size] - first) // put.group_size]
         return found
-
-    def _is_over(self, key: str, rows: Rows) -> bool:
-        ids = self.rows_of(key)
-        return not (rows.state[rows.at(ids[ids >= rows.base])] == LIVE).any()
 
 
 def _by_column(columns: tuple[str, ...], digest: bytes) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Leases: which session holds which rows, and until when."""
+"""Leases: rows held by sessions, and their time limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .timers import Timers
 
 
 class Leases:
-    """``by_token``: all leases, the oldest first."""
+    """``by_token``: all leases, oldest first."""
 
     def __init__(self, context: Context, rows: Rows, sessions: Sessions, tasks: Tasks) -> None:
         self._context, self._rows, self._sessions, self._tasks = context, rows, sessions, tasks
@@ -33,7 +33,7 @@ class Leases:
         offsets: int,
         shards: ShardedLease | None,
     ) -> Grant:
-        """Lease rows to a session, or to those of ``shards``."""
+        """Lease rows to a session, or to the sessions of ``shards``."""
         token, self._next = self._next, self._next + 1
         until = self._context.now + task.spec.lease_s
         grant = Grant(
@@ -45,7 +45,7 @@ class Leases:
         return grant
 
     def held(self, session: Session, token: int, rank: int) -> Grant:
-        """The lease that a session names. Raises LeaseLost."""
+        """Return the lease named by a session. Raises LeaseLost."""
         grant = self.by_token.get(token)
         if grant is None or not grant.held_by(session.id, rank):
             raise LeaseLost(
@@ -54,29 +54,31 @@ class Leases:
         return grant
 
     def renew(self, grant: Grant) -> None:
+        """Restart the time limit of a lease."""
         grant.expires = self._context.now + self._tasks[grant.task].spec.lease_s
         self.deadlines.add(grant.token)
 
     def having(self, grant: Grant, ids: Ids) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """True for each row that the lease still holds."""
+        """Return a mask of rows still held by the lease."""
         return self._rows.having(grant.task, "token", grant.token, ids)
 
     def outstanding(self, grant: Grant) -> Ids:
-        """The rows that the lease still holds."""
+        """Return the rows still held by the lease."""
         ids: Ids = grant.ids[self.having(grant, grant.ids)]
         return ids
 
     def of_step(self, first: int) -> list[Grant]:
-        """Leases of a step, and of later ones."""
+        """Return leases of a step and of later ones."""
         return [grant for grant in self.by_token.values() if grant.step >= first]
 
     def release(self, grant: Grant, count: int) -> None:
-        """``count`` rows of a lease are no longer leased. A lease without rows is over."""
+        """Count ``count`` rows as no longer leased. The last one ends the lease."""
         grant.left -= count
         if grant.over:
             self.remove(grant)
 
     def remove(self, grant: Grant) -> None:
+        """End a lease, if it has not ended."""
         if grant.token not in self.by_token:
             return
         for leases in self._indexes(grant):
@@ -86,7 +88,8 @@ class Leases:
             del groups[grant.shards.group]
 
     def lose_rows(self, ids: Ids, tokens: Ids) -> None:
-        """Rows end that are leased under ``tokens`` (NONE: not leased). Their holders are told if they asked for that."""
+        """Remove ended rows from the leases ``tokens`` (NONE: not leased), and notify holders that
+        asked."""
         for token, count in zip(*np.unique(tokens[tokens != NONE], return_counts=True), strict=True):
             grant = self.by_token[int(token)]
             for number in grant.sessions:
@@ -106,7 +109,7 @@ class Leases:
 
 
 def positions(index: bytes | None, count: int) -> Ids:
-    """Positions that a client named (int32; None: all ``count``). Raises SchemaError."""
+    """Return positions named by a client (int32; None: all ``count``). Raises SchemaError."""
     if index is None:
         return np.arange(count)
     if len(index) % 4:

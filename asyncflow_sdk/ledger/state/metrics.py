@@ -1,4 +1,4 @@
-"""Statistics of rows that no decision depends on: how old they are when trained, and how long their responses are."""
+"""Row metrics that no decision depends on: ages of trained rows, and lengths of responses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 
 from ...types import events as ev
 from ...types.lengths import length_bins
+from ...types.reports import TERMINAL, StepAges
 from ...types.spans import steps_of
-from ..commands import TERMINAL, Ids, StepAges, pack_ids
+from ..commands import Ids, pack_ids
 from .context import Context
 from .lineage import Lineage
 from .rows import LEASED, NONE, Rows
@@ -18,8 +19,8 @@ from .tasks import Tasks
 
 
 class RowMetrics:
-    """``ages``: of the step leased last. ``lengths_known``: True once any response had its length. ``tokens``, ``seconds``: sums over
-    responses that were generated whole."""
+    """``ages``: of the step leased last. ``lengths_known``: True once any response reported its
+    length."""
 
     def __init__(self, context: Context, rows: Rows, tasks: Tasks) -> None:
         self._context, self._rows, self._tasks = context, rows, tasks
@@ -29,7 +30,8 @@ class RowMetrics:
         self._seconds = 0.0
 
     def note_ages(self, at: Ids, step: int, lineage: Lineage) -> bytes:
-        """Note the ages of rows that are leased for ``step``. Return the version that was current when each was completed (int64)."""
+        """Note the ages of rows leased for ``step``. Return the version current at each row's
+        completion (int64)."""
         completed = self._rows.current[at]
         known = (completed != NONE) & (self._rows.version[at] != NONE)
         begun = steps_of(self._rows.version[at][known], lineage.offsets)
@@ -43,7 +45,8 @@ class RowMetrics:
         return pack_ids(completed)
 
     def note_lengths(self, ids: Ids, lengths: bytes, pick: Any, since: float | None = None) -> None:
-        """Store the lengths of responses (int32, tokens), generated since ``since``. Anything but one length a row is ignored."""
+        """Store response lengths (int32, tokens), generated since ``since``. Ignored unless one for
+        each row."""
         if len(lengths) % 4:
             return
         values = np.frombuffer(lengths, "<i4")
@@ -60,7 +63,7 @@ class RowMetrics:
             self._seconds += len(ids) * (self._context.now - since)
 
     def ended_event(self, ids: Ids, state: int, reason: str) -> ev.RowsEnded:
-        """The event of rows that end now. Their leases must still hold them."""
+        """Return the event of ending rows. Their leases must still hold them."""
         event = ev.RowsEnded(time_s=self._context.now, state=TERMINAL[state - 1], count=len(ids), reason=reason)
         if not self.lengths_known:
             return event
@@ -74,7 +77,8 @@ class RowMetrics:
         )  # fmt: skip
 
     def _begun(self, at: Ids) -> Ids:
-        """Estimate the tokens so far of rows that are being generated, at the rate of finished responses."""
+        """Estimate the tokens so far of rows being generated, from the rate of finished
+        responses."""
         parts: list[Ids] = [np.empty(0, np.int64)]
         if not self._tokens or not self._seconds:
             return parts[0]

@@ -1,9 +1,9 @@
-"""Results of user code and of the file system, recorded with each input, so that a log of inputs can be replayed.
+"""Results of user code and of the file system, recorded with each input for replay.
 
     chosen = log.record(lambda: sampler.choose(...).tobytes())
 
-Live, the function is called and its result is recorded with the current input. In a replay the recorded result is
-returned and nothing is called. All other decisions of a ledger follow from its inputs and their times.
+Live, the function is called and its result is recorded with the current input. A replay returns the
+recorded result and calls nothing. All other decisions of a ledger follow from its inputs and times.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from ...errors import AsyncFlowError, error_from_name
 
 
 class NondeterminismLog:
-    """Not thread-safe: the thread that owns the ledger owns it."""
+    """Not thread-safe: owned by the ledger's thread. ``keep``: True if results are kept for
+    ``take``; False, the default, if nothing is journaled."""
 
     def __init__(self) -> None:
         self.keep = False
-        """True if results are kept for ``take``. The default is False: nothing is journaled."""
         self._results: list[bytes] = []
         self._replay: deque[bytes] | None = None
 
     @property
     def active(self) -> bool:
-        """True if results are recorded or replayed. If not, a caller need not compute them."""
+        """True if results are recorded or replayed. Otherwise a caller need not compute them."""
         return self.keep or self._replay is not None
 
     def record(self, produce: Callable[[], bytes]) -> bytes:
-        """Call ``produce`` and record its result, or return the recorded one. Nothing is recorded if it raises."""
+        """Call ``produce`` and record its result, or return the recorded one. An error is not
+        recorded."""
         if self._replay is not None:
             return self._replay.popleft()
         result = produce()
@@ -40,7 +41,7 @@ class NondeterminismLog:
         return result
 
     def record_or_raise(self, produce: Callable[[], bytes]) -> bytes:
-        """The same for a function that may fail: an AsyncFlowError is recorded too, and raised again in a replay."""
+        """Like ``record``, but an AsyncFlowError is recorded too, and raised again in a replay."""
 
         def attempt() -> bytes:
             try:
@@ -59,7 +60,8 @@ class NondeterminismLog:
         return results
 
     def replay(self, results: tuple[bytes, ...] | None) -> bool:
-        """Return these results from now on; None ends the replay. Return True if all those of the last call were used."""
+        """Return these results from now on; None ends the replay. True if all previous results were
+        used."""
         used = not self._replay
         self._replay = None if results is None else deque(results)
         return used

@@ -1,4 +1,5 @@
-"""Parked requests: each waits at a place until what it needs may be there, or its deadline passes."""
+"""Parked requests: each waits at a place until its resource may be available or its deadline
+passes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from .sessions import Sessions
 from .timers import Timers
 
 PLACES = {
-    cmd.Put: "put", cmd.AwaitVersion: "version", cmd.Wanted: "wanted", cmd.Announce: "announce", cmd.Swap: "swap",
+    cmd.AddRows: "put", cmd.AwaitVersion: "version", cmd.AwaitRowsWanted: "wanted", cmd.Announce: "announce", cmd.Swap: "swap",
     cmd.AwaitLost: "lost",
 }  # fmt: skip
 
@@ -29,16 +30,16 @@ class ParkedRequest:
 
 
 def place_of(command: cmd.Command) -> str:
-    """Where a command waits."""
-    if isinstance(command, cmd.Lease):
+    """Return the place where a command waits."""
+    if isinstance(command, cmd.LeaseRows):
         return f"task {command.task}"
-    if isinstance(command, cmd.Meet):
-        return f"meet {command.team}"
+    if isinstance(command, cmd.AllGather):
+        return f"barrier {command.group}"
     return PLACES[type(command)]
 
 
 class ParkedRequests:
-    """``by_ticket``: all of them. At each place the oldest comes first."""
+    """``by_ticket``: all requests. At each place the oldest comes first."""
 
     def __init__(self, context: Context, sessions: Sessions) -> None:
         self._context, self._sessions = context, sessions
@@ -48,19 +49,23 @@ class ParkedRequests:
         self.deadlines = Timers(self.by_ticket)
 
     def at(self, place: str) -> list[ParkedRequest]:
+        """Return the requests at a place, oldest first."""
         return list(self._by_place.get(place, {}).values())
 
     def first(self, place: str) -> ParkedRequest | None:
+        """Return the oldest request at a place."""
         return next(iter(self._by_place.get(place, {}).values()), None)
 
     def of_group(self, task: str, group: str) -> dict[int, dict[int, ParkedRequest]]:
-        """Lease requests of a rank group, by rank and ticket."""
+        """Return lease requests of a rank group, by rank and ticket."""
         return self._by_rank.get((task, group), {})
 
     def count(self, place: str) -> int:
+        """Return the number of requests at a place."""
         return len(self._by_place.get(place, {}))
 
     def add(self, request: ParkedRequest) -> None:
+        """Park a request."""
         self._by_place.setdefault(request.place, {})[request.ticket] = request
         self.by_ticket[request.ticket] = request
         self._sessions.by_id[request.session].parked[request.ticket] = None
@@ -69,6 +74,7 @@ class ParkedRequests:
             self._by_rank.setdefault(key, {}).setdefault(request.command.rank, {})[request.ticket] = request
 
     def remove(self, request: ParkedRequest) -> None:
+        """Remove a request, and retry the next put in line."""
         del self._by_place[request.place][request.ticket], self.by_ticket[request.ticket]
         del self._sessions.by_id[request.session].parked[request.ticket]
         if (key := _group_of(request.command)) is not None:
@@ -81,13 +87,13 @@ class ParkedRequests:
         self._context.wake("put")  # the next in line may go
 
     def wake_all(self) -> None:
-        """Try every parked request again."""
+        """Retry every parked request."""
         self._context.wake(*self._by_place)
         self._context.all_woken = True
 
 
 def _group_of(command: cmd.Command) -> tuple[str, str] | None:
-    """The task and the rank group of a lease request; None for other commands."""
-    if not isinstance(command, cmd.Lease) or command.world_size == 1:
+    """Return the task and rank group of a lease request; None for other commands."""
+    if not isinstance(command, cmd.LeaseRows) or command.world_size == 1:
         return None
-    return command.task, command.team
+    return command.task, command.group

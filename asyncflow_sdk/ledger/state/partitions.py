@@ -1,4 +1,4 @@
-"""Partitions of the rows, and which of them can get no more rows."""
+"""Partitions of the rows, and the ones that get no more rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from .rows import NONE, Rows
 
 
 class Partitions:
-    """``numbers``: of each partition by name; "" is 0. ``ended``: nothing more can be put anywhere; ``ended_names``: there.
-    ``end_requested``: a client ended the stream; else it ends when the last step is filled. ``group_sizes``: of the last
-    put of each."""
+    """``numbers``: by name; "" is 0. ``ended``: no row can be put anywhere; ``ended_names``: in
+    these. ``end_requested``: True if a client ended the stream, False if the last step did.
+    ``group_sizes``: of the last put in each."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -22,21 +22,22 @@ class Partitions:
         self.ended_names: set[str] = set()
 
     def number(self, name: str) -> int:
-        """The number of a partition; NONE if no row was put there and no task names it."""
+        """Return the number of a partition; NONE if no row was put in it and no task names it."""
         return self.numbers.get(name, NONE)
 
     def add(self, name: str) -> int:
+        """Return the number of a partition, a new one if needed."""
         return self.numbers.setdefault(name, len(self.numbers))
 
     def name_of(self, row: Ids) -> str:
-        """The partition of the first of some rows."""
+        """Return the partition of the first row."""
         if len(self.numbers) == 1:
             return ""
         number = int(self._rows.partition[self._rows.at(row)][0])
         return next(name for name, known in self.numbers.items() if known == number)
 
     def split(self, ids: Ids) -> list[tuple[int, Ids]]:
-        """Rows by the number of their partition, in order; an empty list for no rows."""
+        """Split rows by partition number, in order; empty for no rows."""
         if len(self.numbers) == 1 or not len(ids):
             return [(0, ids)] if len(ids) else []
         where = self._rows.partition[self._rows.at(ids)]
@@ -45,5 +46,5 @@ class Partitions:
         return [(int(partition), ids[where == partition]) for partition in np.unique(where)]
 
     def closed(self, partition: int) -> bool:
-        """True if nothing more can be put in the partition with this number."""
+        """True if no row can be put in the partition with this number."""
         return self.ended or any(self.numbers.get(name) == partition for name in self.ended_names)

@@ -1,5 +1,5 @@
-"""Ready rows of one task: the highest priority first, within one in order of arrival. Chunks of ids; a taken chunk
-is split, never scanned row by row."""
+"""Ready rows of one task: highest priority first, then in order of arrival. Rows are kept in chunks
+of ids; a taken chunk is split, never scanned row by row."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ import numpy.typing as npt
 from ..commands import Ids
 from .rows import READY, Rows
 
-NOBODY: Ids = np.empty(0, np.int64)
-CHUNK = 512  # rows of a chunk: each take looks at one chunk more than it gives
+NO_ROWS: Ids = np.empty(0, np.int64)
+CHUNK = 512  # rows of a chunk; a take reads at most one chunk too many
 
 
 class ReadyQueue:
-    """FIFO by priority. Rows that stopped being ready stay in it and are skipped when their turn comes."""
+    """FIFO by priority. Rows no longer ready stay in it and are skipped at their turn."""
 
     def __init__(self, rows: Rows, task: str) -> None:
         self._rows = rows
         self._task = task
         self._queues: dict[int, deque[Ids]] = {}
-        self._order: list[int] = []  # minus the priorities that have a queue, so: in the order of their turn
+        self._order: list[int] = []  # negated priorities, ascending
 
     def __bool__(self) -> bool:
-        """Whether there is anything, if only rows that are no longer ready."""
+        """True if there are rows, maybe only ones no longer ready."""
         return bool(self._order)
 
     def push(self, ids: Ids) -> None:
+        """Append ready rows."""
         for priority, part in self._ranked(ids):
             self._queue(priority).extend(self._split(part))
 
     def push_front(self, ids: Ids) -> None:
+        """Put ready rows before all others of their priority."""
         for priority, part in self._ranked(ids):
             self._queue(priority).extendleft(reversed(self._split(part)))
 
     def is_ready(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return a mask of rows still ready."""
         return self._rows.having(self._task, "state", READY, ids)
 
     def take(self, count: int) -> Ids:
-        """Up to ``count`` rows."""
+        """Remove and return up to ``count`` rows."""
         parts: list[Ids] = []
         while count > 0 and self._order:
             queue = self._queues[-self._order[0]]
@@ -50,7 +53,7 @@ class ReadyQueue:
                 del self._queues[-self._order.pop(0)]
                 continue
             chunk = queue.popleft()
-            if len(chunk) < count and queue:  # small chunks are looked at together
+            if len(chunk) < count and queue:  # check small chunks together
                 chunks, rows = [chunk], len(chunk)
                 while rows < count and queue:
                     chunks.append(queue.popleft())
@@ -66,10 +69,11 @@ class ReadyQueue:
             count -= len(chunk)
         if len(parts) == 1:
             return parts[0]
-        return np.concatenate(parts) if parts else NOBODY
+        return np.concatenate(parts) if parts else NO_ROWS
 
     def take_groups(self, count: int, room: int) -> Ids:
-        """Whole groups: about ``count`` rows, at least one group, never more than ``room`` rows."""
+        """Remove whole groups: about ``count`` rows, at least one group, never more than ``room``
+        rows."""
         parts: list[Ids] = []
         taken = 0
         while taken < min(count, room) and (queue := self._first()) is not None:
@@ -88,23 +92,23 @@ class ReadyQueue:
             parts.append(chunk[:cut])
             taken += cut
         if len(parts) < 2:
-            return parts[0] if parts else NOBODY
+            return parts[0] if parts else NO_ROWS
         ids = np.concatenate(parts)
-        _, where = np.unique(ids, return_index=True)  # a group that came back in pieces was pushed with each of them
+        _, where = np.unique(ids, return_index=True)  # a group returned in pieces was pushed with each piece
         return ids if len(where) == len(ids) else ids[np.sort(where)]
 
     def peek_group(self) -> Ids:
-        """The rows of the first group; empty when nothing is ready."""
+        """Return the rows of the first group; empty if nothing is ready."""
         queue = self._first()
-        return NOBODY if queue is None else queue[0][self._firsts(queue[0]) == self._firsts(queue[0][:1])]
+        return NO_ROWS if queue is None else queue[0][self._firsts(queue[0]) == self._firsts(queue[0][:1])]
 
     def chunks(self) -> Iterator[Ids]:
-        """All there is, in order; with rows that are no longer ready."""
+        """Yield all chunks in order, including rows no longer ready."""
         for rank in self._order:
             yield from self._queues[-rank]
 
     def _ranked(self, ids: Ids) -> list[tuple[int, Ids]]:
-        """Rows apart by their priority."""
+        """Split rows by priority."""
         if not self._rows.ranked or not len(ids):
             return [(0, ids)]
         priorities = self._rows.priority[self._rows.at(ids)]
@@ -120,12 +124,12 @@ class ReadyQueue:
         return self._rows.first[self._rows.at(ids)]
 
     def _ends(self, ids: Ids) -> Ids:
-        """Where another group begins."""
+        """Return the positions where another group begins."""
         firsts = self._firsts(ids)
         return np.flatnonzero(firsts[1:] != firsts[:-1]) + 1
 
     def _split(self, ids: Ids) -> list[Ids]:
-        """Chunks that end where groups end."""
+        """Split into chunks at group borders."""
         if len(ids) <= CHUNK:
             return [ids]
         ends = self._ends(ids)
@@ -133,7 +137,7 @@ class ReadyQueue:
         return np.split(ids, np.unique(ends[after[after < len(ends)]]))
 
     def _first(self) -> deque[Ids] | None:
-        """The queue whose turn it is; its first chunk has ready rows and is rid of those that are not."""
+        """Return the queue to take from next; its first chunk has only ready rows."""
         while self._order:
             queue = self._queues[-self._order[0]]
             while queue:

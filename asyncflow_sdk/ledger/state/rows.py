@@ -1,4 +1,4 @@
-"""The rows: one array per property, indexed by id minus the oldest id still kept. No loop over rows."""
+"""Rows: one array per property, indexed by id minus the oldest kept id. No loop over rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..commands import TERMINAL, Ids
+from ...types.reports import TERMINAL
+from ..commands import Ids
 
 LIVE = 0  # state; terminal states are 1 + their place in TERMINAL
 WAITING, READY, SELECTED, LEASED, DONE, APART = range(6)  # of a row in a task; APART: it never sees the row
@@ -28,9 +29,9 @@ _FIELDS: dict[str, tuple[Any, int]] = {
     "deadline": (np.int64, NONE),  # NONE: not admitted
     "step": (np.int64, NONE),  # NONE: not selected
     "todo": (np.int32, 0),  # tasks that have not completed the row
-    "fate": (np.uint8, LIVE),  # how a row of a step that no checkpoint covers will end, if not consumed
+    "fate": (np.uint8, LIVE),  # future terminal state in an uncovered step, if not consumed
     "nbytes": (np.int64, 0),  # of payload written
-    "charged": (np.int64, 0),  # what the row counts against capacity_bytes: written, or reserved
+    "charged": (np.int64, 0),  # counted against capacity_bytes: written or reserved
 }
 _TASK_FIELDS: dict[str, tuple[Any, int]] = {
     "state": (np.uint8, WAITING),
@@ -40,12 +41,12 @@ _TASK_FIELDS: dict[str, tuple[Any, int]] = {
 
 
 class Rows:
-    """Struct of arrays. Ids are given out once and never again; ended rows at the front are forgotten."""
+    """A struct of arrays. Ids are never reused; ended rows at the front are forgotten."""
 
     def __init__(self, capacity: int = 1024) -> None:
         self.base = 0
         self.count = 0
-        self.ranked = False  # whether any row ever had a priority
+        self.ranked = False  # True once any row had a priority
         self._capacity = capacity
         self._fields = {n: np.full(capacity, fill, dtype) for n, (dtype, fill) in _FIELDS.items()}
         self._tasks: dict[str, dict[str, npt.NDArray[Any]]] = {}
@@ -55,7 +56,7 @@ class Rows:
         self.over = 0  # their sum
 
     def add(self, groups: int, group_size: int) -> Ids:
-        """New live rows, in whole groups."""
+        """Add live rows in whole groups. Return their ids."""
         n = groups * group_size
         self._reserve(n)
         new = slice(self.count, self.count + n)
@@ -66,10 +67,12 @@ class Rows:
         return ids
 
     def add_task(self, name: str) -> None:
+        """Add arrays for a task."""
         self._tasks[name] = {n: np.full(self._capacity, f, t) for n, (t, f) in _TASK_FIELDS.items()}
         self._arrivals[name] = np.zeros(self._capacity, np.int32)
 
     def add_measure(self, column: str) -> None:
+        """Add an array for a measured column."""
         self.measures[column] = np.full(self._capacity, np.nan)
 
     if TYPE_CHECKING:  # the fields are properties, made below
@@ -77,33 +80,36 @@ class Rows:
         def __getattr__(self, name: str) -> npt.NDArray[Any]: ...
 
     def task(self, name: str, field: str) -> npt.NDArray[Any]:
+        """Return an array of a task."""
         return self._tasks[name][field]
 
     def at(self, ids: Ids) -> Ids:
-        """Places of rows in the arrays."""
+        """Return the array indices of rows."""
         return ids - self.base
 
-    def spot(self, at: Ids) -> Ids | int:
-        """The same places, to write to: numpy writes to one given as a number ten times as fast."""
+    def write_index(self, at: Ids) -> Ids | int:
+        """Return indices to write to: a single one as int, because numpy writes to it ten times as
+        fast."""
         return int(at[0]) if len(at) == 1 else at
 
     def having(self, task: str, field: str, value: int, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Which of ``ids`` live and have this value in a task."""
+        """Return a mask of live rows with this value in a task."""
         values = self._tasks[task][field]
-        if len(ids) == 1:  # as it often is: an operation on arrays costs more than all of this
+        if len(ids) == 1:  # the usual case, without costly array operations
             place = int(ids[0]) - self.base
             return np.array([place >= 0 and self.state[place] == LIVE and values[place] == value])
         at = self.at(ids)
-        kept = at >= 0  # a row forgotten since had ended, and its place is another's
+        kept = at >= 0  # a forgotten row had ended; its index is reused
         at = np.where(kept, at, 0)
         found: npt.NDArray[np.bool_] = kept & (self.state[at] == LIVE) & (values[at] == value)
         return found
 
     def live_ids(self) -> Ids:
+        """Return all live rows."""
         return np.flatnonzero(self.state[: self.count] == LIVE) + self.base
 
     def members(self, ids: Ids) -> Ids:
-        """All rows of the groups of ``ids``, in order, each once."""
+        """Return all rows of the groups of ``ids``, in order, each once."""
         at = self.at(ids)
         firsts, where = np.unique(self.first[at], return_index=True)
         sizes = self.size[at][where].astype(np.int64)
@@ -111,7 +117,7 @@ class Rows:
         return starts + np.arange(sizes.sum())
 
     def arrive(self, task: str, ids: Ids) -> Ids:
-        """Rows became ready for a task that takes whole groups: the rows of the groups that now are whole."""
+        """Note ready rows of a task with whole groups. Return the rows of groups now complete."""
         arrivals = self._arrivals[task]
         firsts = self.at(self.first[self.at(ids)])
         np.add.at(arrivals, firsts, 1)
@@ -119,33 +125,27 @@ class Rows:
         return self.members(np.unique(whole) + self.base) if len(whole) else whole
 
     def excuse(self, task: str, live: Ids) -> None:
-        """A task that takes whole groups comes when some rows have ended: they count as ready in their groups."""
+        """Count ended rows as arrived, for a new task with whole groups."""
         firsts, there = np.unique(self.first[self.at(live)], return_counts=True)
         self._arrivals[task][self.at(firsts)] = self.size[self.at(firsts)] - there
 
-    def task_counts(self, name: str) -> dict[str, int]:
-        """Live rows by their state in a task."""
-        live = self.state[: self.count] == LIVE
-        counts = np.bincount(self._tasks[name]["state"][: self.count][live], minlength=1 + len(TASK_STATES))
-        return dict(zip(TASK_STATES, counts.tolist(), strict=False))
-
     def finish(self, ids: Ids, state: int) -> None:
-        """Rows reached a terminal state. It must be their first."""
-        at = self.spot(self.at(ids))
+        """Set the terminal state of rows; it must be their first."""
+        at = self.write_index(self.at(ids))
         assert not np.count_nonzero(self.state[at]), "a row ends once"
         self.state[at] = state
         self.ended[state] += len(ids)
         self.over += len(ids)
 
     def _reserve(self, n: int) -> None:
-        """Room for n more rows: forget ended rows at the front, or double. Amortised O(1) a row."""
+        """Make room for n rows: forget ended rows at the front, or double. Amortised O(1) a row."""
         if self.count + n <= self._capacity:
             return
         live = np.flatnonzero(self.state[: self.count] == LIVE)
         gone = int(self.first[live[0]] - self.base) if len(live) else self.count  # whole groups only
         kept = self.count - gone
         capacity = self._capacity
-        while kept + n > capacity // 2:  # leave half free, or every put would move the rest
+        while kept + n > capacity // 2:  # leave half free, or every put would move rows
             capacity *= 2
 
         def moved(old: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:

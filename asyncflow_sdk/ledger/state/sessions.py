@@ -13,10 +13,10 @@ from .rows import NONE
 
 
 @dataclass
-class Replica:
-    """A session that takes versions of the weights. ``version``, ``doing``: what it does about a version: fetching, staged, waits,
-    swapping or failed; "" once it generates with it. ``why``: the reason of a failure. ``staged``: the version it has ready to load.
-    ``since``: ledger seconds."""
+class ReplicaState:
+    """``version``, ``doing``: the activity with a version: fetching, staged, waits, swapping or
+    failed; "" once it generates with it. ``why``: the reason of a failure. ``staged``: the version
+    ready to load. ``since``: ledger seconds."""
 
     version: int = NONE
     doing: str = ""
@@ -25,6 +25,7 @@ class Replica:
     staged: int = NONE
 
     def begin(self, version: int, doing: str, now: float, why: str = "") -> None:
+        """Set the activity."""
         self.version, self.doing, self.since, self.why = version, doing, now, why
 
 
@@ -32,11 +33,11 @@ class Replica:
 class Session:
     """One client.
 
-    ``loaded``: the version its replica generates with; None before it has one. ``claimed``: that is a version 0 it brought
-    itself, with which it has taken no prompts yet. ``leases``, ``parked``: its leases by token and its parked requests by
-    ticket, in order. ``rank``: of the publisher; NONE if it is none. ``dismissed``: it is given nothing more. ``replica``: its
-    state as a replica; None if it takes no versions. ``lost``: rows of its leases that ended, and that it was not told of; None
-    if it never asked for them.
+    ``loaded``: the version its replica generates with; None before the first. ``claimed``: True if
+    that is its own version 0 and it has taken no prompts with it. ``leases``: by token. ``parked``:
+    tickets of its parked requests, in order. ``rank``: of the publisher; NONE if it is none.
+    ``dismissed``: True if it gets nothing more. ``replica``: None if it takes no versions.
+    ``lost``: unreported ended rows of its leases; None if it never asked for them.
     """
 
     id: int
@@ -44,7 +45,7 @@ class Session:
     loaded: int | None = None
     claimed: bool = False
     rank: int = NONE
-    replica: Replica | None = None
+    replica: ReplicaState | None = None
     since: float = 0.0
     dismissed: bool = False
     leases: dict[int, Grant] = field(default_factory=dict)
@@ -54,7 +55,8 @@ class Session:
 
 @dataclass
 class Preparation:
-    """Work of a client since ``since`` before its first request for rows of ``task``, in words ("loading its model")."""
+    """A client's work before its first request for rows of ``task``, for example "loading its
+    model"."""
 
     task: str
     what: str
@@ -62,7 +64,7 @@ class Preparation:
 
 
 class Sessions:
-    """Sessions by number. ``preparing``: by number, of those that say so."""
+    """Sessions by number. ``preparing``: reported preparations, by session number."""
 
     def __init__(self) -> None:
         self.by_id: dict[int, Session] = {}
@@ -70,13 +72,15 @@ class Sessions:
         self._next = 1
 
     def open(self, name: str, now: float) -> Session:
+        """Open a session."""
         session = Session(self._next, name, since=now)
         self._next += 1
         self.by_id[session.id] = session
         return session
 
     def take_lost(self, session: Session) -> cmd.Lost | None:
-        """The rows of a session's leases that ended since it last asked; None if there are none. They are remembered from the first call on."""
+        """Return the ended rows of a session's leases since its last request; None if none. Rows
+        are collected from the first call on."""
         if not session.lost:
             session.lost = session.lost or []
             return None
@@ -84,9 +88,10 @@ class Sessions:
         return cmd.Lost(ids=pack_ids(ids))
 
     def remove(self, session: int) -> None:
+        """Forget a closed session."""
         self.preparing.pop(session, None)
         del self.by_id[session]
 
     def name(self, session: int) -> str:
-        """The name of a session, also of one that is closed."""
+        """Return the name of a session, "session N" for a closed one."""
         return self.by_id[session].name if session in self.by_id else f"session {session}"

@@ -1,4 +1,4 @@
-"""Steps: the one being filled, full ones that wait for a trainer, and those that a checkpoint does not cover yet."""
+"""Steps: the open one, full ones waiting for a trainer, and those no checkpoint covers yet."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from .window import Window
 
 
 class Steps:
-    """``declared`` is False before the task with ``batch_rows`` is declared; ``task`` and ``window`` may then not be used.
+    """``task`` and ``window`` may not be used before ``declared`` is True.
 
-    ``ready``: ready rows by deadline (None: rows that were put complete). ``filling``: rows of the open step, in parts. ``closed``: full
-    steps that wait for a trainer, in order. ``whole``: with checkpoints, the rows of every full step that none covers. ``unselected``:
-    live rows that steps take and that are in none. ``reselect``: True if rows may join the open step that could not before.
-    ``just_closed``: True if a step closed, and late rows were not evicted yet.
+    ``ready``: ready rows by deadline (None: rows put complete). ``open_rows``: rows of the open
+    step, in parts. ``closed``: full steps waiting for a trainer, in order. ``uncovered``: with
+    checkpoints, the rows of each full step not covered. ``unselected``: live rows for steps, in
+    none yet. ``reselect``: True if more rows may join the open step. ``just_closed``: True if late
+    rows must be evicted after a step closed.
 
-    ``covered``: steps before this one are final. ``checkpoint``: the step of the newest checkpoint; NONE without one. ``saved``: by the
-    step of each checkpoint that is kept, its version. ``holes``: rows of steps that are not covered, whose payload is lost.
+    ``covered``: earlier steps are final. ``checkpoint``: step of the newest checkpoint; NONE
+    without one. ``saved``: version of each kept checkpoint, by step. ``lost_rows``: rows of
+    uncovered steps with lost payload.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -31,22 +33,24 @@ class Steps:
         self._task: Task | None = None
         self._window: Window | None = None
         self.ready: dict[int | None, ReadyQueue] = {}
-        self.filling: list[Ids] = []
+        self.open_rows: list[Ids] = []
         self.closed: deque[tuple[int, Ids]] = deque()
-        self.whole: dict[int, Ids] = {}
+        self.uncovered: dict[int, Ids] = {}
         self.unselected = 0
         self.reselect = False
         self.just_closed = False
         self.covered = 0
         self.checkpoint = NONE
         self.saved: dict[int, int] = {}
-        self.holes: Ids = np.empty(0, np.int64)
+        self.lost_rows: Ids = np.empty(0, np.int64)
 
     def declare(self, task: Task, window: Window, unselected: int) -> None:
+        """Set the task that makes the steps."""
         self._task, self._window, self.unselected = task, window, unselected
 
     @property
     def declared(self) -> bool:
+        """True once a task makes steps."""
         return self._task is not None
 
     @property
@@ -57,10 +61,12 @@ class Steps:
 
     @property
     def name(self) -> str:
+        """The name of that task."""
         return self.task.spec.name
 
     @property
     def window(self) -> Window:
+        """The window of the open step."""
         assert self._window is not None
         return self._window
 
@@ -75,27 +81,27 @@ class Steps:
 
     @property
     def lacks_rows(self) -> bool:
-        """True if the open step cannot fill with the rows there are."""
+        """True if the open step cannot fill with the present rows."""
         return self.open and self.unselected < self.window.free
 
     def takes(self, at: Ids) -> npt.NDArray[np.bool_]:
-        """True for each row, by place, that steps take."""
+        """Return a mask of rows, by array index, of partitions that steps take."""
         taken: npt.NDArray[np.bool_] = self._rows.task(self.name, "state")[at] != APART
         return taken
 
     def unselected_at(self, at: Ids) -> npt.NDArray[np.bool_]:
-        """True for each row, by place, that steps take and that is in none."""
+        """Return a mask of rows, by array index, that steps take but have not selected."""
         selected: npt.NDArray[np.bool_] = (self._rows.step[at] == NONE) & self.takes(at)
         return selected
 
     def not_closed(self, at: Ids) -> npt.NDArray[np.bool_]:
-        """True for each row, by place, that is in no full step."""
+        """Return a mask of rows, by array index, outside full steps."""
         step = self._rows.step[at]
         free: npt.NDArray[np.bool_] = (step == NONE) | (step == self.window.step)
         return free
 
     def push(self, ids: Ids, *, front: bool = False) -> None:
-        """Rows are ready for a step; ``front``: before those that are."""
+        """Queue ready rows for a step; ``front``: before the others."""
         deadlines = self._rows.deadline[self._rows.at(ids)]
         for deadline in np.unique(deadlines).tolist():
             key = None if deadline == NONE else deadline
@@ -105,7 +111,7 @@ class Steps:
             queue.push_front(part) if front else queue.push(part)
 
     def withdraw(self, ids: Ids) -> None:
-        """Remove admitted, unselected rows from the counts of the staleness rule."""
+        """Remove admitted, unselected rows from the staleness rule's counts."""
         at = self._rows.at(ids)
         deadlines = self._rows.deadline[at][self._rows.step[at] == NONE]
         for deadline, count in zip(*np.unique(deadlines[deadlines != NONE], return_counts=True), strict=True):
@@ -113,29 +119,29 @@ class Steps:
         self.reselect = True
 
     def remove_from_open(self, ids: Ids) -> None:
-        """Free the slots of rows of the open step that end."""
+        """Free the slots of ending rows in the open step."""
         count = int((self._rows.step[self._rows.at(ids)] == self.window.step).sum())
         if count:
             self.window.unselect(count)
             self.reselect = True
-            self.filling = [part[~np.isin(part, ids)] for part in self.filling]
+            self.open_rows = [part[~np.isin(part, ids)] for part in self.open_rows]
 
     def take_back(self, step: int, ids: Ids) -> None:
-        """A full step waits for a trainer again."""
+        """Queue a full step for a trainer again."""
         self.closed = deque(sorted([(step, ids), *self.closed], key=lambda closed: closed[0]))
 
     def next_to_train(self) -> int:
-        """The first step that is not acknowledged."""
+        """Return the first unacknowledged step."""
         leased = [grant.step for grant in self.task.leases.values()]
         return min([self.window.step, *leased, *(step for step, _ in self.closed)])
 
     def acknowledged(self) -> list[tuple[int, Ids]]:
-        """Acknowledged steps that no checkpoint covers, with their rows."""
+        """Return acknowledged, uncovered steps and their rows."""
         if not self.declared:
             return []
         rows = self._rows
         return [
             (step, ids)
-            for step, ids in self.whole.items()
+            for step, ids in self.uncovered.items()
             if (rows.task(self.name, "state")[rows.at(ids)] == DONE).all()
         ]

@@ -1,4 +1,4 @@
-"""Tasks: their ready rows, their counters, and the leases of each."""
+"""Tasks: their ready rows, counters and leases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...errors import SchemaError
-from ..commands import Ids, Sampling, TaskSpec
+from ...types.tasks import TaskSpec
+from ..commands import Ids, SamplerTraits
 from .context import Context
 from .grants import Grant
 from .partitions import Partitions
@@ -21,37 +22,38 @@ from .rows import APART, DONE, TASK_STATES, Rows
 class Task:
     """A task.
 
-    ``need``: the bits of the columns it needs. ``ready``: its ready rows. ``undone``: live rows it has not completed.
-    ``waiting``, ``fit``: live rows that lack columns, and ready ones, where rows are taken singly. ``redo``: admitted rows whose
-    producer was lost. These by partition. ``counts``: live rows by their state in the task. ``came``, ``passed``: how often a row
-    became ready, and was completed. ``given``: leases granted. ``leases``, ``group_leases``: by token, the oldest first; and those of
-    each rank group. ``turn``: the partition where a lease that names none looks first.
+    ``need``: bits of the needed columns. By partition: ``ready``, ready rows; ``unfinished``, live
+    rows not completed; ``waiting`` and ``fit``, rows without their columns and ready rows, if
+    leased singly; ``redo``, admitted rows with a lost producer. ``counts``: live rows by state.
+    ``became_ready``, ``completed``: row counts over all time. ``leases_granted``: their number.
+    ``leases``, ``group_leases``: by token, oldest first; and by rank group. ``next_partition``:
+    where a lease without a partition looks first.
     """
 
     spec: TaskSpec
     need: np.uint64
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplerTraits = field(default_factory=SamplerTraits)
     ready: dict[int, ReadyQueue] = field(default_factory=dict)
-    undone: Counter[int] = field(default_factory=Counter)
+    unfinished: Counter[int] = field(default_factory=Counter)
     waiting: Counter[int] = field(default_factory=Counter)
     fit: Counter[int] = field(default_factory=Counter)
-    turn: int = 0
+    next_partition: int = 0
     redo: dict[int, deque[Ids]] = field(default_factory=dict)
     counts: list[int] = field(default_factory=lambda: [0] * len(TASK_STATES))
-    given: int = 0
-    came: int = 0
-    passed: int = 0
+    leases_granted: int = 0
+    became_ready: int = 0
+    completed: int = 0
     leases: dict[int, Grant] = field(default_factory=dict)
     group_leases: dict[str, dict[int, Grant]] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
-        """Where requests for its rows wait."""
+        """The place where requests for its rows wait."""
         return f"task {self.spec.name}"
 
     @property
     def whole_groups(self) -> bool:
-        """True if its rows become ready, and are leased, in whole groups."""
+        """True if its rows become ready and are leased in whole groups."""
         return self.spec.grouped or self.sampling.whole_groups
 
     def move(self, count: int, before: int, after: int) -> None:
@@ -61,7 +63,7 @@ class Task:
 
 
 class Tasks:
-    """Tasks by name, in the order of their declaration."""
+    """Tasks by name, in order of declaration."""
 
     def __init__(self, context: Context, rows: Rows, partitions: Partitions) -> None:
         self._context, self._rows, self._partitions = context, rows, partitions
@@ -77,7 +79,7 @@ class Tasks:
         return self.by_name[name]
 
     def find(self, name: str) -> Task:
-        """The task that a client names. Raises SchemaError."""
+        """Return the task named by a client. Raises SchemaError."""
         try:
             return self.by_name[name]
         except KeyError:
@@ -86,56 +88,56 @@ class Tasks:
 
     @property
     def admitting(self) -> Task | None:
-        """The task whose groups the staleness rule admits (rollout)."""
+        """The task with groups admitted by the staleness rule (rollout)."""
         return next((task for task in self if task.spec.admits), None)
 
     def wake_replicas(self) -> None:
-        """Try the requests of replicas again: the staleness rule may now admit their rows."""
+        """Retry the requests of replicas: the staleness rule may now admit rows."""
         if (task := self.admitting) is not None:
             self._context.wake(task.place)
 
     def takes(self, task: Task, partition: int) -> bool:
-        """True if a task takes the rows of the partition with this number."""
+        """True if a task takes the partition with this number."""
         names = task.spec.partitions
         return "*" in names or any(self._partitions.numbers.get(name) == partition for name in names)
 
     def queue(self, task: Task, partition: int) -> ReadyQueue:
-        """The ready rows of a task in one partition."""
+        """Return the ready rows of a task in one partition."""
         if partition not in task.ready:
             task.ready[partition] = ReadyQueue(self._rows, task.spec.name)
         return task.ready[partition]
 
     def exhausted(self, task: Task, partition: str | None = None) -> bool:
-        """True if a task will get no further row, of one partition or of any."""
+        """True if a task gets no further row, of one partition or of any."""
         partitions = self._partitions
         if partition is not None:
             ended = partitions.ended or partition in partitions.ended_names
-            return ended and not task.undone[partitions.number(partition)]
+            return ended and not task.unfinished[partitions.number(partition)]
         ended = partitions.ended or partitions.ended_names.issuperset(task.spec.partitions)
-        return ended and not any(task.undone.values())
+        return ended and not any(task.unfinished.values())
 
     def leave(self, task: Task, ids: Ids) -> None:
         """Count rows as done in a task, or ended."""
         for partition, part in self._partitions.split(ids):
-            task.undone[partition] -= len(part)
+            task.unfinished[partition] -= len(part)
         self._context.wake(task.place)
         if self.exhausted(task):
             self._context.wake("version")
 
     def count_waiting(self, task: Task, ids: Ids) -> None:
-        """Count rows of a task that got the columns they lacked, or ended without them."""
+        """Count rows that got their missing columns or ended without them."""
         if not task.spec.grouped:
             for partition, part in self._partitions.split(ids):
                 task.waiting[partition] -= len(part)
 
     def count_fit(self, task: Task, ids: Ids, sign: int) -> None:
-        """Count rows that became ready (1), or are so no longer (-1)."""
+        """Count rows that became ready (``sign`` 1) or stopped being ready (-1)."""
         if not task.spec.grouped:
             for partition, part in self._partitions.split(ids):
                 task.fit[partition] += sign * len(part)
 
     def skip(self, task: Task, ids: Ids) -> None:
-        """Count rows as done in a task without leasing them: a step can take them as they were put."""
+        """Count rows as done in a task without a lease: steps take them as they were put."""
         rows = self._rows
         state = rows.task(task.spec.name, "state")
         ids = ids[state[rows.at(ids)] != APART]
@@ -147,8 +149,8 @@ class Tasks:
         self.leave(task, ids)
 
     def return_to_queue(self, task: Task, ids: Ids) -> None:
-        """Put rows that came back before the other ready rows of a task. Where groups stay whole, together with rows of their groups
-        that came back before: these were queued then, and are passed over there."""
+        """Put returned rows before the other ready rows. With whole groups, include rows of the
+        same groups returned earlier; their older entries are skipped."""
         for partition, part in self._partitions.split(ids):
             ready = self.queue(task, partition)
             if task.whole_groups:
@@ -157,7 +159,7 @@ class Tasks:
             ready.push_front(part)
 
     def next_partitions(self, task: Task, named: str | None) -> list[int]:
-        """Partitions where a task may have ready rows, the one whose turn it is first."""
+        """Return partitions that may have ready rows, in turn."""
         if named is not None:
             return [number for number in [self._partitions.number(named)] if number in task.ready]
-        return sorted(task.ready, key=lambda number: (number < task.turn, number))
+        return sorted(task.ready, key=lambda number: (number < task.next_partition, number))

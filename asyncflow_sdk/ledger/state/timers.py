@@ -1,4 +1,4 @@
-"""Timers: what has a time of its own, by that time. What is gone or was renewed stays in and is skipped."""
+"""Timers: a heap of expiry times. Entries of removed or renewed items are skipped."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ T = TypeVar("T", bound=Timed)
 
 
 class Timers(Generic[T]):
-    """Over a dict of things that expire. Adding and asking cost O(log n), whatever lives."""
+    """Expiry of the items in a dict. Adding and reading cost O(log n)."""
 
     def __init__(self, things: dict[int, T]) -> None:
         self._things = things
         self._heap: list[tuple[float, int]] = []
 
     def add(self, key: int) -> None:
-        """Something new, or with a new time."""
+        """Add a new item, or one with a new time."""
         heapq.heappush(self._heap, (self._things[key].expires, key))
-        if len(self._heap) > 64 + 4 * len(self._things):  # mostly of things that are gone
+        if len(self._heap) > 64 + 4 * len(self._things):  # mostly stale entries
             self._heap = [(thing.expires, key) for key, thing in self._things.items()]
             heapq.heapify(self._heap)
 
     def next(self) -> float | None:
-        """The earliest time, past or to come."""
+        """Return the earliest expiry, past or future."""
         while self._heap:
             time, key = self._heap[0]
             thing = self._things.get(key)
@@ -38,7 +38,7 @@ class Timers(Generic[T]):
         return None
 
     def due(self, now: float) -> list[T]:
-        """What has expired, earliest first."""
+        """Return the expired items, earliest first."""
         out: dict[int, T] = {}  # the same time may have been set twice
         while (time := self.next()) is not None and time <= now:
             key = heapq.heappop(self._heap)[1]

@@ -1,4 +1,4 @@
-"""Versions of the weights: the current one, those that are kept, and the one that is announced."""
+"""Versions of the weights: the current one, kept ones, and the announced one."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from .rows import NONE
 
 @dataclass
 class AnnouncedVersion:
-    """A version that is being written. ``ranks``: publishers that announced it. ``parts``: published parts by rank."""
+    """A version being written. ``ranks``: publishers that announced it. ``parts``: published parts
+    by rank."""
 
     version: int
     since: float
     ranks: set[int] = field(default_factory=set)
-    parts: dict[int, cmd.Part] = field(default_factory=dict)
+    parts: dict[int, cmd.VersionPart] = field(default_factory=dict)
     probe: bytes = b""
 
 
 @dataclass
 class KeptVersion:
-    """A version that can be fetched. ``source``: the number its bytes were published under, by ``sessions``, one for each part."""
+    """A version that can be fetched. ``source``: the number its bytes were published under.
+    ``sessions``: the publisher of each part."""
 
     version: int
     source: int
-    parts: tuple[cmd.Part, ...]
+    parts: tuple[cmd.VersionPart, ...]
     sessions: tuple[int, ...]
     probe: bytes
     since: float
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
     @property
@@ -45,10 +48,11 @@ class KeptVersion:
 
 
 class Versions:
-    """``current``: the number of the newest version; NONE before the first. ``since``: when it was published, ledger seconds.
-    ``kept``: the newest versions, oldest first. ``committed``: the newest one that a quorum of replicas has staged; NONE without a
-    quorum. ``unavailable``: why the current version cannot be fetched. ``to_restore``: the version of a rollback that the trainer has
-    not loaded yet; ``restore_step``: the step of the checkpoint with its optimizer state. NONE if there is none."""
+    """``current``: the newest version; NONE before the first. ``since``: its publication, ledger
+    seconds. ``kept``: the newest versions, oldest first. ``committed``: the newest version staged
+    by a quorum; NONE without a quorum. ``unavailable``: why the current version cannot be fetched.
+    ``to_restore``: version of a rollback not yet loaded by the trainer; ``restore_step``: step of
+    the checkpoint with its optimizer state; both NONE for none."""
 
     def __init__(self) -> None:
         self.current = NONE
@@ -66,5 +70,5 @@ class Versions:
         return self.kept.get(self.current)
 
     def sessions(self) -> set[int]:
-        """Sessions that wrote versions that are kept, also those that are closed."""
+        """Return the sessions that wrote kept versions, also closed ones."""
         return {session for each in self.kept.values() for session in each.sessions}

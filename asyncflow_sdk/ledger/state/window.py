@@ -1,6 +1,6 @@
-"""The window: which step is being filled, its free slots, and the rows under way for it and for later ones, counted.
+"""The window: the step being filled, its free slots, and the rows under way, counted by deadline.
 
-What may come in and what has to go is a staleness policy's to say (``policies``); what it is shown is a ``StepWindow``.
+A staleness policy (``policies``) reads a ``StepWindow`` and decides which rows to admit or evict.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...interfaces import StepWindow
 
 
 class Window:
-    """Counters of the rows; the rows themselves are the ledger's. ``deadline`` None: of rows that came complete."""
+    """Counters only; the ledger keeps the rows. ``deadline`` None: rows put complete."""
 
     def __init__(self, batch_rows: int, max_staleness: int, steps: int | None = None) -> None:
         if batch_rows < 1:
@@ -26,16 +26,17 @@ class Window:
         self._admitted: Counter[int] = Counter()
 
     def filling(self, current: int) -> StepWindow:
-        """What a policy is shown; good until a counter changes. ``current``: the step that the newest version trains."""
+        """Return the policy's view, valid until a counter changes. ``current``: the step trained by
+        the newest version."""
         admitted = MappingProxyType(self._admitted)
         return StepWindow(self.step, self.batch_rows, self.free, self.max_staleness, current, admitted)
 
     def load(self, deadline: int) -> int:
-        """L_j: admitted, unselected, live rows of this deadline or an earlier one."""
+        """Return L_j: admitted, unselected, live rows with this deadline or an earlier one."""
         return sum(n for d, n in self._admitted.items() if d <= deadline)
 
     def has(self, deadline: int) -> bool:
-        """Whether admitted, unselected, live rows have this deadline."""
+        """True if admitted, unselected, live rows have this deadline."""
         return self._admitted[deadline] > 0
 
     @property
@@ -45,7 +46,7 @@ class Window:
 
     @property
     def finished(self) -> bool:
-        """Whether every step has been filled."""
+        """True if every step is full."""
         return self.steps is not None and self.step >= self.steps
 
     @property
@@ -57,41 +58,43 @@ class Window:
 
     @property
     def wanted(self) -> int:
-        """Slots that are worth bringing rows for: all there are, or, without a last step, those of this step and of
-        as many later ones as may be generated for now, and one more."""
+        """Slots to put rows for: all slots or, without a last step, those of this step and of the
+        max_staleness + 1 steps after it."""
         if self.slots is not None:
             return self.slots
         return self.free + (self.max_staleness + 1) * self.batch_rows
 
     def admit(self, rows: int, deadline: int) -> None:
+        """Count admitted rows."""
         self._admitted[deadline] += rows
 
     def withdraw(self, rows: int, deadline: int | None) -> None:
-        """Admitted, unselected rows ended or lost their admission."""
+        """Uncount admitted, unselected rows that ended or lost their admission."""
         if deadline is not None:
             self._admitted[deadline] -= rows
 
     def select(self, rows: int, deadline: int | None) -> None:
+        """Count rows selected into the open step."""
         self.withdraw(rows, deadline)
         self.free -= rows
 
     def unselect(self, rows: int) -> None:
-        """Rows of the step being filled ended: their slots are free again."""
+        """Free the slots of ended rows in the open step."""
         self.free += rows
 
     def stop(self) -> None:
-        """No step will be filled from here on; the open one is empty again."""
+        """Fill no further step; the open one is empty."""
         assert self.free == self.batch_rows
         self.steps = self.step
 
     def close(self) -> None:
-        """The step is full; the next one fills."""
+        """Close the full step and open the next."""
         assert self.free == 0, "a step closes full"
         self.step += 1
         self.free = self.batch_rows
         self._admitted = +self._admitted
 
     def open_again(self, step: int, back: Counter[int]) -> None:
-        """This step and all later ones are empty again. ``back``: the rows that were in them, by deadline."""
+        """Empty this step and all later ones. ``back``: their rows, by deadline."""
         self.step, self.free = step, self.batch_rows
         self._admitted.update(back)

@@ -1,8 +1,9 @@
-"""Weight updates: which version each replica fetches, and when it may load it.
+"""Replica updates: the version each replica fetches, and when it may load it.
 
-At most ``max_swapping`` replicas load a version at once, those that asked first. With a ``quorum``, no replica loads a version before so
-many live replicas have it staged or loaded. Then it is *committed*, and replicas that have not loaded it are granted no prompts. A
-committed version may still be loaded when a newer one is current that is not committed.
+At most ``max_swapping`` replicas load at once, in order of request. With a ``quorum``, no replica
+loads a version before this many live replicas have staged or loaded it. Then the version is
+*committed*, and replicas without it get no prompts. A committed version may still be loaded while a
+newer uncommitted one is current.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from ..errors import ConfigError, Ended, VersionGone
 from ..types import events as ev
 from . import commands as cmd
-from .completion import Completion
+from .completion import RowCompletion
 from .replicas import Replicas
 from .state import LedgerState
 from .state.parked import ParkedRequest
@@ -20,47 +21,34 @@ from .state.versions import KeptVersion
 from .terminations import EXPIRED, Terminations
 
 
-class WeightUpdates:
-    """``swapping``: replicas that may load a version, with the time since when."""
+class ReplicaUpdates:
+    """``swapping``: replicas with permission to load, and since when (ledger seconds)."""
 
     def __init__(
-        self, state: LedgerState, replicas: Replicas, terminations: Terminations, completion: Completion
+        self, state: LedgerState, replicas: Replicas, terminations: Terminations, completion: RowCompletion
     ) -> None:
-        self._context, self._rows, self._partitions, self._limits = (
-            state.context,
-            state.rows,
-            state.partitions,
-            state.limits,
-        )
-        self._sessions, self._tasks, self._versions, self._parked = (
-            state.sessions,
-            state.tasks,
-            state.versions,
-            state.parked,
-        )
-        self._leases, self._replicas = state.leases, replicas
-        self._terminations, self._completion = terminations, completion
+        self._state, self._replicas, self._terminations, self._completion = state, replicas, terminations, completion
         self.swapping: dict[int, float] = {}
 
     def await_version(self, session: Session, command: cmd.AwaitVersion) -> cmd.Reply | None:
-        """The version to fetch; None while there is no newer one."""
+        """Return the version to fetch; None while there is no newer one."""
         if session.replica is None and any(
-            self._parked.by_ticket[each].command is command for each in session.parked
+            self._state.parked.by_ticket[each].command is command for each in session.parked
         ):
-            raise ConfigError(f"{session.name} takes no versions any more: it retired while this request waited")
+            raise ConfigError(f"{session.name} retired while this request waited")
         if session.dismissed:
-            raise Ended(f"{session.name} was told to leave, and needs no other version")
+            raise Ended(f"{session.name} was dismissed and needs no other version")
         found = self._to_fetch(session)
         if found is None or found.version <= max(command.after, NONE):
-            rollout = self._tasks.admitting
-            if self._partitions.ended and (rollout is None or self._tasks.exhausted(rollout)):
+            rollout = self._state.tasks.admitting
+            if self._state.partitions.ended and (rollout is None or self._state.tasks.exhausted(rollout)):
                 raise Ended("no rollout will need another version")
             return None
         self._replicas.update(session, found.version, "fetching")
         return cmd.Version(version=found.version, parts=found.parts, source=found.source, probe=found.probe)
 
-    def staged(self, session: Session, command: cmd.Staged) -> cmd.Reply:
-        """A replica has a version ready to load."""
+    def staged(self, session: Session, command: cmd.ReportStaged) -> cmd.Reply:
+        """Note that a replica can load a version."""
         self._check_published(command.version)
         replica = self._replicas.update(
             session, command.version, "staged", seconds=command.seconds, moved=command.moved,
@@ -72,14 +60,14 @@ class WeightUpdates:
         return cmd.Done()
 
     def swap(self, session: Session, command: cmd.Swap) -> cmd.Reply | None:
-        """Permit a replica to load the version it has staged; None while it may not."""
-        version, versions, limits = command.version, self._versions, self._limits
+        """Permit a replica to load its staged version; None while it must wait."""
+        version, versions, limits = command.version, self._state.versions, self._state.limits
         if versions.lineage.given_up(version):
             raise VersionGone(f"version {version} was rolled back; {versions.current} is current: stage that")
         if version < 0 or session.replica is None or session.replica.staged != version:
             raise ConfigError(f"{session.name} has not staged version {version}, so it cannot load it")
         if version != versions.current and not (limits.quorum and version == versions.committed):
-            since = self._context.now - versions.since
+            since = self._state.context.now - versions.since
             raise VersionGone(
                 f"version {version} was replaced by {versions.current}, current since {since:.1f} s: stage that"
             )
@@ -88,77 +76,80 @@ class WeightUpdates:
         full = limits.max_swapping and len(self.swapping) >= limits.max_swapping
         if full and session.id not in self.swapping:
             return None
-        self.swapping.setdefault(session.id, self._context.now)
+        self.swapping.setdefault(session.id, self._state.context.now)
         self._replicas.update(session, version, "swapping")
         return cmd.Permitted(version=version)
 
-    def loaded(self, session: Session, command: cmd.Loaded) -> cmd.Reply:
-        """A replica generates with a version from now on."""
-        version, versions = command.version, self._versions
+    def loaded(self, session: Session, command: cmd.ReportLoaded) -> cmd.Reply:
+        """Note that a replica generates with a version from now on."""
+        version, versions = command.version, self._state.versions
         self._check_published(version, least=0)
         session.loaded = version
         session.claimed = version == 0 != versions.current
         replica = session.replica
         if replica is not None and version >= replica.version:
-            replica.begin(version, "", self._context.now)
+            replica.begin(version, "", self._state.context.now)
             self._replicas.failing.pop(session.id, None)
         self._return_younger(session, version)
         for grant in session.leases.values():
-            if self._tasks[grant.task].spec.admits:
+            if self._state.tasks[grant.task].spec.admits:
                 grant.newest = max(grant.newest, version)
         if versions.lineage.rolled_back(version):
             self._expire_held(session, version)
         if versions.committed != versions.current:
-            self._context.wake("version")  # a version that is not committed may be fetched now
-        self._tasks.wake_replicas()
+            self._state.context.wake("version")  # an uncommitted version may be fetched now
+        self._state.tasks.wake_replicas()
         lag = max(versions.current - version, 0)
-        self._context.publish(ev.Loaded(time_s=self._context.now, worker=session.name, version=version, lag=lag))
+        self._state.context.publish(
+            ev.Loaded(time_s=self._state.context.now, worker=session.name, version=version, lag=lag)
+        )
         self._end_swap(session.id)
         self._replicas.commit()
         return cmd.Done()
 
-    def not_loaded(self, session: Session, command: cmd.NotLoaded) -> cmd.Reply:
-        """A replica could not fetch or load a version."""
+    def not_loaded(self, session: Session, command: cmd.ReportLoadFailed) -> cmd.Reply:
+        """Note that a replica could not fetch or load a version."""
         self._check_published(command.version)
         replica = self._replicas.update(session, command.version, "failed", command.reason)
         if replica.staged == command.version:
             replica.staged = NONE
-        if self._versions.committed != self._versions.current:
-            self._context.wake("version")
+        if self._state.versions.committed != self._state.versions.current:
+            self._state.context.wake("version")
         self._wake_swap(session)
         self._end_swap(session.id)
         return cmd.Done()
 
     def retire(self, session: Session) -> cmd.Reply:
-        """A session is no replica any more."""
-        self._give_up_swap(session, "it is a replica no more")
+        """Make a session a replica no more."""
+        self._give_up_swap(session, "it retired")
         session.replica, session.loaded, session.claimed = None, None, False
         self._replicas.remove(session.id)
-        self._context.wake("version", "swap")  # its own requests there are refused
-        self._tasks.wake_replicas()
+        self._state.context.wake("version", "swap")  # its own requests there are refused
+        self._state.tasks.wake_replicas()
         return cmd.Done()
 
     def parked(self, request: ParkedRequest) -> None:
-        """A request for a version, or for permission to load one, waits."""
-        replica = self._replicas.add(self._sessions.by_id[request.session])
+        """Make the session of a parked request a replica."""
+        replica = self._replicas.add(self._state.sessions.by_id[request.session])
         if isinstance(request.command, cmd.Swap):
-            replica.begin(request.command.version, "waits", self._context.now)
+            replica.begin(request.command.version, "waits", self._state.context.now)
             self._replicas.failing.pop(request.session, None)
 
-    def unheard(self, session: int, version: int) -> None:
-        """The permission to load a version did not reach the replica: the version is staged, as before."""
-        replica = self._sessions.by_id[session].replica
+    def reply_undelivered(self, session: int, version: int) -> None:
+        """Revoke a permission that did not reach the replica: the version is staged, as before."""
+        replica = self._state.sessions.by_id[session].replica
         if session in self.swapping and replica is not None and replica.version == version:
-            self._give_up_swap(self._sessions.by_id[session], "it asks no longer")
-            replica.doing, replica.since = "staged", self._context.now
+            self._give_up_swap(self._state.sessions.by_id[session], "its request was dropped")
+            replica.doing, replica.since = "staged", self._state.context.now
 
     def session_closed(self, session: Session, reason: str) -> None:
+        """Revoke a closed session's permission."""
         self._give_up_swap(session, reason)
 
     def _to_fetch(self, session: Session) -> KeptVersion | None:
-        """The newest version. While it is not committed, a replica below the committed one gets that first, since it may load no other;
-        unless it failed to load it."""
-        versions, replica = self._versions, session.replica
+        """Return the version to fetch. A replica below the committed version fetches that before a
+        newer uncommitted one, which it may not load yet, unless it failed to load it."""
+        versions, replica = self._state.versions, session.replica
         committed, newest = versions.kept.get(versions.committed), versions.newest
         if committed is None or committed is newest:
             return newest
@@ -169,38 +160,38 @@ class WeightUpdates:
         return committed
 
     def _check_published(self, version: int, least: int = NONE) -> None:
-        current = self._versions.current
+        current = self._state.versions.current
         if not 0 <= version <= max(current, least):
             raise ConfigError(f"version {version} was never published; {current} is the newest")
 
     def _return_younger(self, session: Session, version: int) -> None:
-        """Return rows that a replica began with a version trained later than the one it has loaded now, which a resumed trainer
-        published: their next tokens would be older than the staleness rule allows."""
-        follows = self._versions.lineage.follows
+        """Return rows begun with a version trained later than the one now loaded, which a resumed
+        trainer published: their next tokens would be older than the staleness rule allows."""
+        follows = self._state.versions.lineage.follows
         for grant in list(session.leases.values()):
-            admitted = self._tasks[grant.task].spec.admits
+            admitted = self._state.tasks[grant.task].spec.admits
             if admitted and version > grant.newest and not follows(version, grant.newest):
                 self._completion.void(grant, f"version {version} was loaded, which is trained earlier", blame=False)
 
     def _expire_held(self, session: Session, version: int) -> None:
-        """End rows that a replica generates with a version that was given up while it loaded it."""
-        for grant in [grant for grant in session.leases.values() if self._tasks[grant.task].spec.admits]:
-            ids = self._leases.outstanding(grant)
-            ids = ids[self._rows.state[self._rows.at(ids)] == LIVE]
+        """Expire rows generated with a version that was rolled back while the replica loaded it."""
+        for grant in [grant for grant in session.leases.values() if self._state.tasks[grant.task].spec.admits]:
+            ids = self._state.leases.outstanding(grant)
+            ids = ids[self._state.rows.state[self._state.rows.at(ids)] == LIVE]
             if len(ids):
                 self._terminations.end_groups(ids, EXPIRED, f"version {version} was rolled back")
 
     def _wake_swap(self, session: Session) -> None:
-        """The session's parked request to load a version may have to be refused."""
-        if any(isinstance(self._parked.by_ticket[ticket].command, cmd.Swap) for ticket in session.parked):
-            self._context.wake("swap")
+        """Retry the session's parked request to load a version: it may have to be refused."""
+        if any(isinstance(self._state.parked.by_ticket[ticket].command, cmd.Swap) for ticket in session.parked):
+            self._state.context.wake("swap")
 
     def _give_up_swap(self, session: Session, why: str) -> None:
-        """A replica that may load a version does not: another may."""
+        """Pass the permission to load on to another replica."""
         if session.id in self.swapping and session.replica is not None:
-            self._context.publish(
+            self._state.context.publish(
                 ev.WeightState(
-                    time_s=self._context.now, worker=session.name, version=session.replica.version, state="released",
+                    time_s=self._state.context.now, worker=session.name, version=session.replica.version, state="released",
                     detail=why,
                 )
             )  # fmt: skip
@@ -208,5 +199,5 @@ class WeightUpdates:
 
     def _end_swap(self, session: int) -> None:
         if self.swapping.pop(session, None) is not None:
-            self._context.wake("swap")
-            self._tasks.wake_replicas()  # this one is given rows again
+            self._state.context.wake("swap")
+            self._state.tasks.wake_replicas()  # it gets rows again

@@ -1,0 +1,630 @@
+"""Commands to the ledger and its replies: the same types in memory, on the wire and in journals.
+
+Row ids travel as packed little-endian int64, positions in a lease as packed little-endian int32.
+``timeout_s`` of a command: how long to wait before DeadlineExceeded. Fields of lengths are response
+lengths in tokens, for statistics only. The server sets ``nbytes`` and ``measures``, never a client.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..types import ColumnSpec
+from ..types.reports import Audit, FailedGroup, StatusReport
+from ..types.reports import Reply as Reply
+from ..types.tasks import PolicySpec, TaskSpec
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+Columns: TypeAlias = dict[str, ColumnSpec]
+
+
+def pack_ids(ids: npt.NDArray[Any]) -> bytes:
+    """Return row ids as bytes."""
+    return ids.astype("<i8", copy=False).tobytes()
+
+
+def unpack_ids(data: bytes) -> Ids:
+    """Return the row ids in packed bytes."""
+    return np.frombuffer(data, "<i8")
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """Root of all commands. A tag is the name in journals: it stays when its class is renamed."""
+
+
+class Done(Reply, frozen=True, tag="done"):
+    """The command was carried out."""
+
+
+# ---- sessions, limits, tasks and the end of a run
+
+
+class SamplerTraits(msgspec.Struct, frozen=True, array_like=True):
+    """Properties of a task's sampler, see ``Sampler``. ``chooses``: True if it overrides
+    ``choose``."""
+
+    measure: str = ""
+    window: int = 1
+    whole_groups: bool = False
+    balanced: bool = False
+    chooses: bool = False
+
+
+class OpenSession(Command, frozen=True, tag="join"):
+    """Open the session, as the first command of a client. ``name``: for people."""
+
+    name: str
+    pid: int = 0
+    pid_key: str = ""
+    """Host, pid namespace and start time of the process, to detect its death; "" if unknown."""
+
+
+class SessionOpened(Reply, frozen=True, tag="joined"):
+    session: int
+
+
+class Configure(Command, frozen=True, tag="configure"):
+    """Set limits; None keeps the present value. ``steps``: step ``steps`` - 1 ends the stream.
+
+    ``capacity_bytes``: of payload. Each put reserves space for columns to be written later:
+    ``row_bytes`` a row or, if that is 0, the bytes of the largest ended row. The limit yields if
+    the open step could never fill otherwise.
+
+    ``keep_versions``: number of newest versions to keep for fetching and rollback.
+    ``max_swapping``: number of replicas allowed to load at once; 0 for all. ``quorum``: number of
+    replicas that must stage a version before any loads it; 0 for none.
+
+    ``checkpoints``: rows of acknowledged steps stay until ``AddCheckpoint`` covers them, and
+    ``Resume`` can train them again. They count against ``capacity_bytes``, not ``capacity_rows``.
+
+    ``staleness``: the policy that interprets ``max_staleness``; by default "wait".
+    """
+
+    capacity_rows: int | None = None
+    max_staleness: int | None = None
+    steps: int | None = None
+    capacity_bytes: int | None = None
+    row_bytes: int | None = None
+    keep_versions: int | None = None
+    max_swapping: int | None = None
+    quorum: int | None = None
+    checkpoints: bool | None = None
+    staleness: PolicySpec | None = None
+
+
+class Declare(Command, frozen=True, tag="declare"):
+    """Declare a task. Idempotent. ``measures``: the sampler's measure, float64 for each live row
+    with the measured column, in order."""
+
+    task: TaskSpec
+    measures: bytes = b""
+
+
+class End(Command, frozen=True, tag="end"):
+    """Accept no more puts. ``cancel``: also cancel live rows outside full steps. ``partition``: end
+    only this one; None ends the whole stream."""
+
+    cancel: bool = False
+    partition: str | None = None
+
+
+class Dismiss(Command, frozen=True, tag="dismiss"):
+    """Grant nothing more to the clients named ``name`` ("": the sender), or to one ``session`` (0:
+    none): their requests for rows and versions are answered as at the end of the stream. They may
+    finish the rows they hold. ``ended``: a reason if their processes are known to have ended; their
+    rows then go back. Answered with ``Dismissed``."""
+
+    name: str = ""
+    ended: str = ""
+    session: int = 0
+
+
+class Dismissed(Reply, frozen=True, tag="dismissed"):
+    """``count``: number of dismissed clients."""
+
+    count: int
+
+
+class Prepare(Command, frozen=True, tag="prepare"):
+    """Report the work of this client before its first request for rows of ``task``, for example
+    "loading its model", for the diagnostics of others. ``what`` "": it is ready."""
+
+    task: str
+    what: str = ""
+
+
+class CloseSession(Command, frozen=True, tag="leave"):
+    """Close the session. Its leases go back."""
+
+
+class GetAudit(Command, frozen=True, tag="get_audit"):
+    """Get the balance of rows. Answered with ``Audit``."""
+
+
+class GetStatus(Command, frozen=True, tag="get_status"):
+    """Get rows by task and state, and parked requests. Answered with ``StatusReport``."""
+
+
+class GetFailed(Command, frozen=True, tag="get_failed"):
+    """Get the newest ``count`` groups that failed for good. Answered with ``Failed``."""
+
+    count: int = 100
+
+
+class Failed(Reply, frozen=True, tag="failed"):
+    """``groups``: oldest first. ``forgotten``: number of older groups no longer kept."""
+
+    groups: tuple[FailedGroup, ...]
+    forgotten: int
+
+
+# ---- rows: put, leased, completed, given back, cancelled
+
+
+class AddRows(Command, frozen=True, tag="put"):
+    """Add ``groups`` groups of ``group_size`` rows with ``columns``. A repeated ``key`` adds only
+    the groups whose payload was lost since; with other content it is refused.
+
+    ``partition``: only tasks that take it see the rows. ``priority``: higher ones are leased first.
+    ``measures``: of measured columns, float64 for each group. ``lengths``: int32 for each group.
+    ``digest``: with a key, 16 bytes for each of ``columns``, equal for equal content; b"" if
+    unknown.
+    """
+
+    groups: int
+    group_size: int
+    columns: Columns
+    key: str = ""
+    timeout_s: float = 0.0
+    partition: str = ""
+    nbytes: int = 0
+    priority: int = 0
+    measures: dict[str, bytes] = msgspec.field(default_factory=dict)
+    lengths: bytes = b""
+    digest: bytes = b""
+
+
+class PutDone(Reply, frozen=True, tag="put_done"):
+    """Rows ``first`` to ``first + count - 1``. ``again``: the key was known, nothing was added, and
+    these are the rows of the first put. ``groups``: numbers of the lost groups that were added
+    again (int64); b"" for all."""
+
+    first: int
+    count: int
+    again: bool
+    groups: bytes = b""
+
+
+class LeaseRows(Command, frozen=True, tag="lease"):
+    """Lease up to ``count`` rows of a task; a task with batch_rows grants one whole step.
+
+    ``partition``: only its rows; None takes the task's partitions in turn. ``at_least``: wait for
+    this many; only the last lease of an ended stream may have fewer. ``columns``: needs of the task
+    to be read; None for all.
+
+    ``group``: the ``world_size`` ranks of a rank group lease together, with equal arguments. Once
+    all have asked, one lease of ``count`` rows is split into ``shards`` (0: one a rank; else a
+    divisor of ``world_size``, and ``world_size // shards`` consecutive ranks get the same shard).
+
+    ``most``: for a replica of a task that admits and receives versions in the background, the most
+    rows it may hold; 0 for other clients. It gets rows up to ``count``, or up to ``most`` in all if
+    that is more, and waits where others get ``LoadFirst``.
+    """
+
+    task: str
+    count: int
+    timeout_s: float = 0.0
+    partition: str | None = None
+    at_least: int = 0
+    columns: tuple[str, ...] | None = None
+    group: str = ""
+    rank: int = 0
+    world_size: int = 1
+    shards: int = 0
+    most: int = 0
+
+
+class Leased(Reply, frozen=True, tag="leased"):
+    """Rows leased to this session. ``groups``: the first row of each row's group. ``version``: the
+    one loaded by the replica (rollout) or being trained (train). ``step``: -1 without batch_rows.
+    ``ids`` of a rank group's lease: ``shard`` of ``shards``, for ``rank``; ``imbalance``: max /
+    mean - 1 of the shards' weights.
+
+    Of a step only: ``completed_at``, the version current when each row was completed (int64), and
+    ``version_step_offsets``, pairs of a first version and an offset: versions from it on are
+    trained at the step of their number minus the offset; empty if always at their number.
+    """
+
+    token: int
+    task: str
+    ids: bytes
+    groups: bytes
+    step: int = -1
+    version: int = -1
+    lease_s: float = 0.0
+    partition: str = ""
+    rank: int = 0
+    world_size: int = 1
+    shard: int = 0
+    shards: int = 1
+    imbalance: float = 0.0
+    version_step_offsets: tuple[tuple[int, int], ...] = ()
+    completed_at: bytes = b""
+
+
+class LoadFirst(Reply, frozen=True, tag="load_first"):
+    """No row is admitted with the loaded version: load ``version`` and ask again."""
+
+    version: int
+
+
+class Complete(Command, frozen=True, tag="complete"):
+    """Write ``columns`` of leased rows and acknowledge them, all or nothing.
+
+    ``index``: positions in the lease, or in the shard of ``rank``; None for all. ``filtered``:
+    positions in ``index`` to drop. ``measures``: of measured columns, float64 for each row.
+    ``lengths``: int32 for each row.
+    """
+
+    token: int
+    columns: Columns
+    index: bytes | None = None
+    filtered: bytes | None = None
+    nbytes: int = 0
+    measures: dict[str, bytes] = msgspec.field(default_factory=dict)
+    rank: int = 0
+    lengths: bytes = b""
+
+
+class Completed(Reply, frozen=True, tag="completed"):
+    """Rows that were not written. ``revoked``: no longer of this lease, their group had ended.
+    ``again``: completed already by another rank with the same shard."""
+
+    revoked: bytes
+    again: bytes = b""
+
+
+class GiveBack(Command, frozen=True, tag="give_back"):
+    """Return leased rows. ``blame``: count it as an attempt of the rows. ``unread``: their values
+    cannot be read; the server then checks if their payload is lost."""
+
+    token: int
+    index: bytes | None = None
+    reason: str = ""
+    blame: bool = False
+    rank: int = 0
+    unread: bool = False
+
+
+class Renew(Command, frozen=True, tag="renew"):
+    """Restart the time limit of a lease."""
+
+    token: int
+    rank: int = 0
+
+
+class AwaitLost(Command, frozen=True, tag="await_lost"):
+    """Wait for rows leased by this session to end; work on them can stop. Rows count from the first
+    such request on, and each is reported once. Answered with ``Lost``."""
+
+    timeout_s: float = 0.0
+
+
+class Lost(Reply, frozen=True, tag="lost"):
+    """``ids``: rows that ended while this session had leased them."""
+
+    ids: bytes
+
+
+class Cancel(Command, frozen=True, tag="cancel"):
+    """Cancel live rows and their groups: by ``ids``, by the ``key`` of their put, or by
+    ``partition``. Leases lose them. Rows in a full step are not cancelled. Answered with
+    ``Cancelled``."""
+
+    ids: bytes = b""
+    key: str = ""
+    partition: str | None = None
+    reason: str = "cancelled by request"
+
+
+class Cancelled(Reply, frozen=True, tag="cancelled"):
+    """``count``: number of rows that ended."""
+
+    count: int
+
+
+class AwaitRowsWanted(Command, frozen=True, tag="wanted"):
+    """Wait until the remaining steps lack rows, and get their number; without a last step, of the
+    next few steps. Filtered, failed and cancelled rows are wanted again: a feeder replaces them.
+    Answered with ``RowsWanted``."""
+
+    timeout_s: float = 0.0
+
+
+class RowsWanted(Reply, frozen=True, tag="rows_wanted"):
+    count: int
+
+
+class GetPut(Command, frozen=True, tag="get_put"):
+    """Get the newest put with a key that begins with ``prefix``. Answered with ``LastPut``."""
+
+    prefix: str
+
+
+class LastPut(Reply, frozen=True, tag="last_put"):
+    """The put with ``key`` made rows ``first`` to ``first + count - 1``. ``key`` "": none is
+    known."""
+
+    key: str = ""
+    first: int = -1
+    count: int = 0
+
+
+# ---- step_versions: checkpoints, and barriers between ranks
+
+
+class AddCheckpoint(Command, frozen=True, tag="checkpoint"):
+    """Record a checkpoint of the trainer's state before ``step``; all earlier steps are
+    acknowledged. Steps before ``covers`` are never trained again: their rows end, their memory is
+    freed, and older checkpoints are no longer kept. ``version``: of the weights in it; -1 if
+    unknown."""
+
+    step: int
+    covers: int
+    version: int = -1
+
+
+class Resume(Command, frozen=True, tag="resume"):
+    """Continue training with ``step``, after loading its checkpoint; 0 starts anew. Every full step
+    from there on is leased again, whole, in order, with the same rows; present holders lose theirs.
+    ``version``: the one in the checkpoint; -1 if unknown. Versions published since are lost; rows
+    generated by them stay. Answered with ``Resumed``."""
+
+    step: int
+    version: int = -1
+
+
+class Resumed(Reply, frozen=True, tag="resumed"):
+    """``step``: the next one leased; it trains ``version``. ``publish``: True if the trainer must
+    first publish its weights as ``version``. ``again``: number of acknowledged rows to be trained
+    again."""
+
+    step: int
+    version: int
+    publish: bool
+    again: int
+
+
+class GetTrainingPosition(Command, frozen=True, tag="get_cut"):
+    """Get the position of training. Answered with ``TrainingPosition``."""
+
+
+class TrainingPosition(Reply, frozen=True, tag="cut"):
+    """``step``: the first unacknowledged one; it trains ``version`` (-1 before the first is
+    published). ``covered``: earlier steps are final. ``put``: rows put so far. ``checkpoints``: see
+    ``Configure``. ``restore``: version of a rollback not yet loaded by the trainer; -1 for none."""
+
+    step: int
+    version: int
+    covered: int
+    put: int
+    checkpoints: bool
+    restore: int = -1
+
+
+class AllGather(Command, frozen=True, tag="all_gather"):
+    """Wait at the barrier ``what`` for all ranks of a rank group, and exchange payloads. The newest
+    session under a rank replaces older ones. Answered with ``AllGathered``."""
+
+    group: str
+    what: str
+    rank: int
+    world_size: int
+    payload: bytes = b""
+    timeout_s: float = 0.0
+
+
+class AllGathered(Reply, frozen=True, tag="all_gathered"):
+    """``payloads``: by rank."""
+
+    payloads: tuple[bytes, ...]
+
+
+# ---- versions of the weights: published by ranks, loaded by replicas
+
+
+class VersionPart(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part of a version: a manifest, and the address of its bytes (``where``) for
+    ``transport``. ``outlives``: the bytes can be fetched after the publisher's process has died."""
+
+    manifest: bytes
+    transport: str
+    where: bytes
+    root: str = ""
+    nbytes: int = 0
+    outlives: bool = True
+
+
+class OpenPublisher(Command, frozen=True, tag="open_publisher"):
+    """Become rank ``rank`` of the run's only publisher, of ``world_size`` ranks. Refused while
+    another live session has the rank. The role ends with the session or ``ClosePublisher``.
+    ``no_rollback``: reason to refuse rollbacks until another publisher opens, if the trainer cannot
+    load the bytes of a version; "" to allow them. Answered with ``Publisher``."""
+
+    rank: int = 0
+    world_size: int = 1
+    no_rollback: str = ""
+
+
+class Publisher(Reply, frozen=True, tag="publisher"):
+    """``version``: the current one; -1 before the first. ``kept``: this rank's parts of kept
+    versions, with the number each was published under, oldest first."""
+
+    version: int
+    kept: tuple[tuple[int, VersionPart], ...] = ()
+
+
+class ClosePublisher(Command, frozen=True, tag="close_publisher"):
+    """Give the publisher's role up. The current version stays current."""
+
+
+class Announce(Command, frozen=True, tag="announce"):
+    """Announce that this rank begins to write a version. Waits until all ranks have published the
+    version before. The number must be above every version that was ever current. Refused after a
+    rollback until ``ReportRestored``. A higher number withdraws an announced version. A withdrawn
+    number may be announced again. Answered with ``PublishReply``."""
+
+    version: int
+    timeout_s: float = 0.0
+
+
+class Publish(Command, frozen=True, tag="publish"):
+    """Publish this rank's part of the announced version. The last part makes the version current.
+    ``probe``: an encoded ``Probe`` from rank 0; b"" for none. Answered with ``PublishReply``."""
+
+    version: int
+    part: VersionPart
+    probe: bytes = b""
+
+
+class PublishReply(Reply, frozen=True, tag="published"):
+    """``keep``: versions whose bytes must be kept, by the number they were published under; others
+    may be freed. ``lost``: to an ``Announce``, once, the reason why this rank's last published
+    version was discarded; "" if it was not."""
+
+    keep: tuple[int, ...]
+    lost: str = ""
+
+
+class Withdraw(Command, frozen=True, tag="withdraw"):
+    """Discard an announced version. ``reason``: for people."""
+
+    version: int
+    reason: str = ""
+
+
+class Rollback(Command, frozen=True, tag="rollback"):
+    """Make the bytes of a kept version current again, under a new number. Rows generated by newer
+    versions expire, unless a full step holds them. Answered with ``RollbackDone``."""
+
+    version: int
+    reason: str = ""
+
+
+class RollbackDone(Reply, frozen=True, tag="rolled_back"):
+    """``version``: the new number, now current. ``expired``: number of rows that expired.
+    ``checkpoint``: step of the checkpoint with this version's weights and optimizer state; -1 for
+    none."""
+
+    version: int
+    expired: int
+    checkpoint: int = -1
+
+
+class GetRestoreTarget(Command, frozen=True, tag="get_restoration"):
+    """Get the version that the trainer must load after a rollback. Answered with
+    ``RestoreTarget``."""
+
+
+class RestoreTarget(Reply, frozen=True, tag="restoration"):
+    """``version``: load it, then send ``ReportRestored``; -1 if no rollback is pending. ``source``:
+    the number its bytes were published under. ``parts``: by rank; empty if they cannot be fetched,
+    for the reason ``why``. ``checkpoint``: as in ``RollbackDone``."""
+
+    version: int = -1
+    source: int = -1
+    parts: tuple[VersionPart, ...] = ()
+    checkpoint: int = -1
+    why: str = ""
+
+
+class ReportRestored(Command, frozen=True, tag="restored"):
+    """Report that the trainer has loaded ``version`` after a rollback: the next version may be
+    announced. Sent by one rank after all have loaded. ``optimizer``: the origin of its state, for
+    people. Idempotent. Refused for any version but the current one."""
+
+    version: int
+    optimizer: str = ""
+
+
+class AwaitVersion(Command, frozen=True, tag="await_version"):
+    """Wait for a version newer than ``after``. This makes the session a replica. Answered with
+    ``Version``."""
+
+    after: int
+    timeout_s: float = 0.0
+
+
+class Version(Reply, frozen=True, tag="version"):
+    """``parts``: by rank. ``source``: the number their bytes were published under; it differs from
+    ``version`` after a rollback."""
+
+    version: int
+    parts: tuple[VersionPart, ...]
+    source: int
+    probe: bytes = b""
+
+
+class ReportStaged(Command, frozen=True, tag="staged"):
+    """Report that this replica has verified ``version`` on its host and can load it. ``skipped``:
+    number of versions that were current since its last staged one and were never fetched. ``moved``
+    (bytes), ``encoding``, ``seconds``: of the transfer."""
+
+    version: int
+    skipped: int = 0
+    moved: int = 0
+    encoding: str = ""
+    seconds: float = 0.0
+
+
+class Swap(Command, frozen=True, tag="swap"):
+    """Ask for permission to load a staged version. At most ``max_swapping`` replicas have
+    permission at once, and with a quorum none before the quorum has staged it. Raises VersionGone
+    once a newer version has replaced it. The permission ends with ``ReportLoaded``,
+    ``ReportLoadFailed``, ``Retire`` or the session. Answered with ``Permitted``."""
+
+    version: int
+    timeout_s: float = 0.0
+
+
+class Permitted(Reply, frozen=True, tag="permitted"):
+    """``version`` may be loaded."""
+
+    version: int
+
+
+class ReportLoaded(Command, frozen=True, tag="loaded"):
+    """Report that this replica generates with ``version`` from now on."""
+
+    version: int
+
+
+class ReportLoadFailed(Command, frozen=True, tag="not_loaded"):
+    """Report that this replica could not fetch or load ``version`` and keeps the version it had.
+    ``reason``: for people."""
+
+    version: int
+    reason: str
+
+
+class Retire(Command, frozen=True, tag="retire"):
+    """Stop being a replica: staged and loaded versions, the permission and the share in the quorum
+    end; leases stay. Parked requests for versions are refused. A later request makes the session a
+    replica again."""
+
+
+AnyCommand: TypeAlias = (
+    OpenSession | Configure | Declare | AddRows | LeaseRows | Complete | GiveBack | Renew | AwaitLost | OpenPublisher
+    | ClosePublisher | Announce | Publish | Withdraw | Rollback | GetRestoreTarget | ReportRestored | AwaitVersion
+    | ReportStaged | Swap | ReportLoaded | ReportLoadFailed | Retire | AwaitRowsWanted | End | Cancel | Dismiss | Prepare
+    | CloseSession | GetAudit | GetFailed | GetStatus | AddCheckpoint | Resume | GetTrainingPosition | AllGather | GetPut
+)  # fmt: skip
+AnyReply: TypeAlias = (
+    Done | SessionOpened | PutDone | Leased | LoadFirst | Completed | Lost | Cancelled | Dismissed | Failed | Publisher
+    | PublishReply | RollbackDone | RestoreTarget | Permitted | Version | RowsWanted | Audit | StatusReport | Resumed
+    | TrainingPosition | AllGathered | LastPut
+)  # fmt: skip
