@@ -12,14 +12,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from faults import Fault, before, replace_methods
+from faults import LEFT, Fault, before, leave_descriptor, leave_thread, replace_methods
 from own_engine import CONTEXT, HIDDEN, VOCABULARY, Array, NumpyRollout
 
 import asyncflow_sdk as af
@@ -27,8 +26,6 @@ from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Completions
 from asyncflow_sdk.types import Ragged, VersionSpan
 
-LEFT = contextlib.ExitStack()
-"""Frees what engines left behind; tests close it."""
 MADE: list[str] = []
 """The fault of each engine that was made."""
 
@@ -50,26 +47,10 @@ class WrongRollout(NumpyRollout):
         """A fault does here what it does once."""
 
 
-class PromisesScores(WrongRollout):
-    """Its capabilities name a method that it does not have."""
-
-    logprobs = af.RolloutEngine.logprobs  # type: ignore[assignment]
-
-
 # ---- leave something behind
 
 
-def thread(**options: Any) -> None:
-    end = threading.Event()
-    threading.Thread(target=end.wait, args=(30,), **options).start()
-    LEFT.callback(end.set)
-
-
-def descriptor() -> None:
-    LEFT.callback(os.close, os.open("/dev/zero", os.O_RDONLY))
-
-
-def segment() -> mmap.mmap:
+def leave_segment() -> mmap.mmap:
     """A new file in shared memory, of 64 KB, mapped as long as the result lives."""
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="wrong-engine-", delete=False) as file:
         os.posix_fallocate(file.fileno(), 0, 1 << 16)
@@ -77,7 +58,7 @@ def segment() -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0)
 
 
-def process(*command: str) -> subprocess.Popen[bytes]:
+def leave_process(*command: str) -> subprocess.Popen[bytes]:
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     LEFT.callback(child.communicate)
     LEFT.callback(child.kill)
@@ -211,15 +192,14 @@ FAULTS: dict[str, Fault] = {
     "in flight without versions": {"made": lambda self, _: vars(self).update(
         capabilities=replace(self.capabilities, token_versions=False)
     )},
-    "can be made once": {"made": lambda *_: descriptor()},
-    "leaves a thread": {"made": lambda *_: thread(name="never-joined")},
-    "leaves a daemon thread": {"made": lambda *_: thread(daemon=True)},
-    "leaves a process": {"made": lambda *_: process("sleep", "30")},
+    "can be made once": {"made": lambda *_: leave_descriptor()},
+    "leaves a thread": {"made": lambda *_: leave_thread(name="never-joined")},
+    "leaves a process": {"made": lambda *_: leave_process("sleep", "30")},
     "leaves a server": {"made": lambda *_: LEFT.callback(  # detached, as servers are: it is nobody's child any more
-        os.kill, int(process("setsid", "sh", "-c", "sleep 31 > /dev/null 2>&1 & echo $!").stdout.readline()), 9
+        os.kill, int(leave_process("setsid", "sh", "-c", "sleep 31 > /dev/null 2>&1 & echo $!").stdout.readline()), 9
     )},
-    "leaves a segment": {"made": lambda self, _: self.kept.append(segment())},
-    "leaves descriptors": {"made": lambda *_: descriptor()},
+    "leaves a segment": {"made": lambda self, _: self.kept.append(leave_segment())},
+    "leaves descriptors and threads": {"made": lambda *_: (leave_descriptor(), leave_thread(daemon=True))},
     # ---- requests and completions
     "answers nothing": {"_check_request": lambda self, right, request: len(request.prompt_ids) and right(request)},
     "asserts prompts": {"_check_request": refuses(lambda self, request: not len(request.prompt_ids), AssertionError)},
@@ -316,11 +296,10 @@ FAULTS: dict[str, Fault] = {
     )},
     "leaks": {"_take": before(lambda self, *_: self.kept.append(self._weights))},
     "leaks shared maps": {"_take": before(lambda self, *_: self.kept.append(mmap.mmap(-1, 1 << 16)))},
-    "leaks segments": {"_take": before(lambda *_: segment().close())},
-    "leaks descriptors": {"_take": before(lambda *_: descriptor())},
-    "leaks threads": {"_take": before(lambda *_: thread(daemon=True))},
+    "leaks segments": {"_take": before(lambda *_: leave_segment().close())},
+    "leaks descriptors and threads": {"_take": before(lambda *_: (leave_descriptor(), leave_thread(daemon=True)))},
     "leaks in its worker": {
-        "made": lambda self, _: self.kept.append(process(
+        "made": lambda self, _: self.kept.append(leave_process(
             sys.executable, "-c", "import sys; kept = [(bytearray(b'x' * (1 << 16)), print(flush=True)) for _ in sys.stdin]",
         )),
         "_take": before(lambda self, *_: (self.kept[0].stdin.write(b"update\n"), self.kept[0].stdout.readline())),
