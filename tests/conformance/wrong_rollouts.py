@@ -143,7 +143,7 @@ def reports(change: Callable[[Array, Array], Array]) -> Fault:
 
     def choose(self: WrongRollout, right: Any, rows: Any, logprobs: Array, temperatures: Array) -> Array:
         ids: Array = right(rows, logprobs, temperatures)
-        logprobs[:] = np.minimum(change(logprobs, np.where(temperatures == 0, 1, temperatures)[:, None]), 0)
+        logprobs[:] = np.minimum(change(logprobs, temperatures[:, None]), 0)
         return ids
 
     return {"_choose": choose}
@@ -178,7 +178,7 @@ async def write_each(self: WrongRollout, right: Any, update: af.WeightUpdate) ->
 
 
 async def load_apart(self: WrongRollout, right: Any, update: af.WeightUpdate) -> set[str]:
-    """Read in a thread, while requests run. Prompts that come meanwhile are cached, and their states stay."""
+    """Read in a thread, while requests run, and keep what is cached of prompts that come meanwhile."""
     self._prefixes.clear()
     self.loading = True
     self._weights, self._version = await asyncio.to_thread(arrays, update), update.version
@@ -247,8 +247,12 @@ FAULTS: dict[str, Fault] = {
     "forgets neighbours": {"_drop": lambda self, right, rows: right(
         self._running if {*rows} & {*self._running} else rows
     )},
-    "slightly off": reports(lambda logprobs, _: logprobs - 0.5),  # less than one token may be, in low precision
-    "log-probs at temperature 1": reports(lambda logprobs, temperatures: normal(logprobs * temperatures)),
+    "slightly off": reports(  # of what is drawn, by less than one token may be in low precision
+        lambda logprobs, temperatures: logprobs - 0.5 * (temperatures > 0)
+    ),
+    "log-probs at temperature 1": reports(
+        lambda logprobs, temperatures: normal(logprobs * np.where(temperatures == 0, 1, temperatures))
+    ),
     "cuts log-probs": reports(  # of a whole draw, to the few likeliest tokens
         lambda logprobs, _: logprobs - np.log(np.exp(np.sort(logprobs, 1)[:, -8:]).sum(1, keepdims=True))
     ),
