@@ -151,7 +151,9 @@ FAULTS: dict[str, Fault] = {
     "forgets the optimizer": {"load": lambda self, right, path: (right(path), self.rest())},
     "loads half": {"load_weights": keep_bias},
     "keeps its momentum": {"rest": lambda *_: None},
-    "keeps the update's memory": {"start_from": lambda self, right, tensors: vars(self).update(weights=dict(tensors))},
+    "keeps the update's memory": {"load_weights": lambda self, right, update: (
+        right(update), vars(self).update(weights=dict(update.arrays()))
+    )},
     "loads whatever comes": {"load_weights": lambda self, right, update: self.start_from(
         {**self.weights, **{n: a for n, a in update.arrays() if np.shape(self.weights.get(n)) == a.shape}}.items()
     )},
