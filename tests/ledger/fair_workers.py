@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ledger_queue import Queue, publishing
+import msgspec
+from ledger_queue import TOKENS, Queue, publishing
 
 from asyncflow_sdk.errors import AsyncFlowError, Ended, LeaseLost, WriteOnceError
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.types import ColumnSpec
-
-COLUMN = ColumnSpec("ragged", "int64")
-
-
-def send(queue: Queue, session: int, command: Any) -> Any:
-    """The reply, or the error; None if the request waits."""
-    return queue.answers.get(queue.ask(session, command))
 
 
 class FairWorkers:
@@ -28,33 +21,30 @@ class FairWorkers:
 
     def turns(self) -> bool:
         """One turn of each. Returns True if any got anywhere."""
-        declared = self.queue.ledger.tasks
-        return any([self._feed(), *(self.turn(task) for task in self.tasks if task.name in declared)])
+        return any([self._feed(), *(self.turn(task) for task in self.tasks if task.name in self.queue.tasks)])
 
     def turn(self, task: TaskSpec) -> bool:
         published = task.batch_rows is not None and self._publish_what_is_due(task.name)
-        if self.team and (task.batch_rows or 0) > 1:
-            return self._train_as_team(task) or published
-        return self._work(task) or published
+        work = self._train_as_team if self.team and (task.batch_rows or 0) > 1 else self._work
+        return work(task) or published
 
     def _send(self, role: str, command: Any) -> Any:
-        if self._sessions.get(role) not in self.queue.ledger.sessions:
+        if self._sessions.get(role) not in self.queue.sessions:
             self._sessions[role] = self.queue.join(f"fair {role}")
-        return send(self.queue, self._sessions[role], command)
+        return self.queue.send(self._sessions[role], command)
 
     def _feed(self) -> bool:
-        if not isinstance(self._send("feeder", cmd.Wanted()), cmd.RowsWanted):
-            return False
-        put = cmd.Put(groups=1, group_size=self.group_size, columns={"prompt": COLUMN})
-        return isinstance(self._send("feeder", put), cmd.PutDone)
+        put = cmd.Put(groups=1, group_size=self.group_size, columns={"prompt": TOKENS})
+        wanted = isinstance(self._send("feeder", cmd.Wanted()), cmd.RowsWanted)
+        return wanted and isinstance(self._send("feeder", put), cmd.PutDone)
 
     def _publish_what_is_due(self, role: str) -> bool:
-        cut, current = self._send(role, cmd.GetCut()), self.queue.status().version
+        cut, current = self._send(role, cmd.GetCut()), self.queue.version
         number = 0 if current < 0 else cut.version
         if current >= number:
             return False
-        for session in list(self.queue.ledger.publishers.values()):  # others give the role up
-            send(self.queue, session, cmd.ClosePublisher())
+        for session in list(self.queue.publishers.values()):  # others give the role up
+            self.queue.send(session, cmd.ClosePublisher())
         if cut.restore >= 0:
             assert self._send(role, cmd.Restored(version=cut.restore)) == cmd.Done()
         opened, _, published, closed = [self._send(role, command) for command in publishing(number)]
@@ -65,18 +55,14 @@ class FairWorkers:
     def _train_as_team(self, task: TaskSpec) -> bool:
         """The second rank leaves after its acknowledgement, and another comes for the next step."""
         ranks = [self.queue.join(f"fair rank {rank}") for rank in range(2)]
-        lease = [
-            cmd.Lease(task=task.name, count=4, timeout_s=60.0, team="fair", rank=rank, world_size=2)
-            for rank in range(2)
-        ]
-        send(self.queue, ranks[0], lease[0])
-        got = send(self.queue, ranks[1], lease[1])
+        lease = cmd.Lease(task=task.name, count=4, timeout_s=60.0, team="fair", world_size=2)
+        *_, got = [self.queue.send(ranks[at], msgspec.structs.replace(lease, rank=at)) for at in range(2)]
         for rank in (1, 0):
             if isinstance(got, cmd.Leased):
-                dropped = b"\0\0\0\0" if got.step % 2 and self.queue.ledger.leases[got.token].ids[rank] else None
+                dropped = b"\0\0\0\0" if got.step % 2 and self.queue.leases[got.token].ids[rank] else None
                 done = cmd.Complete(token=got.token, columns={}, rank=rank, filtered=dropped)
-                assert isinstance(send(self.queue, ranks[rank], done), cmd.Completed)
-            send(self.queue, ranks[rank], cmd.Leave())
+                assert isinstance(self.queue.send(ranks[rank], done), cmd.Completed)
+            self.queue.send(ranks[rank], cmd.Leave())
         return isinstance(got, cmd.Leased)
 
     def _work(self, task: TaskSpec) -> bool:
@@ -85,7 +71,7 @@ class FairWorkers:
             return self._send(task.name, cmd.Loaded(version=got.version)) == cmd.Done()
         if not isinstance(got, cmd.Leased):
             return False
-        done = self._send(task.name, cmd.Complete(token=got.token, columns=dict.fromkeys(task.gives, COLUMN)))
+        done = self._send(task.name, cmd.Complete(token=got.token, columns=dict.fromkeys(task.gives, TOKENS)))
         if isinstance(done, WriteOnceError):  # rows that came with what this task would write
             done = self._send(task.name, cmd.GiveBack(token=got.token, blame=True))
         assert isinstance(done, cmd.Completed | cmd.Done), done
@@ -94,13 +80,12 @@ class FairWorkers:
     def _cover(self) -> bool:
         """Make a checkpoint of all that is acknowledged. Returns True if it makes anything final."""
         cut = self._send("admin", cmd.GetCut())
-        if not cut.checkpoints or cut.step <= cut.covered:
-            return False
-        return self._send("admin", cmd.Checkpoint(step=cut.step, covers=cut.step)) == cmd.Done()
+        due = cut.checkpoints and cut.step > cut.covered
+        return due and self._send("admin", cmd.Checkpoint(step=cut.step, covers=cut.step)) == cmd.Done()
 
     def finish(self, rounds: int = 400) -> None:
         """Bring the run to its end. Fails if it cannot be brought there."""
-        queue, ledger = self.queue, self.queue.ledger
+        queue = self.queue
         declared = [self._send("admin", cmd.Declare(task=task)) for task in self.tasks]
         give_up = any(isinstance(reply, AsyncFlowError) for reply in declared)
         status = queue.status()
@@ -109,21 +94,21 @@ class FairWorkers:
             if give_up or (unlimited and count == 2):
                 self._send("admin", cmd.End(cancel=give_up))
                 give_up = unlimited = False
-            if not ledger.live and queue.status().over:
+            if not queue.live and queue.status().over:
                 break
             if self.turns() or self._cover():
                 continue
-            deadline = queue.ledger.next_deadline()
+            deadline = queue.next_deadline()
             if deadline is not None:
                 queue.at(max(deadline, queue.now))
             else:
                 assert not queue.status().over, f"deadlock: {queue.status()}"
                 self._send("admin", cmd.End())
-        assert not ledger.live, f"no end in {rounds} rounds: {queue.status()}"
-        ledger.check()
-        for task in ledger.tasks:
+        assert not queue.live, f"no end in {rounds} rounds: {queue.status()}"
+        queue.check()
+        for task in queue.tasks:
             assert isinstance(self._send("admin", cmd.Lease(task=task, count=1)), Ended)
-        for token, lease in list(ledger.leases.items())[-5:]:  # every token is stale by now
+        for token, lease in list(queue.leases.items())[-5:]:  # every token is stale by now
             for rank, session in lease.sessions.items():
-                stale = send(queue, session, cmd.Complete(token=token, columns={}, rank=rank))
+                stale = queue.send(session, cmd.Complete(token=token, columns={}, rank=rank))
                 assert isinstance(stale, LeaseLost), stale

@@ -1,4 +1,4 @@
-"""A world of random schedules: a checked ledger, its clock, and workers that lag, hang, die and come back.
+"""Random schedules: a checked ledger, and workers that lag, hang, die and come back.
 
 Every request waits without limit, so a lost wake-up is a deadlock.
 """
@@ -9,28 +9,29 @@ import heapq
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 from checked_ledger import CheckedLedger
 from hypothesis import HealthCheck, settings
-from ledger_queue import packed, part
+from ledger_queue import TOKENS, packed, part, publishing
 
 from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost
 from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.types import ColumnSpec
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
-COLUMN = ColumnSpec("ragged", "int64")
 FOR_EVER = 1e9
 TASKS = (
     TaskSpec(name="rollout", needs=("prompt",), gives=("response",), lease_s=60, max_attempts=4, admits=True),
     TaskSpec(name="reward", needs=("response",), gives=("reward",), lease_s=30),
     TaskSpec(name="judge", needs=("response",), gives=("verdict",), lease_s=30),
 )
+Work = Generator[Any, Any, Any]
+"""Yields a command, and gets its reply; or seconds, and goes on after them."""
 
 
 def train_task(batch: int, lease_s: float = 50.0) -> TaskSpec:
@@ -43,15 +44,14 @@ def schedules(quick: int) -> Callable[[Any], Any]:
     return lambda test: pytest.mark.timeout(3600 if LONG else 900)(limits(test))
 
 
-class World:
-    """Time, the ledger, and the calls whose replies are still to come. ``limit``: of commands, in a run that ends."""
+class World(CheckedLedger):
+    """Runs workers, each event at its time. ``limit``: of commands, in a run that ends."""
 
     def __init__(self, seed: int, limit: int, limits: cmd.Configure, tasks: Iterable[TaskSpec]) -> None:
-        self.random = random.Random(seed)
-        self.ledger = CheckedLedger(twin=False, initial_rows=16)
-        self.now, self.commands, self.limit, self._order = 0.0, 0, limit, 0
+        super().__init__(twin=False, initial_rows=16)
+        self.random, self.limit, self._order = random.Random(seed), limit, 0
         self._later: list[tuple[float, int, Callable[[], None]]] = []
-        self._asked: dict[int, tuple[int, Callable[[Any], None]]] = {}
+        self._asked: dict[int, tuple[int, Callable[[Any], None]]] = {}  # ticket → session, what to do with the reply
         self.workers: list[Worker] = []
         admin = self.join("admin")
         for command in [limits, *(cmd.Declare(task=task) for task in tasks)]:
@@ -69,230 +69,276 @@ class World:
         """Measures, as a server reads them from payload."""
         return np.array([self.random.paretovariate(1.1) for _ in range(count)], "<f8").tobytes()
 
-    def call(self, session: int, command: cmd.Command, then: Callable[[Any], None]) -> None:
-        self.commands += 1
-        assert self.commands < self.limit, f"no end in sight: {self.ledger.status()}"
-        self._asked[self.commands] = session, then
-        self._answer(self.ledger.apply(session, command, self.now, self.commands))
+    def some(self, count: int, share: float) -> list[int]:
+        """About this share of the first numbers."""
+        return [i for i in range(count) if self.random.random() < share]
 
-    def say(self, session: int, command: cmd.Command) -> Any:
-        """A command that is answered at once."""
-        self.commands += 1
-        effects = self.ledger.apply(session, command, self.now, -self.commands)
-        (reply,) = [answer for ticket, answer in effects.answers if ticket < 0]
-        effects.answers = [answer for answer in effects.answers if answer[0] > 0]
-        self._answer(effects)
+    def call(self, session: int, command: Any, then: Callable[[Any], None]) -> None:
+        self._asked[self.tickets + 1] = session, then
+        self.ask(session, command)
+        self._pass_on()
+
+    def say(self, session: int, command: Any) -> Any:
+        """The reply to a command that is answered at once."""
+        reply = self.send(session, command)
+        self._pass_on()
         return reply
-
-    def join(self, name: str) -> int:
-        return int(self.say(0, cmd.Join(name=name)).session)
 
     def die(self, session: int) -> None:
         self._asked = {ticket: asked for ticket, asked in self._asked.items() if asked[0] != session}
-        self._answer(self.ledger.session_died(session, self.now, "killed"))
+        super().die(session)
+        self._pass_on()
 
-    def hang(self, session: int) -> None:
-        """The session hangs for ever: its replies are read by nobody."""
-        for ticket, asked in self._asked.items():
-            if asked[0] == session:
-                self._asked[ticket] = session, lambda reply: None
-
-    def lose(self, share: float) -> int:
+    def lose_some(self, share: float) -> int:
         """Some rows lose their payload. Returns how many."""
-        ids = [i for i in self.ledger.live if self.random.random() < share]
-        self._answer(self.ledger.lose(ids, self.now, "payload lost"))
-        assert not set(ids) & self.ledger.live.keys()
+        ids = [i for i in self.live if self.random.random() < share]
+        self.lose(*ids)
+        self._pass_on()
+        assert not set(ids) & self.live.keys()
         for worker in self.workers:  # the last step may have been opened again
-            if worker.over and not self.ledger.status().over:
+            if worker.over and not self.status().over:
                 worker.over = False
                 worker.start()
         return len(ids)
 
-    def _answer(self, effects: Any) -> None:
-        if self.commands % 50 == 0:
-            self.ledger.check()
-        for ticket, reply in effects.answers:
+    def _pass_on(self) -> None:
+        assert self.tickets < self.limit, f"no end in sight: {self.status()}"
+        if self.tickets % 50 == 0:
+            self.check()
+        for ticket, reply in self.answers.items():
             _, then = self._asked.pop(ticket)
             self.later(0.0, lambda then=then, reply=reply: then(reply))
+        self.answers.clear()
 
     def run(self) -> cmd.Audit:
         """Until every worker is told the end. Returns the audit, of a ledger without live rows."""
         while self._later or self._asked:
             at = self._later[0][0] if self._later else FOR_EVER
-            deadline = self.ledger.next_deadline()
+            deadline = self.next_deadline()
             if deadline is not None and deadline < at:
-                self.now = deadline
-                assert self.now < FOR_EVER / 2, f"deadlock: {self.ledger.status()}"
-                self._answer(self.ledger.tick(self.now))
+                assert deadline < FOR_EVER / 2, f"deadlock: {self.status()}"
+                self.at(deadline)
+                self._pass_on()
                 continue
             self.now = max(self.now, at)
             heapq.heappop(self._later)[2]()
-        assert all(worker.over for worker in self.workers), self.ledger.status()
-        self.ledger.check()
-        audit = self.ledger.audit()
+        assert all(worker.over for worker in self.workers), self.status()
+        self.check()
+        audit = self.audit()
         assert audit.live == 0
         return audit
 
 
+class Gone(Exception):
+    """Ends the work of a worker that died, or that was told the end."""
+
+
+@dataclass(eq=False, kw_only=True)
 class Worker:
-    """A session that asks a task for rows and works on them. Dies now and then, and comes back."""
+    """A session of which each ``life`` asks a task for rows and works on them. Dies now and then, and comes back."""
 
-    at_least = 0
+    world: World
+    task: str
+    mortality: float = 0.0
+    over: bool = False
+    lives: int = 0  # a death begins another, in which nothing happens
 
-    def __init__(self, world: World, task: str, name: str, mortality: float = 0.0) -> None:
-        self.world, self.task, self.name, self.mortality = world, task, name, mortality
-        self.life, self.over = 0, False
-        world.workers.append(self)
+    def __post_init__(self) -> None:
+        self.world.workers.append(self)
         self.start()
 
     def start(self) -> None:
-        self.life += 1
-        self.session = self.world.join(self.name)
-        self.ask()
+        self.lives += 1
+        self.session = self.world.join(self.task)
+        self.go(self.life())
+
+    def life(self) -> Work:
+        raise NotImplementedError
+
+    def go(self, work: Work) -> None:
+        """Do it beside what else is done, as long as this life lasts."""
+        life = self.lives
+
+        def resume(got: Any = None) -> None:
+            if life != self.lives:
+                return
+            try:
+                awaited = work.send(got)
+            except (StopIteration, Gone):
+                return
+            if isinstance(awaited, float):
+                self.world.later(awaited, resume)
+            else:
+                self.world.call(self.session, awaited, resume)
+
+        resume()
 
     def say(self, command: Any) -> Any:
         return self.world.say(self.session, command)
 
-    def call(self, command: cmd.Command, then: Callable[[Any], None]) -> None:
-        life = self.life
-        self.world.call(self.session, command, lambda reply: then(reply) if life == self.life else None)
+    def die(self, share: float | None = None) -> None:
+        """Perhaps."""
+        if not self.over and self.world.random.random() < (self.mortality if share is None else share):
+            self.lives += 1
+            self.world.die(self.session)
+            self.world.later(self.world.random.choice([0.1, 1.0, self.world.soon()]), self.start)
+            raise Gone
 
-    def later(self, seconds: float, what: Callable[[], None]) -> None:
-        life = self.life
-        self.world.later(seconds, lambda: what() if life == self.life else None)
-
-    def dies(self, share: float) -> bool:
-        if self.over or self.world.random.random() >= share:
-            return False
-        self.life += 1
-        self.world.die(self.session)
-        self.world.later(self.world.random.choice([0.1, 1.0, self.world.soon()]), self.start)
-        return True
-
-    def ask(self) -> None:
-        count = max(self.world.random.randint(1, 6), self.at_least)
-        lease = cmd.Lease(task=self.task, count=count, timeout_s=2 * FOR_EVER, at_least=self.at_least)
-        self.call(lease, self.got)
-
-    def got(self, reply: Any) -> None:
+    def ask(self, command: Any) -> Work:
+        """The reply, unless it is the end, or it dies with it in hand."""
+        reply = yield command
         if isinstance(reply, Ended):
             self.over = True
-        elif not self.dies(self.mortality):
-            self.work(reply)
+            raise Gone
+        self.die()
+        return reply
 
-    def work(self, reply: Any) -> None:
-        raise NotImplementedError
+    def lease(self, at_least: int = 0) -> Work:
+        count = max(self.world.random.randint(1, 6), at_least)
+        lease = cmd.Lease(task=self.task, count=count, timeout_s=2 * FOR_EVER, at_least=at_least)
+        return (yield from self.ask(lease))
 
-    def complete(self, lease: cmd.Leased, gives: tuple[str, ...], at: list[int] | None, share: float) -> None:
+    def complete(self, lease: cmd.Leased, at: list[int] | None, share: float, after: float = 0.0) -> Work:
         """``share``: of the rows, that is filtered."""
+        if after:
+            yield after
         count = len(unpack_ids(lease.ids)) if at is None else len(at)
-        command = cmd.Complete(
+        gives = self.world.tasks[self.task].gives
+        reply = yield cmd.Complete(
             token=lease.token,
-            columns=dict.fromkeys(gives, COLUMN),
+            columns=dict.fromkeys(gives, TOKENS),
             index=None if at is None else packed(*at),
-            filtered=packed(*(i for i in range(count) if self.world.random.random() < share)),
+            filtered=packed(*self.world.some(count, share)),
             measures={name: self.world.lengths(count) for name in gives},
             rank=lease.rank,
         )
-        self.call(command, self.completed)
-
-    def completed(self, reply: Any) -> None:
         assert isinstance(reply, cmd.Completed | LeaseLost), reply
+        return reply
+
+    def send(self, command: Any, after: float = 0.0) -> Work:
+        if after:
+            yield after
+        yield command
 
 
+@dataclass(eq=False, kw_only=True)
 class Feeder(Worker):
-    """Puts what is wanted, at most ``most`` rows at a time."""
+    """Puts what is wanted, at most ``most`` rows at a time, in groups of ``size``."""
 
-    def __init__(self, world: World, size: int, most: int) -> None:
-        self.size, self.most = size, most
-        super().__init__(world, "", "feeder")
+    size: int
+    most: int
+    task: str = ""
 
-    def ask(self) -> None:
-        self.call(cmd.Wanted(timeout_s=2 * FOR_EVER), self.got)
-
-    def work(self, reply: Any) -> None:
-        if not isinstance(reply, cmd.RowsWanted):
-            self.later(self.world.soon(), self.ask)
-            return
-        groups = max(1, min(reply.count, self.most) // self.size)
-        put = cmd.Put(
-            groups=groups, group_size=self.size, columns={"prompt": COLUMN}, timeout_s=2 * FOR_EVER,
-            priority=self.world.random.choice((0, 0, 1, -1)), measures={"prompt": self.world.lengths(groups)},
-        )  # fmt: skip
-        self.call(put, self.got)
+    def life(self) -> Work:
+        while True:
+            wanted = yield from self.ask(cmd.Wanted(timeout_s=2 * FOR_EVER))
+            groups = max(1, min(wanted.count, self.most) // self.size)
+            yield from self.ask(cmd.Put(
+                groups=groups, group_size=self.size, columns={"prompt": TOKENS}, timeout_s=2 * FOR_EVER,
+                priority=self.world.random.choice((0, 0, 1, -1)), measures={"prompt": self.world.lengths(groups)},
+            ))  # fmt: skip
+            yield self.world.soon()
 
 
+@dataclass(eq=False, kw_only=True)
 class Replica(Worker):
     """Generates: each row ends by itself, in any order. Loads new weights when told, or (eager) when it likes.
     ``straggles``: how often it takes a hundred times as long."""
 
-    eager, straggles = False, 0.0
+    eager: bool = False
+    straggles: float = 0.0
+    task: str = "rollout"
 
-    def work(self, reply: Any) -> None:
-        if isinstance(reply, cmd.LoadFirst):
-            self.later(self.world.soon(), lambda: self.load(self.ask))
-            return
-        times = 100 if self.world.random.random() < self.straggles else 1
-        hangs = self.world.random.random() < 0.03
-        for at in range(hangs, len(unpack_ids(reply.ids))):
-            self.later(times * self.world.soon(), lambda at=at: self.complete(reply, ("response",), [at], 0.0))
-        if self.eager and self.world.ledger.version >= 0:
-            self.load(lambda: None)
-        self.later(times * self.world.soon(), self.ask)
+    def life(self) -> Work:
+        world = self.world
+        while True:
+            reply = yield from self.lease()
+            if isinstance(reply, cmd.LoadFirst):
+                yield world.soon()
+                yield cmd.Loaded(version=world.version)
+                continue
+            times = 100 if world.random.random() < self.straggles else 1
+            hangs = world.random.random() < 0.03
+            for at in range(hangs, len(unpack_ids(reply.ids))):
+                self.go(self.complete(reply, [at], 0.0, after=times * world.soon()))
+            if self.eager and world.version >= 0:
+                self.go(self.send(cmd.Loaded(version=world.version)))
+            yield times * world.soon()
 
-    def load(self, then: Callable[[], None]) -> None:
-        self.call(cmd.Loaded(version=self.world.ledger.version), lambda reply: then())
 
-
+@dataclass(eq=False, kw_only=True)
 class Stage(Worker):
     """Gives a column: in parts, filtering some groups, giving some back."""
 
-    def __init__(
-        self, world: World, task: str, gives: str, mortality: float, filters: float, at_least: int = 0
-    ) -> None:
-        self.gives, self.filters, self.at_least = gives, filters, at_least
-        super().__init__(world, task, task, mortality)
+    filters: float
+    at_least: int = 0
 
-    def work(self, reply: Any) -> None:
-        count = len(unpack_ids(reply.ids))
-        cut = self.world.random.randint(0, count)
-        for share in (list(range(cut)), list(range(cut, count))):
-            if share:
-                self.later(self.world.soon(), lambda share=share: self.part(reply, share))
-        self.later(self.world.soon(), self.ask)
+    def life(self) -> Work:
+        while True:
+            lease = yield from self.lease(self.at_least)
+            count = len(unpack_ids(lease.ids))
+            cut = self.world.random.randint(0, count)
+            for at in (list(range(cut)), list(range(cut, count))):
+                if at:
+                    self.go(self.give(lease, at, self.world.soon()))
+            yield self.world.soon()
 
-    def part(self, lease: cmd.Leased, at: list[int]) -> None:
+    def give(self, lease: cmd.Leased, at: list[int], after: float) -> Work:
+        yield after
         if self.world.random.random() < 0.1:
-            self.call(cmd.GiveBack(token=lease.token, index=packed(*at)), lambda reply: None)
+            yield cmd.GiveBack(token=lease.token, index=packed(*at))
         else:
-            self.complete(lease, (self.gives,), at, self.filters)
+            yield from self.complete(lease, at, self.filters)
 
 
+@dataclass(eq=False, kw_only=True)
 class Trainer(Worker):
     """Trains, publishes and acknowledges step after step; rolls back before, between or after these, or dies there.
 
     Weights are the tuple of steps that they were trained with. So what descends from what can be seen, and how old the
     rows of a step are. ``doubts``: how often it rolls back. ``limit``: of the staleness."""
 
-    def __init__(self, world: World, limit: int, mortality: float, doubts: float = 0.0) -> None:
-        self.limit, self.doubts = limit, doubts
-        self.made: dict[int, tuple[int, ...]] = {}  # version → weights
-        self.weights: tuple[int, ...] = ()
-        self.kept: tuple[int, ...] | None = None  # weights that outlive its death
-        self.full: set[int] = set()  # steps that may hold rows of versions given up
-        self.trained: list[int] = []
-        self.rollbacks = self.expired = self.seen = 0
-        super().__init__(world, "train", "trainer", mortality)
+    limit: int
+    doubts: float = 0.0
+    task: str = "train"
+    made: dict[int, tuple[int, ...]] = field(default_factory=dict)  # version → weights
+    weights: tuple[int, ...] = ()
+    kept: tuple[int, ...] | None = None  # weights that outlive its death
+    full: set[int] = field(default_factory=set)  # steps that may hold rows of versions given up
+    trained: list[int] = field(default_factory=list)
+    rollbacks: int = 0
+    expired: int = 0
 
-    def start(self) -> None:
-        self.life += 1
-        self.session = self.world.join(self.name)
+    def life(self) -> Work:
         self.say(cmd.OpenPublisher())
-        if self.world.ledger.version < 0:
+        if self.world.version < 0:
             self.publish(0)
-        self.weights = self.made[self.world.ledger.version] if self.kept is None else self.kept
+        self.weights = self.made[self.world.version] if self.kept is None else self.kept
         self.kept = None
-        self.ask()
+        while True:
+            lease = yield from self.lease()
+            seen = self.rollbacks
+            if lease.step not in self.weights:  # else it is in the version that was published before its trainer died
+                self.judge(lease)
+            self.perhaps_roll_back()  # the step is dropped then, or trained anew
+            if self.rollbacks > seen and self.world.random.random() < 0.5:
+                yield cmd.GiveBack(token=lease.token)
+                continue
+            yield self.world.soon()
+            before = self.weights
+            if self.rollbacks == seen and lease.step not in self.weights:
+                self.weights = (*self.weights, lease.step)
+                self.publish(lease.version + 1)
+            self.perhaps_roll_back()
+            try:
+                self.die()
+            except Gone:
+                if self.rollbacks == seen and self.world.random.random() < 0.5:
+                    self.kept = before
+                raise
+            if isinstance((yield from self.complete(lease, None, 0.2)), cmd.Completed):
+                self.trained.append(lease.step)
+                self.perhaps_roll_back()
 
     def publish(self, version: int) -> None:
         for command in (cmd.Announce(version=version), cmd.Publish(version=version, part=part(version))):
@@ -303,7 +349,7 @@ class Trainer(Worker):
     def perhaps_roll_back(self) -> None:
         if self.world.random.random() >= self.doubts:
             return
-        status = self.world.ledger.status()
+        status = self.world.status()
         to = self.world.random.choice([each.version for each in status.versions] + [max(status.version - 1, 0)])
         reply = self.say(cmd.Rollback(version=to))
         if isinstance(reply, cmd.RolledBack):
@@ -313,62 +359,32 @@ class Trainer(Worker):
             self.rollbacks += 1
             self.expired += reply.expired
 
-    def work(self, lease: Any) -> None:
-        self.seen = self.rollbacks
-        if lease.step not in self.weights:  # else it is in the version that was published before its trainer died
-            self.judge(lease)
-        self.perhaps_roll_back()  # the step is dropped then, or trained anew
-        if self.rollbacks > self.seen and self.world.random.random() < 0.5:
-            self.call(cmd.GiveBack(token=lease.token), lambda reply: self.ask())
-        else:
-            self.later(self.world.soon(), lambda: self.train(lease))
-
     def judge(self, lease: cmd.Leased) -> None:
         """The rows were made by weights that these descend from, in few steps."""
         for i in unpack_ids(lease.ids).tolist():
-            version = self.world.ledger.rows[i].version
+            version = self.world.rows[i].version
             if version is not None and lease.step not in self.full:
                 made = self.made[version]
                 assert self.weights[: len(made)] == made, "a row of weights that were given up"
                 assert len(self.weights) - len(made) <= self.limit, "staleness"
 
-    def train(self, lease: cmd.Leased) -> None:
-        before = self.weights
-        if self.rollbacks == self.seen and lease.step not in self.weights:
-            self.weights = (*self.weights, lease.step)
-            self.publish(lease.version + 1)
-        self.perhaps_roll_back()
-        if self.dies(self.mortality):
-            if self.rollbacks == self.seen and self.world.random.random() < 0.5:
-                self.kept = before
-            return
-        self.complete(lease, (), None, 0.2)
-        self.acknowledging = lease.step
 
-    def completed(self, reply: Any) -> None:
-        super().completed(reply)
-        if isinstance(reply, cmd.Completed):
-            self.trained.append(self.acknowledging)
-            self.perhaps_roll_back()
-        self.ask()
-
-
+@dataclass(eq=False, kw_only=True)
 class CheckpointedTrainer(Trainer):
     """Makes a checkpoint every so often, of which it keeps some, and goes on from the newest one when it has died.
-    ``unsound``: how often that one turns out to be damaged."""
+    ``unsound``: how often that one turns out to be damaged. It dies a few times at most: without a checkpoint, it begins anew."""
 
-    deaths = 12
-    """At most: without a checkpoint, every one of them begins anew."""
+    every: int
+    keep: int
+    unsound: float
+    points: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # step, version, weights
+    dropped: dict[int, list[int]] = field(default_factory=dict)
 
-    def __init__(self, world: World, limit: int, mortality: float, every: int, keep: int, unsound: float) -> None:
-        self.every, self.keep, self.unsound = every, keep, unsound
-        self.points: list[tuple[int, int, tuple[int, ...]]] = []  # step, version, weights
-        self.dropped: dict[int, list[int]] = {}
-        super().__init__(world, limit, mortality)
+    def die(self, share: float | None = None) -> None:
+        if self.lives <= 12:
+            super().die(share)
 
-    def start(self) -> None:
-        self.life += 1
-        self.session = self.world.join(self.name)
+    def life(self) -> Work:
         self.say(cmd.OpenPublisher())
         covered = self.say(cmd.GetCut()).covered
         if self.points and self.points[-1][0] > covered and self.world.random.random() < self.unsound:
@@ -377,129 +393,98 @@ class CheckpointedTrainer(Trainer):
         step, version, self.weights = self.points[-1] if self.points else (0, -1, ())
         resumed = self.say(cmd.Resume(step=step, version=version))
         assert isinstance(resumed, cmd.Resumed), resumed
-        if resumed.publish:
-            self.publish(resumed.version)
-        elif self.world.ledger.version < 0:
-            self.publish(0)
-        self.ask()
+        if resumed.publish or self.world.version < 0:
+            self.publish(max(resumed.version, 0))
+        try:
+            while True:
+                lease = yield from self.lease()
+                yield from self.train(lease)
+        except Gone:
+            if self.over:
+                self.checkpoint(covers=len(self.weights))
+            raise
 
-    def dies(self, share: float) -> bool:
-        return self.life <= self.deaths and super().dies(share)
-
-    def got(self, reply: Any) -> None:
-        if isinstance(reply, Ended):
-            step = len(self.weights)
-            assert self.say(cmd.Checkpoint(step=step, covers=step)) == cmd.Done()
-        super().got(reply)
-
-    def work(self, lease: Any) -> None:
+    def train(self, lease: cmd.Leased) -> Work:
         assert lease.step == len(self.weights), "steps come in order"
-        self.later(self.world.soon(), lambda: self.train(lease))
-
-    def train(self, lease: cmd.Leased) -> None:
+        yield self.world.soon()
         self.weights = (*self.weights, lease.step)
-        if self.dies(self.mortality):
-            return
+        self.die()
         self.publish(lease.version + 1)
-        if self.dies(self.mortality):
-            return
-        rows = range(len(unpack_ids(lease.ids)))
-        drop = self.dropped.setdefault(lease.step, [i for i in rows if self.world.random.random() < 0.2])
-        reply = self.say(cmd.Complete(token=lease.token, columns={}, filtered=packed(*drop)))
+        self.die()
+        dropped = self.dropped.setdefault(lease.step, self.world.some(len(unpack_ids(lease.ids)), 0.2))
+        reply = self.say(cmd.Complete(token=lease.token, columns={}, filtered=packed(*dropped)))
         assert isinstance(reply, cmd.Completed), reply
-        if not self.dies(self.mortality) and not self.checkpoint(lease):
-            self.ask()
+        self.die()
+        if len(self.weights) % self.every == 0:
+            self.points.append((len(self.weights), lease.version + 1, self.weights))
+            self.die()
+            self.points = self.points[-self.keep :]
+            self.checkpoint(covers=self.points[0][0] if len(self.points) == self.keep else 0)
+            self.die()
 
-    def checkpoint(self, lease: cmd.Leased) -> bool:
-        """Returns True if it dies."""
-        step = lease.step + 1
-        if step % self.every:
-            return False
-        self.points.append((step, lease.version + 1, self.weights))
-        if self.dies(self.mortality):
-            return True
-        self.points = self.points[-self.keep :]
-        covers = self.points[0][0] if len(self.points) == self.keep else 0
-        assert self.say(cmd.Checkpoint(step=step, covers=covers)) == cmd.Done()
-        return self.dies(self.mortality)
+    def checkpoint(self, covers: int) -> None:
+        assert self.say(cmd.Checkpoint(step=len(self.weights), covers=covers)) == cmd.Done()
 
 
+@dataclass(eq=False, kw_only=True)
 class Rank(Worker):
     """One of ``size`` ranks that train a step in ``shards``: takes its shard, publishes (rank 0), acknowledges. Dies with a
     shard in hand, or while it waits, perhaps unseen."""
 
-    def __init__(self, world: World, rank: int, size: int, shards: int, mortality: float) -> None:
-        self.rank, self.size, self.shards = rank, size, shards
-        self.acknowledged: list[int] = []
-        super().__init__(world, "train", f"rank {rank}", mortality)
+    rank: int
+    size: int
+    shards: int
+    task: str = "train"
 
-    def start(self) -> None:
-        super().start()
-        if self.rank == 0 and self.world.ledger.version < 0:
+    def life(self) -> Work:
+        random, soon = self.world.random, self.world.soon
+        if self.rank == 0 and self.world.version < 0:
             self.publish(0)
+        while True:
+            if random.random() < self.mortality / 2:
+                self.go(self.end(after=soon()))
+            lease = yield from self.ask(cmd.Lease(
+                task="train", count=1, timeout_s=2 * FOR_EVER, team="job", rank=self.rank, world_size=self.size,
+                shards=self.shards,
+            ))  # fmt: skip
+            chance = random.random()
+            if chance < 0.1:
+                self.go(self.send(cmd.Renew(token=lease.token, rank=self.rank), after=soon()))
+            yield soon()
+            if chance > 0.95:
+                yield cmd.GiveBack(token=lease.token, rank=self.rank)
+                continue
+            if self.rank == 0:
+                self.publish(lease.version + 1)
+            if random.random() < self.mortality / 2:
+                yield from self.end()
+            yield from self.complete(lease, None, 0.2)
 
-    def publish(self, version: int) -> Any:
+    def publish(self, version: int) -> None:
         """By a session of its own."""
         session = self.world.join("publisher")
-        commands = [
-            cmd.OpenPublisher(),
-            cmd.Announce(version=version),
-            cmd.Publish(version=version, part=part(version)),
-        ]
-        *_, reply = [self.world.say(session, command) for command in commands]
-        self.world.say(session, cmd.Leave())
+        *_, reply, _ = [self.world.say(session, command) for command in [*publishing(version)[:3], cmd.Leave()]]
         assert isinstance(reply, cmd.Published | ConfigError), reply
 
-    def ask(self) -> None:
-        lease = cmd.Lease(
-            task="train", count=1, timeout_s=2 * FOR_EVER, team="job", rank=self.rank, world_size=self.size,
-            shards=self.shards,
-        )  # fmt: skip
-        self.call(lease, self.got)
-        if self.world.random.random() < self.mortality / 2:
-            self.later(self.world.soon(), self.end)
-
-    def end(self) -> None:
+    def end(self, after: float = 0.0) -> Work:
+        if after:
+            yield after
         if self.world.random.random() < 0.8:
-            self.dies(1.0)
-        elif not self.over:  # it is restarted all the same
-            self.life += 1
-            self.world.hang(self.session)
+            self.die(1.0)
+        elif not self.over:  # it hangs, and is started again all the same
+            self.lives += 1
             self.world.later(self.world.soon(), self.start)
-
-    def work(self, reply: Any) -> None:
-        assert isinstance(reply, cmd.Leased), reply
-        chance = self.world.random.random()
-        if chance < 0.1:
-            renew = cmd.Renew(token=reply.token, rank=self.rank)
-            self.later(self.world.soon(), lambda: self.call(renew, lambda said: None))
-        if chance > 0.95:
-            back = cmd.GiveBack(token=reply.token, rank=self.rank)
-            self.later(self.world.soon(), lambda: self.call(back, lambda said: self.ask()))
-        else:
-            self.later(self.world.soon(), lambda: self.train(reply))
-
-    def train(self, lease: cmd.Leased) -> None:
-        if self.rank == 0:
-            self.publish(lease.version + 1)
-        if self.world.random.random() < self.mortality / 2:
-            self.end()
-        else:
-            self.complete(lease, (), None, 0.2)
-
-    def completed(self, reply: Any) -> None:
-        super().completed(reply)
-        self.ask()
+            raise Gone
 
 
 def others(world: World, size: int, most: int, replicas: int, mortality: float, at_least: int = 0) -> None:
     """All who work beside a trainer: a feeder of groups of ``size``, ``most`` rows at a time, replicas, stages, a judge."""
-    Feeder(world, size, most)
+    Feeder(world=world, size=size, most=most)
     for number in range(replicas):
-        Replica(world, "rollout", f"replica {number}", mortality).eager = number % 2 == 1
+        Replica(world=world, mortality=mortality, eager=number % 2 == 1)
     for _ in range(2):
-        Stage(world, "reward", "reward", mortality, filters=0.1)
-    Stage(world, "judge", "verdict", mortality / 2, filters=0.02, at_least=at_least)
+        Stage(world=world, task="reward", mortality=mortality, filters=0.1)
+    Stage(world=world, task="judge", mortality=mortality / 2, filters=0.02, at_least=at_least)
 
 
 def filtered(audit: cmd.Audit) -> Counter[str]:

@@ -76,7 +76,7 @@ def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
     )  # fmt: skip
     lease_s = FOR_EVER / 4 if doubts else 50.0
     world = World(seed, 60_000 + 12_000 * steps * batch, limits, [*TASKS, train_task(batch, lease_s)])
-    trainer = Trainer(world, most_staleness(policy, staleness), mortality, doubts)
+    trainer = Trainer(world=world, limit=most_staleness(policy, staleness), mortality=mortality, doubts=doubts)
     others(world, size, size if tight else 2 * batch, replicas, mortality)
 
     audit = world.run()
@@ -85,7 +85,7 @@ def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
     assert filtered(audit)["consumed"] == steps * batch
     assert audit.expired == trainer.expired + late(audit, staleness)
     assert doubts or late(audit, staleness) <= staleness * batch * steps, "what may be given up"
-    assert world.ledger.version == max(trainer.made)
+    assert world.version == max(trainer.made)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -94,11 +94,11 @@ def test_drop_never_starves_and_gives_up_no_more_than_was_under_way(staleness: i
     rollout = msgspec.structs.replace(TASKS[0], lease_s=5000)
     limits = cmd.Configure(max_staleness=staleness, steps=steps, staleness=PolicySpec("drop"))
     world = World(staleness, 1_000_000, limits, [rollout, TASKS[1], train_task(batch, FOR_EVER / 4)])
-    trainer = Trainer(world, staleness, 0.0)
-    Feeder(world, 2, 2 * batch)
-    for number in range(3):
-        Replica(world, "rollout", f"replica {number}").straggles = 0.3
-    Stage(world, "reward", "reward", 0.0, filters=0.1)
+    trainer = Trainer(world=world, limit=staleness)
+    Feeder(world=world, size=2, most=2 * batch)
+    for _ in range(3):
+        Replica(world=world, straggles=0.3)
+    Stage(world=world, task="reward", filters=0.1)
 
     audit = world.run()
 
@@ -120,10 +120,10 @@ def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
     batch, lost = size * groups, []
     limits = cmd.Configure(capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps)
     world = World(seed, 40_000 + 8_000 * steps * batch, limits, [*TASKS, train_task(batch)])
-    trainer = Trainer(world, staleness, mortality)
+    trainer = Trainer(world=world, limit=staleness, mortality=mortality)
     others(world, size, size if tight else 2 * batch, 2, mortality)
     for _ in range(disasters):
-        world.later(world.random.uniform(0, 60), lambda: lost.append(world.lose(share)))
+        world.later(world.random.uniform(0, 60), lambda: lost.append(world.lose_some(share)))
 
     audit = world.run()
 
@@ -148,7 +148,9 @@ def test_a_trainer_that_dies_at_any_time_trains_each_step_once_in_what_survives(
         staleness=PolicySpec(policy),
     )  # fmt: skip
     world = World(seed, 100_000 + 40_000 * steps * batch, limits, [*TASKS, train_task(batch, FOR_EVER / 4)])
-    trainer = CheckpointedTrainer(world, most_staleness(policy, staleness), deaths, every, keep, unsound)
+    trainer = CheckpointedTrainer(
+        world=world, limit=most_staleness(policy, staleness), mortality=deaths, every=every, keep=keep, unsound=unsound,
+    )  # fmt: skip
     others(world, size, 2 * batch, replicas, mortality)
 
     audit = world.run()
@@ -198,13 +200,13 @@ def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
         sampled(seed // 7, train_task(batch), "", "token_balanced"),
     ]
     world = World(seed, 20_000 + 8_000 * steps * batch, limits, tasks)
-    for rank in range(ranks[0]):
-        Rank(world, rank, *ranks, mortality)
+    for rank in reversed(range(ranks[0])):  # the first publishes, while others wait for a version
+        Rank(world=world, rank=rank, size=ranks[0], shards=ranks[1], mortality=mortality)
     at_least = 0 if tight or judge.sampler else world.random.randint(0, batch)
     others(world, size, size if tight else 2 * batch, 3, mortality, at_least)
 
     audit = world.run()
 
-    assert sorted(world.ledger.acknowledged) == list(range(steps)), "each step once"
-    assert not world.ledger.status().lease_count
+    assert sorted(world.acknowledged) == list(range(steps)), "each step once"
+    assert not world.status().lease_count
     assert filtered(audit)["consumed"] == steps * batch
