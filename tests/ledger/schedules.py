@@ -10,7 +10,6 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -133,29 +132,24 @@ class Gone(Exception):
     """Ends the work of a worker that died, or that was told the end."""
 
 
-@dataclass(eq=False, kw_only=True)
 class Worker:
-    """A session of which each ``life`` asks a task for rows and works on them. Dies now and then, and comes back."""
+    """A session that does the ``work`` of a task, with ``options``. Dies now and then, and comes back."""
 
-    world: World
-    task: str
-    mortality: float = 0.0
-    over: bool = False
-    lives: int = 0  # a death begins another, in which nothing happens
-
-    def __post_init__(self) -> None:
-        self.world.workers.append(self)
+    def __init__(
+        self, world: World, task: str, work: Callable[..., Work], mortality: float = 0.0, **options: Any
+    ) -> None:
+        self.world, self.task, self.mortality = world, task, mortality
+        self.over, self.lives = False, 0  # a death begins another life, in which nothing happens
+        self._work, self._options = work, options
+        world.workers.append(self)
         self.start()
 
     def start(self) -> None:
         self.lives += 1
         self.session = self.world.join(self.task)
-        self.go(self.life())
+        self.go(self._work(self, **self._options))
 
-    def life(self) -> Work:
-        raise NotImplementedError
-
-    def go(self, work: Work) -> None:
+    def go(self, work: Work, after: float | None = None) -> None:
         """Do it beside what else is done, as long as this life lasts."""
         life = self.lives
 
@@ -171,7 +165,10 @@ class Worker:
             else:
                 self.world.call(self.session, awaited, resume)
 
-        resume()
+        if after is None:
+            resume()
+        else:
+            self.world.later(after, resume)
 
     def say(self, command: Any) -> Any:
         return self.world.say(self.session, command)
@@ -198,10 +195,8 @@ class Worker:
         lease = cmd.Lease(task=self.task, count=count, timeout_s=2 * FOR_EVER, at_least=at_least)
         return (yield from self.ask(lease))
 
-    def complete(self, lease: cmd.Leased, at: list[int] | None, share: float, after: float = 0.0) -> Work:
+    def complete(self, lease: cmd.Leased, at: list[int] | None, share: float) -> Work:
         """``share``: of the rows, that is filtered."""
-        if after:
-            yield after
         count = len(unpack_ids(lease.ids)) if at is None else len(at)
         gives = self.world.tasks[self.task].gives
         reply = yield cmd.Complete(
@@ -215,99 +210,120 @@ class Worker:
         assert isinstance(reply, cmd.Completed | LeaseLost), reply
         return reply
 
-    def send(self, command: Any, after: float = 0.0) -> Work:
-        if after:
-            yield after
-        yield command
+
+def one(command: Any) -> Work:
+    yield command
 
 
-@dataclass(eq=False, kw_only=True)
-class Feeder(Worker):
-    """Puts what is wanted, at most ``most`` rows at a time, in groups of ``size``."""
-
-    size: int
-    most: int
-    task: str = ""
-
-    def life(self) -> Work:
-        while True:
-            wanted = yield from self.ask(cmd.Wanted(timeout_s=2 * FOR_EVER))
-            groups = max(1, min(wanted.count, self.most) // self.size)
-            yield from self.ask(cmd.Put(
-                groups=groups, group_size=self.size, columns={"prompt": TOKENS}, timeout_s=2 * FOR_EVER,
-                priority=self.world.random.choice((0, 0, 1, -1)), measures={"prompt": self.world.lengths(groups)},
-            ))  # fmt: skip
-            yield self.world.soon()
+def feed(worker: Worker, size: int, most: int) -> Work:
+    """Put what is wanted, at most ``most`` rows at a time, in groups of ``size``."""
+    world = worker.world
+    while True:
+        wanted = yield from worker.ask(cmd.Wanted(timeout_s=2 * FOR_EVER))
+        groups = max(1, min(wanted.count, most) // size)
+        yield from worker.ask(cmd.Put(
+            groups=groups, group_size=size, columns={"prompt": TOKENS}, timeout_s=2 * FOR_EVER,
+            priority=world.random.choice((0, 0, 1, -1)), measures={"prompt": world.lengths(groups)},
+        ))  # fmt: skip
+        yield world.soon()
 
 
-@dataclass(eq=False, kw_only=True)
-class Replica(Worker):
-    """Generates: each row ends by itself, in any order. Loads new weights when told, or (eager) when it likes.
-    ``straggles``: how often it takes a hundred times as long."""
-
-    eager: bool = False
-    straggles: float = 0.0
-    task: str = "rollout"
-
-    def life(self) -> Work:
-        world = self.world
-        while True:
-            reply = yield from self.lease()
-            if isinstance(reply, cmd.LoadFirst):
-                yield world.soon()
-                yield cmd.Loaded(version=world.version)
-                continue
-            times = 100 if world.random.random() < self.straggles else 1
-            hangs = world.random.random() < 0.03
-            for at in range(hangs, len(unpack_ids(reply.ids))):
-                self.go(self.complete(reply, [at], 0.0, after=times * world.soon()))
-            if self.eager and world.version >= 0:
-                self.go(self.send(cmd.Loaded(version=world.version)))
-            yield times * world.soon()
+def generate(worker: Worker, eager: bool = False, straggles: float = 0.0) -> Work:
+    """Each row ends by itself, in any order. Load new weights when told, or (eager) when it likes. ``straggles``: how often
+    it takes a hundred times as long."""
+    world = worker.world
+    while True:
+        reply = yield from worker.lease()
+        if isinstance(reply, cmd.LoadFirst):
+            yield world.soon()
+            yield cmd.Loaded(version=world.version)
+            continue
+        times = 100 if world.random.random() < straggles else 1
+        hangs = world.random.random() < 0.03
+        for at in range(hangs, len(unpack_ids(reply.ids))):
+            worker.go(worker.complete(reply, [at], 0.0), after=times * world.soon())
+        if eager and world.version >= 0:
+            worker.go(one(cmd.Loaded(version=world.version)))
+        yield times * world.soon()
 
 
-@dataclass(eq=False, kw_only=True)
-class Stage(Worker):
-    """Gives a column: in parts, filtering some groups, giving some back."""
+def score(worker: Worker, filters: float, at_least: int = 0) -> Work:
+    """Give a column: in parts, filtering some groups, giving some back."""
+    world = worker.world
 
-    filters: float
-    at_least: int = 0
-
-    def life(self) -> Work:
-        while True:
-            lease = yield from self.lease(self.at_least)
-            count = len(unpack_ids(lease.ids))
-            cut = self.world.random.randint(0, count)
-            for at in (list(range(cut)), list(range(cut, count))):
-                if at:
-                    self.go(self.give(lease, at, self.world.soon()))
-            yield self.world.soon()
-
-    def give(self, lease: cmd.Leased, at: list[int], after: float) -> Work:
-        yield after
-        if self.world.random.random() < 0.1:
+    def give(lease: cmd.Leased, at: list[int]) -> Work:
+        if world.random.random() < 0.1:
             yield cmd.GiveBack(token=lease.token, index=packed(*at))
         else:
-            yield from self.complete(lease, at, self.filters)
+            yield from worker.complete(lease, at, filters)
+
+    while True:
+        lease = yield from worker.lease(at_least)
+        count = len(unpack_ids(lease.ids))
+        cut = world.random.randint(0, count)
+        for at in (list(range(cut)), list(range(cut, count))):
+            if at:
+                worker.go(give(lease, at), after=world.soon())
+        yield world.soon()
 
 
-@dataclass(eq=False, kw_only=True)
+def train_as_rank(worker: Worker, rank: int, size: int, shards: int) -> Work:
+    """Be one of ``size`` ranks that train a step in ``shards``: take its shard, publish (rank 0), acknowledge. Die with a
+    shard in hand, or while it waits, perhaps unseen."""
+    world = worker.world
+
+    def publish(version: int) -> None:
+        """By a session of its own."""
+        session = world.join("publisher")
+        *_, reply, _ = [world.say(session, command) for command in [*publishing(version)[:3], cmd.Leave()]]
+        assert isinstance(reply, cmd.Published | ConfigError), reply
+
+    def end() -> Work:
+        yield from ()
+        if world.random.random() < 0.8:
+            worker.die(1.0)
+        elif not worker.over:  # it hangs, and is started again all the same
+            worker.lives += 1
+            world.later(world.soon(), worker.start)
+            raise Gone
+
+    if rank == 0 and world.version < 0:
+        publish(0)
+    while True:
+        if world.random.random() < worker.mortality / 2:
+            worker.go(end(), after=world.soon())
+        lease = yield from worker.ask(cmd.Lease(
+            task="train", count=1, timeout_s=2 * FOR_EVER, team="job", rank=rank, world_size=size, shards=shards,
+        ))  # fmt: skip
+        chance = world.random.random()
+        if chance < 0.1:
+            worker.go(one(cmd.Renew(token=lease.token, rank=rank)), after=world.soon())
+        yield world.soon()
+        if chance > 0.95:
+            yield cmd.GiveBack(token=lease.token, rank=rank)
+            continue
+        if rank == 0:
+            publish(lease.version + 1)
+        if world.random.random() < worker.mortality / 2:
+            yield from end()
+        yield from worker.complete(lease, None, 0.2)
+
+
 class Trainer(Worker):
     """Trains, publishes and acknowledges step after step; rolls back before, between or after these, or dies there.
 
     Weights are the tuple of steps that they were trained with. So what descends from what can be seen, and how old the
     rows of a step are. ``doubts``: how often it rolls back. ``limit``: of the staleness."""
 
-    limit: int
-    doubts: float = 0.0
-    task: str = "train"
-    made: dict[int, tuple[int, ...]] = field(default_factory=dict)  # version → weights
-    weights: tuple[int, ...] = ()
-    kept: tuple[int, ...] | None = None  # weights that outlive its death
-    full: set[int] = field(default_factory=set)  # steps that may hold rows of versions given up
-    trained: list[int] = field(default_factory=list)
-    rollbacks: int = 0
-    expired: int = 0
+    def __init__(self, world: World, limit: int, mortality: float = 0.0, doubts: float = 0.0) -> None:
+        self.limit, self.doubts = limit, doubts
+        self.made: dict[int, tuple[int, ...]] = {}  # version → weights
+        self.weights: tuple[int, ...] = ()
+        self.kept: tuple[int, ...] | None = None  # weights that outlive its death
+        self.full: set[int] = set()  # steps that may hold rows of versions given up
+        self.trained: list[int] = []
+        self.rollbacks = self.expired = 0
+        super().__init__(world, "train", type(self).life, mortality)
 
     def life(self) -> Work:
         self.say(cmd.OpenPublisher())
@@ -369,16 +385,15 @@ class Trainer(Worker):
                 assert len(self.weights) - len(made) <= self.limit, "staleness"
 
 
-@dataclass(eq=False, kw_only=True)
 class CheckpointedTrainer(Trainer):
     """Makes a checkpoint every so often, of which it keeps some, and goes on from the newest one when it has died.
     ``unsound``: how often that one turns out to be damaged. It dies a few times at most: without a checkpoint, it begins anew."""
 
-    every: int
-    keep: int
-    unsound: float
-    points: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # step, version, weights
-    dropped: dict[int, list[int]] = field(default_factory=dict)
+    def __init__(self, world: World, limit: int, mortality: float, every: int, keep: int, unsound: float) -> None:
+        self.every, self.keep, self.unsound = every, keep, unsound
+        self.points: list[tuple[int, int, tuple[int, ...]]] = []  # step, version, weights
+        self.dropped: dict[int, list[int]] = {}
+        super().__init__(world, limit, mortality)
 
     def die(self, share: float | None = None) -> None:
         if self.lives <= 12:
@@ -426,65 +441,14 @@ class CheckpointedTrainer(Trainer):
         assert self.say(cmd.Checkpoint(step=len(self.weights), covers=covers)) == cmd.Done()
 
 
-@dataclass(eq=False, kw_only=True)
-class Rank(Worker):
-    """One of ``size`` ranks that train a step in ``shards``: takes its shard, publishes (rank 0), acknowledges. Dies with a
-    shard in hand, or while it waits, perhaps unseen."""
-
-    rank: int
-    size: int
-    shards: int
-    task: str = "train"
-
-    def life(self) -> Work:
-        random, soon = self.world.random, self.world.soon
-        if self.rank == 0 and self.world.version < 0:
-            self.publish(0)
-        while True:
-            if random.random() < self.mortality / 2:
-                self.go(self.end(after=soon()))
-            lease = yield from self.ask(cmd.Lease(
-                task="train", count=1, timeout_s=2 * FOR_EVER, team="job", rank=self.rank, world_size=self.size,
-                shards=self.shards,
-            ))  # fmt: skip
-            chance = random.random()
-            if chance < 0.1:
-                self.go(self.send(cmd.Renew(token=lease.token, rank=self.rank), after=soon()))
-            yield soon()
-            if chance > 0.95:
-                yield cmd.GiveBack(token=lease.token, rank=self.rank)
-                continue
-            if self.rank == 0:
-                self.publish(lease.version + 1)
-            if random.random() < self.mortality / 2:
-                yield from self.end()
-            yield from self.complete(lease, None, 0.2)
-
-    def publish(self, version: int) -> None:
-        """By a session of its own."""
-        session = self.world.join("publisher")
-        *_, reply, _ = [self.world.say(session, command) for command in [*publishing(version)[:3], cmd.Leave()]]
-        assert isinstance(reply, cmd.Published | ConfigError), reply
-
-    def end(self, after: float = 0.0) -> Work:
-        if after:
-            yield after
-        if self.world.random.random() < 0.8:
-            self.die(1.0)
-        elif not self.over:  # it hangs, and is started again all the same
-            self.lives += 1
-            self.world.later(self.world.soon(), self.start)
-            raise Gone
-
-
 def others(world: World, size: int, most: int, replicas: int, mortality: float, at_least: int = 0) -> None:
     """All who work beside a trainer: a feeder of groups of ``size``, ``most`` rows at a time, replicas, stages, a judge."""
-    Feeder(world=world, size=size, most=most)
+    Worker(world, "", feed, size=size, most=most)
     for number in range(replicas):
-        Replica(world=world, mortality=mortality, eager=number % 2 == 1)
+        Worker(world, "rollout", generate, mortality, eager=number % 2 == 1)
     for _ in range(2):
-        Stage(world=world, task="reward", mortality=mortality, filters=0.1)
-    Stage(world=world, task="judge", mortality=mortality / 2, filters=0.02, at_least=at_least)
+        Worker(world, "reward", score, mortality, filters=0.1)
+    Worker(world, "judge", score, mortality / 2, filters=0.02, at_least=at_least)
 
 
 def filtered(audit: cmd.Audit) -> Counter[str]:

@@ -17,15 +17,16 @@ from schedules import (
     FOR_EVER,
     TASKS,
     CheckpointedTrainer,
-    Feeder,
-    Rank,
-    Replica,
-    Stage,
     Trainer,
+    Worker,
     World,
+    feed,
     filtered,
+    generate,
     others,
     schedules,
+    score,
+    train_as_rank,
     train_task,
 )
 
@@ -76,7 +77,7 @@ def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
     )  # fmt: skip
     lease_s = FOR_EVER / 4 if doubts else 50.0
     world = World(seed, 60_000 + 12_000 * steps * batch, limits, [*TASKS, train_task(batch, lease_s)])
-    trainer = Trainer(world=world, limit=most_staleness(policy, staleness), mortality=mortality, doubts=doubts)
+    trainer = Trainer(world, most_staleness(policy, staleness), mortality, doubts)
     others(world, size, size if tight else 2 * batch, replicas, mortality)
 
     audit = world.run()
@@ -94,11 +95,11 @@ def test_drop_never_starves_and_gives_up_no_more_than_was_under_way(staleness: i
     rollout = msgspec.structs.replace(TASKS[0], lease_s=5000)
     limits = cmd.Configure(max_staleness=staleness, steps=steps, staleness=PolicySpec("drop"))
     world = World(staleness, 1_000_000, limits, [rollout, TASKS[1], train_task(batch, FOR_EVER / 4)])
-    trainer = Trainer(world=world, limit=staleness)
-    Feeder(world=world, size=2, most=2 * batch)
+    trainer = Trainer(world, staleness)
+    Worker(world, "", feed, size=2, most=2 * batch)
     for _ in range(3):
-        Replica(world=world, straggles=0.3)
-    Stage(world=world, task="reward", filters=0.1)
+        Worker(world, "rollout", generate, straggles=0.3)
+    Worker(world, "reward", score, filters=0.1)
 
     audit = world.run()
 
@@ -120,7 +121,7 @@ def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
     batch, lost = size * groups, []
     limits = cmd.Configure(capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps)
     world = World(seed, 40_000 + 8_000 * steps * batch, limits, [*TASKS, train_task(batch)])
-    trainer = Trainer(world=world, limit=staleness, mortality=mortality)
+    trainer = Trainer(world, staleness, mortality)
     others(world, size, size if tight else 2 * batch, 2, mortality)
     for _ in range(disasters):
         world.later(world.random.uniform(0, 60), lambda: lost.append(world.lose_some(share)))
@@ -148,9 +149,7 @@ def test_a_trainer_that_dies_at_any_time_trains_each_step_once_in_what_survives(
         staleness=PolicySpec(policy),
     )  # fmt: skip
     world = World(seed, 100_000 + 40_000 * steps * batch, limits, [*TASKS, train_task(batch, FOR_EVER / 4)])
-    trainer = CheckpointedTrainer(
-        world=world, limit=most_staleness(policy, staleness), mortality=deaths, every=every, keep=keep, unsound=unsound,
-    )  # fmt: skip
+    trainer = CheckpointedTrainer(world, most_staleness(policy, staleness), deaths, every, keep, unsound)
     others(world, size, 2 * batch, replicas, mortality)
 
     audit = world.run()
@@ -201,7 +200,7 @@ def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
     ]
     world = World(seed, 20_000 + 8_000 * steps * batch, limits, tasks)
     for rank in reversed(range(ranks[0])):  # the first publishes, while others wait for a version
-        Rank(world=world, rank=rank, size=ranks[0], shards=ranks[1], mortality=mortality)
+        Worker(world, "train", train_as_rank, mortality, rank=rank, size=ranks[0], shards=ranks[1])
     at_least = 0 if tight or judge.sampler else world.random.randint(0, batch)
     others(world, size, size if tight else 2 * batch, 3, mortality, at_least)
 
