@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -98,6 +99,7 @@ class CheckedLedger:
         self._bytes: dict[int, tuple[cmd.Part, ...]] = {}  # of each version
         self._keys: dict[str, cmd.PutDone] = {}
         self._ended_partitions: set[str | None] = set()
+        self._lost: set[int] = set()  # rows without payload
         self._rewound = False  # a rollback or a resume may end leases of replicas
 
     # ---- inputs
@@ -154,11 +156,8 @@ class CheckedLedger:
         self._feed("unheard", session, version)
 
     def lose(self, *ids: int, reason: str = "payload lost") -> None:
-        groups = {member for i in ids for member in self.rows[i].group}
-        waiting = [step for step in self.steps if step not in self.acknowledged]
-        first = min((step for step in waiting if groups & set(self.steps[step])), default=1 << 62)
-        self.unsettled |= {step for step in waiting if step >= first}
-        self._doubt_steps()
+        self._lost.update(ids)
+        self._unsettle(ids)
         self._feed("lose", np.array(ids, np.int64), reason=reason)
 
     def audit(self) -> cmd.Audit:
@@ -515,10 +514,14 @@ class CheckedLedger:
         for row in [self.rows[i] for each, ids in self.steps.items() if each >= step for i in ids]:
             row.done -= set(trains)
             row.holder = {task: token for task, token in row.holder.items() if task not in trains}
-        self._doubt_steps()
+        self._unsettle(self._lost & self.live.keys())
 
-    def _doubt_steps(self) -> None:
-        """Leases of steps may have ended."""
+    def _unsettle(self, lost: Iterable[int]) -> None:
+        """Steps that lack these rows, and later ones, are filled again if nobody acknowledged them. Leases of steps may have ended."""
+        groups = {member for i in lost for member in self.rows[i].group}
+        waiting = [step for step in self.steps if step not in self.acknowledged]
+        first = min((step for step in waiting if groups & set(self.steps[step])), default=1 << 62)
+        self.unsettled |= {step for step in waiting if step >= first}
         for lease in self.open.values():
             lease.unsure |= self.tasks[lease.task].batch_rows is not None
 
