@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from replicas import Served
 from scripted_transport import Scripted
+from transport_ends import publishing
 
 from asyncflow_sdk.testing.ends import Ends
-from asyncflow_sdk.weights import transport_named
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,5 +49,5 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def files(path: Path) -> Iterator[Ends]:
     """Both ends of the transport ``file``."""
-    with Ends(lambda: transport_named("file", path=path), lambda: transport_named("file")) as made:
+    with publishing(path) as made:
         yield made

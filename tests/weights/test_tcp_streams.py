@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 from children import Child
-from tcp_ends import Proxy, bulk_of, numbers, publish_half, tcp, with_bulk
+from flaky_proxy import NEVER, WHOLE, FlakyProxy
+from transport_ends import bulk_of, numbers, publish_half, tcp, with_bulk
 from waiting import in_thread, until
 
 from asyncflow_sdk.errors import AsyncFlowError, WireError
@@ -32,7 +33,7 @@ class Stream:
     def __init__(self, ends: Ends, digests: bool = True) -> None:
         self.ends, self.digests = ends, digests
         first = ends.publish(1, weights(1), digests=digests)
-        self.proxy = Proxy(bulk_of(first.where))
+        self.proxy = FlakyProxy(bulk_of(first.where), pieces=WHOLE)
         self.receiver: Any = ends.receiver()
         ends.keep(1)
         self.base = self.fetch(first)
@@ -107,7 +108,7 @@ def test_a_stream_that_stalls_is_given_up_and_only_what_is_missing_is_fetched(di
         stream.proxy.most = 1.75 * MODEL
         sent = stream.publish(2)
         assert stream.proxy.held.wait(60)
-        stream.proxy.hold_those()
+        stream.proxy.most = NEVER  # connections from now on are not held up
         fetched = stream.fetch(sent, timeout_s=3600.0)
         assert fetched.moved == sent.manifest.nbytes
         assert stream.proxy.back < 2.75 * MODEL
@@ -199,7 +200,7 @@ def test_versions_are_streamed_where_deltas_are_not_smaller(share: float, models
     with tcp(insecure=True) as ends:
         receiver, model = ends.receiver(), weights(1)
         first = ends.publish(1, model)
-        with Proxy(bulk_of(first.where)) as proxy:
+        with FlakyProxy(bulk_of(first.where), pieces=WHOLE) as proxy:
 
             def fetch(sent: Sent, base: Fetched | None) -> Fetched:
                 fetched = ends.fetch(receiver, sent, where=with_bulk(sent.where, port=proxy.port), base=base)
