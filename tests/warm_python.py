@@ -2,9 +2,9 @@
 
     subprocess.run([warm_python(), "script.py"])         # or -m MODULE, or -c CODE, as sys.executable takes them
 
-The program hands its arguments, variables, directory and descriptors to a server process, which forks, and it ends as the
-forked process ends. That is its own process with its own pid; its
-``sys.executable`` is the program, too. If the program is killed, so is the forked process.
+The program sends its arguments, variables, directory and descriptors to a server process. That forks a keeper, and the keeper
+forks the process that runs them. The keeper passes on signals and the exit status, and kills the process if the program is
+killed. The forked process has its own pid; its ``sys.executable`` is the program, too.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ import marshal
 import multiprocessing
 import os
 import runpy
-import selectors
+import select
 import shutil
 import signal
 import site
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -38,31 +36,21 @@ import pytest
 _CLIENT = """\
 #!{python} -IS
 import _socket, marshal, os, signal, struct, sys
-fds = []
-for fd in map(int, os.listdir("/proc/self/fd")):
-    try:
-        os.fstat(fd)
-        fds.append(fd)
-    except OSError:  # the descriptor of the listing
-        pass
-line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+fds = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)]
+line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
 line.connect({address!r})
-request = marshal.dumps((fds, sys.argv, dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0))))
-rights = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack(f"{{len(fds)}}i", *fds))
-line.sendmsg([struct.pack("q", len(request))], [rights])
-line.sendall(request)
+request = marshal.dumps((fds, sys.argv[1:], dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0))))
+line.sendmsg([request], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack(f"{{len(fds)}}i", *fds))])
 for fd in fds:
     os.close(fd)
 for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, _: line.send(bytes([number])))
-(status,) = struct.unpack("i", line.recv(4) or struct.pack("i", -9))
+    signal.signal(number, lambda number, _: line.send(b"%d" % number))
+status = int(line.recv(9) or -9)
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    signal.signal(-status, signal.SIG_DFL) if status != -9 else None
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
-
-
 _IMPORTED = [
     "torch", "transformers.models.qwen3.modeling_qwen3", "asyncflow_torch.train", "asyncflow_torch.rollout",
     "asyncflow_torch.demo.run", "asyncflow_torch.demo.model", "asyncflow_sdk.workflow.run", "asyncflow_sdk.cli.app",
@@ -80,6 +68,7 @@ def warm_python() -> str:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch")
     folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
     address, program = str(folder / "socket"), folder / "python"
     program.write_text(_CLIENT.format(python=sys.executable, address=address))
     program.chmod(0o755)
@@ -87,72 +76,61 @@ def warm_python() -> str:
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert server.stdout is not None
     assert server.stdout.readline() == b"warm\n", f"the server ended with {server.wait()}"
-
-    def end() -> None:
-        server.kill()  # and every forked process with it
-        server.communicate()
-        shutil.rmtree(folder)
-
-    atexit.register(end)
+    atexit.register(server.communicate)  # it ends, and every forked process with it
     return str(program)
 
 
 def _serve(address: str) -> tuple[list[int], tuple[Any, ...]]:
     """Fork for each client. Returns in the forked process only: the client's descriptors, and its request."""
-    listener = socket.socket(socket.AF_UNIX)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen(64)
     os.write(1, b"warm\n")
-    ends_with_the_test = 0  # standard input
-    waits = selectors.DefaultSelector()
-    waits.register(listener, selectors.EVENT_READ)
-    waits.register(ends_with_the_test, selectors.EVENT_READ)
-    children: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, line
-    while True:
-        for key, _ in waits.select():
-            if key.fd == ends_with_the_test:
-                os._exit(0)
-            if key.fileobj is listener:
-                line, _ = listener.accept()
-                head, fds, _, _ = socket.recv_fds(line, 8, 250)
-                with line.makefile("rb") as file:
-                    request = marshal.loads(file.read(struct.unpack("q", head)[0]))  # noqa: S302 - of our own client
-                pid = os.fork()
-                if not pid:
-                    for each in (listener, line, waits, *(other for _, other in children.values())):
-                        each.close()
-                    for pidfd in children:
-                        os.close(pidfd)
-                    return fds, request
-                for fd in fds:
-                    os.close(fd)
-                pidfd = os.pidfd_open(pid)
-                children[pidfd] = pid, line
-                waits.register(pidfd, selectors.EVENT_READ, pidfd)
-                waits.register(line, selectors.EVENT_READ, pidfd)
-            elif key.data in children:
-                pid, line = children[key.data]
-                if key.fd == key.data:  # the forked process has ended
-                    waits.unregister(key.data)
-                    if line in waits.get_map():
-                        waits.unregister(line)
-                    del children[key.data]
-                    os.close(key.data)
-                    with line, contextlib.suppress(OSError):
-                        line.sendall(struct.pack("i", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
-                elif number := line.recv(1):
-                    os.kill(pid, number[0])
-                else:  # its client was killed
-                    waits.unregister(line)
-                    os.kill(pid, signal.SIGKILL)
-                    with contextlib.suppress(ProcessLookupError):  # it may be younger than its session
-                        os.killpg(pid, signal.SIGKILL)
+    while 0 not in (ready := select.select([0, listener], [], [])[0]):  # standard input ends with the test
+        line, _ = listener.accept()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not _fork():
+            break
+        line.close()
+    if 0 in ready:
+        os._exit(0)
+    listener.close()
+    request, fds, _, _ = socket.recv_fds(line, 1 << 20, 250)
+    if pid := _fork():
+        _keep(pid, line, fds)
+    line.close()
+    return fds, marshal.loads(request)  # noqa: S302 - of our own client
+
+
+def _fork() -> int:
+    """A process that ends with this one."""
+    pid = os.fork()
+    if not pid:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    return pid
+
+
+def _keep(pid: int, line: socket.socket, fds: list[int]) -> None:
+    """Pass signals from the client to the process ``pid``, and its exit status back."""
+    for fd in fds:
+        os.close(fd)
+    ended = os.pidfd_open(pid)
+    while ended not in select.select([ended, line], [], [])[0]:
+        said = line.recv(9)
+        os.kill(pid, int(said or signal.SIGKILL))
+        if not said:  # the client was killed
+            with contextlib.suppress(ProcessLookupError):  # it may be younger than its session
+                os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        line.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os._exit(0)
 
 
 def _run(program: str, libraries: list[str], fds: list[int], request: tuple[Any, ...]) -> None:
     """Run what the client was told to run, as its interpreter would."""
-    numbers, (_, *arguments), environment, directory, cpus = request
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the server
+    numbers, arguments, environment, directory, cpus = request
     os.setsid()
     os.sched_setaffinity(0, cpus)
     above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in fds]
@@ -178,13 +156,10 @@ def _run(program: str, libraries: list[str], fds: list[int], request: tuple[Any,
         site.addsitedir(str(site_packages))
     if how == "-m":
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        return
-    main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    if how != "-c":
-        main.__file__ = str(Path(how).absolute())
-    code = rest[0] if how == "-c" else Path(how).read_text()
-    exec(compile(code, "<string>" if how == "-c" else how, "exec"), main.__dict__)
+    elif how == "-c":
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_path(how, run_name="__main__")
 
 
 _status = 0
