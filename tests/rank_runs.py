@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,8 @@ def count_giving(engine: Any, path: Path) -> None:
 
 def _peak_bytes(prof: Any) -> int:
     """The most memory that torch had beyond that of the beginning."""
-    held = peak = 0
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    return max(accumulate((e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())), initial=0))
 
 
 def check_giving(folder: Path, elements: int, largest: int, bucket_bytes: int) -> None:

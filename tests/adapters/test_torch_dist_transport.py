@@ -96,8 +96,7 @@ def test_receivers_come_are_served_by_one_group_and_one_that_stops_or_dies_is_na
         assert {local.partition(":")[0] for local, _ in group} == {"0100007F"}
 
         # and a flipped bit is found by each, the version is gone for later ones, and the group stays
-        manifest, memory = write(sender, 5)
-        memory[0][77] ^= 4
+        manifest = write(sender, 5, flip=77)
         damaged = Sent(manifest, sender.send(manifest))
         far.ask(damaged)
         for error in [fetch() for fetch in [fetching(each, damaged) for each in (a, b)]]:
@@ -234,9 +233,7 @@ def test_memory_is_that_of_the_versions_and_of_a_bucket(far: Receiver) -> None:
 
 def test_versions_and_trainers_that_are_gone_leave_nothing_behind() -> None:
     with Child(leave_nothing, 3, 6) as child:
-        first, *later = child.hear()
-        assert child.wait() == 0
-        assert all(have <= most for each in later for have, most in zip(each, first, strict=True)), (first, later)
+        assert child.wait() == 0, child.errors()
 
 
 def test_an_interrupt_or_a_close_ends_a_fetch_that_waits_for_its_round() -> None:

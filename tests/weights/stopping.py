@@ -7,16 +7,18 @@ publisher or of the replica, and are else the ones they are named after.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from children import hear, say
+from small_disk import SmallDisk
 
 import asyncflow_sdk as af
-from asyncflow_sdk.interfaces import Host, WeightReceiver, WeightSender, WeightTransport
+from asyncflow_sdk.errors import MemoryFull
+from asyncflow_sdk.interfaces import Host, WeightTransport
 from asyncflow_sdk.weights import transport_named
 
 TENSORS, ELEMENTS = 6, 1 << 17
@@ -32,14 +34,18 @@ def reach(moment: str) -> None:
         hear()
 
 
-def stopping(before: str, function: Callable[..., Any], after: str = "") -> Callable[..., Any]:
+def stopping(end: Any, method: str, before: str, after: str) -> Any:
+    """The end of a transport, which stops before and after a call of its ``method``."""
+    plain = getattr(end, method)
+
     def call(*arguments: Any, **options: Any) -> Any:
         reach(before)
-        result = function(*arguments, **options)
+        result = plain(*arguments, **options)
         reach(after)
         return result
 
-    return call
+    setattr(end, method, call)
+    return end
 
 
 class StoppingShm(WeightTransport):
@@ -48,15 +54,11 @@ class StoppingShm(WeightTransport):
     def __init__(self, **options: Any) -> None:
         self._transport = transport_named(self.name, **options)
 
-    def sender(self, host: Host) -> WeightSender:
-        sender: Any = self._transport.sender(host)
-        sender.send = stopping("sending", sender.send, "sent")
-        return sender  # type: ignore[no-any-return]
+    def sender(self, host: Host) -> Any:
+        return stopping(self._transport.sender(host), "send", "sending", "sent")
 
-    def receiver(self, host: Host) -> WeightReceiver:
-        receiver: Any = self._transport.receiver(host)
-        receiver.fetch = stopping("", receiver.fetch, "fetching")
-        return receiver  # type: ignore[no-any-return]
+    def receiver(self, host: Host) -> Any:
+        return stopping(self._transport.receiver(host), "fetch", "", "fetching")
 
 
 class StoppingFile(StoppingShm):
@@ -115,22 +117,19 @@ def replicate(address: str, moment: str, name: str) -> None:
 
 def publish_more_than_fits() -> None:
     """Publish a version, one for which shared memory has no room, and the next when it has."""
-    outcome: dict[str, Any] = {"on": []}
+    disk, outcome = SmallDisk(Path("/dev/shm")), dict[str, Any](on=[])
     with af.serve() as run, run.weight_publisher("shm") as publisher:
         updates = iter(run.weight_updates())
         for version, parts in ((1, 1), (2, 4), (3, 1)):  # there is memory for another one like the last at hand
             if version == 2:
-                with open("/dev/shm/else", "wb", buffering=0) as file:  # all but a megabyte
-                    with contextlib.suppress(OSError):
-                        while file.write(bytes(1 << 16)):
-                            pass
-                    file.truncate(max(file.tell() - (1 << 20), 0))
+                disk.fill()
+                os.truncate("/dev/shm/ballast", os.stat("/dev/shm/ballast").st_size - (1 << 20))  # all but a megabyte
             try:
                 named = ((f"{part}.{name}", each) for part in range(parts) for name, each in weights(version))
                 publisher.publish(version, named).wait()
-            except af.errors.MemoryFull as error:  # type: ignore[attr-defined]
+            except MemoryFull as error:
                 outcome["error"] = str(error)
-                os.unlink("/dev/shm/else")
+                disk.free()
                 continue
             with next(updates) as update:
                 outcome["on"].append([update.version, versions_of(update)])

@@ -101,15 +101,9 @@ class Raw:
         self.socket.close()
 
 
-def frame(seq: int, body: bytes, session: str = "s", done: int = 1, **more: Any) -> bytes:
-    """A request as it travels. ``more``: settled, dropped, protocol, and what part of a message is beside it."""
-    start = (
-        more.get("protocol", PROTOCOL),
-        session,
-        seq,
-        done,
-        more.get("settled", ()),
-        more.get("dropped", ()),
-        body,
-    )
-    return msgspec.msgpack.encode((*start, more["part"]) if "part" in more else start)
+def frame(
+    seq: int, body: bytes, session: str = "s", done: int = 1, *, settled: Any = (), dropped: Any = (),
+    protocol: int = PROTOCOL, part: Any = None,
+) -> bytes:  # fmt: skip
+    """A request as it travels. ``part``: what part of a message is beside it."""
+    return msgspec.msgpack.encode((protocol, session, seq, done, settled, dropped, body, *([part] if part else [])))
