@@ -180,7 +180,9 @@ def leave_nothing(senders: int, versions: int) -> None:
                     for fetch in [fetching(each, sent) for each in ((a, b) if version % 3 else (a,))]:
                         sent.check(fetch())
                 found.append([])
-                until(settled, "no more descriptors and threads than at first")  # sockets are closed a little later
+                until(
+                    settled, "no more descriptors and threads than at first", seconds=30.0
+                )  # sockets are closed a little later
                 assert sender.nbytes <= 4 * (2 * MB + 4096), sender.nbytes
 
 
