@@ -29,13 +29,11 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_that_are_killed_leave_no_process_and_no_memory(tmp_path: Path) -> None:
+def test_workers_that_are_killed_leave_no_process(tmp_path: Path) -> None:
     """While SGLang starts, its processes import for seconds before they ask the kernel to end with who has started them; and once
     it is there."""
     (tmp_path / "starts.py").write_text(STARTS)
-    files = set(os.listdir("/dev/shm"))
     marks: list[str] = []
-    pids: set[int] = set()
     with contextlib.ExitStack() as stack:
         for (factory, options), started in itertools.product(ENGINES.items(), (False, True)):
             mark = secrets.token_hex(8)
@@ -55,10 +53,6 @@ def test_workers_that_are_killed_leave_no_process_and_no_memory(tmp_path: Path) 
                     "SGLang's processes", 600.0,
                 )  # fmt: skip
             assert worker.poll() is None
-            pids |= {worker.pid, *with_mark(mark)}
             worker.kill()
     for mark in marks:
         until(lambda mark=mark: not with_mark(mark), "the end of all processes", 120.0)  # type: ignore[misc]
-    left = set(os.listdir("/dev/shm")) - files
-    assert not [name for name in left if name.startswith("sgl")]
-    assert not [name for name in left if name.startswith("asyncflow") and int(name.split("-")[2]) in pids]
