@@ -11,16 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from children import Child
 from flaky_proxy import NEVER, WHOLE, FlakyProxy
-from transport_ends import bulk_of, numbers, publish_half, tcp, with_bulk
+from transport_ends import bulk_of, numbers, tcp, with_bulk
 from waiting import in_thread, until
 
 from asyncflow_sdk.errors import AsyncFlowError, WireError
-from asyncflow_sdk.interfaces import Fetched, Host
+from asyncflow_sdk.interfaces import Fetched
 from asyncflow_sdk.testing.ends import BUCKET, Ends, Sent
-from asyncflow_sdk.types import Manifest
-from asyncflow_sdk.weights import transport_named
 
 MODEL = 12 * BUCKET  # 3 chunks
 SLACK = BUCKET // 2
@@ -234,27 +231,6 @@ def test_closing_ends_its_threads_at_either_end() -> None:
                 stream.ends.trainer("close", stream.ends.sender.close)
             stream.receiver.close()
         until(lambda: set(threading.enumerate()) <= before, "the end of its threads")  # noqa: B023
-
-
-def test_a_publisher_that_is_killed_in_the_middle() -> None:
-    receiver: Any = transport_named("tcp").receiver(Host(directory=None, name="replica"))
-    with Child(publish_half, MODEL) as publisher:
-        manifest, where = publisher.hear()
-        first = msgspec.msgpack.decode(bytes.fromhex(manifest), type=Manifest)
-        fetched = receiver.fetch(first, bytes.fromhex(where), timeout_s=60.0)
-        publisher.say("go on")
-        assert publisher.hear() == "half"
-        until(lambda: receiver.nbytes == 2 * MODEL, "memory for the next version")
-        # when
-        publisher.kill()
-    # then another publisher's version comes
-    before = [chunk.copy() for chunk in fetched.chunks]
-    with tcp(delta_bytes=0) as ends:
-        sent = ends.publish(2, weights(2))
-        sent.check(receiver.fetch(sent.manifest, sent.where, timeout_s=60.0))
-    assert all((a == b).all() for a, b in zip(before, fetched.chunks, strict=True))
-    assert receiver.nbytes <= 3 * MODEL
-    receiver.close()
 
 
 HEADS = [

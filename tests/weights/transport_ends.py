@@ -74,27 +74,14 @@ def address_of(where: bytes) -> str:
     return str(msgspec.msgpack.decode(msgspec.msgpack.decode(where)[0])[0])
 
 
-# ---- in processes of their own
+# ---- in a process of its own
 
 
-def publish_half(nbytes: int) -> None:
-    """Publish a version over tcp; write half of another; stay until killed."""
-    with tcp(delta_bytes=0) as ends:
-        sent = ends.publish(1, {f"w{number}": numbers(number, nbytes // 3) for number in range(3)})
-        say([msgspec.msgpack.encode(sent.manifest).hex(), sent.where.hex()])
-        ends.keep(1)
-        hear()
-        ends.write(2, {f"w{number}": numbers(number + 9, nbytes // 3) for number in range(3)})
-        say("half")
-        hear()
-
-
-def publish_and_stay(path: str, fork: bool = False) -> None:
-    """Publish version 1 into a path, print this process's number, or that of a child that is forked and does nothing; stay alive."""
+def publish_and_stay(path: str) -> None:
+    """Publish version 1 into a path, fork a child that does nothing, and say its number; stay alive."""
     with publishing(path, "run") as ends:
         ends.publish(1, {"w": np.zeros(1000, np.uint8)})
-        child = os.fork() if fork else os.getpid()
-        while not child:
+        if not (child := os.fork()):
             signal.pause()
         say(child)
         hear()
