@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -180,35 +179,5 @@ def leave_nothing(senders: int, versions: int) -> None:
                     for fetch in [fetching(each, sent) for each in ((a, b) if version % 3 else (a,))]:
                         sent.check(fetch())
                 found.append([])
-                until(
-                    settled, "no more descriptors and threads than at first", seconds=30.0
-                )  # sockets are closed a little later
+                until(settled, "no more descriptors and threads than at first")  # sockets are closed a little later
                 assert sender.nbytes <= 4 * (2 * MB + 4096), sender.nbytes
-
-
-def train(rank: int, rendezvous: str, versions: int) -> None:
-    """A trainer of two ranks with a gloo group of its own, which works all the time; rank 0 publishes."""
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    ended = threading.Event()
-
-    def publish_all() -> None:
-        with a_sender() as sender:
-            for version in range(1, versions + 1):
-                say(sent_by(sender, version).packed())
-                hear()  # all have it
-        ended.set()
-
-    if rank == 0:
-        threading.Thread(target=publish_all, daemon=True).start()
-    steps, total = 0, torch.zeros(2)
-    while not total[1]:
-        total = torch.tensor([rank + 1.0, float(ended.is_set())])
-        dist.all_reduce(total)
-        assert total[0] == 3.0, total
-        steps += 1
-    dist.destroy_process_group()
-    say(steps)
-    signal.raise_signal(signal.SIGKILL)  # whatever is left of torch's threads at exit is not what is tested
