@@ -31,9 +31,8 @@ class Row:
     partition: str
     priority: int
     done: set[str] = field(default_factory=set)  # tasks that completed it
-    holder: dict[str, int] = field(default_factory=dict)  # task → token of its newest lease
+    holder: dict[str, int] = field(default_factory=dict)  # task → token of the lease that has it
     version: int | None = None  # loaded by the replica that completed it, when it leased it
-    step: int | None = None
     versions: set[int] = field(default_factory=set)  # loaded by each replica that leased it
 
 
@@ -43,10 +42,10 @@ class Lease:
     version: int
     expires: float
     world_size: int
+    step: int
     sessions: dict[int, int] = field(default_factory=dict)  # by rank
     ids: dict[int, list[int]] = field(default_factory=dict)  # by rank
     done: set[int] = field(default_factory=set)  # ranks that acknowledged a step
-    over: bool = False
     unsure: bool = False  # something happened that may have ended it
 
     def rows(self, every: int = 1) -> list[int]:
@@ -58,10 +57,7 @@ class Lease:
 class Client:
     name: str
     loaded: int | None = None
-    staged: int | None = None
     dismissed: bool = False
-    had: set[int] = field(default_factory=set)  # rows ever leased
-    lost: set[int] = field(default_factory=set)  # rows reported to it as lost
 
 
 class Request(NamedTuple):
@@ -76,6 +72,9 @@ class CheckedLedger:
 
     def __init__(self, *, twin: bool = True, **options: int) -> None:
         self.ledgers = [Ledger(**options) for _ in range(1 + twin)]
+        self.audit, self.status, self.next_deadline = (
+            getattr(self.ledgers[0], name) for name in ("audit", "status", "next_deadline")
+        )
         self.now, self.tickets = 0.0, 0
         self.answers: dict[int, Any] = {}  # by ticket
         self.events: list[Any] = []
@@ -87,17 +86,13 @@ class CheckedLedger:
         self.leases: dict[int, Lease] = {}  # by token, all there ever were
         self.open: dict[int, Lease] = {}  # those that may hold rows
         self.waiting: dict[int, Request] = {}  # by ticket
-        self.steps: dict[int, list[int]] = {}  # rows of each step that was leased
+        self.steps: dict[int, list[int]] = {}  # rows of each step that was leased, and not dissolved since
         self.acknowledged: set[int] = set()
-        self.unsettled: set[int] = set()  # steps that may be filled again, since payload of one was lost
         self.version = -1
-        self.publishers: dict[int, int] = {}  # rank → session
-        self._permits: set[int] = set()  # sessions
         self._limits = cmd.Configure(max_staleness=1, max_swapping=0, quorum=0)
         self._terminal: Counter[str] = Counter()
-        self._parts: dict[int, dict[int, cmd.Part]] = {}  # version → rank → what it published
-        self._bytes: dict[int, tuple[cmd.Part, ...]] = {}  # of each version
-        self._keys: dict[str, cmd.PutDone] = {}
+        self._parts: dict[int, set[cmd.Part]] = {}  # version → what was published of it
+        self._bytes: dict[int, tuple[cmd.Part, ...]] = {}  # of each version that was fetched
         self._ended_partitions: set[str | None] = set()
         self._lost: set[int] = set()  # rows without payload
         self._rewound = False  # a rollback or a resume may end leases of replicas
@@ -118,8 +113,7 @@ class CheckedLedger:
         for ledger in twin:
             ledger.apply(session, command, self.now, self.tickets)
         if isinstance(command, cmd.Publish):
-            (rank,) = (rank for rank, holder in self.publishers.items() if holder == session)
-            self._parts.setdefault(command.version, {})[rank] = command.part
+            self._parts.setdefault(command.version, set()).add(command.part)
         if isinstance(command, cmd.Lease) and command.world_size > 1:
             for lease in self.open.values():  # a newer process of a rank ends the lease of an older one
                 lease.unsure |= lease.task == command.task and lease.sessions.get(command.rank, session) < session
@@ -139,7 +133,7 @@ class CheckedLedger:
         """Let time pass."""
         self.now = now
         for token in [token for token, lease in self.open.items() if lease.expires <= now]:
-            self.open.pop(token).over = True
+            self._close_lease(token)
         self._feed("tick")
         assert all(request.deadline > now for request in self.waiting.values()), "a request outlived its deadline"
 
@@ -152,22 +146,12 @@ class CheckedLedger:
         self._feed("forget", ticket)
 
     def unheard(self, session: int, version: int) -> None:
-        self._permits.discard(session)
         self._feed("unheard", session, version)
 
     def lose(self, *ids: int, reason: str = "payload lost") -> None:
         self._lost.update(ids)
-        self._unsettle(ids)
+        self._dissolve(ids)
         self._feed("lose", np.array(ids, np.int64), reason=reason)
-
-    def audit(self) -> cmd.Audit:
-        return self.ledgers[0].audit()
-
-    def status(self) -> cmd.StatusReport:
-        return self.ledgers[0].status()
-
-    def next_deadline(self) -> float | None:
-        return self.ledgers[0].next_deadline()
 
     def _feed(self, method: str, *arguments: Any, **more: Any) -> None:
         for ledger in self.ledgers:
@@ -182,14 +166,12 @@ class CheckedLedger:
         assert not effects.retired
         states = [(ledger.audit(), ledger.status()) for ledger in self.ledgers]
         assert states[0] == states[-1], f"{command} failed, and yet changed something"
-        lease = self.leases.get(getattr(command, "token", -1))
-        rank = getattr(command, "rank", 0)
-        if isinstance(error, LeaseLost) and lease is not None and session in self.sessions:
+        lease, rank = self.leases.get(getattr(command, "token", -1)), getattr(command, "rank", 0)
+        if isinstance(error, LeaseLost) and session in self.sessions and not getattr(lease, "unsure", True):
             known = lease.sessions.get(rank) == session and rank not in lease.done
             held = any(self._holds(command.token, i) for i in lease.ids.get(rank, ()))
-            assert not (known and held) or self._is_over(lease), f"{command} lost a lease that it holds: {error}"
+            assert not (known and held), f"{command} lost a lease that it holds: {error}"
         if isinstance(error, WriteOnceError):
-            assert lease is not None
             rows = [self.rows[i] for i in lease.ids[rank]]
             assert any(row.columns & set(command.columns) for row in rows), f"nothing is written twice: {error}"
         if isinstance(error, Ended) and isinstance(command, cmd.Lease):
@@ -200,30 +182,20 @@ class CheckedLedger:
         for twin in self.ledgers[1:]:
             assert _plain(effects) == _plain(twin.drain()), "a command that failed has changed what happens"
             assert self.next_deadline() == twin.next_deadline()
-        for event in effects.events:
-            if isinstance(event, ev.Published):
-                self._published(event)
-        answered = []
+        for version in [event.version for event in effects.events if isinstance(event, ev.Published)]:
+            assert version > self.version, "versions rise"
+            self.version = version
+        ids = [i for part in effects.retired for i in part.tolist()]
+        assert set(ids) <= self.live.keys(), "a row ended twice"
+        for i in ids:
+            del self.live[i]
         for ticket, reply in sorted(effects.answers, key=lambda answer: answer[0] != first):
             session, command, _ = self.waiting.pop(ticket)  # answered once, and only if it was asked
-            answered.append((session, command, reply))
-            self._on_reply(session, command, reply)
-        ids = [i for part in effects.retired for i in part.tolist()]
+            self._on_reply(session, command, reply, len(ids))
         self._retire(ids, effects)
-        for session, command, reply in answered:
-            self._after_reply(session, command, reply, len(ids))
         self.answers |= effects.answers
         self.events += effects.events
         self.ended += ids
-
-    def _published(self, event: ev.Published) -> None:
-        assert event.version > self.version, "versions rise"
-        self.version = event.version
-        if event.source in (-1, event.version):
-            parts = self._parts[event.version]
-            self._bytes[event.version] = tuple(parts[rank] for rank in sorted(self.publishers))
-        else:
-            self._bytes[event.version] = self._bytes[event.source]
 
     def _retire(self, ids: list[int], effects: Effects) -> None:
         states = Counter[str]()
@@ -231,139 +203,91 @@ class CheckedLedger:
             if isinstance(event, ev.RowsEnded):
                 states[event.state] += event.count
         assert states.total() == len(ids) == len(set(ids)), "every row that ends is in one event, and in one alone"
-        assert set(ids) <= self.live.keys(), "a row ended twice"
         self._terminal += states
         if not self._trains() and len(states) == 1 and "consumed" not in states:
-            assert self._groups(ids) & self.live.keys() == set(ids), "a group ends as a whole"
+            assert not self._groups(ids) & self.live.keys(), "a group ends as a whole"
         if set(states) == {"consumed"} and not self._skips():
             lacks = [t for t in self.tasks.values() if not t.admits for i in ids if self._undone(self.rows[i], t)]
             assert not lacks, "consumed before every task was through with it"
+        tokens = {token for i in ids for token in self.rows[i].holder.values()}
         for i in ids:
-            del self.live[i]
-        self._end_leases({token for i in ids for token in self.rows[i].holder.values()})
+            self.rows[i].holder.clear()
+        self._end_leases(tokens)
 
     # ---- replies
 
-    def _on_reply(self, session: int, command: Any, reply: Any) -> None:
+    def _on_reply(self, session: int, command: Any, reply: Any, ended: int) -> None:
+        """``ended``: rows that ended by the same input."""
         client = self.sessions.get(session)
-        match reply:
-            case cmd.Joined():
+        match command, reply:
+            case cmd.Join(), cmd.Joined():
                 assert reply.session not in self.sessions
                 self.sessions[reply.session] = Client(command.name)
-            case cmd.Done():
-                self._on_done(session, command)
-            case cmd.PutDone():
-                self._on_put(command, reply)
-            case cmd.Leased():
-                self._on_leased(session, command, reply)
-            case cmd.Completed():
-                self._on_completed(session, command, reply)
-            case cmd.LoadFirst():
-                assert client.loaded != reply.version <= self.version
-            case cmd.Lost():
-                ids = set(unpack_ids(reply.ids).tolist())
-                assert ids
-                assert ids <= client.had - client.lost, "a row is told once, to who had it"
-                client.lost |= ids
-            case cmd.RowsWanted():
-                assert reply.count > 0
-            case cmd.Dismissed():
+            case cmd.Leave(), cmd.Done():
+                self._close(session)
+            case cmd.Dismiss(), cmd.Dismissed():
                 named = [n for n, other in self.sessions.items() if other.name == command.name]
-                meant = named if command.name else [session]
-                if command.session:
-                    meant = [n for n in self.sessions if n == command.session]
+                meant = (
+                    [command.session] if command.session in self.sessions else named if command.name else [session]
+                )
                 assert reply.count == len(meant)
                 for other in meant:
                     self.sessions[other].dismissed = True
                     if command.ended and other != session:
                         self._close(other)
-            case cmd.Publisher():
-                assert command.rank not in self.publishers, "there is one publisher of a rank"
-                assert reply.version == self.version
-                self.publishers[command.rank] = session
-            case cmd.Published():
-                assert session in self.publishers.values()
-                assert set(reply.keep) <= {*self._bytes, *self._parts, command.version}
-            case cmd.Version():
-                assert command.after < reply.version <= self.version
-                assert reply.version == self.version or self._limits.quorum
-                published = self._bytes[reply.version]
-                assert reply.parts == published == self._bytes[reply.source], "the bytes it was published with"
-            case cmd.Permitted():
-                assert client.staged == reply.version == command.version
-                self._permits.add(session)
-                assert not self._limits.max_swapping or len(self._permits) <= self._limits.max_swapping
-            case cmd.RolledBack():
-                assert reply.version == self.version
-                self._rewound = True
-            case cmd.Resumed():
-                assert reply.step == command.step
-                self._rewound = True
-                self._reopen(command.step)
-            case cmd.Met():
-                assert len(reply.words) == command.world_size
-                assert reply.words[command.rank] == command.word
-
-    def _after_reply(self, session: int, command: Any, reply: Any, ended: int) -> None:
-        """What must hold after all that came of an input. ``ended``: rows that ended by it."""
-        match command, reply:
-            case cmd.Lease(), Ended():
-                self._check_end(session, command)
-            case cmd.Put(), cmd.PutDone(again=False):
-                most = None if self._limits.checkpoints else self._limits.capacity_rows
-                assert most is None or len(self.live) <= most, "more rows than the queue's capacity"
-            case cmd.Complete(filtered=bytes()), cmd.Completed() if not self._trains():
-                named = self._named(command)
-                dropped = {named[at] for at in np.frombuffer(command.filtered, "<i4")}
-                dropped -= {*unpack_ids(reply.revoked).tolist(), *unpack_ids(reply.again).tolist()}
-                assert not self._groups(dropped) & self.live.keys(), "a group is filtered as a whole"
-            case cmd.AwaitLost(), cmd.Lost():
-                assert not set(unpack_ids(reply.ids).tolist()) & self.live.keys(), "a row that lives is not lost"
-            case cmd.Cancel(), cmd.Cancelled():
-                assert ended >= reply.count, "as many ended as it says"
-
-    def _on_done(self, session: int, command: Any) -> None:
-        client = self.sessions[session]
-        match command:
-            case cmd.Configure():
+            case cmd.Configure(), cmd.Done():
                 given = {name: getattr(command, name) for name in command.__struct_fields__}
                 given = {name: value for name, value in given.items() if value is not None}
                 self._limits = msgspec.structs.replace(self._limits, **given)
-            case cmd.Declare():
+            case cmd.Declare(), cmd.Done():
                 self.tasks.setdefault(command.task.name, command.task)
-            case cmd.End():
+            case cmd.End(), cmd.Done():
                 self._ended_partitions.add(command.partition)
-            case cmd.Renew():
+            case cmd.Put(), cmd.PutDone(again=False):
+                self._on_put(command, reply)
+            case cmd.Cancel(), cmd.Cancelled():
+                assert ended >= reply.count, "as many ended as it says"
+            case cmd.AwaitLost(), cmd.Lost():
+                assert not set(unpack_ids(reply.ids).tolist()) & self.live.keys(), "a row that lives is not lost"
+            case cmd.Lease(), cmd.Leased():
+                self._on_leased(session, command, reply)
+            case cmd.Lease(), cmd.LoadFirst():
+                assert client.loaded != reply.version <= self.version
+            case cmd.Lease(), Ended():
+                self._check_end(session, command)
+            case cmd.Renew(), cmd.Done():
                 lease = self._own_lease(session, command)
                 lease.expires = self.now + self.tasks[lease.task].lease_s
-            case cmd.GiveBack():
+            case cmd.GiveBack(), cmd.Done():
                 lease = self._own_lease(session, command)
                 whole = self.tasks[lease.task].batch_rows is not None  # a step goes back as a whole
-                for i in lease.rows() if whole else self._named(command):
-                    if self.rows[i].holder.get(lease.task) == command.token:
-                        del self.rows[i].holder[lease.task]
+                self._release(command.token, lease.rows() if whole else self._named(command))
                 self._end_leases({command.token})
-            case cmd.Loaded():
+            case cmd.Complete(), cmd.Completed():
+                self._on_completed(session, command, reply)
+            case cmd.AwaitVersion(), cmd.Version():
+                assert command.after < reply.version <= self.version
+                assert reply.version == self.version or self._limits.quorum
+                assert set(reply.parts) <= self._parts[reply.source], "bytes that were published"
+                assert reply.parts == self._bytes.setdefault(reply.source, reply.parts), "always the same bytes"
+            case cmd.Swap(), cmd.Permitted():
+                loading = sum(each.weights.startswith("loading") for each in self.status().sessions)
+                assert not self._limits.max_swapping or loading <= self._limits.max_swapping
+            case cmd.Loaded(), cmd.Done():
                 client.loaded = command.version
-                self._permits.discard(session)
                 for lease in self.open.values() if self._rewound else ():
                     lease.unsure |= session in lease.sessions.values()
-            case cmd.Staged():
-                client.staged = command.version
-            case cmd.NotLoaded() | cmd.Retire():
-                self._permits.discard(session)
-                client.staged = None
-                client.loaded = None if isinstance(command, cmd.Retire) else client.loaded
-            case cmd.ClosePublisher():
-                self._close_publisher(session)
-            case cmd.Leave():
-                self._close(session)
+            case cmd.Retire(), cmd.Done():
+                client.loaded = None
+            case cmd.Rollback(), cmd.RolledBack():
+                assert reply.version == self.version
+                self._rewound = True
+            case cmd.Resume(), cmd.Resumed():
+                assert reply.step == command.step
+                self._rewound = True
+                self._reopen(command.step)
 
     def _on_put(self, command: cmd.Put, reply: cmd.PutDone) -> None:
-        if reply.again:
-            known = self._keys[command.key]
-            assert (reply.first, reply.count) == (known.first, known.count)
-            return
         groups = len(reply.groups) // 8 or command.groups
         assert reply.first == len(self.rows), "ids are given out once, in order"
         assert reply.count == groups * command.group_size
@@ -371,20 +295,19 @@ class CheckedLedger:
             start = i - (i - reply.first) % command.group_size
             group = range(start, start + command.group_size)
             self.rows[i] = self.live[i] = Row(group, set(command.columns), command.partition, command.priority)
-        if command.key:
-            self._keys.setdefault(command.key, reply)
+        most = None if self._limits.checkpoints else self._limits.capacity_rows
+        assert most is None or len(self.live) <= most, "more rows than the queue's capacity"
 
     def _on_leased(self, session: int, command: cmd.Lease, reply: cmd.Leased) -> None:
         task, ids = self.tasks[reply.task], unpack_ids(reply.ids).tolist()
         lease = self.leases.get(reply.token)
         if lease is None:
             assert reply.token > max(self.leases, default=0), "fencing tokens rise"
-            lease = Lease(task.name, reply.version, self.now + task.lease_s, reply.world_size)
+            lease = Lease(task.name, reply.version, self.now + task.lease_s, reply.world_size, reply.step)
             self.leases[reply.token] = self.open[reply.token] = lease
         assert reply.rank == command.rank
         assert reply.rank not in lease.ids, "a token is given once"
         lease.sessions[reply.rank], lease.ids[reply.rank] = session, ids
-        self.sessions[session].had |= set(ids)
         assert len(set(ids)) == len(ids)
         assert ids or reply.world_size > 1
         assert unpack_ids(reply.groups).tolist() == [self.rows[i].group.start for i in ids]
@@ -394,8 +317,8 @@ class CheckedLedger:
             assert task.takes(row.partition)
             assert set(task.needs) <= row.columns, f"row {i} lacks a column that {task.name} needs"
             assert task.name not in row.done, f"row {i} comes again"
-            holder = row.holder.get(task.name)
-            assert holder in (None, reply.token) or self._is_over(self.leases[holder]), f"row {i} is leased already"
+            holder = row.holder.get(task.name, reply.token)
+            assert holder == reply.token or self.leases[holder].unsure, f"row {i} is leased already"
             row.holder[task.name] = reply.token
         if task.batch_rows is not None:
             if len(lease.ids) == reply.world_size:
@@ -410,46 +333,44 @@ class CheckedLedger:
                 self.rows[i].versions.add(reply.version)
         elif reply.world_size == 1 and not self._groups_whole(task):
             assert len(ids) <= command.count
-            assert len(ids) >= command.at_least or self._has_ended(reply.partition)
+            ended = self._ended_partitions & {None, reply.partition}
+            assert len(ids) >= command.at_least or ended or self.status().over
             left = [self.live[i].priority for i in self._ready(task, reply.partition)]
             assert max(left, default=-(1 << 40)) <= min(self.rows[i].priority for i in ids), "higher priorities first"
 
     def _on_step(self, task: TaskSpec, reply: cmd.Leased, ids: list[int]) -> None:
-        step, rows = reply.step, [self.rows[i] for i in ids]
+        step = reply.step
         assert len(set(ids)) == len(ids) == task.batch_rows, "a step is whole"
         assert step not in self.acknowledged, "a step is trained once"
-        if step in self.unsettled:
-            for i in self.steps[step]:  # those that are not in it any more may be in another
-                self.rows[i].step = None
-        elif step in self.steps:
+        if step in self.steps:
             assert sorted(self.steps[step]) == sorted(ids), "a step comes again with the same rows"
         else:
-            assert step == max(self.steps, default=-1) + 1, "steps come in order"
-            assert self._groups(ids) == set(ids), "of whole groups"
-        assert all(row.step in {None, step, *self.unsettled} for row in rows), "a row is in one step"
-        for earlier in set(range(step)) & self.steps.keys() - self.unsettled - self.acknowledged:
-            held = any(i in self.live and task.name in self.rows[i].holder for i in self.steps[earlier])
+            assert step == min(set(range(len(self.steps) + 1)) - self.steps.keys()), "steps come in order"
+            assert not set(ids) & {i for rows in self.steps.values() for i in rows}, "a row is in one step"
+        for earlier in set(range(step)) - self.acknowledged:
+            held = any(task.name in self.rows[i].holder for i in self.steps[earlier])
             assert held, "the oldest step comes first"
         self.steps[step] = ids
-        self.unsettled.discard(step)
-        for row in rows:
-            row.step = step
+        for row in [self.rows[i] for i in ids]:
             if row.version is not None and (self._limits.staleness is None or self._limits.staleness.name != "count"):
                 made = steps_of(np.array(sorted(row.versions)), reply.stretches).max()
                 assert step - made <= (self._limits.max_staleness or 0), "a token is too old"
 
     def _on_completed(self, session: int, command: cmd.Complete, reply: cmd.Completed) -> None:
         lease = self._own_lease(session, command)
-        assert lease.expires > self.now
         task, named = self.tasks[lease.task], self._named(command)
         revoked, again = set(unpack_ids(reply.revoked).tolist()), set(unpack_ids(reply.again).tolist())
         assert revoked | again <= set(named)
         assert all(task.name in self.rows[i].done for i in again)
-        if task.batch_rows is not None and lease.world_size > 1:
+        if command.filtered and not self._trains():
+            dropped = {named[at] for at in np.frombuffer(command.filtered, "<i4")} - revoked - again
+            assert not self._groups(dropped) & self.live.keys(), "a group is filtered as a whole"
+        if task.batch_rows is not None:
             lease.done.add(command.rank)
             if not all(rank in lease.done or not ids for rank, ids in lease.ids.items()):
                 return
             named = lease.rows()
+            self.acknowledged.add(lease.step)
         for i in set(named) - again:
             row, mine = self.rows[i], self._holds(command.token, i)
             if i in revoked:
@@ -463,8 +384,6 @@ class CheckedLedger:
             row.holder.pop(task.name, None)
             if task.admits:
                 row.version = lease.version
-            if row.step is not None and task.batch_rows is not None:
-                self.acknowledged.add(row.step)
         self._end_leases({command.token})
 
     # ---- what is known of rows and leases
@@ -472,7 +391,7 @@ class CheckedLedger:
     def _own_lease(self, session: int, command: Any) -> Lease:
         lease = self.leases[command.token]
         assert lease.sessions[command.rank] == session, f"{command} of another session than has the lease"
-        assert not lease.over, f"{command} of a lease that had ended"
+        assert command.token in self.open, f"{command} of a lease that had ended"
         return lease
 
     def _named(self, command: Any) -> list[int]:
@@ -481,59 +400,56 @@ class CheckedLedger:
         return part if command.index is None else [part[at] for at in np.frombuffer(command.index, "<i4")]
 
     def _holds(self, token: int, i: int) -> bool:
-        return i in self.live and self.rows[i].holder.get(self.leases[token].task) == token
+        return self.rows[i].holder.get(self.leases[token].task) == token
 
     def _groups(self, ids: Any) -> set[int]:
         return {member for i in ids for member in self.rows[i].group}
 
     def _close(self, session: int) -> None:
         self.sessions.pop(session, None)
-        self._permits.discard(session)
-        self._close_publisher(session)
         self.waiting = {ticket: request for ticket, request in self.waiting.items() if request.session != session}
         for token, lease in list(self.open.items()):
             if session in lease.sessions.values():
                 lease.unsure = True
                 if lease.world_size == 1:
-                    self.open.pop(token).over = True
+                    self._close_lease(token)
 
-    def _close_publisher(self, session: int) -> None:
-        self.publishers = {rank: holder for rank, holder in self.publishers.items() if holder != session}
+    def _close_lease(self, token: int) -> None:
+        self._release(token, self.open.pop(token).rows())
+
+    def _release(self, token: int, ids: Iterable[int]) -> None:
+        """Its holder has these rows of a lease no more."""
+        for i in ids:
+            if self._holds(token, i):
+                del self.rows[i].holder[self.leases[token].task]
 
     def _end_leases(self, tokens: set[int]) -> None:
         """Of these leases, those are over whose rows are all through."""
         for token in tokens & self.open.keys():
             lease = self.open[token]
             if lease.world_size == 1 and not any(self._holds(token, i) for i in lease.ids[0]):
-                self.open.pop(token).over = True
+                del self.open[token]
 
     def _reopen(self, step: int) -> None:
         """Steps from this one on are to be leased again, with the rows that they had."""
-        trains = [task.name for task in self.tasks.values() if task.batch_rows is not None]
+        trains = {task.name for task in self.tasks.values() if task.batch_rows is not None}
         self.acknowledged = {each for each in self.acknowledged if each < step}
         for row in [self.rows[i] for each, ids in self.steps.items() if each >= step for i in ids]:
-            row.done -= set(trains)
+            row.done -= trains
             row.holder = {task: token for task, token in row.holder.items() if task not in trains}
-        self._unsettle(self._lost & self.live.keys())
+        self._dissolve(self._lost & self.live.keys())
 
-    def _unsettle(self, lost: Iterable[int]) -> None:
-        """Steps that lack these rows, and later ones, are filled again if nobody acknowledged them. Leases of steps may have ended."""
-        groups = {member for i in lost for member in self.rows[i].group}
-        waiting = [step for step in self.steps if step not in self.acknowledged]
+    def _dissolve(self, lost: Iterable[int]) -> None:
+        """Forget steps that lack these rows, and later ones, if nobody acknowledged them. Leases of steps may have ended."""
+        groups, waiting = self._groups(lost), self.steps.keys() - self.acknowledged
         first = min((step for step in waiting if groups & set(self.steps[step])), default=1 << 62)
-        self.unsettled |= {step for step in waiting if step >= first}
+        for step in [step for step in waiting if step >= first]:
+            del self.steps[step]
         for lease in self.open.values():
             lease.unsure |= self.tasks[lease.task].batch_rows is not None
 
-    def _is_over(self, lease: Lease) -> bool:
-        return lease.over or lease.unsure or lease.expires <= self.now
-
     def _undone(self, row: Row, task: TaskSpec) -> bool:
         return task.takes(row.partition) and task.name not in row.done
-
-    def _is_held(self, row: Row, task: TaskSpec) -> bool:
-        lease = self.leases.get(row.holder.get(task.name, -1))
-        return lease is not None and not lease.over and (lease.unsure or lease.expires > self.now)
 
     def _trains(self) -> bool:
         return any(task.batch_rows is not None for task in self.tasks.values())
@@ -545,9 +461,6 @@ class CheckedLedger:
     def _groups_whole(self, task: TaskSpec) -> bool:
         return task.sampler is not None and task.sampler.name == "whole_groups"
 
-    def _has_ended(self, partition: str) -> bool:
-        return bool(self._ended_partitions & {None, partition}) or self.status().over
-
     def _ready(self, task: TaskSpec, partition: str | None) -> list[int]:
         """Rows that a task without steps could be given; none where a task gave some up, and which is not known."""
         rows = {} if self._skips() else self.live
@@ -555,7 +468,7 @@ class CheckedLedger:
             i
             for i, row in rows.items()
             if self._undone(row, task)
-            and not self._is_held(row, task)
+            and task.name not in row.holder
             and set(task.needs) <= row.columns
             and partition in (None, row.partition)
         ]
@@ -580,7 +493,7 @@ class CheckedLedger:
         for task in self.tasks.values():
             rows = [row for row in self.live.values() if task.takes(row.partition)]
             assert sum(status.rows[task.name].values()) == len(rows)
-            held = sum(self._is_held(row, task) for row in rows)
+            held = sum(task.name in row.holder for row in rows)
             assert not sure or status.rows[task.name]["leased"] == held
         ends = [lease.expires for lease in self.open.values() if lease.world_size == 1 and not lease.unsure]
         due = min([*ends, *(request.deadline for request in self.waiting.values())], default=None)

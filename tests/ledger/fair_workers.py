@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from ledger_queue import TOKENS, Queue, publishing
 
 from asyncflow_sdk.errors import AsyncFlowError, Ended, LeaseLost, WriteOnceError
@@ -13,10 +12,10 @@ from asyncflow_sdk.ledger import commands as cmd
 
 
 class FairWorkers:
-    """A feeder, and a worker of each task. ``team``: two ranks train."""
+    """A feeder, and a worker of each task."""
 
-    def __init__(self, queue: Queue, tasks: list[TaskSpec], group_size: int, *, team: bool) -> None:
-        self.queue, self.tasks, self.group_size, self.team = queue, tasks, group_size, team
+    def __init__(self, queue: Queue, tasks: list[TaskSpec], group_size: int) -> None:
+        self.queue, self.tasks, self.group_size = queue, tasks, group_size
         self._sessions: dict[str, int] = {}
 
     def turns(self) -> bool:
@@ -25,8 +24,7 @@ class FairWorkers:
 
     def turn(self, task: TaskSpec) -> bool:
         published = task.batch_rows is not None and self._publish_what_is_due(task.name)
-        work = self._train_as_team if self.team and (task.batch_rows or 0) > 1 else self._work
-        return work(task) or published
+        return self._work(task) or published
 
     def _send(self, role: str, command: Any) -> Any:
         if self._sessions.get(role) not in self.queue.sessions:
@@ -43,27 +41,13 @@ class FairWorkers:
         number = 0 if current < 0 else cut.version
         if current >= number:
             return False
-        for session in list(self.queue.publishers.values()):  # others give the role up
-            self.queue.send(session, cmd.ClosePublisher())
+        self.queue.free_publisher()
         if cut.restore >= 0:
             assert self._send(role, cmd.Restored(version=cut.restore)) == cmd.Done()
         opened, _, published, closed = [self._send(role, command) for command in publishing(number)]
         assert isinstance(opened, cmd.Publisher), opened
         assert closed == cmd.Done()
         return isinstance(published, cmd.Published)
-
-    def _train_as_team(self, task: TaskSpec) -> bool:
-        """The second rank leaves after its acknowledgement, and another comes for the next step."""
-        ranks = [self.queue.join(f"fair rank {rank}") for rank in range(2)]
-        lease = cmd.Lease(task=task.name, count=4, timeout_s=60.0, team="fair", world_size=2)
-        *_, got = [self.queue.send(ranks[at], msgspec.structs.replace(lease, rank=at)) for at in range(2)]
-        for rank in (1, 0):
-            if isinstance(got, cmd.Leased):
-                dropped = b"\0\0\0\0" if got.step % 2 and self.queue.leases[got.token].ids[rank] else None
-                done = cmd.Complete(token=got.token, columns={}, rank=rank, filtered=dropped)
-                assert isinstance(self.queue.send(ranks[rank], done), cmd.Completed)
-            self.queue.send(ranks[rank], cmd.Leave())
-        return isinstance(got, cmd.Leased)
 
     def _work(self, task: TaskSpec) -> bool:
         got = self._send(task.name, cmd.Lease(task=task.name, count=4))

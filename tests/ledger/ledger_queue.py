@@ -70,10 +70,14 @@ class Queue(CheckedLedger):
 
     def publish(self, version: int) -> None:
         """By the admin, who is the publisher from then on."""
-        if self.admin not in self.publishers.values():
-            self.do(self.admin, cmd.OpenPublisher())
-        self.do(self.admin, cmd.Announce(version=version))
-        self.do(self.admin, cmd.Publish(version=version, part=part(version)))
+        self.send(self.admin, cmd.OpenPublisher())  # refused if it is
+        for command in publishing(version)[1:3]:
+            self.do(self.admin, command)
+
+    def free_publisher(self) -> None:
+        """Whoever publishes gives it up."""
+        for session in list(self.sessions):
+            self.send(session, cmd.ClosePublisher())
 
     def load(self, session: int, version: int) -> None:
         self.do(session, cmd.Loaded(version=version))

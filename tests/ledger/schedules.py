@@ -8,17 +8,17 @@ from __future__ import annotations
 import heapq
 import os
 import random
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from checked_ledger import CheckedLedger
 from hypothesis import HealthCheck, settings
-from ledger_queue import TOKENS, packed, part, publishing
+from ledger_queue import TOKENS, packed, part
 
-from asyncflow_sdk.errors import ConfigError, Ended, LeaseLost
+from asyncflow_sdk.errors import Ended, LeaseLost
 from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 
@@ -44,17 +44,17 @@ def schedules(quick: int) -> Callable[[Any], Any]:
 
 
 class World(CheckedLedger):
-    """Runs workers, each event at its time. ``limit``: of commands, in a run that ends."""
+    """Runs workers, each event at its time."""
 
-    def __init__(self, seed: int, limit: int, limits: cmd.Configure, tasks: Iterable[TaskSpec]) -> None:
+    def __init__(self, seed: int, limits: cmd.Configure, tasks: Iterable[TaskSpec]) -> None:
         super().__init__(twin=False, initial_rows=16)
-        self.random, self.limit, self._order = random.Random(seed), limit, 0
+        self.random, self._order = random.Random(seed), 0
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._asked: dict[int, tuple[int, Callable[[Any], None]]] = {}  # ticket → session, what to do with the reply
         self.workers: list[Worker] = []
         admin = self.join("admin")
         for command in [limits, *(cmd.Declare(task=task) for task in tasks)]:
-            assert self.say(admin, command) == cmd.Done()
+            assert self.send(admin, command) == cmd.Done()
 
     def later(self, seconds: float, what: Callable[[], None]) -> None:
         self._order += 1
@@ -75,24 +75,15 @@ class World(CheckedLedger):
     def call(self, session: int, command: Any, then: Callable[[Any], None]) -> None:
         self._asked[self.tickets + 1] = session, then
         self.ask(session, command)
-        self._pass_on()
-
-    def say(self, session: int, command: Any) -> Any:
-        """The reply to a command that is answered at once."""
-        reply = self.send(session, command)
-        self._pass_on()
-        return reply
 
     def die(self, session: int) -> None:
         self._asked = {ticket: asked for ticket, asked in self._asked.items() if asked[0] != session}
         super().die(session)
-        self._pass_on()
 
     def lose_some(self, share: float) -> int:
         """Some rows lose their payload. Returns how many."""
         ids = [i for i in self.live if self.random.random() < share]
         self.lose(*ids)
-        self._pass_on()
         assert not set(ids) & self.live.keys()
         for worker in self.workers:  # the last step may have been opened again
             if worker.over and not self.status().over:
@@ -100,27 +91,26 @@ class World(CheckedLedger):
                 worker.start()
         return len(ids)
 
-    def _pass_on(self) -> None:
-        assert self.tickets < self.limit, f"no end in sight: {self.status()}"
-        if self.tickets % 50 == 0:
-            self.check()
-        for ticket, reply in self.answers.items():
-            _, then = self._asked.pop(ticket)
-            self.later(0.0, lambda then=then, reply=reply: then(reply))
-        self.answers.clear()
-
     def run(self) -> cmd.Audit:
         """Until every worker is told the end. Returns the audit, of a ledger without live rows."""
+        checked = 0
         while self._later or self._asked:
-            at = self._later[0][0] if self._later else FOR_EVER
+            assert self.tickets < 1_000_000, f"no end in sight: {self.status()}"
+            if self.tickets >= checked + 50:
+                checked = self.tickets
+                self.check()
+            for ticket, reply in self.answers.items():
+                _, then = self._asked.pop(ticket)
+                self.later(0.0, partial(then, reply))
+            self.answers.clear()
+            at = min([due for due, *_ in self._later[:1]] + [FOR_EVER])
             deadline = self.next_deadline()
-            if deadline is not None and deadline < at:
+            if deadline is not None and deadline <= at:
                 assert deadline < FOR_EVER / 2, f"deadlock: {self.status()}"
                 self.at(deadline)
-                self._pass_on()
-                continue
-            self.now = max(self.now, at)
-            heapq.heappop(self._later)[2]()
+            else:
+                self.now = max(self.now, at)
+                heapq.heappop(self._later)[2]()
         assert all(worker.over for worker in self.workers), self.status()
         self.check()
         audit = self.audit()
@@ -133,12 +123,19 @@ class Gone(Exception):
 
 
 class Worker:
-    """A session that does the ``work`` of a task, with ``options``. Dies now and then, and comes back."""
+    """A session that does the ``work`` of a task, with ``options``. Dies now and then, and comes back. ``lease``: fields of
+    its requests for rows."""
 
     def __init__(
-        self, world: World, task: str, work: Callable[..., Work], mortality: float = 0.0, **options: Any
+        self,
+        world: World,
+        task: str,
+        work: Callable[..., Work],
+        mortality: float = 0.0,
+        lease: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        self.world, self.task, self.mortality = world, task, mortality
+        self.world, self.task, self.mortality, self._lease = world, task, mortality, lease or {}
         self.over, self.lives = False, 0  # a death begins another life, in which nothing happens
         self._work, self._options = work, options
         world.workers.append(self)
@@ -149,7 +146,7 @@ class Worker:
         self.session = self.world.join(self.task)
         self.go(self._work(self, **self._options))
 
-    def go(self, work: Work, after: float | None = None) -> None:
+    def go(self, work: Work, after: float = 0.0) -> None:
         """Do it beside what else is done, as long as this life lasts."""
         life = self.lives
 
@@ -165,19 +162,18 @@ class Worker:
             else:
                 self.world.call(self.session, awaited, resume)
 
-        if after is None:
-            resume()
-        else:
-            self.world.later(after, resume)
+        self.world.later(after, resume)
 
     def say(self, command: Any) -> Any:
-        return self.world.say(self.session, command)
+        """The reply to a command that is answered at once."""
+        return self.world.send(self.session, command)
 
-    def die(self, share: float | None = None) -> None:
-        """Perhaps."""
+    def die(self, share: float | None = None, unseen: float = 0.0) -> None:
+        """Perhaps. ``unseen``: how often its session stays, as of a process that hangs."""
         if not self.over and self.world.random.random() < (self.mortality if share is None else share):
             self.lives += 1
-            self.world.die(self.session)
+            if self.world.random.random() >= unseen:
+                self.world.die(self.session)
             self.world.later(self.world.random.choice([0.1, 1.0, self.world.soon()]), self.start)
             raise Gone
 
@@ -190,21 +186,20 @@ class Worker:
         self.die()
         return reply
 
-    def lease(self, at_least: int = 0) -> Work:
-        count = max(self.world.random.randint(1, 6), at_least)
-        lease = cmd.Lease(task=self.task, count=count, timeout_s=2 * FOR_EVER, at_least=at_least)
-        return (yield from self.ask(lease))
+    def lease(self) -> Work:
+        count = max(self.world.random.randint(1, 6), self._lease.get("at_least", 0))
+        fields = {"count": count, **self._lease}
+        return (yield from self.ask(cmd.Lease(task=self.task, timeout_s=2 * FOR_EVER, **fields)))
 
-    def complete(self, lease: cmd.Leased, at: list[int] | None, share: float) -> Work:
-        """``share``: of the rows, that is filtered."""
-        count = len(unpack_ids(lease.ids)) if at is None else len(at)
+    def complete(self, lease: cmd.Leased, at: list[int], filtered: list[int]) -> Work:
+        """``at``: which rows of the lease; ``filtered``: which of these."""
         gives = self.world.tasks[self.task].gives
         reply = yield cmd.Complete(
             token=lease.token,
             columns=dict.fromkeys(gives, TOKENS),
-            index=None if at is None else packed(*at),
-            filtered=packed(*self.world.some(count, share)),
-            measures={name: self.world.lengths(count) for name in gives},
+            index=packed(*at) if gives else None,
+            filtered=packed(*filtered),
+            measures={name: self.world.lengths(len(at)) for name in gives},
             rank=lease.rank,
         )
         assert isinstance(reply, cmd.Completed | LeaseLost), reply
@@ -228,133 +223,165 @@ def feed(worker: Worker, size: int, most: int) -> Work:
         yield world.soon()
 
 
-def generate(worker: Worker, eager: bool = False, straggles: float = 0.0) -> Work:
-    """Each row ends by itself, in any order. Load new weights when told, or (eager) when it likes. ``straggles``: how often
-    it takes a hundred times as long."""
+def work(worker: Worker, eager: bool = False, straggles: float = 0.0, filters: float | None = None) -> Work:
+    """Complete rows in parts, in any order. A replica (without ``filters``): one by one, and not all; loads new weights when
+    told, or (eager) when it likes. A stage filters some groups, and gives some rows back. ``straggles``: how often it takes
+    a hundred times as long."""
     world = worker.world
+
+    def end(lease: cmd.Leased, at: list[int]) -> Work:
+        if filters is not None and world.random.random() < 0.1:
+            yield cmd.GiveBack(token=lease.token, index=packed(*at))
+        else:
+            yield from worker.complete(lease, at, world.some(len(at), filters or 0.0))
+
     while True:
-        reply = yield from worker.lease()
-        if isinstance(reply, cmd.LoadFirst):
+        lease = yield from worker.lease()
+        if isinstance(lease, cmd.LoadFirst):
             yield world.soon()
             yield cmd.Loaded(version=world.version)
             continue
         times = 100 if world.random.random() < straggles else 1
-        hangs = world.random.random() < 0.03
-        for at in range(hangs, len(unpack_ids(reply.ids))):
-            worker.go(worker.complete(reply, [at], 0.0), after=times * world.soon())
+        rows = list(range(len(unpack_ids(lease.ids))))
+        hangs, size = (
+            (world.random.random() < 0.03, 1) if filters is None else (0, world.random.randint(1, len(rows)))
+        )
+        for start in range(hangs, len(rows), size):
+            worker.go(end(lease, rows[start : start + size]), after=times * world.soon())
         if eager and world.version >= 0:
             worker.go(one(cmd.Loaded(version=world.version)))
         yield times * world.soon()
 
 
-def score(worker: Worker, filters: float, at_least: int = 0) -> Work:
-    """Give a column: in parts, filtering some groups, giving some back."""
+def follow(worker: Worker) -> Work:
+    """Be a rank that trains and leaves publishing to the first. Dies with a shard in hand, or while it waits, perhaps unseen."""
     world = worker.world
-
-    def give(lease: cmd.Leased, at: list[int]) -> Work:
-        if world.random.random() < 0.1:
-            yield cmd.GiveBack(token=lease.token, index=packed(*at))
-        else:
-            yield from worker.complete(lease, at, filters)
-
-    while True:
-        lease = yield from worker.lease(at_least)
-        count = len(unpack_ids(lease.ids))
-        cut = world.random.randint(0, count)
-        for at in (list(range(cut)), list(range(cut, count))):
-            if at:
-                worker.go(give(lease, at), after=world.soon())
-        yield world.soon()
-
-
-def train_as_rank(worker: Worker, rank: int, size: int, shards: int) -> Work:
-    """Be one of ``size`` ranks that train a step in ``shards``: take its shard, publish (rank 0), acknowledge. Die with a
-    shard in hand, or while it waits, perhaps unseen."""
-    world = worker.world
-
-    def publish(version: int) -> None:
-        """By a session of its own."""
-        session = world.join("publisher")
-        *_, reply, _ = [world.say(session, command) for command in [*publishing(version)[:3], cmd.Leave()]]
-        assert isinstance(reply, cmd.Published | ConfigError), reply
 
     def end() -> Work:
-        yield from ()
-        if world.random.random() < 0.8:
-            worker.die(1.0)
-        elif not worker.over:  # it hangs, and is started again all the same
-            worker.lives += 1
-            world.later(world.soon(), worker.start)
-            raise Gone
+        yield world.soon()
+        worker.die(1.0, unseen=0.2)
 
-    if rank == 0 and world.version < 0:
-        publish(0)
     while True:
         if world.random.random() < worker.mortality / 2:
-            worker.go(end(), after=world.soon())
-        lease = yield from worker.ask(cmd.Lease(
-            task="train", count=1, timeout_s=2 * FOR_EVER, team="job", rank=rank, world_size=size, shards=shards,
-        ))  # fmt: skip
+            worker.go(end())
+        lease = yield from worker.lease()
         chance = world.random.random()
         if chance < 0.1:
-            worker.go(one(cmd.Renew(token=lease.token, rank=rank)), after=world.soon())
+            worker.go(one(cmd.Renew(token=lease.token, rank=lease.rank)), after=world.soon())
         yield world.soon()
         if chance > 0.95:
-            yield cmd.GiveBack(token=lease.token, rank=rank)
+            yield cmd.GiveBack(token=lease.token, rank=lease.rank)
             continue
-        if rank == 0:
-            publish(lease.version + 1)
-        if world.random.random() < worker.mortality / 2:
-            yield from end()
-        yield from worker.complete(lease, None, 0.2)
+        worker.die(worker.mortality / 2, unseen=0.2)
+        rows = list(range(len(unpack_ids(lease.ids))))
+        yield from worker.complete(lease, rows, world.some(len(rows), 0.2))
 
 
 class Trainer(Worker):
     """Trains, publishes and acknowledges step after step; rolls back before, between or after these, or dies there.
 
     Weights are the tuple of steps that they were trained with. So what descends from what can be seen, and how old the
-    rows of a step are. ``doubts``: how often it rolls back. ``limit``: of the staleness."""
+    rows of a step are. ``doubts``: how often it rolls back. ``limit``: of the staleness. ``team``: it is the first of these
+    ranks. ``every``: it makes a checkpoint after so many steps, and goes on from the newest when it has died; it keeps
+    ``keep`` of them, and ``unsound`` is how often the newest turns out to be damaged."""
 
-    def __init__(self, world: World, limit: int, mortality: float = 0.0, doubts: float = 0.0) -> None:
-        self.limit, self.doubts = limit, doubts
+    def __init__(
+        self,
+        world: World,
+        limit: int,
+        mortality: float = 0.0,
+        doubts: float = 0.0,
+        team: dict[str, Any] | None = None,
+        every: int = 0,
+        keep: int = 1,
+        unsound: float = 0.0,
+    ) -> None:
+        self.limit, self.doubts, self.every, self.keep, self.unsound = limit, doubts, every, keep, unsound
         self.made: dict[int, tuple[int, ...]] = {}  # version → weights
         self.weights: tuple[int, ...] = ()
         self.kept: tuple[int, ...] | None = None  # weights that outlive its death
         self.full: set[int] = set()  # steps that may hold rows of versions given up
         self.trained: list[int] = []
+        self.dropped: dict[tuple[int, int], list[int]] = {}  # of each step
+        self.points: list[tuple[int, int, tuple[int, ...]]] = []  # step, version, weights
         self.rollbacks = self.expired = 0
-        super().__init__(world, "train", type(self).life, mortality)
+        super().__init__(world, "train", type(self).life, mortality, team)
+
+    def die(self, share: float | None = None, unseen: float = 0.0) -> None:
+        if not self.every or self.lives <= 12:  # without a checkpoint, it begins anew
+            super().die(share, unseen)
 
     def life(self) -> Work:
         self.say(cmd.OpenPublisher())
-        if self.world.version < 0:
-            self.publish(0)
-        self.weights = self.made[self.world.version] if self.kept is None else self.kept
-        self.kept = None
-        while True:
-            lease = yield from self.lease()
-            seen = self.rollbacks
-            if lease.step not in self.weights:  # else it is in the version that was published before its trainer died
-                self.judge(lease)
-            self.perhaps_roll_back()  # the step is dropped then, or trained anew
-            if self.rollbacks > seen and self.world.random.random() < 0.5:
-                yield cmd.GiveBack(token=lease.token)
-                continue
-            yield self.world.soon()
-            before = self.weights
-            if self.rollbacks == seen and lease.step not in self.weights:
-                self.weights = (*self.weights, lease.step)
-                self.publish(lease.version + 1)
+        if self.every:
+            self.resume()
+        else:
+            if self.world.version < 0:
+                self.publish(0)
+            self.weights = self.made[self.world.version] if self.kept is None else self.kept
+            self.kept = None
+        try:
+            while True:
+                lease = yield from self.lease()
+                yield from self.train(lease)
+        except Gone:
+            if self.over and self.every:
+                self.checkpoint(covers=len(self.weights))
+            raise
+
+    def resume(self) -> None:
+        covered = self.say(cmd.GetCut()).covered
+        if self.points and self.points[-1][0] > covered and self.world.random.random() < self.unsound:
+            self.points.pop()
+        assert self.points or not covered, "a checkpoint covers steps, and there is none"
+        step, version, self.weights = self.points[-1] if self.points else (0, -1, ())
+        resumed = self.say(cmd.Resume(step=step, version=version))
+        assert isinstance(resumed, cmd.Resumed), resumed
+        if resumed.publish or self.world.version < 0:
+            self.publish(max(resumed.version, 0))
+
+    def train(self, lease: cmd.Leased) -> Work:
+        seen, before = self.rollbacks, self.weights
+        if lease.step not in self.weights:  # else it is in the version that was published before its trainer died
+            self.judge(lease)
+        self.perhaps_roll_back()  # the step is dropped then, or trained anew
+        if self.rollbacks > seen and self.world.random.random() < 0.5:
+            yield cmd.GiveBack(token=lease.token)
+            return
+        yield self.world.soon()
+        if self.rollbacks == seen and lease.step not in self.weights:
+            self.weights = (*self.weights, lease.step)
+            self.die()
+            self.publish(lease.version + 1)
+        self.perhaps_roll_back()
+        try:
+            self.die()
+        except Gone:
+            if self.rollbacks == seen and self.world.random.random() < 0.5:
+                self.kept = before
+            raise
+        rows = list(range(len(unpack_ids(lease.ids))))
+        dropped = self.dropped.setdefault((lease.step, len(rows)), self.world.some(len(rows), 0.2))
+        if isinstance((yield from self.complete(lease, rows, dropped)), cmd.Completed):
+            self.trained.append(lease.step)
+            self.die()
             self.perhaps_roll_back()
-            try:
-                self.die()
-            except Gone:
-                if self.rollbacks == seen and self.world.random.random() < 0.5:
-                    self.kept = before
-                raise
-            if isinstance((yield from self.complete(lease, None, 0.2)), cmd.Completed):
-                self.trained.append(lease.step)
-                self.perhaps_roll_back()
+        if self.every and len(self.weights) % self.every == 0:
+            self.points.append((len(self.weights), lease.version + 1, self.weights))
+            self.die()
+            self.points = self.points[-self.keep :]
+            self.checkpoint(covers=self.points[0][0] if len(self.points) == self.keep else 0)
+            self.die()
+
+    def judge(self, lease: cmd.Leased) -> None:
+        """The rows were made by weights that these descend from, in few steps."""
+        assert not self.every or lease.step == len(self.weights), "steps come in order"
+        for i in [] if self.every or lease.step in self.full else unpack_ids(lease.ids).tolist():
+            version = self.world.rows[i].version
+            if version is not None:
+                made = self.made[version]
+                assert self.weights[: len(made)] == made, "a row of weights that were given up"
+                assert len(self.weights) - len(made) <= self.limit, "staleness"
 
     def publish(self, version: int) -> None:
         for command in (cmd.Announce(version=version), cmd.Publish(version=version, part=part(version))):
@@ -375,68 +402,6 @@ class Trainer(Worker):
             self.rollbacks += 1
             self.expired += reply.expired
 
-    def judge(self, lease: cmd.Leased) -> None:
-        """The rows were made by weights that these descend from, in few steps."""
-        for i in unpack_ids(lease.ids).tolist():
-            version = self.world.rows[i].version
-            if version is not None and lease.step not in self.full:
-                made = self.made[version]
-                assert self.weights[: len(made)] == made, "a row of weights that were given up"
-                assert len(self.weights) - len(made) <= self.limit, "staleness"
-
-
-class CheckpointedTrainer(Trainer):
-    """Makes a checkpoint every so often, of which it keeps some, and goes on from the newest one when it has died.
-    ``unsound``: how often that one turns out to be damaged. It dies a few times at most: without a checkpoint, it begins anew."""
-
-    def __init__(self, world: World, limit: int, mortality: float, every: int, keep: int, unsound: float) -> None:
-        self.every, self.keep, self.unsound = every, keep, unsound
-        self.points: list[tuple[int, int, tuple[int, ...]]] = []  # step, version, weights
-        self.dropped: dict[int, list[int]] = {}
-        super().__init__(world, limit, mortality)
-
-    def die(self, share: float | None = None) -> None:
-        if self.lives <= 12:
-            super().die(share)
-
-    def life(self) -> Work:
-        self.say(cmd.OpenPublisher())
-        covered = self.say(cmd.GetCut()).covered
-        if self.points and self.points[-1][0] > covered and self.world.random.random() < self.unsound:
-            self.points.pop()
-        assert self.points or not covered, "a checkpoint covers steps, and there is none"
-        step, version, self.weights = self.points[-1] if self.points else (0, -1, ())
-        resumed = self.say(cmd.Resume(step=step, version=version))
-        assert isinstance(resumed, cmd.Resumed), resumed
-        if resumed.publish or self.world.version < 0:
-            self.publish(max(resumed.version, 0))
-        try:
-            while True:
-                lease = yield from self.lease()
-                yield from self.train(lease)
-        except Gone:
-            if self.over:
-                self.checkpoint(covers=len(self.weights))
-            raise
-
-    def train(self, lease: cmd.Leased) -> Work:
-        assert lease.step == len(self.weights), "steps come in order"
-        yield self.world.soon()
-        self.weights = (*self.weights, lease.step)
-        self.die()
-        self.publish(lease.version + 1)
-        self.die()
-        dropped = self.dropped.setdefault(lease.step, self.world.some(len(unpack_ids(lease.ids)), 0.2))
-        reply = self.say(cmd.Complete(token=lease.token, columns={}, filtered=packed(*dropped)))
-        assert isinstance(reply, cmd.Completed), reply
-        self.die()
-        if len(self.weights) % self.every == 0:
-            self.points.append((len(self.weights), lease.version + 1, self.weights))
-            self.die()
-            self.points = self.points[-self.keep :]
-            self.checkpoint(covers=self.points[0][0] if len(self.points) == self.keep else 0)
-            self.die()
-
     def checkpoint(self, covers: int) -> None:
         assert self.say(cmd.Checkpoint(step=len(self.weights), covers=covers)) == cmd.Done()
 
@@ -445,13 +410,12 @@ def others(world: World, size: int, most: int, replicas: int, mortality: float, 
     """All who work beside a trainer: a feeder of groups of ``size``, ``most`` rows at a time, replicas, stages, a judge."""
     Worker(world, "", feed, size=size, most=most)
     for number in range(replicas):
-        Worker(world, "rollout", generate, mortality, eager=number % 2 == 1)
+        Worker(world, "rollout", work, mortality, eager=number % 2 == 1)
     for _ in range(2):
-        Worker(world, "reward", score, mortality, filters=0.1)
-    Worker(world, "judge", score, mortality / 2, filters=0.02, at_least=at_least)
+        Worker(world, "reward", work, mortality, filters=0.1)
+    Worker(world, "judge", work, mortality / 2, {"at_least": at_least}, filters=0.02)
 
 
-def filtered(audit: cmd.Audit) -> Counter[str]:
-    """Rows by how they ended, those that a trainer dropped among the consumed."""
-    dropped = audit.reasons.get("filtered: no gradient in the step", 0)
-    return Counter(audit.terminal) + Counter(consumed=dropped) - Counter(filtered=dropped)
+def trained_rows(audit: cmd.Audit) -> int:
+    """Rows that were in a step, also those that a trainer dropped."""
+    return audit.consumed + audit.reasons.get("filtered: no gradient in the step", 0)

@@ -87,7 +87,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.size = draw(st.sampled_from([1, 2, 3]), "group size")
         self.batch = self.size * draw(st.sampled_from([1, 2, 3]), "groups in a batch")
         self.tasks = make_tasks(draw, self.batch)
-        self.fair = FairWorkers(self.queue, self.tasks, self.size, team=draw(st.sampled_from([False, False, True])))
+        self.fair = FairWorkers(self.queue, self.tasks, self.size)
         self.sessions = [self.queue.join(f"worker {i}") for i in range(3)]
         limits = cmd.Configure(
             capacity_rows=draw(st.sampled_from([None, 4 * self.batch, self.batch + 1, self.batch]), "capacity"),
@@ -369,7 +369,7 @@ class LedgerMachine(RuleBasedStateMachine):
             "give back": cmd.GiveBack(token=token, rank=rank),
             "renew": cmd.Renew(token=token, rank=rank),
         }
-        stale = lease.over
+        stale = token not in self.queue.open
         assert isinstance(self.queue.send(session, commands[what]), LeaseLost) or not stale
 
     @rule(who=small, works=st.booleans(), turns=st.sampled_from([1, 2, 6]))
@@ -451,8 +451,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def roll_back(self, who: int, ahead: int, loads: bool, works: int, back: int, restores: bool) -> None:
         """To a version before those that are published here; replicas may have begun with them."""
         for _ in range(ahead):
-            for session in list(self.queue.publishers.values()):
-                self.queue.send(session, cmd.ClosePublisher())
+            self.queue.free_publisher()
             for command in publishing(self.version + 1)[:3]:
                 self.send(who, command)
             if loads:
@@ -493,8 +492,7 @@ class LedgerMachine(RuleBasedStateMachine):
         }
         reply = self.send(who, commands[what])
         if isinstance(reply, cmd.Resumed) and reply.publish and publishes:
-            for other in list(self.queue.publishers.values()):
-                self.queue.send(other, cmd.ClosePublisher())
+            self.queue.free_publisher()
             for command in publishing(reply.version)[: 3 + who % 2]:
                 self.send(who, command)
 

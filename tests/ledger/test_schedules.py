@@ -16,18 +16,16 @@ from hypothesis import strategies as st
 from schedules import (
     FOR_EVER,
     TASKS,
-    CheckpointedTrainer,
     Trainer,
     Worker,
     World,
     feed,
-    filtered,
-    generate,
+    follow,
     others,
     schedules,
-    score,
-    train_as_rank,
     train_task,
+    trained_rows,
+    work,
 )
 
 from asyncflow_sdk.ledger import TaskSpec
@@ -76,14 +74,14 @@ def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
         staleness=PolicySpec(policy),
     )  # fmt: skip
     lease_s = FOR_EVER / 4 if doubts else 50.0
-    world = World(seed, 60_000 + 12_000 * steps * batch, limits, [*TASKS, train_task(batch, lease_s)])
+    world = World(seed, limits, [*TASKS, train_task(batch, lease_s)])
     trainer = Trainer(world, most_staleness(policy, staleness), mortality, doubts)
     others(world, size, size if tight else 2 * batch, replicas, mortality)
 
     audit = world.run()
 
     assert trainer.trained == list(range(steps)), "each step once, in order"
-    assert filtered(audit)["consumed"] == steps * batch
+    assert trained_rows(audit) == steps * batch
     assert audit.expired == trainer.expired + late(audit, staleness)
     assert doubts or late(audit, staleness) <= staleness * batch * steps, "what may be given up"
     assert world.version == max(trainer.made)
@@ -94,12 +92,12 @@ def test_drop_never_starves_and_gives_up_no_more_than_was_under_way(staleness: i
     batch, steps = 8, 20
     rollout = msgspec.structs.replace(TASKS[0], lease_s=5000)
     limits = cmd.Configure(max_staleness=staleness, steps=steps, staleness=PolicySpec("drop"))
-    world = World(staleness, 1_000_000, limits, [rollout, TASKS[1], train_task(batch, FOR_EVER / 4)])
+    world = World(staleness, limits, [rollout, TASKS[1], train_task(batch, FOR_EVER / 4)])
     trainer = Trainer(world, staleness)
     Worker(world, "", feed, size=2, most=2 * batch)
     for _ in range(3):
-        Worker(world, "rollout", generate, straggles=0.3)
-    Worker(world, "reward", score, filters=0.1)
+        Worker(world, "rollout", work, straggles=0.3)
+    Worker(world, "reward", work, filters=0.1)
 
     audit = world.run()
 
@@ -120,7 +118,7 @@ def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
 ) -> None:  # fmt: skip
     batch, lost = size * groups, []
     limits = cmd.Configure(capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps)
-    world = World(seed, 40_000 + 8_000 * steps * batch, limits, [*TASKS, train_task(batch)])
+    world = World(seed, limits, [*TASKS, train_task(batch)])
     trainer = Trainer(world, staleness, mortality)
     others(world, size, size if tight else 2 * batch, 2, mortality)
     for _ in range(disasters):
@@ -148,8 +146,8 @@ def test_a_trainer_that_dies_at_any_time_trains_each_step_once_in_what_survives(
         capacity_rows=4 * batch, max_staleness=staleness, steps=steps, checkpoints=True, quorum=quorum,
         staleness=PolicySpec(policy),
     )  # fmt: skip
-    world = World(seed, 100_000 + 40_000 * steps * batch, limits, [*TASKS, train_task(batch, FOR_EVER / 4)])
-    trainer = CheckpointedTrainer(world, most_staleness(policy, staleness), deaths, every, keep, unsound)
+    world = World(seed, limits, [*TASKS, train_task(batch, FOR_EVER / 4)])
+    trainer = Trainer(world, most_staleness(policy, staleness), deaths, every=every, keep=keep, unsound=unsound)
     others(world, size, 2 * batch, replicas, mortality)
 
     audit = world.run()
@@ -198,9 +196,11 @@ def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
         judge,
         sampled(seed // 7, train_task(batch), "", "token_balanced"),
     ]
-    world = World(seed, 20_000 + 8_000 * steps * batch, limits, tasks)
-    for rank in reversed(range(ranks[0])):  # the first publishes, while others wait for a version
-        Worker(world, "train", train_as_rank, mortality, rank=rank, size=ranks[0], shards=ranks[1])
+    world = World(seed, limits, tasks)
+    team = {"count": 1, "team": "job", "world_size": ranks[0], "shards": ranks[1]}
+    for rank in range(1, ranks[0]):  # they wait for a version
+        Worker(world, "train", follow, mortality, {**team, "rank": rank})
+    Trainer(world, most_staleness(policy, staleness), mortality, team=team)
     at_least = 0 if tight or judge.sampler else world.random.randint(0, batch)
     others(world, size, size if tight else 2 * batch, 3, mortality, at_least)
 
@@ -208,4 +208,4 @@ def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
 
     assert sorted(world.acknowledged) == list(range(steps)), "each step once"
     assert not world.status().lease_count
-    assert filtered(audit)["consumed"] == steps * batch
+    assert trained_rows(audit) == steps * batch
