@@ -35,6 +35,7 @@ CAUGHT = {
     "log-probs of the token beside": ("logprobs", r"each is that of the token beside it"),
     "draws the likeliest 20": ("draws", r"none was beyond the 20 likeliest, .* the draw is cut \(top_k"),
     "draws at a higher temperature": ("draws", r"drawn from a wider distribution"),
+    "penalises tokens of the prompt": ("draws", r"are tokens of the prompt, .* made less likely \(repetition, presence"),
     "one seed for a group": ("draws", r"100% of neighbours of one group .* the same random numbers"),
     "one seed for all": ("draws", r"100% of responses of one place in groups of different seeds"),
     "always stops": ("stops", r"says it ended for 'stop', not length"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types import VersionSpan
-from asyncflow_torch.reference import HuggingFacePolicy
 from asyncflow_torch.rollout import TransformersEngine
 
 NEUTRAL = {"temperature": 1.0, "top_k": 0}
@@ -37,10 +36,6 @@ class WrongModel(TransformersEngine):
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
 
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
-        if self.fault == "default repetition_penalty" and request.sampling.max_tokens == 1:
-            for one in self._penalised(request):
-                yield one
-            return
         async for got in super().generate(self._asked(request)):
             for one in got.each():
                 yield self._answered(one)
@@ -64,12 +59,3 @@ class WrongModel(TransformersEngine):
 
     def _retokenised(self, ids: object) -> list[int]:
         return list(self.tokenizer.encode(self.tokenizer.decode(ids), add_special_tokens=False))
-
-    def _penalised(self, request: af.Request) -> Iterator[af.Completion]:
-        """First tokens, drawn with the repetition penalty; their log-probs are those of the policy."""
-        logprobs = HuggingFacePolicy(self.model).next_logprobs(0, request.prompt_ids, request.sampling.temperature)
-        less = logprobs.copy()
-        less[request.prompt_ids] *= self.defaults.repetition_penalty**2
-        shares, random = np.exp(less) / np.exp(less).sum(), np.random.default_rng(request.seed)
-        for index, token in enumerate(random.choice(len(less), request.n, p=shares)):
-            yield af.Completion(index, [token], [logprobs[token]], "length", [VersionSpan(0, 0, 1)])

@@ -258,6 +258,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "draws the likeliest 20": draws(lambda each: np.where(each < np.sort(each, 1)[:, [-20]], -np.inf, each)),
     "draws at a higher temperature": draws(lambda logprobs: logprobs / 1.6),
+    "penalises tokens of the prompt": {"_choose": lambda self, right, rows, logprobs, *args: right(
+        rows, normal(logprobs - [np.isin(range(VOCABULARY), row.request.prompt_ids) for row in rows]), *args
+    )},
     "one seed for all": {"_random": lambda self, right, request, index: np.random.default_rng(index)},
     "one seed for a group": {"_random": lambda self, right, request, index: right(request, 0)},
     "goes on without what it had drawn": {"_read_row": lambda self, right, row: self._read(
