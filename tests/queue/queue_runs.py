@@ -31,33 +31,26 @@ class Served:
         self.shares_memory, self.insecure = kind != "remote", options.get("insecure", False)
         self.run = af.serve(directory, address=address, **options)
         self.address, self.memory = self.run.address, memory_of(self.run.addresses)
-        self._clients: list[af.Run] = []
-        self._relays: list[Relay] = []
+        self._ends = contextlib.ExitStack()
+        self._ends.callback(self.run.close)
+        self.close = self._ends.close
 
     def client(self, name: str = "test", address: str = "", **options: Any) -> af.Run:
         """A client, at ``address`` instead of the run's own where a proxy or a relay stands between."""
         options = {"insecure": self.insecure, "shared_memory": self.shares_memory, **options}
-        self._clients.append(af.connect(address or self.address, name=name, **options))
-        return self._clients[-1]
+        return self._ends.enter_context(contextlib.closing(af.connect(address or self.address, name=name, **options)))
 
     def queue(self, name: str = "test", **options: Any) -> TransferQueue:
         return self.client(name, **options).queue
 
     def relayed(self, name: str = "test", **options: Any) -> tuple["Relay", TransferQueue]:
         """A client behind a relay."""
-        self._relays.append(relay := Relay(self.run.addresses[1]))
+        relay = self._ends.enter_context(contextlib.closing(Relay(self.run.addresses[1])))
         return relay, self.queue(name, address=relay.address, insecure=True, **options)
 
     def held_bytes(self) -> int:
         """Bytes of shared memory that the run takes."""
         return self.run.queue.status().held_bytes
-
-    def close(self) -> None:
-        for client in self._clients:
-            client.close()
-        for relay in self._relays:
-            relay.close()
-        self.run.close()
 
 
 @contextlib.contextmanager
