@@ -185,6 +185,9 @@ class CheckedLedger:
         for version in [event.version for event in effects.events if isinstance(event, ev.Published)]:
             assert version > self.version, "versions rise"
             self.version = version
+        for ticket, reply in effects.answers:  # rows that are put may end at once
+            if isinstance(reply, cmd.PutDone) and not reply.again:
+                self._on_put(self.waiting[ticket].command, reply)
         ids = [i for part in effects.retired for i in part.tolist()]
         assert set(ids) <= self.live.keys(), "a row ended twice"
         for i in ids:
@@ -244,7 +247,8 @@ class CheckedLedger:
             case cmd.End(), cmd.Done():
                 self._ended_partitions.add(command.partition)
             case cmd.Put(), cmd.PutDone(again=False):
-                self._on_put(command, reply)
+                most = None if self._limits.checkpoints else self._limits.capacity_rows
+                assert most is None or len(self.live) <= most, "more rows than the queue's capacity"
             case cmd.Cancel(), cmd.Cancelled():
                 assert ended >= reply.count, "as many ended as it says"
             case cmd.AwaitLost(), cmd.Lost():
@@ -295,8 +299,6 @@ class CheckedLedger:
             start = i - (i - reply.first) % command.group_size
             group = range(start, start + command.group_size)
             self.rows[i] = self.live[i] = Row(group, set(command.columns), command.partition, command.priority)
-        most = None if self._limits.checkpoints else self._limits.capacity_rows
-        assert most is None or len(self.live) <= most, "more rows than the queue's capacity"
 
     def _on_leased(self, session: int, command: cmd.Lease, reply: cmd.Leased) -> None:
         task, ids = self.tasks[reply.task], unpack_ids(reply.ids).tolist()
@@ -365,12 +367,11 @@ class CheckedLedger:
         if command.filtered and not self._trains():
             dropped = {named[at] for at in np.frombuffer(command.filtered, "<i4")} - revoked - again
             assert not self._groups(dropped) & self.live.keys(), "a group is filtered as a whole"
-        if task.batch_rows is not None:
+        if task.batch_rows is not None and lease.world_size > 1:
             lease.done.add(command.rank)
             if not all(rank in lease.done or not ids for rank, ids in lease.ids.items()):
                 return
             named = lease.rows()
-            self.acknowledged.add(lease.step)
         for i in set(named) - again:
             row, mine = self.rows[i], self._holds(command.token, i)
             if i in revoked:
@@ -384,6 +385,8 @@ class CheckedLedger:
             row.holder.pop(task.name, None)
             if task.admits:
                 row.version = lease.version
+            if task.batch_rows is not None:
+                self.acknowledged.add(lease.step)
         self._end_leases({command.token})
 
     # ---- what is known of rows and leases
