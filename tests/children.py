@@ -1,20 +1,31 @@
-"""Child processes for tests: real ones, which exchange lines of JSON with their test.
+"""Child processes that start at once: a server process has imported what they need, and forks them.
 
 def consume(address): ...; say("ready"); hear()          # in a module that imports as little as it needs
 with Child(consume, address) as child: child.hear(); child.stop(); child.resume(); child.say(1); child.kill()
+subprocess.run([warm_python(), "script.py"])             # or -m MODULE, or -c CODE, as sys.executable takes them
 
-They are forked from one process that has imported the SDK and started no thread: a new interpreter takes twenty times as long.
+A client sends its arguments, variables, directory and descriptors to the server, which forks the process that runs them.
+The server passes on signals and the exit status, and kills the process if its client is killed.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import fcntl
 import functools
-import importlib
+import gc
+import importlib.util
 import json
+import marshal
+import multiprocessing
 import os
+import runpy
 import select
+import shutil
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -24,10 +35,42 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from waiting import until
+
 LIMIT_S = 60.0
 """Only ends a test that would hang."""
-_FRESH = "import sys; sys.path[1:1] = sys.argv[1].split(':'); import children; children.run(*sys.argv[2:])"
-_starting = threading.Lock()
+_CALL = """\
+import importlib, json, sys
+sys.path[1:1] = json.loads(sys.argv[1])
+getattr(importlib.import_module(sys.argv[2]), sys.argv[3])(*json.loads(sys.argv[4]))
+"""
+_EXECUTE = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+_PROGRAM = """\
+#!{python} -IS
+import _socket, marshal, os, signal, struct, sys
+fds = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)]
+line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+line.connect({address!r})
+request = (sys.argv[0], sys.argv[1:], fds, dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)))
+rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack(f"{{len(fds)}}i", *fds))]
+line.sendmsg([marshal.dumps(request)], rights)
+for fd in fds:
+    os.close(fd)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: line.send(b"%d" % number))
+line.recv(9)
+status = int(line.recv(9) or -9)
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if status != -9 else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+_TORCH = [
+    "torch", "transformers.models.qwen3.modeling_qwen3", "asyncflow_torch.train", "asyncflow_torch.rollout",
+    "asyncflow_torch.demo.run", "asyncflow_torch.demo.model", "asyncflow_sdk.workflow.run", "asyncflow_sdk.cli.app",
+    "asyncflow_sdk.cli.report", "matplotlib.backends.backend_svg", "asyncflow_sdk.testing",
+]  # fmt: skip
+"""What `warm_python` has imported; a module that is missing is left out."""
 
 
 def say(value: Any) -> None:
@@ -40,30 +83,28 @@ def hear() -> Any:
     return json.loads(sys.stdin.readline())
 
 
-def run(module: str, function: str, arguments: str) -> None:
-    """In a child: do what it was started for."""
-    getattr(importlib.import_module(module), function)(*json.loads(arguments))
-
-
 class Child:
     """A process that runs ``function``. With ``within`` that command starts it, in a new interpreter. It is killed when the
     block ends."""
 
     def __init__(self, function: Callable[..., None], *arguments: Any, within: Sequence[str] = ()) -> None:
         path = Path(function.__code__.co_filename)
+        folders = [str(path.parent), str(Path(__file__).parent)]
+        words = ["-c", _CALL, json.dumps(folders), path.stem, function.__name__, json.dumps(arguments)]
+        if within:
+            words = ["-c", _EXECUTE, *within, sys.executable, *words]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the child
-        theirs_in, ours_in = os.pipe()
-        ours_out, theirs_out = os.pipe()
-        self._in, self._out = ours_in, ours_out
+        theirs_in, self._in = os.pipe()
+        self._out, theirs_out = os.pipe()
         self._said = b""  # received, and not returned by hear() yet
         self._code: int | None = None
         self._ending = threading.Lock()
-        task = {
-            "within": list(within), "folders": f"{path.parent}:{Path(__file__).parent}", "environment": dict(os.environ),
-            "directory": os.getcwd(), "run": [path.stem, function.__name__, json.dumps(arguments)],
-        }  # fmt: skip
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.audit("os.fork")
-        self.pid = _fork(task, [theirs_in, theirs_out, self._errors.fileno()])
+        self._line.connect(_server("asyncflow_sdk.workflow", "pytest"))
+        request = (sys.executable, words, [0, 1, 2], dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)))
+        socket.send_fds(self._line, [marshal.dumps(request)], [theirs_in, theirs_out, self._errors.fileno()])
+        self.pid = int(self._line.recv(9))
         os.close(theirs_in)
         os.close(theirs_out)
 
@@ -79,18 +120,22 @@ class Child:
     def say(self, value: Any) -> None:
         os.write(self._in, json.dumps(value).encode() + b"\n")
 
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self._line.send(b"%d" % number)
+
     def stop(self) -> None:
         """Freeze it, as a debugger or a laptop's lid does."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitpid(self.pid, os.WUNTRACED)
+        self.signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self.pid}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the child to stand still")
 
     def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        self.signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """kill -9, and be sure that it is gone."""
-        if self._code is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self.wait()
 
     def wait(self) -> int:
@@ -106,11 +151,8 @@ class Child:
 
     def _ended(self, seconds: float) -> int | None:
         with self._ending:
-            if self._code is None:
-                process = os.pidfd_open(self.pid)
-                if _readable(process, seconds):
-                    self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-                os.close(process)
+            if self._code is None and _readable(self._line.fileno(), seconds):
+                self._code = int(self._line.recv(9) or -signal.SIGKILL)
             return self._code
 
     def __enter__(self) -> Child:
@@ -122,6 +164,7 @@ class Child:
             os.close(self._in)
             os.close(self._out)
             self._errors.close()
+            self._line.close()
 
 
 def _readable(descriptor: int, seconds: float = LIMIT_S) -> bool:
@@ -130,67 +173,143 @@ def _readable(descriptor: int, seconds: float = LIMIT_S) -> bool:
     return bool(ready.poll(seconds * 1000))
 
 
-# ---- the process that forks them
+@functools.cache
+def warm_python() -> str:
+    """Return the path of a program that is used as ``sys.executable`` is, and has imported torch already.
 
+    Skips the test where torch is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        import pytest
 
-def _fork(task: dict[str, Any], streams: list[int]) -> int:
-    """A new process, a child of this one: its parent ends at once, and this one adopts it."""
-    with _starting:
-        forker = _forker()
-        _adopt(True)
-        socket.send_fds(forker, [json.dumps(task).encode()], streams)
-        pid = int(forker.recv(100))
-        _adopt(False)
-        return pid
+        pytest.skip("needs torch")
+    address = _server(*_TORCH)
+    program = Path(address).with_name("python")
+    program.write_text(_PROGRAM.format(python=sys.executable, address=address))
+    program.chmod(0o755)
+    return str(program)
 
 
 @functools.cache
-def _forker() -> socket.socket:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()]).returncode = 0
-    return ours
+def _server(*modules: str) -> str:
+    """Start a server that has imported ``modules``, once in a test process. Returns the path of its socket."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"{folder}/socket")
+        listener.listen(64)
+        number = listener.fileno()
+        command = [sys.executable, __file__, str(number), *modules]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True)
+    atexit.register(server.communicate)  # it ends, and every forked process with it
+    return f"{folder}/socket"
 
 
-def _adopt(orphans: bool) -> None:
-    assert ctypes.CDLL(None).prctl(36, orphans, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
+# ---- the server
 
 
-def _serve_forks(control: socket.socket) -> None:
-    """Return in each child; end when the tests do."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _serve(listener: socket.socket) -> tuple[list[int], bytes]:
+    """Fork for each client, pass its signals on to its process, and the exit status back. Returns in the forked processes
+    only: the client's descriptors, and its request."""
+    clients: dict[int, tuple[int, socket.socket]] = {}  # by a descriptor of the process
     while True:
-        task, streams, _, _ = socket.recv_fds(control, 1 << 20, 3)
-        if not task:
-            sys.exit()
-        begun, told = os.pipe()
-        if not (between := os.fork()):
-            if not (pid := os.fork()):
-                break
-            os.write(told, str(pid).encode())
+        lines = [line for _, line in clients.values()]
+        ready = select.select([0, listener, *clients, *lines], [], [])[0]
+        if 0 in ready:  # standard input ends with the test
             os._exit(0)
-        os.waitpid(between, 0)
-        control.send(os.read(begun, 100))
-        for descriptor in (begun, told, *streams):
-            os.close(descriptor)
+        for ended, (pid, line) in list(clients.items()):
+            with contextlib.suppress(OSError):  # the client was killed, or its process is younger than its session
+                if ended in ready:
+                    os.close(ended)
+                    del clients[ended]
+                    line.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                    line.close()
+                elif line in ready:
+                    said = line.recv(9)
+                    os.kill(pid, int(said or signal.SIGKILL))
+                    if not said:  # the client was killed
+                        os.killpg(pid, signal.SIGKILL)
+        if listener in ready:
+            line, _ = listener.accept()
+            request, fds, _, _ = socket.recv_fds(line, 1 << 20, 250)
+            if not (pid := os.fork()):
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the server
+                for each in (listener, line, *lines):
+                    each.close()
+                return fds, request
+            clients[os.pidfd_open(pid)] = pid, line
+            for fd in fds:
+                os.close(fd)
+            with contextlib.suppress(OSError):
+                line.send(b"%d" % pid)
+
+
+def _run(libraries: list[str], fds: list[int], request: bytes) -> None:
+    """Run what the client was told to run, as its interpreter would."""
+    program, arguments, numbers, environment, directory, cpus = marshal.loads(request)  # noqa: S302 - of our own client
+    os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    control.close()
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-    for descriptor in (begun, told, *streams):
-        os.close(descriptor)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
-    found = json.loads(task)
-    os.chdir(found["directory"])
+    os.sched_setaffinity(0, cpus)
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in fds]
+    os.closerange(3, 512)
+    for fd, number in zip(above, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(directory)
+    vars(multiprocessing.process)["ORIGINAL_DIR"] = directory  # where spawned processes look for the script
     os.environ.clear()
-    os.environ.update(found["environment"])
-    if found["within"]:
-        command = [*found["within"], sys.executable, "-c", _FRESH, found["folders"], *found["run"]]
-        os.execvp(command[0], command)
-    sys.path[1:1] = found["folders"].split(":")
-    run(*found["run"])
+    os.environ.update(environment)
+    if os.isatty(1) or "PYTHONUNBUFFERED" in environment:
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.executable = program
+    multiprocessing.set_executable(program)
+    importlib.invalidate_caches()
+    while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):  # flags, which are the server's
+        del arguments[0]
+    how, *rest = arguments
+    first = {"-m": directory, "-c": ""}.get(how, str(Path(how).resolve().parent))
+    sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *libraries]
+    sys.argv = rest if how == "-m" else [how, *rest[how == "-c" :]]
+    for site_packages in Path(environment.get("VIRTUAL_ENV", "/none")).glob("lib/python*/site-packages"):
+        site.addsitedir(str(site_packages))
+    if how == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif how == "-c":
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_path(how, run_name="__main__")
+
+
+_status = 0
+
+
+def _end() -> None:
+    """End without taking down torch: that takes as long as importing it. The last that is called at exit."""
+    if "torch" not in sys.modules:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if _status == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(_status)
 
 
 if __name__ == "__main__":
-    importlib.import_module("asyncflow_sdk.workflow")
-    _serve_forks(socket.socket(fileno=int(sys.argv[1])))
+    atexit.register(_end)  # before what is imported registers more
+    own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    _libraries = [path for path in sys.path if path not in own]
+    for _name in sys.argv[2:]:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(_name)
+    gc.freeze()  # so that collections in forked processes copy none of its pages
+    _forked = _serve(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        _run(_libraries, *_forked)
+    except SystemExit as end:
+        _status = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
+        raise
+    except BaseException as error:
+        _status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        raise

@@ -1,25 +1,40 @@
-"""A TCP proxy that cuts its connections, so that requests and answers are really lost."""
+"""A TCP proxy that cuts, holds up or spoils its connections, so that requests and answers are really lost."""
+
+from __future__ import annotations
 
 import contextlib
 import random
 import socket
 import threading
+from collections.abc import Callable
+
+NEVER = 1 << 60
+WHOLE = (NEVER, NEVER)
+"""Pieces of a connection that is never cut."""
 
 
 class FlakyProxy:
-    """Forwards to ``port``; each connection is cut after a random number of ``pieces``, in either direction. ``halt``
-    stops it, or only what it brings back, without a word until ``resume``. ``there`` and ``back`` count the bytes that
-    it passed on; ``halt_after`` (of those) makes it halt by itself."""
+    """Forwards to ``port``; each connection is cut after a random number of ``pieces``, in either direction.
+
+    ``halt`` stops it, or only what it brings back, without a word until ``resume``; ``halt_after`` (bytes there and back)
+    makes it halt by itself. ``there`` and ``back`` count the bytes that it has passed on. Connections are ``held`` up before
+    they have brought ``most`` back, until ``resume``. ``spoil`` changes the next bytes that it brings back, once.
+    """
 
     def __init__(self, port: int, seed: int = 0, pieces: tuple[int, int] = (4, 16)) -> None:
         self._target, self._numbers, self._pieces = port, random.Random(seed), pieces
-        self._there, self._back = threading.Event(), threading.Event()
-        self.resume()
+        self._there, self._back, self._resumed = threading.Event(), threading.Event(), threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.port: int = self._listener.getsockname()[1]
+        self.address = f"tcp://127.0.0.1:{self.port}"
         self.cuts = self.there = self.back = 0
         self.halt_after: dict[str, int] = {}  # "there" stops all, "back" what it brings back
-        self.steady = False
+        self.steady, self.held = False, threading.Event()
+        self.most: float = NEVER
+        self.spoil: Callable[[bytes], bytes] | None = None
+        self._open: list[socket.socket] = []
+        self._there.set()
+        self._back.set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def halt(self, *, there: bool = True) -> None:
@@ -28,11 +43,29 @@ class FlakyProxy:
             self._there.clear()
 
     def resume(self) -> None:
-        self._there.set()
-        self._back.set()
+        self.most = NEVER
+        for each in (self._there, self._back, self._resumed):
+            each.set()
+
+    def cut(self) -> None:
+        """End all connections."""
+        for each in self._open:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Accept no more connections; those that are there go on."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+    def __enter__(self) -> FlakyProxy:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+        self.resume()
+        self.cut()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -43,30 +76,33 @@ class FlakyProxy:
                 except ConnectionError:  # nobody serves there now
                     here.close()
                     continue
+                self._open += [here, there]
                 left = [self._numbers.randint(*self._pieces)]
-                for source, sink, moving in ((here, there, self._there), (there, here, self._back)):
-                    threading.Thread(target=self._forward, args=(source, sink, moving, left), daemon=True).start()
+                for source, sink, back in ((here, there, False), (there, here, True)):
+                    threading.Thread(target=self._forward, args=(source, sink, back, left), daemon=True).start()
 
-    def _forward(self, source: socket.socket, sink: socket.socket, moving: threading.Event, left: list[int]) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, back: bool, left: list[int]) -> None:
         with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                moving.wait()
+            while data := source.recv(1 << 16):
+                (self._back if back else self._there).wait()
                 left[0] -= 1
                 if left[0] <= 0 and not self.steady:
                     self.cuts += 1
                     break  # this piece is lost
-                sink.sendall(data)
-                if moving is self._there:
-                    self.there += len(data)
-                else:
+                if back and self.back + len(data) > self.most:
+                    self.held.set()
+                    self._resumed.wait()
+                if back:
                     self.back += len(data)
-                if self.there + self.back >= self.halt_after.get("there", 1 << 60):
-                    self.halt_after.clear()
-                    self.halt()
-                if self.there + self.back >= self.halt_after.get("back", 1 << 60):
-                    self.halt_after.clear()
-                    self.halt(there=False)
+                    spoil, self.spoil = self.spoil, None
+                    data = spoil(data) if spoil else data
+                else:
+                    self.there += len(data)
+                sink.sendall(data)
+                for which in ("there", "back"):
+                    if self.there + self.back >= self.halt_after.get(which, NEVER):
+                        self.halt_after.clear()
+                        self.halt(there=which == "there")
         for each in (source, sink):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-            each.close()

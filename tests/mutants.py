@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["asyncflow_sdk", "adapters"]
 FOLDER = ROOT / ".mutants"
@@ -274,6 +276,8 @@ def first_failure(copy: Path, suite: str, tests: list[str]) -> str | None:
         )  # fmt: skip
     if ended.returncode == 0:
         return None
+    if ended.returncode == pytest.ExitCode.USAGE_ERROR:
+        raise SystemExit(f"these tests are not there any more; say reach again:\n{said.read_text(errors='replace')}")
     lines = said.read_text(errors="replace").splitlines()
     named = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return named[0] if named else f"the suite {suite} ended with status {ended.returncode}"

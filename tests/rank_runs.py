@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,8 @@ def count_giving(engine: Any, path: Path) -> None:
 
 def _peak_bytes(prof: Any) -> int:
     """The most memory that torch had beyond that of the beginning."""
-    held = peak = 0
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    return max(accumulate((e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())), initial=0))
 
 
 def check_giving(folder: Path, elements: int, largest: int, bucket_bytes: int) -> None:
@@ -173,18 +170,10 @@ def run_under_a_launcher(launcher: list[str], engine: str, model: str, directory
         run.start(af.Stage(odd_tokens, task="reward", launcher="thread"))
         run.feed({"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]}, group_size=4, column="prompt_ids")
         command = [*launcher, sys.executable, "-m", "asyncflow_sdk.cli", "worker", str(directory / "run"), "train"]
-        command += [
-            "--engine",
-            engine,
-            "--model",
-            model,
-            "--batch-size",
-            str(ROWS),
-            "--export",
-            str(directory / "model"),
-        ]
-        for name, value in {"lr": 1e-3, "threads": 1, **options}.items():
-            command += ["--set", f"{name}={value}"]
+        given = {"engine": engine, "model": model, "batch-size": ROWS, "export": directory / "model"}
+        sets = {"lr": 1e-3, "threads": 1, **options}
+        command += [f"--{name}={value}" for name, value in given.items()]
+        command += [f"--set={name}={value}" for name, value in sets.items()]
         done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert [f"rank {rank} joins" in done.stdout for rank in (0, 1)] == [True, True], done.stdout

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from warm_python import warm_python
+from children import warm_python
 
 from benchmarks.overlap.plan import GROUP, Plan
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from warm_python import warm_python
+from children import warm_python
 
 import asyncflow_sdk as af
 

@@ -11,8 +11,8 @@ import venv
 from pathlib import Path
 
 import pytest
+from children import warm_python
 from waiting import until
-from warm_python import warm_python
 
 GUIDE = Path(__file__).parent.parent / "docs" / "your-own-engine.md"
 PART = re.compile(r"(?:<!-- (?P<mark>fails|test: guide) -->\n)?```(?P<kind>console|python)\n(?P<text>.*?)```", re.S)

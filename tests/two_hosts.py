@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import fcntl
 import heapq
+import itertools
 import json
 import os
 import random
@@ -48,14 +49,15 @@ def two_hosts() -> Iterator[Hosts]:
     try:
         try:
             for name in names:
-                _ip("netns", "add", name)
+                _run(*f"ip netns add {name}".split())
             for number, (name, address) in enumerate(((here, HERE), (there, THERE))):
-                _ip("-n", link, "link", "add", f"m{number}", "type", "veth", "peer", "name", "e0", "netns", name)
-                _ip("-n", name, "addr", "add", f"{address}/24", "dev", "e0")
+                _run(*f"ip -n {link} link add m{number} type veth peer name e0 netns {name}".split())
+                _run(*f"ip -n {name} addr add {address}/24 dev e0".split())
                 for space, device in ((name, "lo"), (name, "e0"), (link, f"m{number}")):
-                    _ip("-n", space, "link", "set", device, "up")
+                    _run(*f"ip -n {space} link set {device} up".split())
             for name, devices in ((here, ["e0"]), (there, ["e0"]), (link, ["m0", "m1"])):
-                _run("ip", "netns", "exec", name, sys.executable, __file__, *devices)
+                with Child(leave_plain, devices, within=_within(name)) as child:
+                    assert child.wait() == 0, child.errors()
             host = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _OWN, "sh"]
             _run(*_within(here), *host, "true")
         except (OSError, subprocess.SubprocessError) as error:
@@ -71,10 +73,6 @@ def two_hosts() -> Iterator[Hosts]:
 
 def _within(name: str) -> list[str]:
     return ["ip", "netns", "exec", name]
-
-
-def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
 
 
 def _run(*command: str) -> None:
@@ -121,16 +119,13 @@ def carry() -> None:
                 sink.send(frame)
 
 
-def _plain(device: str) -> None:
+def leave_plain(devices: list[str]) -> None:
     """Checksums and segments are made before a frame is carried by hand: no device will make them."""
     with socket.socket() as control:
-        for command in (0x17, 0x1F, 0x24, 0x2C):  # ETHTOOL_STXCSUM, _STSO, _SGSO, _SGRO: off
+        for device, command in itertools.product(
+            devices, (0x17, 0x1F, 0x24, 0x2C)
+        ):  # ETHTOOL_S{TXCSUM,TSO,GSO,GRO}: off
             value = ctypes.create_string_buffer(struct.pack("II", command, 0))
             request = struct.pack("16sP", device.encode(), ctypes.addressof(value))
             with contextlib.suppress(OSError):
                 fcntl.ioctl(control, 0x8946, request)  # SIOCETHTOOL
-
-
-if __name__ == "__main__":
-    for each in sys.argv[1:]:
-        _plain(each)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,49 +28,37 @@ LIMIT_S = 60.0
 VOCABULARY = 43
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model folder: a random Llama of hidden size 64 with two layers and a context of 128 tokens."""
-    return tiny_model(tmp_path_factory.mktemp("tiny"), ends=True, max_position_embeddings=128)
+def _folder(name: str, make: Callable[[Path], Any]) -> Any:
+    """A fixture: the folder of a model that is made once."""
+
+    @pytest.fixture(scope="session", name=name)
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+        made = tmp_path_factory.mktemp(name)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            make(made)
+        return str(made)
+
+    return folder
 
 
-@pytest.fixture(scope="session")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model folder whose model knows no end token: every response is as long as it may be."""
-    return tiny_model(tmp_path_factory.mktemp("endless"), max_position_embeddings=128)
-
-
-@pytest.fixture(scope="session")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model folder whose output layer is its embedding."""
-    folder = tmp_path_factory.mktemp("tied")
-    return tiny_model(folder, ends=True, max_position_embeddings=128, tie_word_embeddings=True)
-
-
-def _saved(folder: Path, make: Callable[[], Any]) -> str:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        make().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model folder of another family, whose second layer looks back eight tokens only."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=128, initializer_range=0.2, use_sliding_window=True,
-        sliding_window=8, layer_types=["full_attention", "sliding_attention"], pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return _saved(tmp_path_factory.mktemp("windowed"), lambda: Qwen3ForCausalLM(config))
-
-
-@pytest.fixture(scope="session")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model folder of a third family: learned positions, which end at the context, and tied weights."""
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=64, n_layer=2, n_head=2, initializer_range=0.2)
-    config.bos_token_id = config.eos_token_id = None
-    return _saved(tmp_path_factory.mktemp("learned"), lambda: GPT2LMHeadModel(config))
+tiny = _folder("tiny", partial(tiny_model, ends=True, max_position_embeddings=128))
+"""A random Llama of hidden size 64 with two layers and a context of 128 tokens."""
+endless = _folder("endless", partial(tiny_model, max_position_embeddings=128))
+"""It knows no end token: every response is as long as it may be."""
+tied = _folder("tied", partial(tiny_model, ends=True, max_position_embeddings=128, tie_word_embeddings=True))
+"""Its output layer is its embedding."""
+_WINDOWED = Qwen3Config(
+    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=128, initializer_range=0.2, use_sliding_window=True,
+    sliding_window=8, layer_types=["full_attention", "sliding_attention"], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+windowed = _folder("windowed", lambda folder: Qwen3ForCausalLM(_WINDOWED).save_pretrained(folder))
+"""Of another family; its second layer looks back eight tokens only."""
+_LEARNED = GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=64, n_layer=2, n_head=2, initializer_range=0.2)
+_LEARNED.bos_token_id = _LEARNED.eos_token_id = None
+learned = _folder("learned", lambda folder: GPT2LMHeadModel(_LEARNED).save_pretrained(folder))
+"""Of a third family: learned positions, which end at the context, and tied weights."""
 
 
 @pytest.fixture

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from children import hear, say
-from waiting import in_thread
+from waiting import in_thread, until
 
 from asyncflow_sdk.errors import AsyncFlowError
 from asyncflow_sdk.interfaces import Fetched, Host
-from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import Chunk, Manifest, TensorInfo
 from asyncflow_sdk.types.manifest import digest
+from asyncflow_sdk.weights import transport_named
 
 MB = 1 << 20
 LOOPBACK = "127.0.0.1"
@@ -55,50 +54,37 @@ class Sent(NamedTuple):
 
 
 def transport(**options: Any) -> Any:
-    made: Any = registry().get("transport", "dist").load()
-    return made(**options)
+    return transport_named("dist", **options)
 
 
-@contextlib.contextmanager
-def a_sender(address: str = LOOPBACK, **options: Any) -> Iterator[Any]:
-    made = transport(**{"stall_s": 30.0, "gather_s": 0.1} | options).sender(
-        Host(directory=None, name="trainer", address=address)
-    )
-    try:
-        yield made
-    finally:
-        made.close()
-        made.close()
+def a_sender(address: str = LOOPBACK, **options: Any) -> Any:
+    """Closed when its block ends."""
+    made = transport(**{"stall_s": 30.0, "gather_s": 0.1} | options)
+    return contextlib.closing(made.sender(Host(directory=None, name="trainer", address=address)))
 
 
-@contextlib.contextmanager
-def a_receiver(name: str = "r", address: str = LOOPBACK) -> Iterator[Any]:
-    made = transport().receiver(Host(directory=None, name=name, address=address))
-    try:
-        yield made
-    finally:
-        made.close()
-        made.close()
+def a_receiver(name: str = "r", address: str = LOOPBACK) -> Any:
+    """Closed when its block ends."""
+    return contextlib.closing(transport().receiver(Host(directory=None, name=name, address=address)))
 
 
 def write(
-    sender: Any, version: int, chunk: int = MB, count: int = 2, bucket: int = 1 << 16
-) -> tuple[Manifest, list[Any]]:
-    """Fill rooms with random bytes. Returns the manifest and the rooms' memory."""
-    infos, chunks, memories = [], [], []
+    sender: Any, version: int, chunk: int = MB, count: int = 2, bucket: int = 1 << 16, flip: int = -1
+) -> Manifest:
+    """Fill rooms with random bytes. ``flip``: a byte of chunk 0 that changes after it was hashed."""
+    infos = tuple(TensorInfo(f"w{number}", "uint8", (chunk,), number, 0) for number in range(count))
+    chunks = []
     for number in range(count):
         memory = sender.room(chunk).memory
         memory[:] = np.random.default_rng([version, number]).integers(0, 256, chunk, np.uint8)
-        infos.append(TensorInfo(f"w{number}", "uint8", (chunk,), number, 0))
-        chunks.append(
-            Chunk(chunk, tuple(digest(memoryview(memory[at : at + bucket])) for at in range(0, chunk, bucket)))
-        )
-        memories.append(memory)
-    return Manifest(version, tuple(infos), tuple(chunks), bucket), memories
+        chunks.append(Chunk(chunk, tuple(digest(memory[at : at + bucket].data) for at in range(0, chunk, bucket))))
+        if flip >= 0 and not number:
+            memory[flip] ^= 4
+    return Manifest(version, infos, tuple(chunks), bucket)
 
 
 def sent_by(sender: Any, version: int, **sizes: int) -> Sent:
-    manifest, _ = write(sender, version, **sizes)
+    manifest = write(sender, version, **sizes)
     return Sent(manifest, sender.send(manifest))
 
 
@@ -134,9 +120,7 @@ def own_sockets(state: str) -> set[tuple[str, str]]:
     """(local, remote) addresses of this process' TCP sockets in a state ("01": connected, "0A": listening), as hexadecimal words."""
     fds = Path("/proc/self/fd")
     own = {os.readlink(fds / fd) for fd in os.listdir(fds) if os.path.islink(fds / fd)}
-    lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
     return {(line[1], line[2]) for line in lines if line[3] == state and f"socket:[{line[9]}]" in own}
 
 
@@ -144,8 +128,7 @@ def peak_bytes(forget: bool = False) -> int:
     """The most memory that this process had since it was last forgotten."""
     if forget:
         Path("/proc/self/clear_refs").write_text("5")
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) << 10
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
 
 
 # ---- in processes of their own
@@ -179,19 +162,15 @@ def publish(long: bool, address: str = LOOPBACK) -> None:
 
 
 def leave_nothing(senders: int, versions: int) -> None:
-    """Many versions to changing receivers, which outlive their senders. Say how many descriptors and threads there are at the last
-    version of each sender."""
+    """Many versions to changing receivers, which outlive their senders. There are no more descriptors and threads at
+    the last version of a sender than at that of the first."""
 
-    def settled(wanted: list[int]) -> list[int]:
-        for _ in range(1000):  # sockets are closed a little later
-            found = [len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")]
-            if found <= wanted:
-                break
-            threading.Event().wait(0.01)
-        return found
+    def settled() -> bool:
+        found[-1] = [len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")]
+        return all(have <= most for have, most in zip(found[-1], found[0], strict=True))
 
+    found: list[list[int]] = []
     with a_receiver("a") as a, a_receiver("b") as b:
-        found: list[list[int]] = []
         for _ in range(senders):
             with a_sender() as sender:
                 for version in range(versions):
@@ -199,37 +178,6 @@ def leave_nothing(senders: int, versions: int) -> None:
                     sender.keep([version - 1, version])
                     for fetch in [fetching(each, sent) for each in ((a, b) if version % 3 else (a,))]:
                         sent.check(fetch())
-                found.append(settled(found[0] if found else [1 << 30]))
+                found.append([])
+                until(settled, "no more descriptors and threads than at first")  # sockets are closed a little later
                 assert sender.nbytes <= 4 * (2 * MB + 4096), sender.nbytes
-    say(found)
-
-
-def train(rank: int, rendezvous: str, versions: int) -> None:
-    """A trainer of two ranks with a gloo group of its own, which works all the time; rank 0 publishes."""
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    ended = torch.zeros(1)
-
-    def publish_all() -> None:
-        with a_sender() as sender:
-            for version in range(1, versions + 1):
-                say(sent_by(sender, version).packed())
-                hear()  # all have it
-        ended[0] = 1.0
-
-    if rank == 0:
-        threading.Thread(target=publish_all, daemon=True).start()
-    steps = 0
-    over = torch.zeros(1)
-    while not over[0]:
-        gradient = torch.full((50_000,), float(rank + 1))
-        dist.all_reduce(gradient)
-        assert gradient.eq(3.0).all(), gradient
-        steps += 1
-        over = ended.clone()
-        dist.all_reduce(over)
-    dist.destroy_process_group()
-    say(steps)
-    signal.raise_signal(signal.SIGKILL)  # whatever is left of torch's threads at exit is not what is tested

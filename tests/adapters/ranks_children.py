@@ -1,24 +1,20 @@
-"""One of two ranks that tests of Ranks ask, one thing after another: ``python ranks_children.py FOLDER DIES``. It prints a line of
-JSON for each: what it found, and what a call after it says."""
+"""One of two ranks that tests of Ranks ask, one thing after another. It says of each what it found, and what a call after it finds."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from children import say
+from waiting import until
 
 from asyncflow_sdk.errors import SchemaError
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.sharded_files import Reader, write_together
-
-FOLDER, DIES, RANK = Path(sys.argv[1]), int(sys.argv[2]), int(os.environ["RANK"])
 
 
 def words(ranks: Ranks) -> object:
@@ -31,26 +27,27 @@ def refused(ranks: Ranks) -> object:
     return ranks.together(lambda: ranks.rank)
 
 
-def written(ranks: Ranks) -> object:
+def write(ranks: Ranks, name: str, fails: bool = False) -> Path:
     """A file of two tensors, one of each rank."""
-    path = FOLDER / "file.safetensors"
-    pieces = iter([(f"of {ranks.rank}", torch.full((300,), float(ranks.rank)), 0)])
+
+    def pieces() -> Iterator[Any]:
+        if fails:
+            raise OSError(28, "no space left")
+        yield f"of {ranks.rank}", torch.full((300,), float(ranks.rank)), 0
+
     kinds = {f"of {rank}": (torch.float32, (300,)) for rank in range(ranks.size)}
-    write_together(path, kinds, pieces, ranks, bucket_bytes=64)
-    with Reader(path) as file:
-        return [file.whole(name).unique().tolist() for name in kinds]
+    write_together(Path(name), kinds, pieces(), ranks, bucket_bytes=64)
+    return Path(name)
+
+
+def written(ranks: Ranks) -> object:
+    with Reader(write(ranks, "file.safetensors")) as file:
+        return [file.whole(f"of {rank}").unique().tolist() for rank in range(ranks.size)]
 
 
 def full(ranks: Ranks) -> None:
     """Rank 1 cannot write its part."""
-
-    def pieces() -> Iterator[Any]:
-        if ranks.rank == 1:
-            raise OSError(28, "no space left")
-        yield "of 0", torch.zeros(300), 0
-
-    kinds = {f"of {rank}": (torch.float32, (300,)) for rank in range(ranks.size)}
-    write_together(FOLDER / "full.safetensors", kinds, pieces(), ranks, bucket_bytes=64)
+    write(ranks, "full.safetensors", fails=ranks.rank == 1)
 
 
 def failed(ranks: Ranks) -> None:
@@ -62,17 +59,17 @@ def failed(ranks: Ranks) -> None:
 
 def hangs(ranks: Ranks) -> None:
     if ranks.rank == 1:
-        while not (FOLDER / "enough").exists():
-            time.sleep(0.01)
+        until(Path("enough").exists, "the other rank's patience")
         return
     try:
         dist.all_reduce(torch.ones(3))
     finally:
-        (FOLDER / "enough").touch()
+        Path("enough").touch()
 
 
 def dies(ranks: Ranks) -> None:
-    if ranks.rank == DIES:
+    ranks.gather(ranks.rank)  # both have joined
+    if ranks.rank == int(os.environ["DIES"]):
         os._exit(3)
     dist.all_reduce(torch.ones(3))
 
@@ -86,22 +83,19 @@ def ask(ranks: Ranks, work: Callable[[Ranks], object]) -> None:
                 said.append(what())
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
-    print(json.dumps(said), flush=True)
+    say(said)
 
 
-def main() -> None:
-    for number, calls in enumerate(
-        [[dies]] if DIES == 0 else [[words, refused, written, failed], [full], [hangs], [dies]]
-    ):
-        (FOLDER / f"{number}-{RANK}").touch()
-        while not (FOLDER / f"{number}-{1 - RANK}").exists():  # how long one takes to start counts for nobody
-            time.sleep(0.01)
-        os.environ["MASTER_PORT"] = sys.argv[3 + number]
+def one_of_two(folder: str, rank: int, dies_: int, ports: list[int]) -> None:
+    """The rank ``dies_`` ends in the last call; rank 0 does so in the first of all."""
+    os.chdir(folder)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "DIES": str(dies_)}
+    plan: list[list[Callable[[Ranks], object]]] = [[words, refused, written, failed], [full], [hangs], [dies]]
+    for number, calls in enumerate([[dies]] if dies_ == 0 else plan):
+        Path(f"{number}-{rank}").touch()
+        until(Path(f"{number}-{1 - rank}").exists, "the other rank")  # how long one takes to start counts for nobody
+        os.environ["MASTER_PORT"] = str(ports[number])
         ranks = Ranks.join("cpu", timeout_s=3 if hangs in calls else 600)
         for call in calls:
             ask(ranks, call)
         ranks.close()
-
-
-if __name__ == "__main__":
-    main()

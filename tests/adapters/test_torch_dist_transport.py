@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from children import Child
 from dist_parts import (
     LOOPBACK,
@@ -24,7 +26,6 @@ from dist_parts import (
     publish,
     receive,
     sent_by,
-    train,
     write,
 )
 from two_hosts import HERE, THERE, two_hosts
@@ -96,8 +97,7 @@ def test_receivers_come_are_served_by_one_group_and_one_that_stops_or_dies_is_na
         assert {local.partition(":")[0] for local, _ in group} == {"0100007F"}
 
         # and a flipped bit is found by each, the version is gone for later ones, and the group stays
-        manifest, memory = write(sender, 5)
-        memory[0][77] ^= 4
+        manifest = write(sender, 5, flip=77)
         damaged = Sent(manifest, sender.send(manifest))
         far.ask(damaged)
         for error in [fetch() for fetch in [fetching(each, damaged) for each in (a, b)]]:
@@ -209,15 +209,14 @@ def test_another_host_that_is_trusted_and_a_cable_that_is_cut_in_the_middle() ->
 
 
 def test_a_trainer_that_uses_torch_distributed_itself_never_meets_it(far: Receiver, tmp_path: Path) -> None:
-    with (
-        Child(train, 0, str(tmp_path / "rendezvous"), 3) as trainer,
-        Child(train, 1, str(tmp_path / "rendezvous"), 3) as other,
-    ):
-        for _ in range(3):
-            far.ask(Sent.of(trainer.hear()))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    with contextlib.ExitStack() as stack, a_sender() as sender:
+        stack.callback(dist.destroy_process_group)
+        for version in range(3):
+            far.ask(sent_by(sender, version))
+            dist.all_reduce(total := torch.ones(2))
             far.got()
-            trainer.say("next")
-        assert trainer.hear() == other.hear() > 3
+            assert (dist.get_world_size(), total.tolist()) == (1, [1.0, 1.0])
 
 
 def test_memory_is_that_of_the_versions_and_of_a_bucket(far: Receiver) -> None:
@@ -234,9 +233,7 @@ def test_memory_is_that_of_the_versions_and_of_a_bucket(far: Receiver) -> None:
 
 def test_versions_and_trainers_that_are_gone_leave_nothing_behind() -> None:
     with Child(leave_nothing, 3, 6) as child:
-        first, *later = child.hear()
-        assert child.wait() == 0
-        assert all(have <= most for each in later for have, most in zip(each, first, strict=True)), (first, later)
+        assert child.wait() == 0, child.errors()
 
 
 def test_an_interrupt_or_a_close_ends_a_fetch_that_waits_for_its_round() -> None:

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import Child
+from ranks_children import one_of_two
 
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.schedules import go_to, make_schedule
 
-_CHILD = Path(__file__).with_name("ranks_children.py")
-
 
 @contextlib.contextmanager
-def started(folder: Path, dies: int) -> Iterator[list[subprocess.Popen[str]]]:
+def started(folder: Path, dies: int) -> Iterator[list[Child]]:
     """Two processes, as a launcher starts them. The rank ``dies`` ends in the last call."""
-    folder.mkdir()
-    command = [sys.executable, str(_CHILD), str(folder), str(dies), *(str(free_port()) for _ in range(4))]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with contextlib.ExitStack() as stack:
-        made = []
-        for rank in (0, 1):
-            env = {**os.environ, **place, "RANK": str(rank)}
-            made.append(stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)))
-            stack.callback(made[-1].kill)
-        yield made
+    ports = [free_port() for _ in range(4)]
+    with (
+        Child(one_of_two, str(folder), 0, dies, ports) as first,
+        Child(one_of_two, str(folder), 1, dies, ports) as second,
+    ):
+        yield [first, second]
 
 
 def free_port() -> int:
@@ -43,14 +35,10 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def heard(process: subprocess.Popen[str]) -> list[Any]:
-    text, _ = process.communicate(timeout=250)  # only ends a test that would hang
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def test_ranks_go_on_together_or_end_together_and_say_who_it_was(tmp_path: Path) -> None:
-    with started(tmp_path / "ranks", dies=1) as processes:
-        first, second = (heard(process) for process in processes)
+    with started(tmp_path, dies=1) as ranks:
+        first, second = ([rank.hear() for _ in range(count)] for rank, count in zip(ranks, (7, 6), strict=True))
+        assert [rank.wait() for rank in ranks] == [0, 3]
 
     # what each says, all hear; what one refuses, all refuse and go on; a file is whole when every rank has written
     words = [{"rank": r, "text": "ü" * r, "odd": [None, float("inf")]} for r in range(2)]
@@ -71,17 +59,14 @@ def test_ranks_go_on_together_or_end_together_and_say_who_it_was(tmp_path: Path)
     assert first[5][0].startswith("EngineError: rank 1 of 2 has ended or hangs; rank 0 waited for it in hangs()")
     assert "rank 1 of 2" in first[6][0]
     assert "in dies()" in first[6][0]
-    assert (len(second), processes[1].returncode) == (6, 3)
 
 
 def test_the_first_rank_which_holds_the_store_is_named_too_when_it_dies(tmp_path: Path) -> None:
-    with started(tmp_path / "ranks", dies=0) as processes:
-        said = [heard(process) for process in processes]
-
-    ((found, _),) = said[1]
+    with started(tmp_path, dies=0) as ranks:
+        found, _ = ranks[1].hear()
+        assert ranks[0].wait() == 3
     assert "rank 0 of 2" in found
     assert "in dies()" in found
-    assert (said[0], processes[0].returncode) == ([], 3)
 
 
 def test_half_an_environment_is_refused_and_ranks_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from children import warm_python
 from waiting import until
-from warm_python import warm_python
 
 import asyncflow_sdk as af
 

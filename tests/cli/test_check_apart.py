@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from children import warm_python
 from typer.testing import CliRunner, Result
 from waiting import until
-from warm_python import warm_python
 
 from asyncflow_sdk.cli.app import app
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from children import warm_python
 from typer.testing import CliRunner, Result
-from warm_python import warm_python
 
 from asyncflow_sdk.cli.app import app
 

@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from children import warm_python
 from rich.console import Console
 from synthetic_run import synthetic_run, synthetic_summary, write_run
 from typer.testing import CliRunner, Result
-from warm_python import warm_python
 
 import asyncflow_sdk.cli
 from asyncflow_sdk import __version__

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_python import warm_python
+from children import warm_python
 
 from asyncflow_sdk import __version__
 from asyncflow_sdk.cli.doctor import Examination, examine

@@ -265,6 +265,7 @@ def test_staleness_is_shown_in_parts_once_a_step_tells_them_apart() -> None:
 
 
 def test_lag_is_of_the_slowest_living_replica() -> None:
+    assert re.search(r"published +v0", "\n".join(picture([Loaded(time_s=0, worker="a", version=0, lag=0)])))
     events: list[Event] = [
         Published(time_s=1, version=5, nbytes=1, root=""),
         Loaded(time_s=2, worker="a", version=5, lag=0),

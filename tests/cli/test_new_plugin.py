@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from children import warm_python
 from typer.testing import CliRunner
-from warm_python import warm_python
 
 from asyncflow_sdk.cli.app import app
 from asyncflow_sdk.cli.new_plugin import KINDS, write_plugin

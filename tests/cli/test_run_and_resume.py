@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from children import warm_python
 from rich.console import Console
 from synthetic_run import synthetic_run, synthetic_summary, write_run
 from waiting import until
-from warm_python import warm_python
 
 from asyncflow_sdk.cli import running
 from asyncflow_sdk.errors import Interrupted

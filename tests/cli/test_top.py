@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from children import Child, hear, say
-from warm_python import warm_python
+from children import Child, hear, say, warm_python
 
 import asyncflow_sdk as af
 

@@ -72,6 +72,7 @@ def test_who_waits_for_what_and_since_when_comes_first() -> None:
     # when
     text = "\n".join(picture(80, 30))
     who = text[text.index("WHO") :]
+    assert re.match(r"WHO +pid +loaded +since ", who)
     # then the one that waits is told first, in full, then those who hold rows, then who does neither
     order = [
         re.search(rf"^ . {name} ", who, re.M).start()

@@ -5,7 +5,6 @@ A token's log-prob depends on the one before it: log softmax(table[before] + bia
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +23,6 @@ from asyncflow_sdk.types.dtypes import carrier
 VOCABULARY, CONTEXT = 24, 256
 
 
-def weights(version: int) -> dict[str, Any]:
-    random = np.random.default_rng([version, 7])
-    return {
-        "table.weight": random.normal(0, 1, (VOCABULARY, VOCABULARY)).astype(np.float32),
-        "bias": random.normal(0, 1, VOCABULARY).astype(np.float32),
-    }
-
-
-def stored(folder: str) -> dict[str, Any]:
-    """Version 0 as a folder has it: "" as it is, "float32" and "bfloat16" rounded to bfloat16 and stored so."""
-    first = weights(0)
-    if not folder:
-        return first
-    return {name: array.astype(ml_dtypes.bfloat16).astype(carrier(folder)) for name, array in first.items()}
-
-
 def log_softmax(tensors: Mapping[str, Any], before: Any) -> Any:
     """Of every token after each of ``before``: float64 (len(before), vocabulary)."""
     logits = tensors["table.weight"][before].astype(np.float64) + tensors["bias"]
@@ -47,21 +30,22 @@ def log_softmax(tensors: Mapping[str, Any], before: Any) -> Any:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
+@dataclass(eq=False)
 class BigramPolicy(Policy):
+    """``folder``: "" for weights as they are; "float32" and "bfloat16": rounded to bfloat16 and stored so."""
+
+    folder: str = ""
     vocabulary, context = VOCABULARY, CONTEXT
-
-    def __init__(self, folder: str = "") -> None:
-        self._folder = folder
-
-    @property
-    def folder(self) -> str:
-        return self._folder
 
     def rounded(self, dtype: str) -> BigramPolicy:
         return BigramPolicy(dtype)
 
     def tensors(self, version: int) -> dict[str, Any]:
-        return weights(version) if version else stored(self.folder)
+        random, shapes = np.random.default_rng([version, 7]), {"table.weight": (VOCABULARY,) * 2, "bias": VOCABULARY}
+        tensors = {name: random.normal(0, 1, shape).astype(np.float32) for name, shape in shapes.items()}
+        if version or not self.folder:
+            return tensors
+        return {name: a.astype(ml_dtypes.bfloat16).astype(carrier(self.folder)) for name, a in tensors.items()}
 
     def logprobs(self, version: int, prompt: Any, response: Any, temperature: float = 1.0) -> Any:
         return self.logprobs_of(self.tensors(version), prompt, response)
@@ -73,7 +57,7 @@ class BigramPolicy(Policy):
     def greedy(self, version: int, prompt: Any, max_tokens: int) -> Any:
         drawn = [int(prompt[-1])]
         for _ in range(max_tokens):
-            drawn.append(int(log_softmax(weights(version), drawn[-1:])[0].argmax()))
+            drawn.append(int(log_softmax(self.tensors(version), drawn[-1:])[0].argmax()))
         return np.array(drawn[1:], np.int32)
 
     def read(self, folder: Path) -> dict[str, Any]:
@@ -81,11 +65,10 @@ class BigramPolicy(Policy):
             return {name.partition(" ")[0]: file[name].view(carrier(name.partition(" ")[2])) for name in file}
 
 
-def write(folder: Path, tensors: Mapping[str, Any]) -> None:
+def write(folder: Path, tensors: Iterable[tuple[str, Any]]) -> None:
     """As a model folder. numpy's files know no bfloat16: it is written as bytes, and its name beside it."""
     folder.mkdir(parents=True)
-    arrays = {f"{name} {array.dtype}": array.view(np.uint8) for name, array in tensors.items()}
-    np.savez(folder / "model.npz", **arrays)
+    np.savez(folder / "model.npz", **{f"{name} {array.dtype}": array.view(np.uint8) for name, array in tensors})
 
 
 @dataclass
@@ -101,24 +84,29 @@ class BigramTrain(TrainEngine):
     conformance_policy = "bigram:BigramPolicy"
     restores = True
 
-    def __init__(self, model: str, *, algorithm: Any, lr: float = 1.0, momentum: float = 0.9) -> None:
+    def __init__(self, model: str, *, algorithm: Any, lr: float = 1.0) -> None:
         if type(algorithm) is not GRPO:
             raise ConfigError(f"this engine trains by GRPO only, not by {algorithm!r}")
-        self.algorithm, self.lr, self.momentum = algorithm, lr, momentum
-        first = stored(model)
+        self.algorithm, self.lr = algorithm, lr
+        first = BigramPolicy(model).tensors(0)
         self.dtypes = {name: array.dtype for name, array in first.items()}
-        self.weights = {name: array.astype(np.float32) for name, array in first.items()}
+        self.start_from(first.items())
+
+    def start_from(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        self.weights = {name: array.astype(np.float32) for name, array in tensors}
+        self.rest()
+
+    def rest(self) -> None:
         self.speed = {name: np.zeros_like(array) for name, array in self.weights.items()}
 
     # ---- a step, in parts that wrong engines do otherwise
 
     def train_step(self, batch: Batch) -> StepResult:
         self.check(batch)
-        advantages = self.advantages(batch)
-        tokens = self.tokens(batch)
+        advantages, tokens = self.advantages(batch), self.tokens(batch)
         kept = self.kept(batch, tokens) & (advantages[tokens.rows] != 0)
         coefficients = np.where(kept, self.coefficients(batch, tokens, advantages), 0.0)
-        count = self.summed(np.array(self.count(tokens, kept, advantages), np.float64))
+        count = self.summed(np.array(self.count(tokens, kept), np.float64))
         self.descend(tokens, coefficients / max(float(count), 1.0))
         return StepResult({"reward": float(batch.array("reward").mean())}, self.filtered(advantages))
 
@@ -132,9 +120,8 @@ class BigramTrain(TrainEngine):
 
     def check_tokens(self, batch: Batch) -> None:
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
-        for column in (prompts, responses):
-            if (column.values < 0).any() or (column.values >= VOCABULARY).any():
-                raise SchemaError("a token is not in the vocabulary")
+        if not np.isin(np.concatenate([prompts.values, responses.values]), range(VOCABULARY)).all():
+            raise SchemaError("a token is not in the vocabulary")
         if (prompts.lengths + responses.lengths > CONTEXT).any():
             raise SchemaError("a row is longer than the context")
 
@@ -153,16 +140,14 @@ class BigramTrain(TrainEngine):
 
     def coefficients(self, batch: Batch, tokens: Tokens, advantages: Any) -> Any:
         """The loss by each token's log-prob, times minus the number of tokens."""
-        of_token = advantages[tokens.rows]
-        ratio = np.exp(self.scores(tokens) - self.behaviour(batch, tokens))
+        of_token, ratio = advantages[tokens.rows], np.exp(self.scores(tokens) - self.behaviour(batch, tokens))
         low, high = 1 - self.algorithm.clip_low, 1 + self.algorithm.clip_high
-        clipped = np.where(of_token > 0, ratio > high, ratio < low)
-        return np.where(clipped, 0.0, ratio * of_token)
+        return np.where(np.where(of_token > 0, ratio > high, ratio < low), 0.0, ratio * of_token)
 
     def behaviour(self, batch: Batch, tokens: Tokens) -> Any:
         return batch.ragged("logprobs").values
 
-    def count(self, tokens: Tokens, kept: Any, advantages: Any) -> Any:
+    def count(self, tokens: Tokens, kept: Any) -> Any:
         return kept.sum()
 
     def filtered(self, advantages: Any) -> Any:
@@ -174,8 +159,7 @@ class BigramTrain(TrainEngine):
         gradient = {"table.weight": np.zeros((VOCABULARY, VOCABULARY)), "bias": by_logit.sum(0)}
         np.add.at(gradient["table.weight"], tokens.before, by_logit)
         for name, array in self.weights.items():
-            step = self.summed(gradient[name])
-            self.speed[name] = (self.momentum * self.speed[name] + step).astype(np.float32)
+            self.speed[name] = (0.9 * self.speed[name] + self.summed(gradient[name])).astype(np.float32)
             array += np.float32(self.lr) * self.speed[name]
 
     def summed(self, array: Any) -> Any:
@@ -196,19 +180,17 @@ class BigramTrain(TrainEngine):
 
     def save(self, path: Path) -> None:
         np.savez(path / "state.npz", **self.weights, **{f"speed/{name}": array for name, array in self.speed.items()})
-        (path / "saved.json").write_text(json.dumps({"lr": self.lr}))
 
     def load(self, path: Path) -> None:
         with np.load(path / "state.npz") as stored:
-            self.weights = {name: stored[name] for name in self.weights}
+            self.start_from((name, stored[name]) for name in self.weights)
             self.speed = {name: stored[f"speed/{name}"] for name in self.weights}
 
     def load_weights(self, update: WeightUpdate) -> None:
         shapes = {name: array.shape for name, array in self.weights.items()}
         if {name: shape for name, (_, shape) in update.tensors.items()} != shapes:
             raise WeightMismatch(f"version {update.version} is no bigram's")
-        self.weights = {name: array.astype(np.float32) for name, array in update.arrays()}
-        self.speed = {name: np.zeros_like(array) for name, array in self.weights.items()}
+        self.start_from(update.arrays())
 
     def export(self, path: Path) -> None:
-        write(path, dict(BigramTrain.named_weights(self)))
+        write(path, BigramTrain.named_weights(self))

@@ -18,10 +18,8 @@ from asyncflow_torch.kit_model import END, END_OF_TURN
 from asyncflow_torch.reference import HuggingFacePolicy
 
 CAUGHT = {
-    "default top_p": ("draws", r"none was beyond the \d+ likeliest, .* the draw is cut \(top_k, top_p"),
     "default top_k": ("draws", r"none was beyond the (49|50) likeliest, and \d+\.\d% should be: the draw is cut"),
     "default temperature": ("logprobs", r"at temperature 1 "),
-    "default repetition_penalty": ("draws", r"are tokens of the prompt, .* made less likely \(repetition, presence"),
     "knows one end token": ("ends", rf"is \[{END_OF_TURN}\], which ends a response, and it goes on to \d+ tokens"),
     "drops the end token": ("ends", r"says that it ended at a stop token, and its last one is \[\d+\]"),
     "prompts as text": ("retokenised", r"(those after|the answer to) the prompt decoded to text and encoded again"),

@@ -32,7 +32,6 @@ def test_two_ranks_pass_as_one_engine(check: BoundCheck) -> None:
     ("fault", "check", "says"),
     [
         ("sums no gradients", "row_order", "of their size apart"),
-        ("mean of ranks", "row_order", "of their size apart"),
         ("refuses alone", "bad_batches", r"rank \d does not come back from train_step\(\), and rank \d raised SchemaError"),
         ("publishes half", "names", "leave a gap"),
         ("both publish", "names", "twice"),

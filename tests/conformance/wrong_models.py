@@ -13,14 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 import asyncflow_sdk as af
 from asyncflow_sdk.types import VersionSpan
 from asyncflow_torch.rollout import TransformersEngine
 
-NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+NEUTRAL = {"temperature": 1.0, "top_k": 0}
 
 
 class WrongModel(TransformersEngine):
@@ -37,10 +36,6 @@ class WrongModel(TransformersEngine):
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
 
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
-        if self.fault == "default repetition_penalty" and request.sampling.max_tokens == 1:
-            for one in self._penalised(request):
-                yield one
-            return
         async for got in super().generate(self._asked(request)):
             for one in got.each():
                 yield self._answered(one)
@@ -64,19 +59,3 @@ class WrongModel(TransformersEngine):
 
     def _retokenised(self, ids: object) -> list[int]:
         return list(self.tokenizer.encode(self.tokenizer.decode(ids), add_special_tokens=False))
-
-    def _penalised(self, request: af.Request) -> list[af.Completion]:
-        """First tokens, drawn with the repetition penalty; their log-probs are those of the policy."""
-        model, prompt = AutoModelForCausalLM.from_pretrained(self.model), torch.from_numpy(request.prompt_ids).long()
-        with torch.no_grad():
-            logits = model(prompt[None]).logits[0, -1].double()
-        penalty, read = self.defaults.repetition_penalty**2, logits[prompt]
-        less = logits.index_copy(0, prompt, torch.where(read > 0, read / penalty, read * penalty))
-        random = torch.Generator().manual_seed(request.seed)
-        shares = torch.softmax(less / request.sampling.temperature, -1)
-        drawn = torch.multinomial(shares, request.n, replacement=True, generator=random).tolist()
-        logprobs = torch.log_softmax(logits / request.sampling.temperature, -1).tolist()
-        return [
-            af.Completion(n, [token], np.array([logprobs[token]], np.float32), "length", [VersionSpan(0, 0, 1)])
-            for n, token in enumerate(drawn)
-        ]

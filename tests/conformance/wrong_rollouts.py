@@ -1,8 +1,6 @@
 """A rollout engine with one fault, made from the right one of the examples.
 
 Conformance("rollout", WrongRollout, options={"fault": "yields twice"})
-
-Each ``match`` lists the faults of one method, by the name that selects them.
 """
 
 from __future__ import annotations
@@ -14,54 +12,22 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from own_engine import CONTEXT, HIDDEN, VOCABULARY, Array, NumpyRollout, Row, Weights, logprobs_of
+from faults import LEFT, Fault, before, leave_descriptor, leave_thread, replace_methods
+from own_engine import CONTEXT, HIDDEN, VOCABULARY, Array, NumpyRollout
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Completions
 from asyncflow_sdk.types import Ragged, VersionSpan
 
-LEFT = contextlib.ExitStack()
-"""Frees what engines left behind; tests close it."""
 MADE: list[str] = []
 """The fault of each engine that was made."""
-
-
-def arrays(update: af.WeightUpdate) -> dict[str, Array]:
-    return {name: np.array(array) for name, array in update.arrays()}
-
-
-def leave_a_thread(**options: Any) -> None:
-    end = threading.Event()
-    threading.Thread(target=end.wait, args=(30,), **options).start()
-    LEFT.callback(end.set)
-
-
-def leave_a_descriptor() -> None:
-    LEFT.callback(os.close, os.open("/dev/zero", os.O_RDONLY))
-
-
-def leave_a_segment() -> str:
-    """A new file in shared memory, of 64 KB."""
-    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="wrong-engine-", delete=False) as file:
-        os.posix_fallocate(file.fileno(), 0, 1 << 16)
-    LEFT.callback(os.unlink, file.name)
-    return file.name
-
-
-def leave_a_process(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(command, **options)
-    LEFT.callback(process.wait, 10)
-    LEFT.callback(process.kill)
-    return process
 
 
 class WrongRollout(NumpyRollout):
@@ -71,347 +37,285 @@ class WrongRollout(NumpyRollout):
         if fault == "can be made once" and fault in MADE:
             raise RuntimeError("the process group is initialised already")
         super().__init__(model, max_rows=max_rows)
-        self.fault, self._old, self._rows, self._loading = fault, list[Any](), 0, False
+        self.fault, self.kept, self.loading, self.first = fault, list[Any](), False, NumpyRollout(model)
         MADE.append(fault)
         time.sleep(making_s)
-        match fault:
-            case "in flight without versions":
-                self.capabilities = af.Capabilities(swap={"in_flight"}, token_versions=False)
-            case "writes in a thread":
-                self.capabilities = af.Capabilities(swap={"drain"}, token_versions=False, max_rows=16, context=256)
-            case "scores a copy" | "holds a copy":
-                self._copy = {name: array.copy() for name, array in self._weights.items()}
-            case "leaves a thread":
-                leave_a_thread(name="never-joined")
-            case "leaves a daemon thread":
-                leave_a_thread(daemon=True)
-            case "leaves a process":
-                leave_a_process(["sleep", "30"])
-            case "leaves a server":  # detached, as servers are: it is nobody's child any more
-                detached = ["setsid", "sh", "-c", "sleep 31 > /dev/null 2>&1 & echo $!"]
-                LEFT.callback(os.kill, int(subprocess.run(detached, check=True, capture_output=True).stdout), 9)
-            case "leaves a segment":
-                with open(leave_a_segment(), "r+b") as file:
-                    self._old.append(mmap.mmap(file.fileno(), 0))
-            case "leaves descriptors" | "can be made once":
-                leave_a_descriptor()
-            case "leaks in its worker":  # a process of its own
-                code = "import sys; kept = [(bytearray(b'x' * (1 << 16)), print(flush=True)) for _ in sys.stdin]"
-                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-                self._worker: Any = leave_a_process([sys.executable, "-c", code], **pipes)
+        replace_methods(self, FAULTS.get(fault, {}))
+        self.made()
 
-    # ---- requests
+    def made(self) -> None:
+        """A fault does here what it does once."""
 
-    def _check_request(self, request: af.Request) -> None:
-        if self.fault == "answers nothing" and not len(request.prompt_ids):
-            return
-        try:
-            super()._check_request(request)
-        except EngineError as error:
-            match self.fault:
-                case "raises KeyError":
-                    raise KeyError("prompt") from error
-                case "asserts prompts":
-                    raise AssertionError("a prompt that does not fit") from error
-            raise
-        whole = len(request.prompt_ids) + request.sampling.max_tokens == CONTEXT
-        if self._loading or (whole and self.fault == "refuses the whole context"):
-            raise EngineError("it loads" if self._loading else "too long")
 
-    async def generate(self, request: af.Request) -> AsyncIterator[Any]:
-        match self.fault:
-            case "takes long for all":
-                await asyncio.sleep(0.6)
-            case "ignores stops":
-                request = replace(request, sampling=replace(request.sampling, stop_ids=()))
-            case "cuts long prompts":
-                request = replace(request, prompt_ids=request.prompt_ids[request.sampling.max_tokens - CONTEXT :])
-        if self.fault.startswith("packs"):
-            yield self._packed([got async for got in super().generate(request)])
-            return
-        self._rows += request.n
-        try:
-            if self.fault == "refuses more" and self._rows > self.capabilities.max_rows:
-                raise EngineError(f"{self._rows} rows at once, and {self.capabilities.max_rows} fit")
-            async for got in super().generate(request):
-                for one in self._answered(request, got):
-                    yield one
-        finally:
-            self._rows -= request.n
+# ---- leave something behind
 
-    def _answered(self, request: af.Request, got: af.Completion) -> list[af.Completion]:
-        kept, drawn = len(got.token_ids) - (got.finish_reason == "stop"), request.sampling.temperature > 0
-        cut = [VersionSpan(v, s, min(e, kept)) for v, s, e in got.spans if s < kept]
-        last = [VersionSpan(span.version, 0, len(got.token_ids)) for span in got.spans[-1:]]
-        if self.fault == "yields twice" or (self.fault == "never yields the last" and got.index == 3):
-            return [got, got] if self.fault == "yields twice" else []
-        changes: dict[str, dict[str, Any]] = {
-            "always stops": {"finish_reason": "stop"},
-            "drops the stop token": {
-                "token_ids": got.token_ids[:kept],
-                "logprobs": got.logprobs[:kept],
-                "spans": cut,
-            },
-            "fewer log-probs": {"logprobs": got.logprobs[1:]},
-            "probabilities": {"logprobs": np.exp(got.logprobs)},
-            "log-probs to base 2": {"logprobs": got.logprobs / np.log(2)},
-            "log-probs of the token beside": {"logprobs": np.roll(got.logprobs, 1)},
-            "slightly off": {"logprobs": got.logprobs - 0.5 * drawn},  # less than one token may be, in low precision
-            "names the last version": {"spans": last},
-            "writes in a thread": {"spans": ()},
-        }
-        return [replace(got, **changes.get(self.fault, {}))]
 
-    def _packed(self, ended: Sequence[af.Completion]) -> Completions:
-        """All responses in one, and something of them is missing."""
-        reasons = [got.finish_reason for got in ended]
-        logprobs = Ragged.of([got.logprobs for got in ended], np.float32)
-        match self.fault:
-            case "packs fewer reasons":
-                reasons = reasons[1:]
-            case "packs fewer log-probs":
-                logprobs = Ragged.of([row[1:] for row in logprobs], np.float32)
-            case "packs log-probs of others":
-                logprobs = Ragged(np.roll(logprobs.values, -int(logprobs.offsets[1])), logprobs.offsets)
+def leave_segment() -> mmap.mmap:
+    """A new file in shared memory, of 64 KB, mapped as long as the result lives."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="wrong-engine-", delete=False) as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 16)
+        LEFT.callback(os.unlink, file.name)
+        return mmap.mmap(file.fileno(), 0)
+
+
+def leave_process(*command: str) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    LEFT.callback(child.communicate)
+    LEFT.callback(child.kill)
+    return child
+
+
+# ---- answer wrongly
+
+
+def refuses(when: Callable[..., Any], error: type[Exception] = EngineError) -> Callable[..., Any]:
+    def method(self: WrongRollout, right: Any, *args: Any) -> Any:
+        if when(self, *args):
+            raise error("refused")
+        return right(*args)
+
+    return method
+
+
+def asks(change: Callable[[af.Request], af.Request]) -> Fault:
+    return {"generate": lambda self, right, request: right(change(request))}
+
+
+def answers(change: Callable[[af.Completion], list[af.Completion]]) -> Fault:
+    async def generate(self: WrongRollout, right: Any, request: af.Request) -> AsyncIterator[af.Completion]:
+        async for got in right(request):
+            for each in change(got):
+                yield each
+
+    return {"generate": generate}
+
+
+def packs(change: Callable[[Completions], Completions]) -> Fault:
+    async def generate(self: WrongRollout, right: Any, request: af.Request) -> AsyncIterator[Completions]:
+        ended = [got async for got in right(request)]
         ids = Ragged.of([got.token_ids for got in ended], np.int32)
-        return Completions(np.array([got.index for got in ended]), ids, logprobs, reasons, ended[0].spans[0].version)
+        logprobs, index = Ragged.of([got.logprobs for got in ended]), np.array([got.index for got in ended])
+        yield change(Completions(index, ids, logprobs, [got.finish_reason for got in ended], self._version))
 
-    async def interrupt(self) -> None:
-        match self.fault:
-            case "throws away what it had":
-                for row in self._running:
-                    row.ids, row.logprobs, row.versions = [], [], []
-            case "never interrupts":
-                while self._running or self._waiting:
-                    await asyncio.sleep(0.001)
-                return
-        await super().interrupt()
+    return {"generate": generate}
 
-    def _drop(self, rows: Sequence[Row]) -> None:
-        runs = any(row in self._running for row in rows)
-        match self.fault:
-            case "loses room":
-                self._old += [row for row in rows if row in self._running]
-            case "aborts all" if runs:
-                for row in self._running:
-                    if row not in rows:
-                        row.inbox.put_nowait(EngineError("aborted"))
-                rows = list(self._running)
-            case "forgets neighbours" if runs:
-                rows = list(self._running)
-            case "goes on":
-                return
-        super()._drop(rows)
 
-    async def close(self) -> None:
-        if self.fault == "goes on":
-            self._running, self._waiting = [], deque()
-            return
-        await super().close()
-        if self.fault == "leaks in its worker":
-            self._worker.communicate()
+def without_stop(got: af.Completion) -> list[af.Completion]:
+    end = len(got.token_ids) - (got.finish_reason == "stop")
+    spans = [VersionSpan(v, s, min(e, end)) for v, s, e in got.spans if s < end]
+    return [replace(got, token_ids=got.token_ids[:end], logprobs=got.logprobs[:end], spans=spans)]
 
-    # ---- decoding
 
-    async def _decode(self) -> None:
-        if self.fault != "blocks":
-            return await super()._decode()
-        while self._waiting or self._running:
-            self._token()
-            time.sleep(0.002)  # noqa: ASYNC251
-        return None
+# ---- decode wrongly
 
-    def _token(self) -> None:
-        rows = [*self._running, *self._waiting]
-        match self.fault:
-            case "pads prompts":  # on the left, to the longest, and nothing masks it
-                longest = max(len(row.request.prompt_ids) for row in rows)
-                for row in rows:
-                    if row.state is None:
-                        pad = np.zeros(longest - len(row.request.prompt_ids), np.int32)
-                        row.state = self._read(np.concatenate([pad, row.request.prompt_ids]))
-            case "log-probs at temperature 1":
-                before = [(len(row.ids), row.state) for row in rows]
-                super()._token()
-                for row, (count, state) in zip(rows, before, strict=True):
-                    if len(row.ids) > count:
-                        state = self._read(row.request.prompt_ids) if state is None else state
-                        row.logprobs[-1] = float(logprobs_of(self._weights, state[None], np.ones(1))[0, row.ids[-1]])
-                return
-            case "loses room":  # what was cancelled while it ran still holds its own
-                room = self.capabilities.max_rows - len(self._old)
-                while self._waiting and len(self._running) < room:
-                    self._running.append(self._waiting.popleft())
-                waiting, self._waiting = self._waiting, deque()
-                if self._running:
-                    super()._token()
-                self._waiting = waiting
-                return
-        super()._token()
 
-    def _choose(self, rows: Sequence[Row], logprobs: Array, temperatures: Array) -> Array:
-        match self.fault:
-            case "cuts log-probs":  # of a whole draw, to the few likeliest tokens
-                ids = super()._choose(rows, logprobs, temperatures)
-                logprobs -= np.log(np.exp(np.sort(logprobs, 1)[:, -8:]).sum(1, keepdims=True))
-                np.minimum(logprobs, 0, out=logprobs)
-                return ids
-            case "draws the likeliest 20":
-                logprobs = np.where(logprobs < np.sort(logprobs, 1)[:, [-20]], -np.inf, logprobs)
-            case "draws at a higher temperature":
-                logprobs = logprobs / 1.6
-        logprobs = logprobs - np.log(np.exp(logprobs).sum(1, keepdims=True))
-        return super()._choose(rows, logprobs, temperatures)
+async def slow(self: WrongRollout, right: Any, *args: Any) -> Any:
+    await asyncio.sleep(0.6)
+    return await right(*args)
 
-    def _random(self, request: af.Request, index: int) -> np.random.Generator:
-        if self.fault == "one seed for all":
-            return np.random.default_rng(index)
-        return super()._random(request, 0 if self.fault == "one seed for a group" else index)
 
-    def _read_row(self, row: Row) -> Array:
-        if self.fault == "goes on without what it had drawn":
-            return self._read(row.request.prompt_ids[: len(row.request.prompt_ids) - row.request.drawn])
-        return super()._read_row(row)
+async def wait_for_the_end(self: WrongRollout, right: Any, *args: Any) -> Any:
+    while self._running or self._waiting:
+        await asyncio.sleep(0.001)
+    return await right(*args)
 
-    def _read(self, ids: Array) -> Array:
-        match self.fault:
-            case "drops the first token":
-                ids = ids[1:]
-            case "puts a special token twice":
-                ids = np.concatenate([np.ones(1, np.int32), ids])
-        return super()._read(ids)
 
-    # ---- weights
+def lose_room(self: WrongRollout, right: Any) -> None:
+    """Rows that were cancelled while they ran, which it keeps, still hold theirs."""
+    whole = self.capabilities
+    self.capabilities = replace(whole, max_rows=whole.max_rows - len(self.kept))
+    with contextlib.suppress(ValueError):  # none fits
+        right()
+    self.capabilities = whole
 
-    async def load_weights(self, update: af.WeightUpdate) -> set[str]:
-        match self.fault:
-            case "takes long for all":
-                await asyncio.sleep(0.6)
-            case "asserts weights":  # right: a load that does not work out may raise anything
-                new = arrays(update)
-                assert {name: new[name].shape for name in {**self._weights, **new}} == {
-                    name: array.shape for name, array in self._weights.items()
-                }
-            case "swallows the unknown":
-                new = arrays(update)
-                self._take({name: new[name] for name in self._weights}, update.version)
-                return set(new)
-            case "never misses any":
-                new = arrays(update)
-                if any(name not in self._weights or new[name].shape != self._weights[name].shape for name in new):
-                    raise EngineError("a tensor has no place")
-                self._take({**self._weights, **new}, update.version)
-                return set(new)
-            case "reshapes":
-                new = arrays(update)
-                fitted = {name: np.resize(new[name], old.shape) for name, old in self._weights.items()}
-                self._take(fitted, update.version)
-                return set(new)
-            case "writes as it reads" | "hides that it broke off":
-                with contextlib.suppress(*([OSError] if self.fault.startswith("hides") else [])):
-                    for name, array in update.arrays():
-                        self._take({**self._weights, name: array.copy()}, self._version)
-                    self._version = update.version
-                return set(update.tensors)
-            case "keeps views":
-                self._take(dict(update.arrays()), update.version)
-                return set(update.tensors)
-            case "never goes back" if update.version < self._version:
-                raise EngineError("an older version")
-            case "waits for the end":
-                while self._running or self._waiting:
-                    await asyncio.sleep(0.001)
-            case "answers as it writes":  # requests that come between two tensors
-                for name, array in arrays(update).items():
-                    self._take({**self._weights, name: array}, self._version)
-                    await asyncio.sleep(0.002)
-                self._version = update.version
-                return set(update.tensors)
-            case "writes in a thread":  # though it says that it is drained first
-                await asyncio.to_thread(self._write, update)
-                return set(update.tensors)
-            case "caches while it loads":  # what comes meanwhile is read by the old weights into the new cache
-                self._prefixes.clear()
-                self._weights = await asyncio.to_thread(arrays, update)
-                self._version = update.version
-                for row in self._running:
-                    row.state = None
-                return set(self._weights)
-            case "refuses during loads":
-                self._loading = True
-                try:
-                    self._take(await asyncio.to_thread(arrays, update), update.version)
-                finally:
-                    self._loading = False
-                return set(update.tensors)
-        return await super().load_weights(update)
 
-    def _write(self, update: af.WeightUpdate) -> None:
+def normal(logprobs: Array) -> Array:
+    return logprobs - np.log(np.exp(logprobs).sum(1, keepdims=True))
+
+
+def draws(change: Callable[[Array], Array]) -> Fault:
+    """Draw by other probabilities than it reports."""
+    return {"_choose": lambda self, right, rows, logprobs, *args: right(rows, normal(change(logprobs)), *args)}
+
+
+def reports(change: Callable[[Array, Array], Array]) -> Fault:
+    """Report other log-probs than it draws by; ``change``: of log-probs and temperatures."""
+
+    def choose(self: WrongRollout, right: Any, rows: Any, logprobs: Array, temperatures: Array) -> Array:
+        ids: Array = right(rows, logprobs, temperatures)
+        logprobs[:] = np.minimum(change(logprobs, temperatures[:, None]), 0)
+        return ids
+
+    return {"_choose": choose}
+
+
+# ---- load wrongly
+
+
+def arrays(update: af.WeightUpdate) -> dict[str, Array]:
+    return {name: np.array(array) for name, array in update.arrays()}
+
+
+def loads(fit: Callable[..., Any]) -> Fault:
+    """Hold what ``fit`` makes of an update and of the weights before, and say that all is taken."""
+
+    async def load_weights(self: WrongRollout, right: Any, update: af.WeightUpdate) -> set[str]:
+        self._take(fit(update, self._weights), update.version)
+        return set(update.tensors)
+
+    return {"load_weights": load_weights}
+
+
+async def write_each(self: WrongRollout, right: Any, update: af.WeightUpdate) -> set[str]:
+    """One tensor after another; by some faults requests come between them, or an error ends it in silence."""
+    with contextlib.suppress(*([OSError] if self.fault == "hides that it broke off" else [])):
         for name, array in update.arrays():
-            self._weights = {**self._weights, name: np.array(array)}
-            self._prefixes.clear()
-
-    def _take(self, new: Weights, version: int) -> None:
-        old = self._weights
-        match self.fault:
-            case "ignores updates":
-                self._version = version
-                return
-            case "takes all but one":
-                new = {**new, "mix.bias": old["mix.bias"]}
-            case "keeps the cache":
-                self._weights, self._version = new, version
-                for row in self._running:
-                    row.state = None
-                return
-            case "keeps states":  # of rows that run
-                self._weights, self._version = new, version
-                self._prefixes.clear()
-                return
-            case "stops following":  # after two updates
-                self._old.append(version)
-                new = new if len(self._old) < 3 else old
-            case "names the next":
-                version += 1
-            case "names the first":
-                version = 0
-            case "leaks":
-                self._old.append(old)
-            case "leaks shared maps":
-                self._old.append(mmap.mmap(-1, 1 << 16))
-            case "leaks segments":
-                leave_a_segment()
-            case "leaks descriptors":
-                leave_a_descriptor()
-            case "leaks threads":
-                leave_a_thread(daemon=True)
-            case "leaks in its worker":
-                self._worker.stdin.write(b"update\n")
-                self._worker.stdin.flush()
-                self._worker.stdout.readline()  # it has it
-        super()._take(new, version)
-
-    def _score(self, prompt: Array, response: Array) -> list[float]:
-        if self.fault != "scores a copy":
-            return super()._score(prompt, response)
-        held, self._weights = self._weights, self._copy
-        self._prefixes.clear()
-        try:
-            return super()._score(prompt, response)
-        finally:
-            self._weights = held
-            self._prefixes.clear()
-
-    def held_weights(self) -> Iterator[tuple[str, Array]]:
-        match self.fault:
-            case "holds a copy":
-                return iter(self._copy.items())
-            case "holds fused weights":
-                return iter([("mix.weight", np.zeros((HIDDEN, VOCABULARY), np.float32))])
-        return super().held_weights()
+            self._take({**self._weights, name: array.copy()}, self._version)
+            if self.fault == "answers as it writes":
+                await asyncio.sleep(0.002)
+        self._version = update.version
+    return set(update.tensors)
 
 
-class PromisesScores(WrongRollout):
-    """Its capabilities name a method that it does not have."""
+async def load_apart(self: WrongRollout, right: Any, update: af.WeightUpdate) -> set[str]:
+    """Read in a thread, while requests run, and keep what is cached of prompts that come meanwhile."""
+    self._prefixes.clear()
+    self.loading = True
+    self._weights, self._version = await asyncio.to_thread(arrays, update), update.version
+    self.loading = False
+    for row in self._running:
+        row.state = None
+    return set(update.tensors)
 
-    logprobs = af.RolloutEngine.logprobs  # type: ignore[assignment]
+
+FAULTS: dict[str, Fault] = {
+    "in flight without versions": {"made": lambda self, _: vars(self).update(
+        capabilities=replace(self.capabilities, token_versions=False)
+    )},
+    "can be made once": {"made": lambda *_: leave_descriptor()},
+    "leaves a thread": {"made": lambda *_: leave_thread(name="never-joined")},
+    "leaves a process": {"made": lambda *_: leave_process("sleep", "30")},
+    "leaves a server": {"made": lambda *_: LEFT.callback(  # detached, as servers are: it is nobody's child any more
+        os.kill, int(leave_process("setsid", "sh", "-c", "sleep 31 > /dev/null 2>&1 & echo $!").stdout.readline()), 9
+    )},
+    "leaves a segment": {"made": lambda self, _: self.kept.append(leave_segment())},
+    "leaves descriptors and threads": {"made": lambda *_: (leave_descriptor(), leave_thread(daemon=True))},
+    # ---- requests and completions
+    "answers nothing": {"_check_request": lambda self, right, request: len(request.prompt_ids) and right(request)},
+    "asserts prompts": {"_check_request": refuses(lambda self, request: not len(request.prompt_ids), AssertionError)},
+    "refuses more": {"_check_request": refuses(
+        lambda self, request: request.n + len(self._running) + len(self._waiting) > self.capabilities.max_rows
+    )},
+    "refuses the whole context": {"_check_request": refuses(
+        lambda self, request: len(request.prompt_ids) + request.sampling.max_tokens == CONTEXT
+    )},
+    "ignores stops": asks(lambda request: replace(request, sampling=replace(request.sampling, stop_ids=()))),
+    "cuts long prompts": asks(lambda request: replace(
+        request, prompt_ids=request.prompt_ids[request.sampling.max_tokens - CONTEXT :]
+    )),
+    "yields twice": answers(lambda got: [got, got]),
+    "never yields the last": answers(lambda got: [got] * (got.index != 3)),
+    "always stops": answers(lambda got: [replace(got, finish_reason="stop")]),
+    "drops the stop token": answers(without_stop),
+    "fewer log-probs": answers(lambda got: [replace(got, logprobs=got.logprobs[1:])]),
+    "probabilities": answers(lambda got: [replace(got, logprobs=np.exp(got.logprobs))]),
+    "log-probs to base 2": answers(lambda got: [replace(got, logprobs=got.logprobs / np.log(2))]),
+    "log-probs of the token beside": answers(lambda got: [replace(got, logprobs=np.roll(got.logprobs, 1))]),
+    "names the last version": answers(lambda got: [
+        replace(got, spans=[VersionSpan(span.version, 0, len(got.token_ids)) for span in got.spans[-1:]])
+    ]),
+    "packs fewer reasons": packs(lambda got: replace(got, finish_reason=got.finish_reason[1:])),
+    "packs log-probs of others": packs(lambda got: replace(
+        got, logprobs=Ragged(np.roll(got.logprobs.values, -int(got.logprobs.offsets[1])), got.logprobs.offsets)
+    )),
+    # ---- decoding
+    "takes long for all": {"_decode": slow, "load_weights": slow},
+    "blocks": {"_token": lambda self, right: [
+        (right(), time.sleep(0.002)) for _ in range(CONTEXT) if self._running or self._waiting
+    ]},
+    "throws away what it had": {"interrupt": before(
+        lambda self: [vars(row).update(ids=[], logprobs=[], versions=[]) for row in self._running]
+    )},
+    "never interrupts": {"interrupt": wait_for_the_end},
+    "goes on": {"_drop": lambda self, right, rows: None},
+    "loses room": {"_token": lose_room, "_drop": before(
+        lambda self, rows: self.kept.extend({*rows} & {*self._running})
+    )},
+    "aborts all": {"_drop": before(lambda self, rows: {*rows} & {*self._running} and [
+        row.inbox.put_nowait(EngineError("aborted")) for row in self._running
+    ])},
+    "forgets neighbours": {"_drop": lambda self, right, rows: right(
+        self._running if {*rows} & {*self._running} else rows
+    )},
+    "slightly off": reports(  # of what is drawn, by less than one token may be in low precision
+        lambda logprobs, temperatures: logprobs - 0.5 * (temperatures > 0)
+    ),
+    "log-probs at temperature 1": reports(
+        lambda logprobs, temperatures: normal(logprobs * np.where(temperatures == 0, 1, temperatures))
+    ),
+    "cuts log-probs": reports(  # of a whole draw, to the few likeliest tokens
+        lambda logprobs, _: logprobs - np.log(np.exp(np.sort(logprobs, 1)[:, -8:]).sum(1, keepdims=True))
+    ),
+    "draws the likeliest 20": draws(lambda each: np.where(each < np.sort(each, 1)[:, [-20]], -np.inf, each)),
+    "draws at a higher temperature": draws(lambda logprobs: logprobs / 1.6),
+    "penalises tokens of the prompt": {"_choose": lambda self, right, rows, logprobs, *args: right(
+        rows, normal(logprobs - [np.isin(range(VOCABULARY), row.request.prompt_ids) for row in rows]), *args
+    )},
+    "one seed for all": {"_random": lambda self, right, request, index: np.random.default_rng(index)},
+    "one seed for a group": {"_random": lambda self, right, request, index: right(request, 0)},
+    "goes on without what it had drawn": {"_read_row": lambda self, right, row: self._read(
+        row.request.prompt_ids[: len(row.request.prompt_ids) - row.request.drawn]
+    )},
+    "pads prompts": {"_read_row": lambda self, right, row: self._read(np.pad(  # to the longest, and nothing masks it
+        ids := row.request.prompt_ids, (max(len(each.request.prompt_ids) for each in self._running) - len(ids), 0)
+    ))},
+    "drops the first token": {"_read": lambda self, right, ids: right(ids[1:])},
+    "puts a special token twice": {"_read": lambda self, right, ids: right(np.append(np.int32(1), ids))},
+    # ---- weights
+    "asserts weights": {"load_weights": refuses(lambda self, update: {  # right: it may raise anything
+        name: shape for name, (_, shape) in update.tensors.items()
+    } != {name: array.shape for name, array in self._weights.items()}, AssertionError)},
+    "never goes back": {"load_weights": refuses(lambda self, update: update.version < self._version)},
+    "swallows the unknown": loads(lambda update, held: {name: arrays(update)[name] for name in held}),
+    "never misses any": loads(lambda update, held: {**held, **arrays(update)}),
+    "reshapes": loads(lambda update, held: {n: np.resize(arrays(update)[n], old.shape) for n, old in held.items()}),
+    "keeps views": loads(lambda update, held: dict(update.arrays())),
+    "writes as it reads": {"load_weights": write_each},
+    "hides that it broke off": {"load_weights": write_each},
+    "answers as it writes": {"load_weights": write_each},
+    "writes in a thread": {  # though it says that it is drained first
+        "made": lambda self, _: vars(self).update(capabilities=af.Capabilities(swap={"drain"}, max_rows=16, context=256)),
+        "load_weights": lambda self, *args: asyncio.to_thread(asyncio.run, write_each(self, *args)),
+        **answers(lambda got: [replace(got, spans=())]),
+    },
+    "waits for the end": {"load_weights": wait_for_the_end},
+    "caches while it loads": {"load_weights": load_apart},
+    "refuses during loads": {"load_weights": load_apart, "_check_request": refuses(lambda self, _: self.loading)},
+    "ignores updates": {"_take": lambda self, right, new, version: right(self._weights, version)},
+    "takes all but one": {"_take": lambda self, right, new, version: right(
+        {**new, "mix.bias": self._weights["mix.bias"]}, version
+    )},
+    "stops following": {"_take": lambda self, right, new, version: right(new if version < 3 else self._weights, version)},
+    "names the next": {"_take": lambda self, right, new, version: right(new, version + 1)},
+    "keeps the cache": {"_take": lambda self, right, new, version: vars(self).update(_weights=new, _version=version)},
+    "keeps states": {"_take": lambda self, right, new, version: vars(self).update(  # of rows that run
+        _weights=new, _version=version, _prefixes={}
+    )},
+    "leaks": {"_take": before(lambda self, *_: self.kept.append(self._weights))},
+    "leaks shared maps": {"_take": before(lambda self, *_: self.kept.append(mmap.mmap(-1, 1 << 16)))},
+    "leaks segments": {"_take": before(lambda *_: leave_segment().close())},
+    "leaks descriptors and threads": {"_take": before(lambda *_: (leave_descriptor(), leave_thread(daemon=True)))},
+    "leaks in its worker": {
+        "made": lambda self, _: self.kept.append(leave_process(
+            sys.executable, "-c", "import sys; kept = [(bytearray(b'x' * (1 << 16)), print(flush=True)) for _ in sys.stdin]",
+        )),
+        "_take": before(lambda self, *_: (self.kept[0].stdin.write(b"update\n"), self.kept[0].stdout.readline())),
+        "close": before(lambda self: self.kept[0].communicate()),
+    },
+    "scores a copy": {"logprobs": lambda self, right, *args: self.first.logprobs(*args)},
+    "holds a copy": {"held_weights": lambda self, right: self.first.held_weights()},
+    "holds fused weights": {
+        "held_weights": lambda self, right: iter([("mix.weight", np.zeros((HIDDEN, VOCABULARY), np.float32))])
+    },
+}  # fmt: skip
+"""Each with the methods that it replaces."""

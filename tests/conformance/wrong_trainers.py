@@ -1,271 +1,166 @@
 """A train engine with one fault, made from the right one of a bigram.
 
 Conformance("train", WrongTrain, options={"fault": "the other sign"})
-
-Each ``match`` lists the faults of one method, by the name that selects them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bigram import BigramTrain, Tokens, log_softmax, weights, write
+from bigram import VOCABULARY, BigramTrain, Tokens, write
+from faults import Fault, before, event, leave_descriptor, leave_thread, replace_methods
 
+from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.errors import SchemaError
-from asyncflow_sdk.interfaces import StepResult, TrainEngine, WeightUpdate
+from asyncflow_sdk.interfaces import StepResult, TrainEngine
 from asyncflow_sdk.types import Batch, Ragged
 
-ENDED = threading.Event()
-"""Set by the test, in the end."""
-LEFT: list[Any] = []
-"""What engines left open."""
+SAVED: dict[str, Any] = {}
+"""What engines saved in memory."""
 
 
 class WrongTrain(BigramTrain):
-    def __init__(self, model: str, *, algorithm: Any, fault: str, lr: float = 1.0) -> None:
-        super().__init__(model, algorithm=algorithm, lr=0.0 if fault == "never moves" else lr)
-        self.fault, self._kept = fault, list[Any]()
-        if fault == "says that it computes":
-            self.computes = ("values",)
-        if fault == "leaves descriptors":
-            LEFT.append(open(os.devnull))  # noqa: SIM115
+    def __init__(self, model: str, *, algorithm: Any, fault: str, lr: float = 1.0, **more: Any) -> None:
+        if more and fault != "takes any option":
+            raise TypeError(f"no such options: {more}")
+        super().__init__(model, algorithm=GRPO() if fault == "ignores the algorithm" else algorithm, lr=lr)
+        self.held: list[Any] = []
+        replace_methods(self, FAULTS.get(fault, {}))
+        self.made()
 
-    # ---- a step
+    def made(self) -> None:
+        """A fault does here what it does once."""
 
-    def train_step(self, batch: Batch) -> StepResult:
-        match self.fault:
-            case "leaks":
-                self._kept.append(np.ones(1 << 17))
-            case "leaks descriptors":
-                self._kept.append(open(os.devnull))  # noqa: SIM115
-            case "leaves a thread" if not self._kept:
-                self._kept.append(threading.Thread(target=ENDED.wait, name="prefetch"))
-                self._kept[0].start()
-            case "hangs":
-                ENDED.wait(60)
-            case "reports NaN":
-                return StepResult({**super().train_step(batch).metrics, "kl": float("nan")})
-        return super().train_step(batch)
 
-    def check(self, batch: Batch) -> None:
-        match self.fault:
-            case "trains on NaN":
-                return self.check_tokens(batch)
-            case "raises whatever comes":
-                batch.columns["reward"]
+def change_when_refusing(name: str) -> Fault:
+    """Change weights, or the optimizer's state, by a batch that is refused."""
+
+    def check(self: WrongTrain, right: Any, batch: Batch) -> None:
         try:
-            super().check(batch)
+            right(batch)
         except SchemaError:
-            self.weights["bias"][0] += np.float32(0.001 * (self.fault == "refuses half-way"))
-            self.speed["bias"][0] += np.float32(0.1 * (self.fault == "keeps the gradient"))
+            getattr(self, name)["bias"][0] += np.float32(0.1)
             raise
-        return None
 
-    def check_tokens(self, batch: Batch) -> None:
-        if self.fault != "clips tokens":
-            super().check_tokens(batch)
+    return {"check": check}
 
-    def tokens(self, batch: Batch) -> Tokens:
-        tokens = super().tokens(batch)
-        if self.fault == "clips tokens":  # one that is not in the vocabulary becomes the nearest that is
-            top = len(self.weights["bias"]) - 1
-            tokens.before, tokens.ids = tokens.before.clip(0, top), tokens.ids.clip(0, top)
-        return tokens
 
-    def advantages(self, batch: Batch) -> Any:
-        match self.fault:
-            case "the other sign":
-                return -super().advantages(batch)
-            case "rounds equal rewards":  # their mean is not quite them in float32: what is left is divided by itself
-                reward, advantages = batch.array("reward"), np.zeros(batch.rows, np.float32)
-                for group in np.unique(batch.groups):
-                    own = batch.groups == group
-                    mean = reward[own].sum(dtype=np.float32) / np.float32(own.sum())
-                    centred = (reward[own] - mean).astype(np.float32)
-                    advantages[own] = centred / (centred.std() + 1e-9)
-                return advantages
-            case "takes groups as they lie":
-                _, sizes = np.unique(batch.groups, return_counts=True)
-                batch = Batch(batch.ids, np.repeat(np.arange(len(sizes)), sizes), batch.columns)
-            case "writes into the batch":
-                advantages, stored = super().advantages(batch), batch.columns["reward"].values
-                if stored.flags.writeable:
-                    stored -= stored.mean()
-                return advantages
-        return super().advantages(batch)
+def gather(self: WrongTrain, right: Any) -> Any:
+    """Give each tensor in the same memory."""
+    room = np.empty(VOCABULARY**2, np.float32)
+    for name, array in right():
+        gathered = room[: array.size].reshape(array.shape)
+        gathered[:] = array
+        yield name, gathered
 
-    def filtered(self, advantages: Any) -> Any:
-        return advantages <= 0 if self.fault == "filters what it trains" else super().filtered(advantages)
 
-    def kept(self, batch: Batch, tokens: Tokens) -> Any:
-        kept, offsets = super().kept(batch, tokens).copy(), batch.ragged("response_ids").offsets
-        match self.fault:
-            case "drops the last token":
-                kept[offsets[1:] - 1] = False
-            case "drops the first token":
-                kept[offsets[:-1]] = False
-            case "ignores the loss mask":
-                kept[:] = True
-            case "masks one too late":
-                kept = np.roll(kept, 1)
-                kept[offsets[:-1]] = True
-        return kept
+def round_weights(self: WrongTrain, right: Any, *args: Any) -> None:
+    right(*args)
+    self.weights = {name: a.astype(self.dtypes[name]).astype(np.float32) for name, a in self.weights.items()}
 
-    def coefficients(self, batch: Batch, tokens: Tokens, advantages: Any) -> Any:
-        right = super().coefficients(batch, tokens, advantages)
-        if self.fault != "mean over rows":
-            return right
-        kept = np.bincount(tokens.rows, self.kept(batch, tokens), minlength=batch.rows)
-        return right * kept.mean() / np.maximum(kept, 1)[tokens.rows]
 
-    def behaviour(self, batch: Batch, tokens: Tokens) -> Any:
-        """Recomputed: the log-probs from before the step are taken for those of the policy that drew the rows."""
-        return self.scores(tokens) if self.fault == "recomputes behaviour" else super().behaviour(batch, tokens)
+def keep_bias(self: WrongTrain, right: Any, update: Any) -> None:
+    bias = self.weights["bias"]
+    right(update)
+    self.weights["bias"] = bias
 
-    def count(self, tokens: Tokens, kept: Any, advantages: Any) -> Any:
-        lengths = np.bincount(tokens.rows)
-        return lengths.max() * len(lengths) if self.fault == "mean over padding" else kept.sum()
 
-    def descend(self, tokens: Tokens, coefficients: Any) -> None:
-        match self.fault:
-            case "trains padding":  # behind each row, token 0 as far as the longest row goes
-                lengths = np.bincount(tokens.rows)
-                short = np.repeat(np.arange(len(lengths)), lengths.max() - lengths)
-                by_row = np.bincount(tokens.rows, coefficients) / lengths
-                tokens.before = np.concatenate([tokens.before, tokens.ids[(np.cumsum(lengths) - 1)[short]]])
-                tokens.ids = np.concatenate([tokens.ids, np.zeros(len(short), np.int32)])
-                coefficients = np.concatenate([coefficients, by_row[short]])
-            case "mean of micro-batches":
-                second = tokens.rows >= tokens.rows[-1] // 2
-                coefficients = coefficients / (2 * np.where(second, second.mean(), 1 - second.mean()))
-            case "keeps old masters" if self._kept:
-                self.weights = self._kept.pop()
-        super().descend(tokens, coefficients)
-        if self.fault == "steps in bfloat16":
-            for name, array in self.weights.items():
-                array[:] = array.astype(self.dtypes[name])
+def save_in_memory(self: WrongTrain, right: Any, path: Path) -> None:
+    """As good as a checkpoint, until the process dies."""
+    key = f"{os.getpid()} {len(SAVED)}"
+    SAVED[key] = copy.deepcopy((self.weights, self.speed))
+    (path / "key").write_text(key)
 
+
+def load_from_memory(self: WrongTrain, right: Any, path: Path) -> None:
+    self.weights, self.speed = copy.deepcopy(SAVED[(path / "key").read_text()])
+
+
+async def never_awaited(self: WrongTrain, right: Any, path: Path) -> None:
+    right(path)
+
+
+FAULTS: dict[str, Fault] = {
+    "never moves": {"made": lambda self, _: setattr(self, "lr", 0.0)},
+    "says that it computes": {"made": lambda self, _: setattr(self, "computes", ("values",))},
+    "leaves descriptors": {"made": lambda *_: leave_descriptor()},
+    "leaves a thread": {"made": lambda *_: leave_thread(name="prefetch")},
+    # ---- a step
+    "leaks": {"train_step": before(lambda self, _: self.held.append(np.ones(1 << 17)))},
+    "leaks descriptors": {"train_step": before(lambda *_: leave_descriptor())},
+    "hangs": {"tokens": before(lambda *_: event().wait(60))},
+    "reports NaN": {"train_step": lambda self, right, batch: StepResult({**right(batch).metrics, "kl": np.nan})},
+    "trains on NaN": {"check": lambda self, right, batch: self.check_tokens(batch)},
+    "clips tokens": {  # one that is not in the vocabulary becomes the nearest that is
+        "check_tokens": lambda *_: None,
+        "tokens": lambda self, right, batch: Tokens(
+            (got := right(batch)).before.clip(0, VOCABULARY - 1), got.ids.clip(0, VOCABULARY - 1), got.rows
+        ),
+    },
+    "raises whatever comes": {"check": before(lambda self, batch: batch.columns["reward"])},
+    "refuses half-way": change_when_refusing("weights"),
+    "keeps the gradient": change_when_refusing("speed"),
+    "the other sign": {"advantages": lambda self, right, batch: -right(batch)},
+    "trains equal rewards": {"advantages": lambda self, right, batch: np.where(a := right(batch), a, np.float32(1))},
+    "takes groups as they lie": {"advantages": lambda self, right, batch: right(
+        Batch(batch.ids, np.sort(batch.groups), batch.columns)
+    )},
+    "writes into the batch": {"filtered": lambda self, right, advantages: None, "advantages": before(
+        lambda self, batch: np.negative(rewards := batch.columns["reward"].values, out=rewards)
+    )},
+    "filters what it trains": {"filtered": lambda self, right, advantages: advantages <= 0},
+    "drops the first token": {"kept": lambda self, right, batch, tokens: np.diff(tokens.rows, prepend=-1) == 0},
+    "drops the last token": {"kept": lambda self, right, batch, tokens: (  # of responses of several
+        np.diff(tokens.rows, append=-1) == 0) | (np.bincount(tokens.rows)[tokens.rows] == 1
+    )},
+    "ignores the loss mask": {"kept": lambda self, right, batch, tokens: np.ones(len(tokens.ids), bool)},
+    "mean over rows": {"coefficients": lambda self, right, batch, tokens, advantages: (
+        right(batch, tokens, advantages) / np.bincount(tokens.rows, self.kept(batch, tokens))[tokens.rows]
+    )},
+    "mean over padding": {"count": lambda self, right, tokens, kept: np.bincount(tokens.rows).max() * tokens.rows[-1]},
+    "recomputes behaviour": {"behaviour": lambda self, right, batch, tokens: self.scores(tokens)},
+    "steps in bfloat16": {"descend": round_weights},
     # ---- what it reports
-
-    def named_weights(self) -> Iterator[tuple[str, Any]]:
-        room = np.empty(max(array.nbytes for array in self.weights.values()), np.uint8)
-        for name, array in super().named_weights():
-            match self.fault:
-                case "publishes float32":
-                    yield name, self.weights[name]
-                case "keeps the wrapper's prefix":
-                    yield f"module.{name}", array
-                case "gathers into one buffer":
-                    gathered = room[: array.nbytes].view(array.dtype).reshape(array.shape)
-                    gathered[:] = array
-                    yield name, gathered
-                case _:
-                    yield name, array
-            if self.fault == "trains as it is read":
-                self.speed[name] = np.float32(0.5) * self.speed[name]
-        if self.fault == "gives tied weights twice":
-            yield "head.weight", self.weights["table.weight"]
-
-    def logprobs(self, batch: Batch) -> Ragged:
-        right = super().logprobs(batch)
-        match self.fault:
-            case "caches log-probs":  # computes them from a copy of the weights, made once
-                self._kept = self._kept or [{name: array.copy() for name, array in self.weights.items()}]
-                tokens = self.tokens(batch)
-                scores = log_softmax(self._kept[0], tokens.before)[np.arange(len(tokens.ids)), tokens.ids]
-                return Ragged(scores.astype(np.float32), right.offsets)
-            case "pads log-probs":
-                return Ragged.of(list(right.padded()))
-            case "log-probs of the token beside":
-                return Ragged(np.roll(right.values, 1), right.offsets)
-            case "log-probs by the longest row":
-                drift = 0.01 * np.repeat(right.lengths.max() - right.lengths, right.lengths)
-                return Ragged((right.values - drift).astype(np.float32), right.offsets)
-        return right
-
+    "publishes float32": {"named_weights": lambda self, right: self.weights.items()},
+    "keeps the wrapper's prefix": {"named_weights": lambda self, right: [(f"module.{n}", a) for n, a in right()]},
+    "gives tied weights twice": {
+        "named_weights": lambda self, right: [*right(), ("head.weight", self.weights["table.weight"])]
+    },
+    "gathers into one buffer": {"named_weights": gather},
+    "trains as it is read": {"named_weights": before(lambda self: self.rest())},
+    "caches log-probs": {
+        "logprobs": lambda self, right, batch: (self.held.append(right(batch)), self.held[0])[1]
+    },
+    "pads log-probs": {"logprobs": lambda self, right, batch: Ragged.of(list(right(batch).padded()))},
+    "log-probs of the token beside": {
+        "logprobs": lambda self, right, batch: Ragged(np.roll((got := right(batch)).values, 1), got.offsets)
+    },
     # ---- what it keeps
-
-    def save(self, path: Path) -> Any:
-        match self.fault:
-            case "keeps the first save" if (path / "state.npz").exists():
-                return None
-            case "keeps its state in memory":  # as good as a checkpoint, until the process dies
-                LEFT.append(copy.deepcopy((self.weights, self.speed)))
-                return (path / "number").write_text(f"{os.getpid()} {len(LEFT) - 1}")
-            case "writes down its folder":
-                (path / "latest").write_text(str(path))
-        return super().save(path)
-
-    def load(self, path: Path) -> None:
-        match self.fault:
-            case "loads nothing":
-                return
-            case "starts anew without a checkpoint" if not (path / "state.npz").exists():
-                return
-            case "keeps its state in memory":
-                pid, number = (path / "number").read_text().split()
-                if pid != str(os.getpid()):
-                    raise KeyError(pid)
-                self.weights, self.speed = copy.deepcopy(LEFT[int(number)])
-                return
-            case "writes down its folder":
-                path = Path((path / "latest").read_text())
-        super().load(path)
-        if self.fault == "forgets the optimizer":
-            self.speed = {name: np.zeros_like(array) for name, array in self.weights.items()}
-
-    def load_weights(self, update: WeightUpdate) -> None:
-        before, speed = self.weights, self.speed
-        with contextlib.suppress(*([Exception] if self.fault == "loads whatever comes" else [])):
-            super().load_weights(update)
-        match self.fault:
-            case "loads half":
-                self.weights |= dict(list(before.items())[len(before) // 2 :])
-            case "keeps old masters":  # until the next step
-                self._kept.append(before)
-            case "keeps its momentum":
-                self.speed = speed
-            case "keeps the update's memory":
-                self.weights = dict(update.arrays())
-            case "loads whatever comes":
-                fits = {n: a for n, a in update.arrays() if n in before and a.shape == before[n].shape}
-                self.weights = before | {name: array.astype(np.float32) for name, array in fits.items()}
-
-    def export(self, path: Path) -> None:
-        match self.fault:
-            case "cannot export":
-                TrainEngine.export(self, path)
-            case "exports float32":
-                write(path, self.weights)
-            case "exports half precision":
-                write(path, {n: a.astype(np.float16).astype(np.float32) for n, a in self.weights.items()})
-            case "exports what it began with":
-                write(path, weights(0))
-            case _:
-                super().export(path)
-
-
-class TakesAnyOption(BigramTrain):
-    """A misspelt `learning_rate` is no error."""
-
-    def __init__(self, model: str, *, algorithm: Any, lr: float = 1.0, **more: Any) -> None:
-        super().__init__(model, lr=lr, algorithm=algorithm)
-
-
-class IgnoresTheAlgorithm(BigramTrain):
-    def __init__(self, model: str, *, algorithm: Any) -> None:
-        from asyncflow_sdk.algorithms import GRPO
-
-        super().__init__(model, algorithm=algorithm if type(algorithm) is GRPO else GRPO())
-
-
-class NeverAwaited(BigramTrain):
-    async def save(self, path: Path) -> None:  # type: ignore[override]
-        super().save(path)
+    "is never awaited": {"save": never_awaited},
+    "keeps the first save": {"save": lambda self, right, path: (path / "state.npz").exists() or right(path)},
+    "keeps its state in memory": {"save": save_in_memory, "load": load_from_memory},
+    "writes down its folder": {
+        "save": before(lambda self, path: (path / "latest").write_text(str(path))),
+        "load": lambda self, right, path: right(Path((path / "latest").read_text())),
+    },
+    "starts anew without a checkpoint": {"load": lambda self, right, path: (path / "state.npz").exists() and right(path)},
+    "forgets the optimizer": {"load": lambda self, right, path: (right(path), self.rest())},
+    "loads half": {"load_weights": keep_bias},
+    "keeps its momentum": {"rest": lambda *_: None},
+    "keeps the update's memory": {"load_weights": lambda self, right, update: (
+        right(update), vars(self).update(weights=dict(update.arrays()))
+    )},
+    "loads whatever comes": {"load_weights": lambda self, right, update: self.start_from(
+        {**self.weights, **{n: a for n, a in update.arrays() if np.shape(self.weights.get(n)) == a.shape}}.items()
+    )},
+    "cannot export": {"export": lambda self, right, path: TrainEngine.export(self, path)},
+    "exports float32": {"export": lambda self, right, path: write(path, self.weights.items())},
+    "exports half precision": {"export": lambda self, right, path: write(
+        path, [(name, array.astype(np.float16).astype(np.float32)) for name, array in self.weights.items()]
+    )},
+}  # fmt: skip
+"""Each with the methods that it replaces."""

@@ -4,57 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
-from ledger_queue import Queue, publishing
+from ledger_queue import TOKENS, Queue, publishing
 
-from asyncflow_sdk.errors import AsyncFlowError, Ended, LeaseLost, WriteOnceError
+from asyncflow_sdk.errors import AsyncFlowError, Ended, WriteOnceError
 from asyncflow_sdk.ledger import TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.types import ColumnSpec
-
-COLUMN = ColumnSpec("ragged", "int64")
-
-
-def send(queue: Queue, session: int, command: Any) -> Any:
-    """The reply, or the error; None if the request waits."""
-    return queue.answers.get(queue.ask(session, command))
 
 
 class FairWorkers:
-    """A feeder, and a worker of each task. ``team``: two ranks train."""
+    """A feeder, and a worker of each task."""
 
-    def __init__(self, queue: Queue, tasks: list[TaskSpec], group_size: int, *, team: bool) -> None:
-        self.queue, self.tasks, self.group_size, self.team = queue, tasks, group_size, team
+    def __init__(self, queue: Queue, tasks: list[TaskSpec], group_size: int) -> None:
+        self.queue, self.tasks, self.group_size = queue, tasks, group_size
         self._sessions: dict[str, int] = {}
 
     def turns(self) -> bool:
         """One turn of each. Returns True if any got anywhere."""
-        declared = self.queue.ledger.tasks
-        return any([self._feed(), *(self.turn(task) for task in self.tasks if task.name in declared)])
+        return any([self._feed(), *(self.turn(task) for task in self.tasks if task.name in self.queue.tasks)])
 
     def turn(self, task: TaskSpec) -> bool:
         published = task.batch_rows is not None and self._publish_what_is_due(task.name)
-        if self.team and (task.batch_rows or 0) > 1:
-            return self._train_as_team(task) or published
         return self._work(task) or published
 
     def _send(self, role: str, command: Any) -> Any:
-        if self._sessions.get(role) not in self.queue.ledger.sessions:
+        if self._sessions.get(role) not in self.queue.sessions:
             self._sessions[role] = self.queue.join(f"fair {role}")
-        return send(self.queue, self._sessions[role], command)
+        return self.queue.send(self._sessions[role], command)
 
     def _feed(self) -> bool:
-        if not isinstance(self._send("feeder", cmd.AwaitRowsWanted()), cmd.RowsWanted):
-            return False
-        put = cmd.AddRows(groups=1, group_size=self.group_size, columns={"prompt": COLUMN})
-        return isinstance(self._send("feeder", put), cmd.PutDone)
+        put = cmd.AddRows(groups=1, group_size=self.group_size, columns={"prompt": TOKENS})
+        wanted = isinstance(self._send("feeder", cmd.AwaitRowsWanted()), cmd.RowsWanted)
+        return wanted and isinstance(self._send("feeder", put), cmd.PutDone)
 
     def _publish_what_is_due(self, role: str) -> bool:
-        cut, current = self._send(role, cmd.GetTrainingPosition()), self.queue.status().version
+        cut, current = self._send(role, cmd.GetTrainingPosition()), self.queue.version
         number = 0 if current < 0 else cut.version
         if current >= number:
             return False
-        for session in list(self.queue.ledger.publishers.values()):  # others give the role up
-            send(self.queue, session, cmd.ClosePublisher())
+        self.queue.free_publisher()
         if cut.restore >= 0:
             assert self._send(role, cmd.ReportRestored(version=cut.restore)) == cmd.Done()
         opened, _, published, closed = [self._send(role, command) for command in publishing(number)]
@@ -62,30 +49,13 @@ class FairWorkers:
         assert closed == cmd.Done()
         return isinstance(published, cmd.PublishReply)
 
-    def _train_as_team(self, task: TaskSpec) -> bool:
-        """The second rank leaves after its acknowledgement, and another comes for the next step."""
-        ranks = [self.queue.join(f"fair rank {rank}") for rank in range(2)]
-        lease = [
-            cmd.LeaseRows(task=task.name, count=4, timeout_s=60.0, group="fair", rank=rank, world_size=2)
-            for rank in range(2)
-        ]
-        send(self.queue, ranks[0], lease[0])
-        got = send(self.queue, ranks[1], lease[1])
-        for rank in (1, 0):
-            if isinstance(got, cmd.Leased):
-                dropped = b"\0\0\0\0" if got.step % 2 and self.queue.ledger.leases[got.token].ids[rank] else None
-                done = cmd.Complete(token=got.token, columns={}, rank=rank, filtered=dropped)
-                assert isinstance(send(self.queue, ranks[rank], done), cmd.Completed)
-            send(self.queue, ranks[rank], cmd.CloseSession())
-        return isinstance(got, cmd.Leased)
-
     def _work(self, task: TaskSpec) -> bool:
         got = self._send(task.name, cmd.LeaseRows(task=task.name, count=4))
         if isinstance(got, cmd.LoadFirst):
             return self._send(task.name, cmd.ReportLoaded(version=got.version)) == cmd.Done()
         if not isinstance(got, cmd.Leased):
             return False
-        done = self._send(task.name, cmd.Complete(token=got.token, columns=dict.fromkeys(task.gives, COLUMN)))
+        done = self._send(task.name, cmd.Complete(token=got.token, columns=dict.fromkeys(task.gives, TOKENS)))
         if isinstance(done, WriteOnceError):  # rows that came with what this task would write
             done = self._send(task.name, cmd.GiveBack(token=got.token, blame=True))
         assert isinstance(done, cmd.Completed | cmd.Done), done
@@ -94,13 +64,12 @@ class FairWorkers:
     def _cover(self) -> bool:
         """Make a checkpoint of all that is acknowledged. Returns True if it makes anything final."""
         cut = self._send("admin", cmd.GetTrainingPosition())
-        if not cut.checkpoints or cut.step <= cut.covered:
-            return False
-        return self._send("admin", cmd.AddCheckpoint(step=cut.step, covers=cut.step)) == cmd.Done()
+        due = cut.checkpoints and cut.step > cut.covered
+        return due and self._send("admin", cmd.AddCheckpoint(step=cut.step, covers=cut.step)) == cmd.Done()
 
     def finish(self, rounds: int = 400) -> None:
         """Bring the run to its end. Fails if it cannot be brought there."""
-        queue, ledger = self.queue, self.queue.ledger
+        queue = self.queue
         declared = [self._send("admin", cmd.Declare(task=task)) for task in self.tasks]
         give_up = any(isinstance(reply, AsyncFlowError) for reply in declared)
         status = queue.status()
@@ -109,21 +78,17 @@ class FairWorkers:
             if give_up or (unlimited and count == 2):
                 self._send("admin", cmd.End(cancel=give_up))
                 give_up = unlimited = False
-            if not ledger.live and queue.status().over:
+            if not queue.live and queue.status().over:
                 break
             if self.turns() or self._cover():
                 continue
-            deadline = queue.ledger.next_deadline()
+            deadline = queue.next_deadline()
             if deadline is not None:
                 queue.at(max(deadline, queue.now))
             else:
                 assert not queue.status().over, f"deadlock: {queue.status()}"
                 self._send("admin", cmd.End())
-        assert not ledger.live, f"no end in {rounds} rounds: {queue.status()}"
-        ledger.check()
-        for task in ledger.tasks:
+        assert not queue.live, f"no end in {rounds} rounds: {queue.status()}"
+        queue.check()
+        for task in queue.tasks:
             assert isinstance(self._send("admin", cmd.LeaseRows(task=task, count=1)), Ended)
-        for token, lease in list(ledger.leases.items())[-5:]:  # every token is stale by now
-            for rank, session in lease.sessions.items():
-                stale = send(queue, session, cmd.Complete(token=token, columns={}, rank=rank))
-                assert isinstance(stale, LeaseLost), stale

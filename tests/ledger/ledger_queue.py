@@ -10,10 +10,9 @@ from checked_ledger import CheckedLedger
 
 from asyncflow_sdk.errors import AsyncFlowError
 from asyncflow_sdk.interfaces import Sampler, StalenessPolicy
-from asyncflow_sdk.ledger import Effects, TaskSpec, unpack_ids
+from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import ColumnSpec
-from asyncflow_sdk.types.reports import Audit, StatusReport
 
 TEXT = ColumnSpec("text", "uint8")
 TOKENS = ColumnSpec("ragged", "int64")
@@ -26,9 +25,9 @@ PLAIN = TaskSpec(name="plain", needs=("prompt",), gives=("answer",), lease_s=10)
 LAST = TaskSpec(name="last", needs=("answer",), lease_s=10)
 
 
-class Queue:
-    """A checked ledger and its clock. ``do`` returns the reply or raises the error; None means that the request waits.
-    ``options``: of the ledger. ``sampler``, ``policy``: what every name of one stands for."""
+class Queue(CheckedLedger):
+    """``do`` returns the reply or raises the error; None means that the request waits. ``options``: of the ledger.
+    ``sampler``, ``policy``: what every name of one stands for. ``limits``: of the run."""
 
     def __init__(
         self,
@@ -43,62 +42,19 @@ class Queue:
             made["make_sampler"] = lambda spec: sampler(**spec.options)
         if policy is not None:
             made["make_policy"] = lambda spec: policy
-        self.ledger = CheckedLedger(twin=sampler is None and policy is None, **made)
-        self.now = 0.0
-        self.tickets = 0
-        self.answers: dict[int, Any] = {}
-        self.events: list[Any] = []
-        self.ended: list[int] = []
+        super().__init__(twin=sampler is None and policy is None, **made)
         self.admin = self.join("admin")
-        if limits:
-            self.do(self.admin, cmd.Configure(**limits))
-        for task in tasks:
-            self.do(self.admin, cmd.Declare(task=task))
-
-    def _take(self, effects: Effects) -> None:
-        for ticket, answer in effects.answers:
-            assert ticket not in self.answers, "answered twice"
-            self.answers[ticket] = answer
-        self.events += effects.events
-        self.ended += [i for ids in effects.retired for i in ids.tolist()]
-
-    def ask(self, session: int, command: Any) -> int:
-        """The ticket."""
-        self.tickets += 1
-        self._take(self.ledger.apply(session, command, self.now, self.tickets))
-        return self.tickets
+        for command in [cmd.Configure(**limits), *(cmd.Declare(task=task) for task in tasks)]:
+            self.do(self.admin, command)
 
     def do(self, session: int, command: Any) -> Any:
-        answer = self.answers.get(self.ask(session, command))
+        answer = self.send(session, command)
         if isinstance(answer, AsyncFlowError):
             raise answer
         return answer
 
-    def join(self, name: str) -> int:
-        return int(self.do(0, cmd.OpenSession(name=name)).session)
-
-    def die(self, session: int) -> None:
-        self._take(self.ledger.session_died(session, self.now, "killed"))
-
-    def lose(self, *rows: int, reason: str = "payload lost") -> None:
-        self._take(self.ledger.lose(list(rows), self.now, reason))
-
-    def reply_undelivered(self, session: int, version: int) -> None:
-        self._take(self.ledger.reply_undelivered(session, version, self.now))
-
-    def at(self, now: float) -> None:
-        self.now = now
-        self._take(self.ledger.tick(now))
-
     def put(
-        self,
-        groups: int,
-        size: int = 1,
-        *,
-        wait: float = 0.0,
-        key: str = "",
-        priority: int = 0,
-        **columns: ColumnSpec,
+        self, groups: int, size: int = 1, *, wait: float = 0.0, key: str = "", priority: int = 0, **columns: Any
     ) -> Any:
         columns = columns or {"prompt": TEXT}
         put = cmd.AddRows(groups=groups, group_size=size, columns=columns, timeout_s=wait, key=key, priority=priority)
@@ -107,34 +63,25 @@ class Queue:
     def lease(self, session: int, task: str, count: int = 100, wait: float = 0.0, **more: Any) -> Any:
         return self.do(session, cmd.LeaseRows(task=task, count=count, timeout_s=wait, **more))
 
-    def complete(
-        self, session: int, lease: cmd.Leased, *at: int, drop: tuple[int, ...] = (), **columns: ColumnSpec
-    ) -> Any:
-        gives = self.ledger.tasks[lease.task].gives
-        command = cmd.Complete(
-            token=lease.token,
-            columns=columns or dict.fromkeys(gives, TOKENS),
-            index=packed(*at) if at else None,
-            filtered=packed(*drop) if drop else None,
-            rank=lease.rank,
-        )
+    def complete(self, session: int, lease: cmd.Leased, *at: int, drop: tuple[int, ...] = (), **columns: Any) -> Any:
+        columns = columns or dict.fromkeys(self.tasks[lease.task].gives, TOKENS)
+        index, dropped = (packed(*rows) if rows else None for rows in (at, drop))
+        command = cmd.Complete(token=lease.token, columns=columns, index=index, filtered=dropped, rank=lease.rank)
         return self.do(session, command)
 
     def publish(self, version: int) -> None:
         """By the admin, who is the publisher from then on."""
-        if self.admin not in self.ledger.publishers.values():
-            self.do(self.admin, cmd.OpenPublisher())
-        self.do(self.admin, cmd.Announce(version=version))
-        self.do(self.admin, cmd.Publish(version=version, part=part(version)))
+        self.send(self.admin, cmd.OpenPublisher())  # refused if it is
+        for command in publishing(version)[1:3]:
+            self.do(self.admin, command)
+
+    def free_publisher(self) -> None:
+        """Whoever publishes gives it up."""
+        for session in list(self.sessions):
+            self.send(session, cmd.ClosePublisher())
 
     def load(self, session: int, version: int) -> None:
         self.do(session, cmd.ReportLoaded(version=version))
-
-    def audit(self) -> Audit:
-        return self.ledger.audit()
-
-    def status(self) -> StatusReport:
-        return self.ledger.status()
 
 
 def publishing(version: int) -> list[Any]:

@@ -206,6 +206,7 @@ def test_a_put_larger_than_the_queue_is_refused() -> None:
     queue = Queue(PLAIN, capacity_bytes=100)
     with pytest.raises(SchemaError, match="capacity_bytes=100"):
         put(queue, 1, nbytes=101)
+    put(queue, 1, nbytes=100)
 
 
 # ---- keys

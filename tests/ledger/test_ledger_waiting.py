@@ -129,7 +129,7 @@ def test_a_forgotten_request_takes_nothing() -> None:
     queue = Queue(PLAIN)
     worker = queue.join("w")
     ticket = queue.ask(worker, cmd.LeaseRows(task="plain", count=1, timeout_s=60))
-    queue.ledger.forget(ticket, queue.now)
+    queue.forget(ticket)
     queue.put(1)
     assert ticket not in queue.answers
     assert ids(queue.lease(worker, "plain")) == [0]

@@ -43,7 +43,7 @@ def test_the_same_puts_again_after_losses_make_every_group_live_once(
 
     def put_all() -> None:
         lost = {name: {g for k, g in where.values() if k == name} for name in puts}
-        live = set(queue.ledger.live)
+        live = set(queue.live)
         for key, (groups, size) in puts.items():
             there = {g for row, (k, g) in where.items() if k == key and row in live}
             missing = sorted(set(range(groups)) - there)
@@ -56,7 +56,7 @@ def test_the_same_puts_again_after_losses_make_every_group_live_once(
 
     put_all()
     for _ in range(data.draw(st.integers(1, 4), "losses")):
-        live = sorted(queue.ledger.live)
+        live = sorted(queue.live)
         gone = sorted(data.draw(st.sets(st.sampled_from(live), max_size=6), "lost")) if live else []
         lose(queue, gone)
         named = [
@@ -70,7 +70,7 @@ def test_the_same_puts_again_after_losses_make_every_group_live_once(
             put_all()
     put_all()
 
-    live = Counter(where[row] for row in queue.ledger.live)
+    live = Counter(where[row] for row in queue.live)
     assert live == {(key, group): size for key, (groups, size) in puts.items() for group in range(groups)}
     assert queue.audit().balanced
 

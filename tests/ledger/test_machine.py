@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fair_workers import COLUMN, FairWorkers, send
+from fair_workers import FairWorkers
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from ledger_queue import Queue, ids, packed, part, publishing
+from ledger_queue import TOKENS, Queue, ids, packed, part, publishing
 from schedules import LONG
 
 from asyncflow_sdk.errors import LeaseLost
@@ -25,7 +25,7 @@ from asyncflow_sdk.types.tasks import PolicySpec, SamplerSpec
 
 pytestmark = pytest.mark.fast
 WRONG = ColumnSpec("fixed", "float32")
-ORDINARY = {"prompt": COLUMN}
+ORDINARY = {"prompt": TOKENS}
 small = st.integers(0, 7)
 waits = st.sampled_from([0.0, 0.0, 4.0, 40.0])
 wheres = st.sampled_from([None, None, None, None, "", "eval"])
@@ -84,11 +84,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def begin(self, data: Any) -> None:
         draw = data.draw
         self.queue = Queue(options={"initial_rows": 8})
-        self.ledger = self.queue.ledger
         self.size = draw(st.sampled_from([1, 2, 3]), "group size")
         self.batch = self.size * draw(st.sampled_from([1, 2, 3]), "groups in a batch")
         self.tasks = make_tasks(draw, self.batch)
-        self.fair = FairWorkers(self.queue, self.tasks, self.size, team=draw(st.sampled_from([False, False, True])))
+        self.fair = FairWorkers(self.queue, self.tasks, self.size)
         self.sessions = [self.queue.join(f"worker {i}") for i in range(3)]
         limits = cmd.Configure(
             capacity_rows=draw(st.sampled_from([None, 4 * self.batch, self.batch + 1, self.batch]), "capacity"),
@@ -119,16 +118,16 @@ class LedgerMachine(RuleBasedStateMachine):
         return self.sessions[at % len(self.sessions)]
 
     def send(self, at: int, command: Any) -> Any:
-        return send(self.queue, self.session(at), command)
+        return self.queue.send(self.session(at), command)
 
     @property
     def version(self) -> int:
-        return self.ledger.version
+        return self.queue.version
 
     @invariant()
     def all_is_as_it_is_known_to_be(self) -> None:
         if hasattr(self, "queue"):
-            self.ledger.check()
+            self.queue.check()
 
     def teardown(self) -> None:
         if hasattr(self, "fair"):
@@ -147,7 +146,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for _ in range(turns):
             if which == 7:
                 self.fair.turns()
-            elif task.name in self.ledger.tasks:
+            elif task.name in self.queue.tasks:
                 self.fair.turn(task)
 
     @rule(at=small, how=st.sampled_from(["leaves", "dies", "is dismissed", "is declared dead"]), back=st.booleans())
@@ -157,21 +156,21 @@ class LedgerMachine(RuleBasedStateMachine):
             self.send(at, cmd.CloseSession())
         elif how == "dies":
             self.queue.die(session)
-        elif session in self.ledger.sessions:
+        elif session in self.queue.sessions:
             reason = "its process ended" if how == "is declared dead" else ""
-            self.send(at + 1, cmd.Dismiss(name=self.ledger.sessions[session].name, ended=reason))
+            self.send(at + 1, cmd.Dismiss(name=self.queue.sessions[session].name, ended=reason))
         if back or how.startswith("is"):
             self.sessions[at % len(self.sessions)] = self.queue.join(f"worker {at}")
 
     @rule(at=small, what=st.sampled_from(["forget", "wanted", "look", "await lost"]), wait=waits)
     def ask(self, at: int, what: str, wait: float) -> None:
-        if what == "forget" and self.ledger.waiting:
-            self.ledger.forget(list(self.ledger.waiting)[at % len(self.ledger.waiting)], self.queue.now)
+        if what == "forget" and self.queue.waiting:
+            self.queue.forget(list(self.queue.waiting)[at % len(self.queue.waiting)])
         elif what == "wanted":
             self.send(at, cmd.AwaitRowsWanted(timeout_s=wait))
         elif what == "await lost":
             self.send(at, cmd.AwaitLost(timeout_s=40.0))
-        elif what == "look" and self.session(at) in self.ledger.sessions:
+        elif what == "look" and self.session(at) in self.queue.sessions:
             assert self.send(at, cmd.GetAudit()) == self.queue.audit()
             assert self.send(at, cmd.GetStatus()) == self.queue.status()
 
@@ -193,7 +192,7 @@ class LedgerMachine(RuleBasedStateMachine):
             "circle": {"name": "bad", "needs": (*task.needs, *task.gives), "gives": task.needs},
             "batch": {"name": "bad", "batch_rows": 0},
         }
-        if spoil != "other" or task.name in self.ledger.tasks:
+        if spoil != "other" or task.name in self.queue.tasks:
             reply = self.send(0, cmd.Declare(task=msgspec.structs.replace(task, **changes[spoil])))
             assert spoil == "no" or isinstance(reply, Exception), reply
 
@@ -225,10 +224,10 @@ class LedgerMachine(RuleBasedStateMachine):
     )
     def put(self, groups: int, spoil: str, key: str, priority: int, wait: float, where: str, nbytes: int) -> None:
         columns = {
-            "dtype": {"fresh": COLUMN, "prompt": WRONG}, "empty": {},
-            "complete": {"prompt": COLUMN, "response": COLUMN, "reward": COLUMN},
+            "dtype": {"fresh": TOKENS, "prompt": WRONG}, "empty": {},
+            "complete": {"prompt": TOKENS, "response": TOKENS, "reward": TOKENS},
         }.get(spoil, ORDINARY)  # fmt: skip
-        if spoil == "dtype" and not self.ledger.rows:
+        if spoil == "dtype" and not self.queue.rows:
             return
         size = {"size": self.size + 1, "zero": 0}.get(spoil, self.size)
         if "score" not in {task.name for task in self.tasks}:
@@ -254,7 +253,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(share=st.sets(small, min_size=1, max_size=3), happens=st.sampled_from([False] * 7 + [True]))
     def lose_payload(self, share: set[int], happens: bool) -> None:
-        live = sorted(self.ledger.live)
+        live = sorted(self.queue.live)
         if happens and live:
             self.queue.lose(*sorted({live[at % len(live)] for at in share}))
 
@@ -274,7 +273,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(who=small, count=st.integers(1, 9), loads=st.booleans())
     def lease_what_there_is(self, who: int, count: int, loads: bool) -> None:
         """Of each task in turn, until something comes of it."""
-        for task in self.ledger.tasks:
+        for task in self.queue.tasks:
             reply = self.send(who, cmd.LeaseRows(task=task, count=count))
             if isinstance(reply, cmd.LoadFirst) and loads:
                 self.send(who, cmd.ReportLoaded(version=reply.version))
@@ -296,28 +295,28 @@ class LedgerMachine(RuleBasedStateMachine):
                 task=task, count=count, timeout_s=wait, group="t", rank=rank, world_size=size, shards=shards
             )
             self.send(who + number, ask)
-        for token, lease in list(self.ledger.open.items())[-1:] if works else ():
+        for token, lease in list(self.queue.open.items())[-1:] if works else ():
             for rank in ranks:
                 if rank in lease.sessions:
                     self.complete(token, rank)
 
     def complete(self, token: int, rank: int, **more: Any) -> Any:
-        lease = self.ledger.leases[token]
-        asked = {"columns": dict.fromkeys(self.ledger.tasks[lease.task].gives, COLUMN)} | more
-        return send(self.queue, lease.sessions[rank], cmd.Complete(token=token, rank=rank, **asked))
+        lease = self.queue.leases[token]
+        asked = {"columns": dict.fromkeys(self.queue.tasks[lease.task].gives, TOKENS)} | more
+        return self.queue.send(lease.sessions[rank], cmd.Complete(token=token, rank=rank, **asked))
 
     def held(self, at: int) -> tuple[int, int, int] | None:
         """A token, a rank of its lease, and the number of rows of this rank."""
-        if not self.ledger.open:
+        if not self.queue.open:
             return None
-        token, lease = list(self.ledger.open.items())[at % len(self.ledger.open)]
+        token, lease = list(self.queue.open.items())[at % len(self.queue.open)]
         rank = sorted(lease.ids)[at % len(lease.ids)]
         return token, rank, len(lease.ids[rank])
 
     @rule(at=small)
     def complete_all(self, at: int) -> None:
         if held := self.held(at):
-            for rank in sorted(self.ledger.leases[held[0]].ids):
+            for rank in sorted(self.queue.leases[held[0]].ids):
                 self.complete(held[0], rank)
 
     @rule(
@@ -328,14 +327,14 @@ class LedgerMachine(RuleBasedStateMachine):
         if not (held := self.held(at)):
             return
         token, rank, rows = held
-        lease = self.ledger.leases[token]
+        lease = self.queue.leases[token]
         named = None if share is None else sorted({p % rows for p in share} if rows else ())
         count = rows if named is None else len(named)
-        columns = dict.fromkeys(self.ledger.tasks[lease.task].gives, COLUMN)
+        columns = dict.fromkeys(self.queue.tasks[lease.task].gives, TOKENS)
         if spoil == "lacks":
             columns.pop(next(iter(columns), None), None)
         elif spoil in ("dtype", "twice"):
-            columns |= {"fresh": COLUMN, "prompt": WRONG} if spoil == "dtype" else {"prompt": COLUMN}
+            columns |= {"fresh": TOKENS, "prompt": WRONG} if spoil == "dtype" else {"prompt": TOKENS}
         elif spoil in ("range", "below", "again"):
             named = [*(named or []), *{"range": [rows], "below": [-1], "again": [0, 0]}[spoil]]
         index = None if named is None else packed(*named)
@@ -345,8 +344,8 @@ class LedgerMachine(RuleBasedStateMachine):
         )  # fmt: skip
         owner = lease.sessions[rank]
         if spoil == "thief":
-            owner = next((s for s in reversed(self.ledger.sessions) if s != owner), 10**6)
-        reply = send(self.queue, owner, command)
+            owner = next((s for s in reversed(self.queue.sessions) if s != owner), 10**6)
+        reply = self.queue.send(owner, command)
         assert spoil in ("no", "lacks", "twice") or isinstance(reply, Exception), reply
 
     @rule(at=small, share=positions, blame=st.booleans())
@@ -354,29 +353,29 @@ class LedgerMachine(RuleBasedStateMachine):
         if held := self.held(at):
             token, rank, rows = held
             index = None if share is None else packed(*sorted({p % rows for p in share} if rows else ()))
-            owner = self.ledger.leases[token].sessions[rank]
-            send(self.queue, owner, cmd.GiveBack(token=token, index=index, blame=blame, rank=rank))
+            owner = self.queue.leases[token].sessions[rank]
+            self.queue.send(owner, cmd.GiveBack(token=token, index=index, blame=blame, rank=rank))
 
     @rule(at=st.integers(0, 30), what=st.sampled_from(["complete", "filter", "give back", "renew"]))
     def use_any_token(self, at: int, what: str) -> None:
         """One that ever was; stale, more often than not."""
-        if not self.ledger.leases:
+        if not self.queue.leases:
             return
-        token, lease = list(self.ledger.leases.items())[at % len(self.ledger.leases)]
+        token, lease = list(self.queue.leases.items())[at % len(self.queue.leases)]
         rank, session = next(iter(lease.sessions.items()))
         commands = {
-            "complete": cmd.Complete(token=token, columns={"response": COLUMN}, rank=rank),
+            "complete": cmd.Complete(token=token, columns={"response": TOKENS}, rank=rank),
             "filter": cmd.Complete(token=token, columns={}, filtered=packed(0), rank=rank),
             "give back": cmd.GiveBack(token=token, rank=rank),
             "renew": cmd.Renew(token=token, rank=rank),
         }
-        stale = lease.over
-        assert isinstance(send(self.queue, session, commands[what]), LeaseLost) or not stale
+        stale = token not in self.queue.open
+        assert isinstance(self.queue.send(session, commands[what]), LeaseLost) or not stale
 
     @rule(who=small, works=st.booleans(), turns=st.sampled_from([1, 2, 6]))
     def straggle(self, who: int, works: bool, turns: int) -> None:
         """One worker begins something, and the others go on without it as far as they may."""
-        if not {"rollout", "train"} <= self.ledger.tasks.keys():
+        if not {"rollout", "train"} <= self.queue.tasks.keys():
             return
         if self.version >= 0:
             self.send(who, cmd.ReportLoaded(version=self.version))
@@ -452,13 +451,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def roll_back(self, who: int, ahead: int, loads: bool, works: int, back: int, restores: bool) -> None:
         """To a version before those that are published here; replicas may have begun with them."""
         for _ in range(ahead):
-            for session in list(self.ledger.publishers.values()):
-                send(self.queue, session, cmd.ClosePublisher())
+            self.queue.free_publisher()
             for command in publishing(self.version + 1)[:3]:
                 self.send(who, command)
             if loads:
                 self.send(who + 1, cmd.ReportLoaded(version=self.version))
-            for at in range(works if "rollout" in self.ledger.tasks else 0):
+            for at in range(works if "rollout" in self.queue.tasks else 0):
                 self.send(who, cmd.AddRows(groups=2, group_size=self.size, columns=ORDINARY))
                 got = self.send(who + 1, cmd.LeaseRows(task="rollout", count=self.size + 1))
                 if isinstance(got, cmd.Leased) and at:  # in part, perhaps with what it loads meanwhile
@@ -483,7 +481,7 @@ class LedgerMachine(RuleBasedStateMachine):
     ) -> None:
         for _ in range(turns):
             self.fair.turns()
-        cut = send(self.queue, self.queue.admin, cmd.GetTrainingPosition())
+        cut = self.queue.send(self.queue.admin, cmd.GetTrainingPosition())
         step = max(cut.step - back, 0)
         version = -1 if known is None else max(cut.version - back + known, -1)
         commands: dict[str, Any] = {
@@ -494,8 +492,7 @@ class LedgerMachine(RuleBasedStateMachine):
         }
         reply = self.send(who, commands[what])
         if isinstance(reply, cmd.Resumed) and reply.publish and publishes:
-            for other in list(self.ledger.publishers.values()):
-                send(self.queue, other, cmd.ClosePublisher())
+            self.queue.free_publisher()
             for command in publishing(reply.version)[: 3 + who % 2]:
                 self.send(who, command)
 

@@ -64,7 +64,7 @@ def test_rows_that_end_bring_the_lengths_of_their_responses() -> None:
     queue, replica, judge, trainer = running(batch=2, max_staleness=1)
     queue.put(2, 1)
     lease = queue.lease(replica, "rollout")
-    gives = dict.fromkeys(queue.ledger.tasks["rollout"].gives, TOKENS)
+    gives = dict.fromkeys(queue.tasks["rollout"].gives, TOKENS)
     queue.do(replica, cmd.Complete(token=lease.token, columns=gives, lengths=lengths(5, 70)))
     queue.complete(judge, queue.lease(judge, "reward"))
     queue.complete(trainer, queue.lease(trainer, "train"))
@@ -80,7 +80,7 @@ def test_what_ends_while_it_is_generated_has_about_the_tokens_that_others_had_by
     queue, replica, _, _ = running(batch=2, max_staleness=1)
     queue.put(2, 1)
     lease = queue.lease(replica, "rollout", 1)
-    gives = dict.fromkeys(queue.ledger.tasks["rollout"].gives, TOKENS)
+    gives = dict.fromkeys(queue.tasks["rollout"].gives, TOKENS)
     queue.at(3.0)
     queue.do(replica, cmd.Complete(token=lease.token, columns=gives, lengths=lengths(30)))
     # when another is cancelled after 5
@@ -99,7 +99,7 @@ def test_lengths_that_are_not_one_for_each_row_are_left_out() -> None:
         queue, replica, _, _ = running(batch=2, max_staleness=1)
         queue.put(2, 1)
         lease = queue.lease(replica, "rollout")
-        gives = dict.fromkeys(queue.ledger.tasks["rollout"].gives, TOKENS)
+        gives = dict.fromkeys(queue.tasks["rollout"].gives, TOKENS)
         queue.do(replica, cmd.Complete(token=lease.token, columns=gives, lengths=said))
         queue.do(queue.admin, cmd.End(cancel=True))
 

@@ -16,17 +16,16 @@ from hypothesis import strategies as st
 from schedules import (
     FOR_EVER,
     TASKS,
-    CheckpointedTrainer,
-    Feeder,
-    Rank,
-    Replica,
-    Stage,
     Trainer,
+    Worker,
     World,
-    filtered,
+    feed,
+    follow,
     others,
     schedules,
     train_task,
+    trained_rows,
+    work,
 )
 
 from asyncflow_sdk.ledger import TaskSpec
@@ -76,17 +75,17 @@ def test_a_run_under_any_schedule_ends_with_every_row_accounted_for(
         staleness=PolicySpec(policy),
     )  # fmt: skip
     lease_s = FOR_EVER / 4 if doubts else 50.0
-    world = World(seed, 60_000 + 12_000 * steps * batch, limits, [*TASKS, train_task(batch, lease_s)])
+    world = World(seed, limits, [*TASKS, train_task(batch, lease_s)])
     trainer = Trainer(world, most_staleness(policy, staleness), mortality, doubts)
     others(world, size, size if tight else 2 * batch, replicas, mortality)
 
     audit = world.run()
 
     assert trainer.trained == list(range(steps)), "each step once, in order"
-    assert filtered(audit)["consumed"] == steps * batch
+    assert trained_rows(audit) == steps * batch
     assert audit.expired == trainer.expired + late(audit, staleness)
     assert doubts or late(audit, staleness) <= staleness * batch * steps, "what may be given up"
-    assert world.ledger.version == max(trainer.made)
+    assert world.version == max(trainer.made)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -94,12 +93,12 @@ def test_drop_never_starves_and_gives_up_no_more_than_was_under_way(staleness: i
     batch, steps = 8, 20
     rollout = msgspec.structs.replace(TASKS[0], lease_s=5000)
     limits = cmd.Configure(max_staleness=staleness, steps=steps, staleness=PolicySpec("drop"))
-    world = World(staleness, 1_000_000, limits, [rollout, TASKS[1], train_task(batch, FOR_EVER / 4)])
-    trainer = Trainer(world, staleness, 0.0)
-    Feeder(world, 2, 2 * batch)
-    for number in range(3):
-        Replica(world, "rollout", f"replica {number}").straggles = 0.3
-    Stage(world, "reward", "reward", 0.0, filters=0.1)
+    world = World(staleness, limits, [rollout, TASKS[1], train_task(batch, FOR_EVER / 4)])
+    trainer = Trainer(world, staleness)
+    Worker(world, "", feed, size=2, most=2 * batch)
+    for _ in range(3):
+        Worker(world, "rollout", work, straggles=0.3)
+    Worker(world, "reward", work, filters=0.1)
 
     audit = world.run()
 
@@ -120,11 +119,11 @@ def test_a_run_that_loses_payload_at_any_time_still_trains_every_step(
 ) -> None:  # fmt: skip
     batch, lost = size * groups, []
     limits = cmd.Configure(capacity_rows=batch if tight else 4 * batch, max_staleness=staleness, steps=steps)
-    world = World(seed, 40_000 + 8_000 * steps * batch, limits, [*TASKS, train_task(batch)])
+    world = World(seed, limits, [*TASKS, train_task(batch)])
     trainer = Trainer(world, staleness, mortality)
     others(world, size, size if tight else 2 * batch, 2, mortality)
     for _ in range(disasters):
-        world.later(world.random.uniform(0, 60), lambda: lost.append(world.lose(share)))
+        world.later(world.random.uniform(0, 60), lambda: lost.append(world.lose_some(share)))
 
     audit = world.run()
 
@@ -148,8 +147,8 @@ def test_a_trainer_that_dies_at_any_time_trains_each_step_once_in_what_survives(
         capacity_rows=4 * batch, max_staleness=staleness, steps=steps, checkpoints=True, quorum=quorum,
         staleness=PolicySpec(policy),
     )  # fmt: skip
-    world = World(seed, 100_000 + 40_000 * steps * batch, limits, [*TASKS, train_task(batch, FOR_EVER / 4)])
-    trainer = CheckpointedTrainer(world, most_staleness(policy, staleness), deaths, every, keep, unsound)
+    world = World(seed, limits, [*TASKS, train_task(batch, FOR_EVER / 4)])
+    trainer = Trainer(world, most_staleness(policy, staleness), deaths, every=every, keep=keep, unsound=unsound)
     others(world, size, 2 * batch, replicas, mortality)
 
     audit = world.run()
@@ -198,14 +197,16 @@ def test_a_team_ends_a_run_with_every_row_accounted_for_under_any_schedule(
         judge,
         sampled(seed // 7, train_task(batch), "", "token_balanced"),
     ]
-    world = World(seed, 20_000 + 8_000 * steps * batch, limits, tasks)
-    for rank in range(ranks[0]):
-        Rank(world, rank, *ranks, mortality)
+    world = World(seed, limits, tasks)
+    team = {"count": 1, "group": "job", "world_size": ranks[0], "shards": ranks[1]}
+    for rank in range(1, ranks[0]):  # they wait for a version
+        Worker(world, "train", follow, mortality, {**team, "rank": rank})
+    Trainer(world, most_staleness(policy, staleness), mortality, team=team)
     at_least = 0 if tight or judge.sampler else world.random.randint(0, batch)
     others(world, size, size if tight else 2 * batch, 3, mortality, at_least)
 
     audit = world.run()
 
-    assert sorted(world.ledger.acknowledged) == list(range(steps)), "each step once"
-    assert not world.ledger.status().lease_count
-    assert filtered(audit)["consumed"] == steps * batch
+    assert sorted(world.acknowledged) == list(range(steps)), "each step once"
+    assert not world.status().lease_count
+    assert trained_rows(audit) == steps * batch

@@ -37,7 +37,7 @@ class Ranks:
         return self.queue.ask(self.sessions[rank], self.command(rank, **more))
 
     def complete(self, shard: cmd.Leased, *at: int, drop: tuple[int, ...] = (), **columns: Any) -> Any:
-        gives = self.queue.ledger.tasks[shard.task].gives
+        gives = self.queue.tasks[shard.task].gives
         command = cmd.Complete(
             token=shard.token, rank=shard.rank, columns=columns or dict.fromkeys(gives, TOKENS),
             index=packed(*at) if at else None, filtered=packed(*drop) if drop else None,

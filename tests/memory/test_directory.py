@@ -2,14 +2,22 @@
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from children import Child
-from memory_children import own, start_and_close
+from children import Child, hear, say
 
 from asyncflow_sdk.memory import SharedDirectory, remove_if_ownerless, sweep
 from asyncflow_sdk.memory import directory as rules
+
+
+def own(base: str) -> None:
+    """Own a run's directory until killed."""
+    directory = SharedDirectory(Path(base))
+    (directory.path / "s1-1").write_bytes(b"payload")
+    say(str(directory.path))
+    hear()
 
 
 def test_the_next_start_removes_what_a_killed_run_left_and_nothing_of_a_living_one(tmp_path: Path) -> None:
@@ -55,6 +63,18 @@ def test_closing_removes_it_and_may_be_repeated(tmp_path: Path) -> None:
     directory.close()
     directory.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def start_and_close(base: str, times: int) -> None:
+    """Make and remove directories, as many runs that start at once do."""
+    hear()
+    for _ in range(times):
+        directory = SharedDirectory(Path(base))
+        for pause_s in (0.0005, 0.0):
+            assert (directory.path / "owner").exists(), "swept away while its owner lives"
+            time.sleep(pause_s)
+        directory.close()
+    say("done")
 
 
 def test_runs_that_start_at_the_same_time_do_not_sweep_each_other_away(tmp_path: Path) -> None:

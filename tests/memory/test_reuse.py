@@ -1,17 +1,18 @@
 """Memory is reused only after its last reader has released it, or died."""
 
 import gc
+import hashlib
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from children import Child
-from memory_children import digest, read, read_and_fork, view_at_exit
+from children import Child, hear, say
 
-from asyncflow_sdk.errors import LeaseLost
+from asyncflow_sdk.errors import AsyncFlowError, LeaseLost
 from asyncflow_sdk.memory import HEADER_BYTES, Allocation, Arena, Mapper, SharedDirectory
 from asyncflow_sdk.memory.locks import try_lock
 
@@ -77,6 +78,18 @@ def test_a_range_is_used_again_when_nobody_reads_it(directory: Path) -> None:
     # then
     assert len(used) == 1
     assert arena.nbytes <= SEGMENT
+
+
+def digest(view: Any) -> str:
+    return hashlib.sha256(view).hexdigest()
+
+
+def read(directory: str, place: list[Any]) -> None:
+    """Hold a view; say its digest now, and again whenever told to."""
+    view = Mapper(Path(directory)).view(*place)
+    say(digest(view))
+    while hear() == "again":
+        say(digest(view))
 
 
 def test_a_frozen_reader_keeps_its_view_for_ever(directory: Path) -> None:
@@ -205,6 +218,26 @@ def test_views_outlive_their_mapper_and_then_let_go(directory: Path) -> None:
     assert where(block) in {where(arena.allocate(40_000)), where(arena.allocate(40_000))}
 
 
+def read_and_fork(directory: str, place: list[Any]) -> None:
+    """Hold a view; fork a child that lets its copy of the view go, and one that tries to read and write."""
+    mapper, arena = Mapper(Path(directory)), Arena(Path(directory), "forked")
+    arena.allocate(10)
+    view = mapper.view(*place)
+    before = digest(view)
+    if not (first := os.fork()):
+        del view
+        os._exit(0)
+    if not (second := os.fork()):
+        for attempt in (lambda: mapper.view(*place), lambda: mapper.private(*place), lambda: arena.allocate(1)):
+            with pytest.raises(AsyncFlowError, match=r"fork\(\)"):
+                attempt()
+        mapper.close()
+        os._exit(3)
+    say([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (first, second)])
+    hear()
+    say(digest(view) == before)
+
+
 def test_a_forked_child_neither_unlocks_nor_maps_nor_writes(directory: Path) -> None:
     # given a reader that forks: one child drops the view, one tries to use memory
     arena = Arena(directory, "w", SEGMENT)
@@ -217,6 +250,14 @@ def test_a_forked_child_neither_unlocks_nor_maps_nor_writes(directory: Path) -> 
         # then the parent's view is as it was
         reader.say("look")
         assert reader.hear() is True
+
+
+def view_at_exit(directory: str, place: list[Any]) -> None:
+    """End as an interpreter that still holds views, a closed mapper's too."""
+    global kept
+    closed = Mapper(Path(directory))
+    kept = (closed.view(*place), Mapper(Path(directory)).view(*place), closed)
+    closed.close()
 
 
 def test_an_interpreter_may_end_with_views_in_hand(directory: Path) -> None:

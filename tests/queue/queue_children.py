@@ -34,51 +34,16 @@ def values_of(first: int, count: int) -> np.ndarray:  # type: ignore[type-arg]
     return (np.arange(first, first + count) * np.pi) ** 0.5
 
 
-def consume(address: str, count: int) -> None:
-    """Lease rows; when told to, complete them, and say what came of it and what the view shows."""
-    batch = af.connect(address, name="consumer-child").queue.get("work", count)
-    say({"ids": batch.ids.tolist(), "token": batch.token})
-    hear()
-    try:
-        batch.complete({"y": np.arange(batch.rows) - 1.0})
-        outcome = "completed"
-    except af.AsyncFlowError as error:
-        outcome = f"{type(error).__name__}: {error}"
-    say({"outcome": outcome, "same": batch.array("x").tobytes() == values_of(int(batch.ids[0]), count).tobytes()})
-    hear()
-
-
-def produce(address: str, count: int) -> None:
-    """Put rows, say so, and wait to be killed."""
-    columns = {"x": values_of(0, count), "text": [f"row {i} \u00e4\0" for i in range(count)]}
-    rows = af.connect(address, name="producer-child").queue.put(columns)
-    say([rows.first, rows.count])
-    hear()
-
-
-def put_with_key(address: str, key: str) -> None:
-    """When told to, put ten rows under a key; the answer may never come."""
-    queue = af.connect(address, name="producer-child", insecure=True).queue
-    say("connected")
-    hear()
-    queue.put({"x": np.arange(10.0)}, key=key)
-
-
-def publish(address: str, version: int) -> None:
-    """Publish a version and wait to be killed."""
-    run = af.connect(address, name="trainer-child")
-    run.weight_publisher().publish(version, [("w", np.full(1000, version, np.float32))]).wait()
-    say(run.session)
-    hear()
-
-
-def churn(address: str, rows: int) -> None:
-    """Put rows of 40 KB, each full of its number, one after another."""
-    queue = af.connect(address, name="churner").queue
-    for number in range(rows):
-        queue.put({"x": np.full((1, 5000), float(number))}, timeout_s=60)
-    say("done")
-    hear()
+def evaluate(address: str, name: str, options: dict[str, Any]) -> None:
+    """Say what each expression that is heard gives in a client."""
+    run = af.connect(address, name=name, **options)
+    known = {"af": af, "np": np, "run": run, "queue": run.queue, "values_of": values_of}
+    while True:
+        try:
+            value = eval(hear(), known)
+        except af.AsyncFlowError as error:
+            value = f"{type(error).__name__}: {error}"
+        say(value)
 
 
 def use_after_fork(address: str) -> None:
@@ -102,23 +67,6 @@ def use_after_fork(address: str) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     batch.complete({"y": np.zeros(4)})
     say([code, float(batch.array("x").sum())])
-
-
-def train_as_rank(address: str, rank: int, dies_at: int) -> None:
-    """Train every step as one of two ranks and say which; stop for good when step ``dies_at`` is leased."""
-    queue = af.connect(address, name=f"rank-{rank}").queue
-    with contextlib.suppress(af.Ended):
-        while True:
-            batch = queue.get("train", team="dp", rank=rank, world_size=2, timeout_s=60)
-            say(batch.index)
-            if batch.index == dies_at:
-                hear()
-            try:
-                batch.ack()
-            except af.LeaseLost:
-                say("lost")
-    say("over")
-    hear()
 
 
 def put_all(address: str, first: int, puts: int, size: int) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,13 @@ from typing import Any
 import pytest
 import zmq
 from children import Child
-from queue_children import serve
+from queue_children import evaluate, serve
+from waiting import in_thread
 
 import asyncflow_sdk as af
-from asyncflow_sdk.interfaces import TransferQueue
+from asyncflow_sdk.queue import TransferQueue
+from asyncflow_sdk.queue.protocol import Block, Call, Hello, decode_answer, encode
+from asyncflow_sdk.wire import Client
 
 KINDS = ("ipc", "remote")
 """``ipc``: values go through shared memory. ``remote``: over tcp, as from another host. Also ``in-process`` and ``tcp``."""
@@ -29,33 +31,26 @@ class Served:
         self.shares_memory, self.insecure = kind != "remote", options.get("insecure", False)
         self.run = af.serve(directory, address=address, **options)
         self.address, self.memory = self.run.address, memory_of(self.run.addresses)
-        self._clients: list[af.Run] = []
-        self._relays: list[Relay] = []
+        self._ends = contextlib.ExitStack()
+        self._ends.callback(self.run.close)
+        self.close = self._ends.close
 
     def client(self, name: str = "test", address: str = "", **options: Any) -> af.Run:
         """A client, at ``address`` instead of the run's own where a proxy or a relay stands between."""
         options = {"insecure": self.insecure, "shared_memory": self.shares_memory, **options}
-        self._clients.append(af.connect(address or self.address, name=name, **options))
-        return self._clients[-1]
+        return self._ends.enter_context(contextlib.closing(af.connect(address or self.address, name=name, **options)))
 
     def queue(self, name: str = "test", **options: Any) -> TransferQueue:
         return self.client(name, **options).queue
 
     def relayed(self, name: str = "test", **options: Any) -> tuple["Relay", TransferQueue]:
         """A client behind a relay."""
-        self._relays.append(relay := Relay(self.run.addresses[1]))
+        relay = self._ends.enter_context(contextlib.closing(Relay(self.run.addresses[1])))
         return relay, self.queue(name, address=relay.address, insecure=True, **options)
 
     def held_bytes(self) -> int:
         """Bytes of shared memory that the run takes."""
         return self.run.queue.status().held_bytes
-
-    def close(self) -> None:
-        for client in self._clients:
-            client.close()
-        for relay in self._relays:
-            relay.close()
-        self.run.close()
 
 
 @contextlib.contextmanager
@@ -119,65 +114,85 @@ class Durable:
 
 
 class Relay:
-    """Stands between a client and a server, message by message: counts ``requests``, sends what ``changed`` makes of each,
-    and brings no answers back while ``answering`` is not set."""
+    """Stands between a client and a server, message by message; sends what ``changed`` makes of each. Brings no answer back
+    while ``answering`` is not set."""
 
-    def __init__(self, address: str) -> None:
-        self.requests, self.answering = 0, threading.Event()
+    def __init__(self, server: str) -> None:
         self.changed: Callable[[list[bytes]], Iterable[list[bytes]]] = lambda message: [message]
+        self.answering = threading.Event()
         self.answering.set()
-        self._server, self._closed = address, False
-        self._front = zmq.Context.instance().socket(zmq.ROUTER)
+        self._server, self._context, self._closed = server, zmq.Context(), threading.Event()
+        self._front = self._context.socket(zmq.ROUTER)
         self.address = f"tcp://127.0.0.1:{self._front.bind_to_random_port('tcp://127.0.0.1')}"
-        self._thread = threading.Thread(target=self._pass_on, daemon=True)
-        self._thread.start()
+        self._join = in_thread(self._pass_on)
 
     def close(self) -> None:
-        self._closed = True
-        self._thread.join(60)
+        self._closed.set()
+        self._join()
 
     def _pass_on(self) -> None:
-        backs: dict[bytes, zmq.Socket[bytes]] = {}  # one for each socket of the client
+        backs: dict[bytes, Any] = {}  # one for each socket of the client
+        peers: dict[Any, bytes] = {}
         poller = zmq.Poller()
         poller.register(self._front, zmq.POLLIN)
-        while not self._closed:
-            ready = dict(poller.poll(20))
-            if self._front in ready:
-                peer, *message = self._front.recv_multipart()
+        while not self._closed.is_set():
+            for socket, _ in poller.poll(20):
+                if socket is not self._front:
+                    self.answering.wait()
+                    self._front.send_multipart([peers[socket], *socket.recv_multipart()])
+                    continue
+                peer, *message = socket.recv_multipart()
                 if peer not in backs:
-                    backs[peer] = zmq.Context.instance().socket(zmq.DEALER)
+                    backs[peer] = self._context.socket(zmq.DEALER)
                     backs[peer].connect(self._server)
                     poller.register(backs[peer], zmq.POLLIN)
-                self.requests += 1
+                    peers[backs[peer]] = peer
                 for each in self.changed(message):
                     backs[peer].send_multipart(each)
-            if not self.answering.is_set():
-                time.sleep(0.005)
-                continue
-            for peer, back in backs.items():
-                if back in ready:
-                    self._front.send_multipart([peer, *back.recv_multipart()])
-        for socket in (self._front, *backs.values()):
-            socket.close(linger=0)
+        self._context.destroy(linger=0)
+
+
+class ClientProcess(Child):
+    """A client in a process of its own. ``process("queue.put({'x': [1.0]}).count")`` returns what that is there; ``say``
+    does not wait for it. An error of the SDK comes as its name and text."""
+
+    def __init__(self, address: str, name: str = "child", **options: Any) -> None:
+        super().__init__(evaluate, address, name, options)
+
+    def __call__(self, expression: str) -> Any:
+        self.say(expression)
+        return self.hear()
+
+
+class RawClient:
+    """A session that sends whatever it is told to: commands that no queue would send, and bytes that are none.
+    ``sdk``: the version that its hello names; None: it says none."""
+
+    def __init__(self, address: str, name: str = "raw", *, sdk: str | None = af.__version__) -> None:
+        self._client = Client(address)
+        self.close = self._client.close
+        if sdk is not None:
+            self.send(Hello(name, 0, "", sdk))
+
+    def send(self, command: Any, *block: Any, **more: Any) -> Any:
+        """The reply to a command, of which the payload lies in a ``block``: segment, start, serial, rows, bytes, columns.
+        Raises what the server reports."""
+        return self.send_bytes(encode(Call(command, Block(*block) if block else None, **more)))
+
+    def send_inline(self, command: Any, rows: int, image: bytes) -> Any:
+        """The same for payload that comes beside its command: ``rows`` rows as an ``image`` of a block."""
+        return self.send_bytes(encode(Call(command, payload=rows, inline=True)), [image])
+
+    def send_bytes(self, body: bytes, payload: Any = ()) -> Any:
+        """The reply to a call as it lies on the wire. ``payload``: what comes beside it."""
+        answer = decode_answer(self._client.exchange(body, 5, payload).body)
+        answer.raise_error()
+        return answer.reply
 
 
 def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
     """What ``work(0)``, ``work(1)``, ... give, each in a thread of its own."""
-    outcomes: list[Any] = [None] * count
-
-    def run(number: int) -> None:
-        try:
-            outcomes[number] = work(number)
-        except BaseException as error:
-            outcomes[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a thread hangs"
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
+    outcomes = [join() for join in [in_thread(work, number) for number in range(count)]]
+    for error in (outcome for outcome in outcomes if isinstance(outcome, BaseException)):
+        raise error
     return outcomes

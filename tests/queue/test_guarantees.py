@@ -11,10 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from children import Child
 from flaky_proxy import FlakyProxy
-from queue_children import churn, consume, put_with_key
-from queue_runs import KINDS, Served, in_threads, running, runs_over
+from queue_runs import KINDS, ClientProcess, Served, in_threads, running, runs_over
 from waiting import until
 
 from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost, SchemaError, WriteOnceError
@@ -66,10 +64,10 @@ def test_a_put_whose_client_died_before_its_answer_is_repeated_by_its_key(arrive
     with running("tcp", insecure=True) as run:  # a child behind a proxy has only an address
         queue = run.queue()
         proxy = FlakyProxy(int(run.address.rsplit(":", 1)[1]), pieces=(10**6, 10**6))
-        with Child(put_with_key, proxy.address, "epoch-0") as child:
-            assert child.hear() == "connected"
+        with ClientProcess(proxy.address, insecure=True) as child:
+            child("run.session")
             proxy.halt(there=not arrived)
-            child.say("put")
+            child.say('queue.put({"x": np.arange(10.0)}, key="epoch-0").count')
             if arrived:
                 until(lambda: queue.audit().put, "its rows")
             # when
@@ -92,8 +90,8 @@ def test_a_row_that_kills_its_workers_becomes_a_dead_letter_that_names_each(run:
     queue.declare("end", needs=["y"])
     queue.put({"x": [13.0, 14.0]}, group_size=1, key="unlucky")
     for _ in range(2):
-        with Child(consume, run.address, 1) as child:
-            assert child.hear()["ids"] == [0]
+        with ClientProcess(run.address) as child:
+            assert child('queue.get("work", 1).ids.tolist()') == [0]
             child.kill()
         until(lambda: queue.status().lease_count == 0, "the row to come back")
     # when
@@ -117,7 +115,8 @@ def test_views_stay_what_they_were_while_their_writer_is_stopped_and_goes_on(run
     queue.configure(capacity_rows=20)
     queue.declare("read", needs=["x"])
     numbers, kept, rows = np.random.default_rng(0), [], 0
-    with Child(churn, run.address, 150) as child:
+    with ClientProcess(run.address) as child:
+        child.say('[queue.put({"x": np.full((1, 5000), float(n))}, timeout_s=60).count for n in range(150)]')
         while rows < 150:
             if numbers.random() < 0.05:
                 child.stop()
@@ -127,7 +126,7 @@ def test_views_stay_what_they_were_while_their_writer_is_stopped_and_goes_on(run
             # when some of what is read is kept beyond the row's end
             rows += _read(queue, kept, 60) if rows < 150 else 0
             kept = kept[-60:] if numbers.random() < 0.1 else kept
-        assert child.hear() == "done"
+        assert child.hear() == [1] * 150
     # then none of it has changed
     for first, values in kept:
         assert (values == np.arange(first, first + len(values))[:, None]).all()

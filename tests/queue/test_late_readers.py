@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from children import Child
-from queue_children import produce, values_of
-from queue_runs import Served, running
+from queue_children import values_of
+from queue_runs import ClientProcess, Served, running
 from waiting import until
 
 from asyncflow_sdk.interfaces import TransferQueue
@@ -78,8 +77,8 @@ def test_a_step_is_read_after_the_writer_of_its_rows_was_killed(
 ) -> None:
     queue = train(run, rows)
     for _ in range(2):
-        with Child(produce, run.address, rows) as child:
-            child.hear()
+        with ClientProcess(run.address) as child:
+            child(f'queue.put({{"x": values_of(0, {rows})}}).count')
             queue.get("train").ack()
             child.kill()
         until(lambda: segments(run) == [], "the end of its memory")

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from children import Child
-from queue_children import consume, produce, publish, serve, use_after_fork, values_of
-from queue_runs import Served, memory_of, running
+from queue_children import serve, use_after_fork, values_of
+from queue_runs import ClientProcess, Served, memory_of, running
 from waiting import until
 
 import asyncflow_sdk as af
@@ -27,8 +27,8 @@ def test_rows_of_a_killed_consumer_come_again(run: Served) -> None:
     queue = run.queue()
     queue.declare("work", needs=["x"], gives=["y"])
     queue.put({"x": values_of(0, 8)})
-    with Child(consume, run.address, 5) as child:
-        assert child.hear()["ids"] == [0, 1, 2, 3, 4]
+    with ClientProcess(run.address) as child:
+        assert child('queue.get("work", 5).ids.tolist()') == [0, 1, 2, 3, 4]
         # when
         child.kill()
         # then others get them, without waiting for the lease
@@ -46,8 +46,8 @@ def test_a_frozen_consumer_loses_its_rows_and_keeps_its_view(run: Served) -> Non
     queue.declare("end", needs=["y"])
     rows = 3000  # so many that they are viewed and not copied
     queue.put({"x": values_of(0, rows)})
-    with Child(consume, run.address, rows) as child:
-        child.hear()
+    with ClientProcess(run.address) as child:
+        assert child(f'(batch := queue.get("work", {rows})).rows') == rows
         child.stop()
         # when another does its rows, they end, and their memory is wanted again and again
         queue.get("work", rows, timeout_s=30).complete({"y": np.full(rows, 7.0)})
@@ -59,10 +59,8 @@ def test_a_frozen_consumer_loses_its_rows_and_keeps_its_view(run: Served) -> Non
         assert run.held_bytes() <= 10 << 20  # a view costs its own bytes and holds up no others
         # then it wakes up, has no effect, and sees what it saw
         child.resume()
-        child.say("complete")
-        outcome = child.hear()
-        assert outcome["outcome"].startswith("LeaseLost: lease")
-        assert outcome["same"]
+        assert child('batch.complete({"y": np.zeros(batch.rows)})').startswith("LeaseLost: lease")
+        assert child('batch.array("x").tobytes() == values_of(0, batch.rows).tobytes()')
     audit = queue.audit()
     assert audit.balanced
     assert audit.put == audit.consumed
@@ -72,10 +70,11 @@ def test_rows_of_a_killed_producer_stay_readable_to_the_last_bit(run: Served) ->
     # given a producer that is killed when its put is acknowledged
     queue = run.queue()
     queue.declare("read", needs=["x", "text"])
-    with Child(produce, run.address, 5000) as child:
-        assert child.hear() == [0, 5000]
+    with ClientProcess(run.address, "producer") as child:
+        texts = r'[f"row {i} \u00e4\0" for i in range(5000)]'
+        assert child(f'queue.put({{"x": values_of(0, 5000), "text": {texts}}}).count') == 5000
         child.kill()
-    until(lambda: "producer-child" not in str(queue.status().sessions), "its death")
+    until(lambda: "producer" not in str(queue.status().sessions), "its death")
     # when
     with queue.get("read", 5000) as batch:
         # then
@@ -92,8 +91,9 @@ def test_weights_of_a_dead_trainer_stay_until_newer_ones_are_there(run: Served) 
     # given two trainers, one after the other, each killed after it published
     sessions = []
     for version in (1, 2):
-        with Child(publish, run.address, version) as child:
-            sessions.append(child.hear())
+        with ClientProcess(run.address) as child:
+            weights = f'[("w", np.full(1000, {version}, np.float32))]'
+            sessions.append(child(f"[run.weight_publisher().publish({version}, {weights}).wait(), run.session][1]"))
             child.kill()
     until(lambda: len(run.run.queue.status().sessions) == 1, "their deaths")
     # then both versions are kept, as the newest two are

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from children import Child
-from queue_children import train_as_rank
-from queue_runs import Served, in_threads, running
+from queue_runs import ClientProcess, Served, in_threads, running
+from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, Ended
@@ -69,24 +68,31 @@ def test_ranks_train_the_steps_together_each_its_shard_and_each_step_is_told_onc
     assert told == [(step, list(range(8 * step, 8 * step + 8))) for step in range(3)]
 
 
+def lease_on(*ranks: ClientProcess) -> list[Any]:
+    """The steps that ranks in processes of their own get."""
+    for rank, process in enumerate(ranks):
+        process.say(f'(batch := queue.get("train", team="dp", rank={rank}, world_size=2, timeout_s=60)).index')
+    return [process.hear() for process in ranks]
+
+
 def test_a_killed_rank_takes_the_step_from_all_and_is_restarted(run: Served) -> None:
     # given two ranks as processes, one of which is killed with the second step in hand
     queue = prepared(run, 4)
-    with Child(train_as_rank, run.address, 0, 1) as first:
-        with Child(train_as_rank, run.address, 1, 1) as second:
-            for child in (first, second):
-                assert [child.hear() for _ in range(2)] == [0, 1]
+    with ClientProcess(run.address) as first:
+        with ClientProcess(run.address) as second:
+            assert lease_on(first, second) == [0, 0]
+            assert [child("batch.ack()") for child in (first, second)] == [None, None]
+            assert lease_on(first, second) == [1, 1]
             second.kill()
         # when it is started again
-        with Child(train_as_rank, run.address, 1, 9) as second:
-            first.say("go on")
+        with ClientProcess(run.address) as second:
+            until(lambda: queue.status().lease_count == 0, "the death of the other")
             # then both train that step and the rest, and every row once
-            assert first.hear() == "lost"
-            assert second.hear() == 1
-            assert first.hear() == 1
-            first.say("go on")
-            for child in (first, second):
-                assert [child.hear() for _ in range(3)] == [2, 3, "over"]
+            assert first("batch.ack()").startswith("LeaseLost")
+            for step in (1, 2, 3):
+                assert lease_on(first, second) == [step, step]
+                assert [child("batch.ack()") for child in (first, second)] == [None, None]
+            assert all(str(answer).startswith("Ended") for answer in lease_on(first, second))
     audit = queue.audit()
     assert (audit.consumed, audit.live) == (32, 0)
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from children import Child
-from queue_children import consume, serve, values_of
-from queue_runs import Durable
-from raw_client import RawClient
+from queue_children import serve, values_of
+from queue_runs import ClientProcess, Durable, RawClient
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
@@ -38,8 +37,8 @@ def test_clients_of_a_killed_server_just_go_on(run: Durable) -> None:
         batch = queue.get("work", 60)
         waiting = in_thread(waiter.queue.get, "other", 3)
         until(lambda: queue.status().parked, "the request")
-        with Child(consume, run.address, 4) as holder:
-            holder.hear()
+        with ClientProcess(run.address) as holder:
+            assert holder('queue.get("work", 4).rows') == 4
             # when the server is killed and comes back
             run.kill()
             holder.kill()

@@ -12,8 +12,7 @@ import pytest
 from children import Child, say
 from flaky_proxy import FlakyProxy
 from queue_children import WAITS, serve
-from queue_runs import Durable, Served, running
-from raw_client import RawClient
+from queue_runs import Durable, RawClient, Served, running
 from waiting import in_thread, until
 
 import asyncflow_sdk as af

@@ -1,8 +1,7 @@
 """Of a session that has ended, or never began, a server keeps nothing."""
 
 import pytest
-from queue_runs import running
-from raw_client import RawClient
+from queue_runs import RawClient, running
 from waiting import until
 
 from asyncflow_sdk.errors import ProtocolError

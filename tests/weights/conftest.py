@@ -1,34 +1,21 @@
-"""Runs, replicas and version directories of the tests of weights, and their own transports as an installed plugin."""
+"""Runs, replicas and version directories of the tests of weights, and their own transport as an installed plugin."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from plugin_packages import install_plugin
 from replicas import Served
 from scripted_transport import Scripted
+from transport_ends import publishing
 
 from asyncflow_sdk.testing.ends import Ends
-from asyncflow_sdk.weights import transport_named
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The transports of `scripted_transport` are installed, also for processes that are started."""
-    site = tmp_path_factory.mktemp("site")
-    info = site / "weight_tests-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: weight-tests\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[asyncflow_sdk]\nweight_tests = scripted_transport\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(site)
-        patch.setenv("PYTHONPATH", f"{site}:{os.environ.get('PYTHONPATH', '')}")
-        patch.setenv("ASYNCFLOW_PLUGINS", "testing,torch,weight-tests")
-        yield
 
 
 @pytest.fixture
-def scripted() -> type[Scripted]:
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
+    """The transport "scripted", as an installed plugin."""
+    install_plugin(tmp_path, monkeypatch, "weight_tests", "from scripted_transport import asyncflow_adapters\n")
     Scripted.reset()
     return Scripted
 
@@ -49,5 +36,5 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def files(path: Path) -> Iterator[Ends]:
     """Both ends of the transport ``file``."""
-    with Ends(lambda: transport_named("file", path=path), lambda: transport_named("file")) as made:
+    with publishing(path) as made:
         yield made

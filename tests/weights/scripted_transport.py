@@ -1,4 +1,4 @@
-"""Transports of these tests, installed as a plugin: "scripted" within one process, and those of `stopping`.
+"""The transport "scripted" within one process, for a plugin.
 
 ``Scripted.end`` is the receiver of every replica; a test tells it what each fetch does before it fetches. ``Scripted.send``
 is called with each manifest before it is sent.
@@ -185,6 +185,4 @@ def until_interrupted(receiver: ScriptedReceiver, manifest: Manifest) -> None:
 
 @af.hookimpl
 def asyncflow_adapters() -> list[AdapterSpec]:
-    made = {"scripted": "scripted_transport:Scripted"}
-    made |= {f"stopping-{each.lower()}": f"stopping:Stopping{each}" for each in ("Shm", "File", "Tcp")}
-    return [AdapterSpec(kind="transport", name=name, factory=factory) for name, factory in made.items()]
+    return [AdapterSpec(kind="transport", name="scripted", factory="scripted_transport:Scripted")]

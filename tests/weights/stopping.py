@@ -2,22 +2,19 @@
 
 A child prints a list for each thing it has done: ["published", 3, bytes held], ["on", 3, versions of the tensors it holds],
 ["at", "sending"]: it has stopped there, and goes on with the next line that it reads. The transports stop in a call of the
-publisher or of the replica, and are else the ones they are named after.
+publisher or of the replica.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from children import hear, say
 
 import asyncflow_sdk as af
-from asyncflow_sdk.interfaces import Host, WeightReceiver, WeightSender, WeightTransport
-from asyncflow_sdk.weights import transport_named
+from asyncflow_sdk.plugins import registry
 
 TENSORS, ELEMENTS = 6, 1 << 17
 MODEL = TENSORS * ELEMENTS * 4
@@ -32,39 +29,26 @@ def reach(moment: str) -> None:
         hear()
 
 
-def stopping(before: str, function: Callable[..., Any], after: str = "") -> Callable[..., Any]:
+def stopping(end: Any, method: str, before: str, after: str) -> Any:
+    """The end of a transport, which stops before and after a call of its ``method``."""
+    plain = getattr(end, method)
+
     def call(*arguments: Any, **options: Any) -> Any:
         reach(before)
-        result = function(*arguments, **options)
+        result = plain(*arguments, **options)
         reach(after)
         return result
 
-    return call
+    setattr(end, method, call)
+    return end
 
 
-class StoppingShm(WeightTransport):
-    name = "shm"
-
-    def __init__(self, **options: Any) -> None:
-        self._transport = transport_named(self.name, **options)
-
-    def sender(self, host: Host) -> WeightSender:
-        sender: Any = self._transport.sender(host)
-        sender.send = stopping("sending", sender.send, "sent")
-        return sender  # type: ignore[no-any-return]
-
-    def receiver(self, host: Host) -> WeightReceiver:
-        receiver: Any = self._transport.receiver(host)
-        receiver.fetch = stopping("", receiver.fetch, "fetching")
-        return receiver  # type: ignore[no-any-return]
-
-
-class StoppingFile(StoppingShm):
-    name = "file"
-
-
-class StoppingTcp(StoppingShm):
-    name = "tcp"
+def stop_in(transport: str) -> None:
+    """Let both ends of a transport stop in this process."""
+    kind: Any = registry().get("transport", transport).load()
+    sender, receiver = kind.sender, kind.receiver
+    kind.sender = lambda self, host: stopping(sender(self, host), "send", "sending", "sent")
+    kind.receiver = lambda self, host: stopping(receiver(self, host), "fetch", "", "fetching")
 
 
 def weights(version: int) -> Iterator[tuple[str, Any]]:
@@ -88,8 +72,9 @@ def versions_of(update: Any) -> list[float]:
 
 def train(address: str, transport: str, options: dict[str, Any], moment: str) -> None:
     """Publish the next version; then one with each line, stopping in the first of them at ``moment``."""
+    stop_in(transport)
     run = af.connect(address, name="trainer")
-    with run.weight_publisher(f"stopping-{transport}", **options) as publisher:
+    with run.weight_publisher(transport, **options) as publisher:
         version = max(publisher.current, 0)
         while True:
             version += 1
@@ -100,8 +85,9 @@ def train(address: str, transport: str, options: dict[str, Any], moment: str) ->
             moment = ""
 
 
-def replicate(address: str, moment: str, name: str) -> None:
+def replicate(address: str, transport: str, moment: str, name: str) -> None:
     """Load version after version; stop at ``moment`` of the second."""
+    stop_in(transport)
     run = af.connect(address, name=name)
     for loaded, update in enumerate(run.weight_updates(), 1):
         reach("swapping")
@@ -111,27 +97,3 @@ def replicate(address: str, moment: str, name: str) -> None:
         say(["on", update.version, versions])
         if loaded == 1:
             ARMED.add(moment)
-
-
-def publish_more_than_fits() -> None:
-    """Publish a version, one for which shared memory has no room, and the next when it has."""
-    outcome: dict[str, Any] = {"on": []}
-    with af.serve() as run, run.weight_publisher("shm") as publisher:
-        updates = iter(run.weight_updates())
-        for version, parts in ((1, 1), (2, 4), (3, 1)):  # there is memory for another one like the last at hand
-            if version == 2:
-                with open("/dev/shm/else", "wb", buffering=0) as file:  # all but a megabyte
-                    with contextlib.suppress(OSError):
-                        while file.write(bytes(1 << 16)):
-                            pass
-                    file.truncate(max(file.tell() - (1 << 20), 0))
-            try:
-                named = ((f"{part}.{name}", each) for part in range(parts) for name, each in weights(version))
-                publisher.publish(version, named).wait()
-            except af.errors.MemoryFull as error:  # type: ignore[attr-defined]
-                outcome["error"] = str(error)
-                os.unlink("/dev/shm/else")
-                continue
-            with next(updates) as update:
-                outcome["on"].append([update.version, versions_of(update)])
-    say(outcome)

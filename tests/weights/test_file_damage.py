@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from version_directories import FIRST, names, tensors
+from transport_ends import FIRST, names, tensors
 
 from asyncflow_sdk.errors import DeadlineExceeded, DigestMismatch, VersionGone
 from asyncflow_sdk.testing.ends import Ends

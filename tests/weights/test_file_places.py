@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from version_directories import names, publishing, tensors
+from transport_ends import names, publishing, tensors
 
 from asyncflow_sdk.errors import ConfigError, DigestMismatch, ProtocolError, WeightError
 from asyncflow_sdk.interfaces import Host

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from children import Child
+from children import Child, hear, say
 from safetensors.numpy import load_file as load_numpy
 from small_disk import small_disk
-from version_directories import FIRST, attempt, names, publish_and_stay, publish_in_a_run, publishing, tensors
+from transport_ends import FIRST, names, publish_and_stay, publishing, tensors
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, MemoryFull, WeightError
@@ -68,6 +68,14 @@ def test_versions_of_another_run_are_removed_only_when_that_is_asked_for(path: P
                 assert publisher.current == 2
 
 
+def publish_in_a_run(directory: str, path: str) -> None:
+    """Publish version 1 in a durable run, say so, and stay alive."""
+    with af.serve(directory, durability="process") as run:
+        run.weight_publisher("file", path=path).publish(1, {"w": np.ones(4)}).wait()
+        say("there")
+        hear()
+
+
 def test_a_run_that_comes_back_goes_on_in_its_path(path: Path, tmp_path: Path) -> None:
     with Child(publish_in_a_run, str(tmp_path / "run"), str(path)) as child:
         assert child.hear() == "there"
@@ -107,14 +115,17 @@ def test_what_other_ranks_or_people_have_in_a_path_is_no_other_run(path: Path) -
 
 def test_one_publisher_at_a_time_writes_into_a_path(path: Path) -> None:
     with Child(publish_and_stay, str(path)) as one:
-        one.hear()
+        left = int(one.hear())
         with pytest.raises(ConfigError, match="another publisher writes versions into"), publishing(path):
             pass
         assert names(path) == ["version-00000001"]
-        # and when it is killed, the next one may
+        # and when it is killed, the next one may, though a child that it forked is alive
         one.kill()
-    with publishing(path, "run"):
-        pass
+        try:
+            with publishing(path, "run"):
+                pass
+        finally:
+            os.kill(left, signal.SIGKILL)
 
 
 def test_a_path_is_held_against_other_publishers_of_the_same_process(path: Path) -> None:
@@ -125,8 +136,9 @@ def test_a_path_is_held_against_other_publishers_of_the_same_process(path: Path)
         with pytest.raises(ConfigError, match="another publisher writes versions into"):
             ends.another_sender()
         # then the refused one has let nothing go
-        with Child(attempt, str(path)) as other:
-            assert "another publisher writes versions into" in other.hear()
+        with Child(publish_and_stay, str(path)) as other:
+            assert other.wait() != 0
+            assert "another publisher writes versions into" in other.errors()
         assert names(path) == ["version-00000001"]
     transport_named("file", path=path).sender(Host(directory=None, name="1-0", run="one")).close()
 
@@ -151,17 +163,6 @@ def test_who_cannot_open_its_path_has_not_the_role(path: Path, tmp_path: Path) -
             run.weight_publisher("file")
         with run.weight_publisher("file", path=path) as publisher:
             publisher.publish(1, {"w": np.ones(4)}.items()).wait()
-
-
-def test_a_child_after_a_fork_does_not_hold_the_path(path: Path) -> None:
-    with Child(publish_and_stay, str(path), True) as one:
-        left = int(one.hear())
-        one.kill()
-        try:
-            with publishing(path, "run"):
-                pass
-        finally:
-            os.kill(left, signal.SIGKILL)
 
 
 def test_a_disk_that_fills_up_fails_one_version_and_leaves_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from version_directories import names, publishing
+from transport_ends import names, publishing
 
 from asyncflow_sdk.errors import WeightMismatch
 from asyncflow_sdk.interfaces import Host, WeightSender

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flaky_proxy import FlakyProxy
+from flaky_proxy import WHOLE, FlakyProxy
 from replicas import LIMIT_S, Served, model
 from scripted_transport import Scripted
 from waiting import in_thread, until
@@ -223,7 +223,7 @@ class Cut:
 
     def __init__(self, run: af.Run, events: list[Any]) -> None:
         self.run, self.events = run, events
-        self.proxy = FlakyProxy(int(run.address.rpartition(":")[2]), pieces=(1 << 30, 1 << 30))
+        self.proxy = FlakyProxy(int(run.address.rpartition(":")[2]), pieces=WHOLE)
         connection = af.connect(self.proxy.address, insecure=True, name="trainer", shared_memory=False)
         self.trainer = connection.weight_publisher("tcp", timeout_s=1.0)
 

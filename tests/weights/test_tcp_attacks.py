@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
+from flaky_proxy import WHOLE, FlakyProxy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tcp_ends import Proxy, address_of, bulk_of, numbers, tcp, with_bulk, with_service
+from transport_ends import address_of, bulk_of, numbers, tcp, with_bulk, with_service
 from waiting import in_thread
 
 from asyncflow_sdk.errors import (
@@ -119,7 +120,7 @@ def test_a_publisher_that_goes_on_at_another_place_is_found_there() -> None:
 class Silence:
     """A fetch through a proxy that holds up its connections. ``bulk``: whole buckets are read, else the service is asked."""
 
-    def __init__(self, ends: Ends, sent: Sent, proxy: Proxy, bulk: bool) -> None:
+    def __init__(self, ends: Ends, sent: Sent, proxy: FlakyProxy, bulk: bool) -> None:
         address = f"tcp://127.0.0.1:{proxy.port}"
         self.ends, self.sent, self.proxy, self.receiver = ends, sent, proxy, ends.receiver()
         self.where = with_bulk(sent.where, port=proxy.port) if bulk else with_service(sent.where, address=address)
@@ -134,7 +135,7 @@ class Silence:
 def silence(request: pytest.FixtureRequest) -> Iterator[Silence]:
     with a_version(insecure=True) as (ends, sent):
         port = bulk_of(sent.where) if request.param else int(address_of(sent.where).rpartition(":")[2])
-        with Proxy(port) as proxy:
+        with FlakyProxy(port, pieces=WHOLE) as proxy:
             proxy.most = 1 << 20
             yield Silence(ends, sent, proxy, request.param)
 
@@ -176,7 +177,7 @@ def test_a_connection_that_ends_in_the_middle_is_an_error_or_made_again(silence:
 
 
 def test_a_byte_that_changed_on_its_way_is_found() -> None:
-    with a_version(insecure=True) as (ends, sent), Proxy(bulk_of(sent.where)) as proxy:
+    with a_version(insecure=True) as (ends, sent), FlakyProxy(bulk_of(sent.where), pieces=WHOLE) as proxy:
         proxy.spoil = lambda data: data[:-1] + bytes([data[-1] ^ 1])
         with pytest.raises((DigestMismatch, ServerLost)):
             ends.fetch(ends.receiver(), sent, where=with_bulk(sent.where, port=proxy.port))

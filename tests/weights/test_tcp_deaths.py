@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 from children import Child, hear, say
-from flaky_proxy import FlakyProxy
-from tcp_ends import Proxy, address_of, numbers, tcp, with_service
+from flaky_proxy import WHOLE, FlakyProxy
+from transport_ends import address_of, numbers, tcp, with_service
 from waiting import in_thread, until
 
 from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
@@ -50,7 +50,7 @@ def test_a_publisher_that_is_killed_in_the_middle_of_a_fetch(seen: bool) -> None
         base = receiver.fetch(*versions[0], timeout_s=60.0)
         before = [chunk.copy() for chunk in base.chunks]
         manifest, where = versions[1]
-        with Proxy(port_of(where)) as proxy:
+        with FlakyProxy(port_of(where), pieces=WHOLE) as proxy:
             proxy.most = 1 << 20
             address = f"tcp://127.0.0.1:{proxy.port}"
             place = with_service(where, address=address, **({} if seen else {"pid": 0}))
@@ -72,7 +72,7 @@ def test_a_replica_that_is_killed_in_the_middle_costs_its_publisher_nothing() ->
     with tcp() as ends:
         sent = ends.publish(1, {"w": numbers(0, NBYTES)})
         ends.keep(1)
-        with Proxy(port_of(sent.where)) as proxy:
+        with FlakyProxy(port_of(sent.where), pieces=WHOLE) as proxy:
             proxy.most = 1 << 20
             where = with_service(sent.where, address=f"tcp://127.0.0.1:{proxy.port}")
             with Child(fetch, msgspec.msgpack.encode(sent.manifest).hex(), where.hex()) as replica:

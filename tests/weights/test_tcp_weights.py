@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tcp_ends import address_of, tcp, with_service
+from transport_ends import address_of, tcp, with_service
 from waiting import until
 
 from asyncflow_sdk.errors import DigestMismatch, MemoryFull, VersionGone

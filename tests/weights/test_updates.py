@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from flaky_proxy import FlakyProxy
+from flaky_proxy import WHOLE, FlakyProxy
 from replicas import LIMIT_S, PROBE, Served, load, model, value_of
 from scripted_transport import SENT, Scripted, ScriptedReceiver, fails, until_interrupted
 from waiting import in_thread, until
@@ -400,7 +400,7 @@ def test_a_version_that_came_for_a_cancelled_loop_is_given_back() -> None:
 def far(scripted: type[Scripted]) -> Iterator[tuple[Served, FlakyProxy, af.Run]]:
     """A run, a proxy before its server, and a client that reaches it there."""
     with Served("scripted", address="tcp://127.0.0.1:0", insecure=True, max_swapping=1) as run:
-        proxy = FlakyProxy(int(run.run.address.rpartition(":")[2]), pieces=(1 << 30, 1 << 30))
+        proxy = FlakyProxy(int(run.run.address.rpartition(":")[2]), pieces=WHOLE)
         with af.connect(proxy.address, insecure=True, shared_memory=False, name="far") as client:
             yield run, proxy, client
             proxy.resume()

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from children import Child
 from replicas import LIMIT_S, Served
-from stopping import MODEL, publish_more_than_fits, replicate, train, versions_of, weights
+from stopping import MODEL, replicate, train, versions_of, weights
 from waiting import until
 
 SLACK = 8 << 20
-UNSHARED = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=300m tmpfs /dev/shm && exec "$@"', "sh"]
-"""Begins a process with a /dev/shm of its own."""
 
 
 def on(version: int) -> list[Any]:
@@ -118,13 +116,13 @@ def test_trainers_are_killed_in_the_middle_of_a_version(
 def test_replicas_are_killed_in_the_middle_of_a_version(
     transport: str, moments: list[str], run: Served, path: Path
 ) -> None:
-    run.transport = f"stopping-{transport}"
+    run.transport = transport
     publisher = run.trainer(**({"path": str(path)} if transport == "file" else {}))
     other, version = Replica(run, "other"), 1
     publisher.publish(1, weights(1)).wait(LIMIT_S)
     other.until_on(1)
     for moment in moments:
-        with Child(replicate, run.address, moment, f"victim at {moment}") as victim:
+        with Child(replicate, run.address, transport, moment, f"victim at {moment}") as victim:
             # given a replica in the middle of a version; one may load at a time
             assert victim.hear() == on(version)
             if moment == "staged":
@@ -157,10 +155,10 @@ def test_replicas_are_killed_in_the_middle_of_a_version(
 )
 def test_a_replica_is_frozen_while_versions_pass(transport: str, moment: str, run: Served, path: Path) -> None:
     # given a replica that is frozen, in the middle of version 2
-    run.transport = f"stopping-{transport}"
+    run.transport = transport
     publisher = run.trainer(**({"path": str(path)} if transport == "file" else {}))
     publisher.publish(1, weights(1)).wait(LIMIT_S)
-    with Child(replicate, run.address, moment, "sleeper") as sleeper:
+    with Child(replicate, run.address, transport, moment, "sleeper") as sleeper:
         assert sleeper.hear() == on(1)
         if moment != "awaiting":
             publisher.publish(2, weights(2)).wait(LIMIT_S)
@@ -176,16 +174,3 @@ def test_a_replica_is_frozen_while_versions_pass(transport: str, moment: str, ru
             sleeper.say("go on")
         until_on(sleeper, 8)
     publisher.close()
-
-
-def test_shared_memory_that_fills_up_fails_a_version_and_no_replica() -> None:
-    with Child(publish_more_than_fits, within=UNSHARED) as child:
-        try:
-            outcome = child.hear()
-        except AssertionError:
-            if "permission denied" in child.errors() or "not permitted" in child.errors():
-                pytest.skip(f"mounting a small /dev/shm needs root: {child.errors()}")
-            raise
-    assert "no room for" in outcome["error"]
-    assert "--shm-size" in outcome["error"]
-    assert outcome["on"] == [[1, [1.0]], [3, [3.0]]]

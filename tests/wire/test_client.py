@@ -4,17 +4,17 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from children import Child
+from children import Child, hear, say
 from flaky_proxy import FlakyProxy
 from waiting import in_thread, until
-from wire_children import ask_after_fork, ask_until_killed, identify, interrupted
 from wire_handlers import Parrot, client_of, serving
 
-from asyncflow_sdk.errors import ServerLost
+from asyncflow_sdk.errors import AsyncFlowError, ServerLost
 from asyncflow_sdk.wire import Client, process_key
 
 
@@ -71,6 +71,17 @@ def test_a_cancelled_request_is_taken_back_before_and_after_its_answer(parrot: P
     # then
     assert asyncio.run(scenario()) == [asyncio.CancelledError] * 2
     assert sorted(parrot.dropped_ones) == [(0, b"lease 1"), (parrot.parked[b"park"], None)]
+
+
+def interrupted(address: str) -> None:
+    """Ctrl-C, which comes while it waits, then another request over the same socket."""
+    client = Client(address)
+    try:
+        client.ask(b"park", 1000)
+    except KeyboardInterrupt:
+        say(client.ask(b"after", 10).decode())
+        time.sleep(0.1)
+    client.close()
 
 
 def test_ctrl_c_takes_a_blocking_request_back(parrot: Parrot) -> None:
@@ -159,15 +170,35 @@ def test_a_loop_may_begin_while_another_looks_for_those_that_have_ended(client: 
     known.close()
 
 
+def ask_after_fork(address: str) -> None:
+    """Use a connection, then fork: the child is refused, the parent goes on."""
+    client = Client(address)
+    client.ask(b"before", 10)
+    if not (child := os.fork()):
+        with pytest.raises(AsyncFlowError, match=r"fork\(\)"):
+            client.ask(b"in the child", 10)
+        client.close()
+        os._exit(7)
+    say([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), client.ask(b"after", 10).decode()])
+
+
 def test_a_forked_child_is_refused_and_its_parent_goes_on(parrot: Parrot) -> None:
     with Child(ask_after_fork, parrot.server.addresses[0]) as child:
         assert child.hear() == [7, "after 1"]
     assert parrot.carried_out == [b"before", b"after"]
 
 
+def identify(address: str = "") -> None:
+    """Say the key of this process; ask for something that does not come."""
+    say(process_key(os.getpid()))
+    if address:
+        Client(address).ask(b"park", 1000)
+    hear()
+
+
 def test_the_death_of_a_process_is_seen_at_once_and_its_silence_is_none(parrot: Parrot) -> None:
     # given a session of another process
-    with Child(ask_until_killed, parrot.server.addresses[0]) as child:
+    with Child(identify, parrot.server.addresses[0]) as child:
         key = child.hear()
         until(lambda: parrot.parked, "its request")
         parrot.server.call(lambda: parrot.server.watch("its session", child.pid, key))

@@ -1,4 +1,4 @@
-"""A real server with a simple handler: it answers or parks requests, and records all calls."""
+"""A real server with the plainest handler: it answers, parks, and writes down what it was told."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ class Parrot:
 
 
 def client_of(address: str, resend_s: float = 0.1) -> Client:
-    """Return a client without a key, also over tcp, that repeats requests soon."""
+    """A client without a key, over tcp too, which repeats itself soon."""
     return Client(address, insecure=address.startswith("tcp:"), resend_s=resend_s)
 
 
@@ -74,7 +74,7 @@ def serving(*addresses: str, **options: Any) -> Iterator[Parrot]:
 
 
 class Raw:
-    """A bare DEALER socket for arbitrary frames."""
+    """A bare DEALER: sends whatever frames it is given."""
 
     def __init__(self, address: str) -> None:
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -85,8 +85,8 @@ class Raw:
         self.socket.send_multipart(frames)
 
     def hear(self) -> tuple[int, bytes]:
-        """Return seq and body of the next response."""
-        assert self.socket.poll(30_000), "the server sent nothing"
+        """The next response: seq and body."""
+        assert self.socket.poll(30_000), "the server said nothing"
         protocol, seq, body, *_ = msgspec.msgpack.decode(self.socket.recv())
         assert protocol == PROTOCOL
         return seq, body
@@ -101,15 +101,9 @@ class Raw:
         self.socket.close()
 
 
-def frame(seq: int, body: bytes, session: str = "s", done: int = 1, **more: Any) -> bytes:
-    """Encode a request. ``more``: settled, dropped, protocol, part."""
-    start = (
-        more.get("protocol", PROTOCOL),
-        session,
-        seq,
-        done,
-        more.get("settled", ()),
-        more.get("dropped", ()),
-        body,
-    )
-    return msgspec.msgpack.encode((*start, more["part"]) if "part" in more else start)
+def frame(
+    seq: int, body: bytes, session: str = "s", done: int = 1, *, settled: Any = (), dropped: Any = (),
+    protocol: int = PROTOCOL, part: Any = None,
+) -> bytes:  # fmt: skip
+    """A request as it travels. ``part``: what part of a message is beside it."""
+    return msgspec.msgpack.encode((protocol, session, seq, done, settled, dropped, body, *([part] if part else [])))

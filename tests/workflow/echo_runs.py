@@ -5,19 +5,16 @@ Its workers are threads of the test's process; ``processes=True`` starts each in
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import functions
-import pytest
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import EchoTrain
 
-_choices = itertools.count(1)
 PROMPTS = {"prompt_ids": af.Ragged.of([[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]])}
 TOML = """\
 steps = 1
@@ -60,22 +57,6 @@ def declare_rollout(run: af.Run) -> None:
     """The task of a producer in one's own loop."""
     gives = ["response_ids", "logprobs", "version_spans"]
     run.queue.declare("rollout", needs=["prompt_ids"], gives=gives, admits=True)
-
-
-def install_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> Path:
-    """Install a plugin for one test: the package is on the path, and plugins are looked for anew. Returns its site folder."""
-    site = tmp_path / "site"
-    info = site / f"{name}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[asyncflow_sdk]\n{name} = {name}\n")
-    (site / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(site)
-    before = os.environ.get("ASYNCFLOW_PLUGINS", "core,testing,torch")
-    monkeypatch.setenv(
-        "ASYNCFLOW_PLUGINS", ",".join([before, *[name] * next(_choices)])
-    )  # each choice is looked for once
-    return site
 
 
 def trained_rows(directory: Path) -> list[int]:

@@ -38,35 +38,45 @@ class Gates:
             (self.folder / str(step)).unlink(missing_ok=True)
 
 
-class Killer:
-    """Listen to a run, and kill a worker after each of some steps: ``at`` maps a step to the worker's name. The trainer begins the next
-    step when that is done."""
+class Listener:
+    """Listen to a run. ``pids``: of its workers that are ready."""
 
-    def __init__(self, folder: Path, at: dict[int, str]) -> None:
-        self.at, self.killed, self.step = at, list[str](), -1
+    def __init__(self) -> None:
         self.events: list[Event] = []
-        self._pids: dict[str, int] = {}
-        self._gates = Gates(folder, *(step + 1 for step in at))
-        self.trainer = self._gates.trainer
+        self.pids: dict[str, int] = {}
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, WorkerState) and event.state == "ready":
-            self._pids[event.worker] = event.pid
-        if isinstance(event, StepTrained):
-            self.step = event.step
-        step = next(iter(self.at), 1 << 30)
-        if self.step >= step and (pid := self._pids.pop(self.at[step], 0)):
-            assert pid != os.getpid(), f"{self.at[step]} is a thread, which cannot be killed"
-            os.kill(pid, signal.SIGKILL)
-            self.killed.append(self.at.pop(step))
-            self._gates.open(step + 1)
+            self.pids[event.worker] = event.pid
 
     def texts(self, kind: type[Any]) -> list[str]:
         return [event.text for event in self.events if isinstance(event, kind)]
 
     def states(self, state: str) -> list[WorkerState]:
         return [event for event in self.events if isinstance(event, WorkerState) and event.state == state]
+
+
+class Killer(Listener):
+    """Kill a worker after each of some steps: ``at`` maps a step to the worker's name. The trainer begins the next step when that is
+    done."""
+
+    def __init__(self, folder: Path, at: dict[int, str]) -> None:
+        super().__init__()
+        self.at, self.killed, self.step = at, list[str](), -1
+        self._gates = Gates(folder, *(step + 1 for step in at))
+        self.trainer = self._gates.trainer
+
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        if isinstance(event, StepTrained):
+            self.step = event.step
+        step = next(iter(self.at), 1 << 30)
+        if self.step >= step and (pid := self.pids.pop(self.at[step], 0)):
+            assert pid != os.getpid(), f"{self.at[step]} is a thread, which cannot be killed"
+            os.kill(pid, signal.SIGKILL)
+            self.killed.append(self.at.pop(step))
+            self._gates.open(step + 1)
 
 
 class _Waits:

@@ -6,10 +6,7 @@ steps that were lost.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +15,11 @@ from gates import Gated
 
 import asyncflow_sdk as af
 from asyncflow_sdk.interfaces import StepResult
-from asyncflow_sdk.testing import EchoRollout
 from asyncflow_sdk.types import Batch
 
 STEPS, ROWS, GROUP = 18, 16, 4
 PROMPTS = [[n, n + 1, n + 2] for n in range(STEPS * ROWS // GROUP)]
-"""As many as the steps have groups: each is trained once, where none is replaced."""
-OUTLASTED = os.environ.get("OUTLASTED", "")
-"""A folder in which the trainer names its steps, for engines that wait for some."""
+"""As many as the steps have groups: each is trained once."""
 
 
 class Noting(Gated):
@@ -39,8 +33,6 @@ class Noting(Gated):
         result = super().train_step(batch)
         prompts = [int(row[0]) for row in batch.ragged("prompt_ids")]
         self.notes.append({"rows": batch.ids.tolist(), "prompts": prompts, "rewards": batch.array("reward").tolist()})
-        if OUTLASTED:
-            (Path(OUTLASTED) / f"step-{len(self.notes)}").touch()
         return result
 
     def save(self, path: Path) -> None:
@@ -52,41 +44,19 @@ class Noting(Gated):
         self.notes = json.loads((path / "notes.json").read_text())
 
 
-class Uneven(EchoRollout):
-    """With OUTLASTED three prompts take three steps when they are first drawn: policy ``drop`` has something to give up."""
-
-    async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
-        first = int(request.prompt_ids[0])
-        if OUTLASTED and first % 25 == 0:
-            try:
-                (Path(OUTLASTED) / f"prompt-{first}").touch(exist_ok=False)
-            except FileExistsError:  # drawn before
-                pass
-            else:
-                trained = _steps_named()
-                while _steps_named() < trained + 3:
-                    await asyncio.sleep(0.01)
-        async for completion in super().generate(request):
-            yield completion
-
-
-def _steps_named() -> int:
-    return len(list(Path(OUTLASTED).glob("step-*")))
-
-
 def steps_had(logprobs: af.Ragged) -> list[float]:
     """How many steps the weights had had that drew each response."""
     return [-float(row[0]) for row in logprobs]
 
 
-def workflow(policy: str = "wait") -> af.Workflow:
+def workflow() -> af.Workflow:
     rollout = af.Rollout(
-        "noting_run:Uneven", group_size=GROUP, prompt="prompt_ids", replicas=2, max_rows=8, delay_s=0.005, spread=1.0,
+        "echo", group_size=GROUP, prompt="prompt_ids", replicas=2, max_rows=8, delay_s=0.005, spread=1.0,
         max_restarts=1000,
     )  # fmt: skip
     return echo_workflow(
         prompts={"prompt_ids": af.Ragged.of(PROMPTS)}, rollout=rollout,
         reward=af.Stage(steps_had, task="reward", gives=["reward"], launcher="thread"),
         train=af.Train("noting_run:Noting", max_restarts=1), batch_size=ROWS, steps=STEPS,
-        checkpoint=af.Checkpoint(every=4, history=True), staleness=af.Staleness(policy=policy),
+        checkpoint=af.Checkpoint(every=4, history=True),
     )  # fmt: skip

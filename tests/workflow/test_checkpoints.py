@@ -259,8 +259,8 @@ def test_a_checkpoint_that_a_rank_cannot_write_is_none_for_all_of_them(tmp_path:
     made = sorted((tmp_path / "run" / "checkpoints").iterdir())
     assert [path.name for path in made] == ["step-000001", "step-000003", "step-000004"]
     assert all({file.name for file in (path / "engine").iterdir()} == {"rank-0.json", "rank-1.json"} for path in made)
-    notes = [note["text"] for note in events_of(tmp_path / "run", "note")]
-    assert any("no checkpoint was made" in note and "no more room for rank 1" in note for note in notes), notes
+    (failed,) = [note for note in events_of(tmp_path / "run", "note") if "no checkpoint was made" in note["text"]]
+    assert (failed["worker"], "no more room for rank 1" in failed["text"]) == ("train-0 rank 0", True)
 
 
 def test_a_trainer_killed_in_a_checkpoint_leaves_it_whole_or_not_there(loop: Loop) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_runs import install_plugin, segments
+from echo_runs import segments
+from plugin_packages import install_plugin
 from waiting import in_thread, until
 
 import asyncflow_sdk as af

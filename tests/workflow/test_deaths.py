@@ -97,17 +97,17 @@ def long_workflow(reward: str = "length") -> af.Workflow:
 def test_stopping_by_signal_leaves_no_process_and_no_memory(tmp_path: Path, words: str, number: int) -> None:
     driver = Driver(tmp_path / "run", "test_deaths:long_workflow")
     while not driver.last.startswith(words):
-        assert driver.read(), driver.end()
+        driver.read()
 
-    driver.process.send_signal(number)
+    driver.signal(number)
     if words == "step 3":  # and again, as one who is impatient
         for _ in range(4):
-            driver.process.send_signal(signal.SIGINT)
+            driver.signal(signal.SIGINT)
 
     assert "Interrupted" in driver.end()
-    assert driver.process.returncode != 0
+    assert driver.wait() != 0
     assert driver.last.startswith("interrupted")
-    assert not segments(driver.process.pid)
+    assert not segments(driver.pid)
     assert '"interrupted"' in (tmp_path / "run" / "summary.json").read_text()
 
 
@@ -117,13 +117,13 @@ def test_a_second_ctrl_c_kills_the_workers_that_the_first_has_not_ended(tmp_path
     driver.follow(2)
     os.kill(driver.workers["rollout-0"], signal.SIGSTOP)
     # when it is stopped and, once the others have been told to end, again
-    driver.process.send_signal(signal.SIGINT)
+    driver.signal(signal.SIGINT)
     until(lambda: not alive(driver.workers["reward-0"]), "the end of a worker that can end")
-    driver.process.send_signal(signal.SIGINT)
+    driver.signal(signal.SIGINT)
     # then
     driver.end()
     assert driver.last == "interrupted again"
-    assert not segments(driver.process.pid)
+    assert not segments(driver.pid)
     assert '"interrupted"' in (tmp_path / "run" / "summary.json").read_text()
 
 
@@ -139,9 +139,10 @@ def test_a_killed_driver_takes_its_workers_what_they_started_and_its_memory_with
     driver = Driver(tmp_path / "run", "test_deaths:long_workflow:starts_others")
     driver.follow(0)
 
-    driver.kill(everything=False)
+    driver.kill()
+    driver.end()
 
-    until(lambda: not segments(driver.process.pid), "the removal of shared memory")
+    until(lambda: not segments(driver.pid), "the removal of shared memory")
     started = [int(line.split()[1]) for line in (tmp_path / "run/logs/reward-0.log").read_text().splitlines()]
     assert started
     until(lambda: not [pid for pid in started if alive(pid)], "the end of what a worker had started")

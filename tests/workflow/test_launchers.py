@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_runs import alive, check_whole, column, echo_workflow, install_plugin
+from echo_runs import alive, check_whole, column, echo_workflow
 from functions import length, length_and_cpu
+from plugin_packages import install_plugin
 from waiting import in_thread, until
 
 import asyncflow_sdk as af

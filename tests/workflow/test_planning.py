@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_runs import TOML, echo_workflow, events_of, install_plugin
+from echo_runs import TOML, echo_workflow, events_of
+from plugin_packages import install_plugin
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed

@@ -117,10 +117,11 @@ def test_a_run_that_is_killed_as_a_whole_again_and_again_trains_what_it_would_ha
 ) -> None:
     # given a run that dies three times: with all its processes, and its driver alone
     directory, drivers = tmp_path / "run", list[Driver]()
-    for gate, everything in ((6, True), (10, False)):
+    for gate, kill in ((6, Driver.kill_all), (10, Driver.kill)):
         drivers.append(Driver(directory, "resume" if drivers else "test_resuming:workflow"))
         drivers[-1].follow(gate - 1)
-        drivers[-1].kill(everything=everything)
+        kill(drivers[-1])
+        drivers[-1].end()
         gates.open(gate)
     # when it is resumed to its end, and a replica joins in the midst of it
     ending = in_thread(af.resume, directory)
@@ -134,7 +135,7 @@ def test_a_run_that_is_killed_as_a_whole_again_and_again_trains_what_it_would_ha
     # then
     check(result, whole)
     assert not guest.lost
-    assert not any(segments(driver.process.pid) for driver in drivers)
+    assert not any(segments(driver.pid) for driver in drivers)
     assert not (directory / "journal").exists() or not list((directory / "journal").glob("journal-*"))
 
 
@@ -149,10 +150,10 @@ def test_an_interrupted_run_can_be_resumed_by_one_process_at_a_time(
     directory = tmp_path / "run"
     driver = Driver(directory, "test_resuming:in_threads")
     driver.follow(3)
-    with pytest.raises(ConfigError, match=f"is being run by process {driver.process.pid}"):
+    with pytest.raises(ConfigError, match=f"is being run by process {driver.pid}"):
         af.resume(directory)
     assert not (directory / "summary.json").exists()
-    driver.process.send_signal(signal.SIGINT)
+    driver.signal(signal.SIGINT)
     driver.end()
     assert driver.last == "interrupted once"
     summary = json.loads((directory / "summary.json").read_text())

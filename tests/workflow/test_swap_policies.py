@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from echo_runs import check_whole, echo_workflow
-from gates import Gates
+from gates import Gates, Listener
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
@@ -18,17 +18,8 @@ from asyncflow_sdk.types.events import Committed, Event, Loaded, Span, WeightSta
 LONG = {"prompt_ids": af.Ragged.of([list(range(1, 13)), list(range(1, 20)), [7] * 15])}
 
 
-class Told:
-    """What a run said, and where its workers are."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.pids: dict[str, int] = {}
-
-    def __call__(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, WorkerState) and event.state == "starting":
-            self.pids[event.worker] = event.pid
+class Told(Listener):
+    """What a run said of versions."""
 
     def weights(self, state: str, worker: str = "") -> list[WeightState]:
         return [
@@ -40,9 +31,7 @@ class Told:
         return [e.version for e in self.events if isinstance(e, Loaded) and e.worker == worker]
 
     def restarts(self, worker: str) -> int:
-        return len(
-            [e for e in self.events if isinstance(e, WorkerState) and (e.worker, e.state) == (worker, "restarting")]
-        )
+        return [e.worker for e in self.states("restarting")].count(worker)
 
     @property
     def most_at_once(self) -> int:
@@ -189,7 +178,7 @@ def test_a_poisoned_replica_ends_and_its_rows_move_on(tmp_path: Path) -> None:
     ).run(tmp_path / "run", on_event=told)  # fmt: skip
 
     check_whole(result, 16)
-    failed = [e for e in told.events if isinstance(e, WorkerState) and e.state == "failed"]
+    failed = told.states("failed")
     assert failed
     assert all("must not generate any more" in e.detail for e in failed)
     assert told.restarts("rollout-0") + told.restarts("rollout-1") >= 1

@@ -1,17 +1,19 @@
-"""Workers that are killed before their SGLang is there. Those of a run that are killed later are the conformance kit's."""
+"""Workers that are killed before their SGLang is there, or after it. Those of a run are the conformance kit's."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import one_server
+from engine_ends import with_mark
+from waiting import until
 
 ENGINES = {
     "asyncflow_sglang.server:SGLangServer": one_server.OWN,
@@ -21,38 +23,36 @@ STARTS = """
 import importlib, json, sys
 if __name__ == "__main__":
     module, _, name = sys.argv[1].partition(":")
-    getattr(importlib.import_module(module), name)(sys.argv[2], **json.loads(sys.argv[3]))
+    engine = getattr(importlib.import_module(module), name)(sys.argv[2], **json.loads(sys.argv[3]))
+    print("STARTED", flush=True)
+    sys.stdin.read()
 """
 
 
-def with_mark(mark: str) -> dict[int, str]:
-    """The processes that have it in their environment, wherever they hang, with their commands."""
-    found = {}
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if name.isdigit() and mark.encode() in Path(f"/proc/{name}/environ").read_bytes():
-                found[int(name)] = Path(f"/proc/{name}/cmdline").read_text().replace("\0", " ")
-    return found
-
-
-def test_workers_that_are_killed_while_sglang_starts_leave_no_process(tmp_path: Path) -> None:
-    """SGLang's processes import for seconds before they ask the kernel to end with who has started them."""
+def test_workers_that_are_killed_leave_no_process(tmp_path: Path) -> None:
+    """While SGLang starts, its processes import for seconds before they ask the kernel to end with who has started them; and once
+    it is there."""
     (tmp_path / "starts.py").write_text(STARTS)
-    workers: dict[str, subprocess.Popen[bytes]] = {}
+    marks: list[str] = []
     with contextlib.ExitStack() as stack:
-        for factory, options in ENGINES.items():
+        for (factory, options), started in itertools.product(ENGINES.items(), (False, True)):
             mark = secrets.token_hex(8)
             command = [sys.executable, str(tmp_path / "starts.py"), factory, one_server.model(), json.dumps(options)]
-            worker = stack.enter_context(subprocess.Popen(command, env={**os.environ, "ASYNCFLOW_TEST_MARK": mark}))
+            env = {**os.environ, "ASYNCFLOW_TEST_MARK": mark}
+            worker = stack.enter_context(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
             stack.callback(worker.kill)
-            workers[mark] = worker
-        for mark, worker in workers.items():
-            while sum("spawn_main" in command for command in with_mark(mark).values()) < 2:
-                assert worker.poll() is None
-                time.sleep(0.05)
+            marks.append(mark)
+            if started:
+                assert worker.stdout is not None
+                assert any("STARTED" in line for line in worker.stdout)
+            else:
+                until(
+                    lambda worker=worker, mark=mark: (  # type: ignore[misc]
+                        worker.poll() is not None or sum("spawn_main" in each for each in with_mark(mark).values()) > 1
+                    ),
+                    "SGLang's processes", 600.0,
+                )  # fmt: skip
+            assert worker.poll() is None
             worker.kill()
-
-    until = time.monotonic() + 120.0
-    while left := {pid: command for mark in workers for pid, command in with_mark(mark).items()}:
-        assert time.monotonic() < until, left
-        time.sleep(0.1)
+    for mark in marks:
+        until(lambda mark=mark: not with_mark(mark), "the end of all processes", 120.0)  # type: ignore[misc]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from elsewhere import skip_elsewhere
-from vllm_options import OPTIONS
+from one_vllm import OPTIONS
 
 ASKED = os.environ.get("ASYNCFLOW_TEST_VLLM", "")
 """Where vLLM must be: "here", or the interpreter that has it; "" nowhere."""
@@ -28,9 +28,9 @@ def far() -> str:
     return ASKED
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An engine and what is known of it, for all tests of a module: a model whose output layer is its embedding, with a context of
+    """An engine and what is known of it, for all tests: a model whose output layer is its embedding, with a context of
     more than one block of vLLM's cache (128 tokens on a CPU)."""
     from asyncflow_sdk.testing.kit.rollout_lab import RolloutLab
     from asyncflow_torch.demo.model import EOS

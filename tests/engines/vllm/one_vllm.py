@@ -1,4 +1,4 @@
-"""One vLLM server, which several engines use one after another."""
+"""With which options vLLM is started in tests: small, and without compiling; and one server, which several engines use one after another."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 START_S = 300.0
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_rows": 32,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 64 << 20,
+}
 ARGUMENTS = [
     "--dtype", "float32", "--max-num-seqs", "32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20),
     "--skip-tokenizer-init",
@@ -41,10 +47,10 @@ class Server:
             sys.executable,
             "-m",
             "vllm.entrypoints.openai.api_server",
-            "--model",
-            model,
             "--host",
             "127.0.0.1",
+            "--model",
+            model,
         ]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_options import OPTIONS
+from one_vllm import OPTIONS
 
 from asyncflow_sdk.testing import Conformance
 

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import one_vllm
 import pytest
+from engine_ends import HttpGate, cut_short
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, EngineError, EngineGone, WeightError
@@ -34,14 +33,6 @@ def test_an_attached_engine_conforms(check: Any) -> None:
     check()
 
 
-any_order = Conformance("rollout", one_vllm.attached, only=["any_order"], limit_s=60.0)
-
-
-@any_order.parametrize
-def test_an_attached_engine_conforms_in_any_order(check: Any) -> None:
-    check()
-
-
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Any]:
     from asyncflow_sdk.testing.kit.rollout_lab import RolloutLab
@@ -51,14 +42,6 @@ def lab() -> Iterator[Any]:
     made.start()
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def info(lab: Any) -> Any:
-    """What the server says of itself, as JSON."""
-    url = one_vllm.server(lab.policy.folder).url
-    with urllib.request.urlopen(f"{url}/server_info?config_format=json", timeout=60) as answer:
-        return json.load(answer)
 
 
 @pytest.mark.parametrize(
@@ -83,17 +66,20 @@ def info(lab: Any) -> Any:
     ],
 )
 def test_a_server_that_cannot_is_refused_with_the_reason(
-    info: Any, part: str, field: str, value: Any, reason: str
+    lab: Any, part: str, field: str, value: Any, reason: str
 ) -> None:
-    from asyncflow_vllm.server import ServerInfo
+    def changed(answer: bytes) -> bytes:
+        info = json.loads(answer)
+        of = info["vllm_config"][part] if part else info["vllm_config"]
+        assert field in of  # as it is called today
+        of[field] = value
+        return json.dumps(info).encode()
 
-    changed = json.loads(json.dumps(info))
-    of = changed["vllm_config"][part] if part else changed["vllm_config"]
-    assert field in of  # as it is called today
-    of[field] = value
-    msgspec.convert(info, ServerInfo).check("the server")
-    with pytest.raises(ConfigError, match=f"the server cannot be used: .*{reason}"):
-        msgspec.convert(changed, ServerInfo).check("the server")
+    with (
+        HttpGate(one_vllm.server(lab.policy.folder).url, change={"/server_info": changed}) as gate,
+        pytest.raises(ConfigError, match=f"cannot be used: .*{reason}"),
+    ):
+        lab.make(model=lab.policy.folder, url=gate.url)
 
 
 @pytest.mark.parametrize(
@@ -174,30 +160,22 @@ def test_an_engine_begins_on_the_folders_weights_whatever_the_server_was_left_on
     lab.ask(again, "an engine that came later")
 
 
-def test_a_load_that_breaks_off_is_followed_by_nothing_but_a_whole_version(
-    lab: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def begun(lab: Any) -> None:
+    """What was asked for before runs: the server takes requests in order."""
+    await lab.answer(lab.request(lab.policy.prompts(1)[0], max_tokens=1))
+
+
+def test_a_load_that_breaks_off_is_followed_by_nothing_but_a_whole_version(lab: Any, tmp_path: Path) -> None:
     async def body(lab: Any) -> None:
         prompts, version = lab.policy.prompts(3, seed=31), lab.version + 1
-        whole = lab.policy.tensors(version)
-        name = next(name for name in whole if "k_proj.weight" in name)
-        broken = lab.make_update(version, {**whole, name: whole[name][:-1].copy()})
-        running, pause = [], lab.engine._access.pause
-
-        async def pause_what_runs() -> None:  # it begins no sooner, so that it has not ended by now
-            running.append(
-                asyncio.create_task(lab.answer(lab.request(prompts[0], 4, temperature=1.0, max_tokens=200)))
-            )
-            while not lab.engine._access._asked:
-                await asyncio.sleep(0)
-            await pause()
-
-        with monkeypatch.context() as blind:  # as if the comparison with the folder had found nothing
-            blind.setattr(lab.engine._checkpoint, "check", lambda update: {})
-            blind.setattr(lab.engine._access, "pause", pause_what_runs)
-            with pytest.raises(WeightError, match="could not be loaded whole: rank 0: "):
-                await lab.load(broken)
-        for waiting in (*running, lab.answer(lab.request(prompts[0])), lab.engine.logprobs([[5]], [[6]])):
+        broken = cut_short(lab.make_update(version), "model.layers.1.self_attn.k_proj.weight", tmp_path / "short")
+        running = asyncio.create_task(lab.answer(lab.request(prompts[0], 4, temperature=1.0, max_tokens=200)))
+        await begun(lab)
+        with pytest.raises(WeightError, match="could not be loaded whole: rank 0: "):
+            await lab.load(broken)
+        (ended,) = await asyncio.gather(running, return_exceptions=True)  # it may have ended before the load began
+        assert not isinstance(ended, BaseException) or "holds a mixture of versions" in str(ended)
+        for waiting in (lab.answer(lab.request(prompts[0])), lab.engine.logprobs([[5]], [[6]])):
             with pytest.raises(EngineError, match="holds a mixture of versions"):
                 await waiting
         await lab.update(version + 1)
@@ -225,8 +203,7 @@ def test_requests_of_others_are_not_aborted(lab: Any) -> None:
         (prompt,) = lab.policy.prompts(1, seed=32)
         other = asyncio.create_task(asyncio.to_thread(ask))
         own = asyncio.create_task(lab.answer(lab.request(prompt, 8, temperature=1.0, max_tokens=200), aborted=True))
-        while not lab.engine._access._asked and not own.done():
-            await asyncio.sleep(0)
+        await begun(lab)
         await lab.engine.interrupt()
         await lab.engine.interrupt()
         await own
@@ -236,25 +213,6 @@ def test_requests_of_others_are_not_aborted(lab: Any) -> None:
     lab.ask(interrupted, "an interruption beside others")
 
 
-def test_what_the_server_refuses_is_one_requests_error(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token ids beyond the vocabulary are not tried: vLLM dies of them, and never hears of them (see the kit's bad requests)."""
-
-    async def body(lab: Any) -> None:
-        (prompt,) = lab.policy.prompts(1, seed=33)
-        with monkeypatch.context() as blind:  # as if nothing had been looked at here
-            blind.setattr(lab.engine._limits, "check", lambda request: [int(each) for each in request.prompt_ids])
-            for request, reason in (
-                (lab.request(np.zeros(0, np.int32)), "(?s)answered with status 4.*token_ids"),
-                (lab.request(np.full(lab.context + 1, 5)), "(?s)answered with status 4.*length"),
-            ):
-                with pytest.raises(EngineError, match=reason) as refused:
-                    await lab.answer(request)
-                assert not isinstance(refused.value, EngineGone)
-        await lab.check_greedy([prompt], when=" after what was refused")
-
-    lab.ask(body, "what the server refuses")
-
-
 def test_a_server_that_dies_is_named_by_all_that_is_asked_of_it(lab: Any) -> None:
     """The last test here: the shared server is gone."""
     server = one_vllm.server(lab.policy.folder)
@@ -262,8 +220,7 @@ def test_a_server_that_dies_is_named_by_all_that_is_asked_of_it(lab: Any) -> Non
     async def body(lab: Any) -> None:
         (prompt,) = lab.policy.prompts(1, seed=34)
         running = asyncio.create_task(lab.answer(lab.request(prompt, 4, temperature=1.0, max_tokens=200)))
-        while not lab.engine._access._asked and not running.done():
-            await asyncio.sleep(0)
+        await begun(lab)
         os.killpg(server.process.pid, signal.SIGKILL)
         for waiting in (running, lab.update(), lab.answer(lab.request(prompt)), lab.engine.logprobs([[5]], [[6]])):
             with pytest.raises(EngineGone, match="the vLLM server at http://127.0.0.1:"):

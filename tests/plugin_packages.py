@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-KEPT = Path(__file__).parent / "packages"
+import pytest
+
+KEPT = Path(__file__).parent / "plugins/packages"
+_choices = itertools.count(1)
 HEAD = "import asyncflow_sdk as af\n@af.hookimpl\ndef asyncflow_adapters():\n"
 
 
@@ -33,6 +38,18 @@ def write_plugin(site: Path, name: str, body: str, *, version: str = "1.0", requ
     site.mkdir(parents=True, exist_ok=True)
     (site / f"{name}.py").write_text(body)
     write_info(site, name, version, {name: name}, requires)
+
+
+def install_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str) -> Path:
+    """Install a plugin for one test, also for the processes that it starts. Returns its site folder."""
+    site = tmp_path / "site"
+    write_plugin(site, name, body)
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", f"{site}:{os.environ.get('PYTHONPATH', '')}")
+    before = os.environ.get("ASYNCFLOW_PLUGINS", "core,testing,torch")
+    named = ",".join([before, *[name] * next(_choices)])  # plugins are looked for once by each choice
+    monkeypatch.setenv("ASYNCFLOW_PLUGINS", named)
+    return site
 
 
 def write_info(site: Path, name: str, version: str, entries: Mapping[str, str], requires: Sequence[str]) -> None:

@@ -1,22 +1,20 @@
-"""A vLLM that dies is told of, and nothing waits for it; one whose worker dies, dies too."""
+"""A vLLM that dies is told of, and nothing waits for it; one whose worker dies, dies too. The last module that uses the shared engine."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_options import OPTIONS
+from engine_ends import below, title, wait_gone
+from one_vllm import OPTIONS
 
-from asyncflow_sdk._guard import descendants
 from asyncflow_sdk.errors import EngineGone
 
 STARTS = """
@@ -30,32 +28,6 @@ if __name__ == "__main__":
 """
 
 
-def _title(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
-
-
-def of_vllm(pid: int) -> list[int]:
-    """The processes below one, but for the helper that Python keeps for as long as it runs itself."""
-    return [each for each in descendants(pid) if "resource_tracker" not in _title(each)]
-
-
-def gone(pids: list[int], within_s: float = 60.0) -> list[int]:
-    """Those that are still there when the time is over; what has ended and was not waited for counts as gone."""
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        pids = [pid for pid in pids if _lives(pid)]
-        if not pids:
-            break
-        time.sleep(0.1)
-    return pids
-
-
-def _lives(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 def test_a_worker_that_is_killed_takes_vllm_with_it(tied: Any, tmp_path: Path) -> None:
     script = tmp_path / "starts.py"
     script.write_text(STARTS)
@@ -65,22 +37,22 @@ def test_a_worker_that_is_killed_takes_vllm_with_it(tied: Any, tmp_path: Path) -
     ) as worker:  # fmt: skip
         assert worker.stdout is not None
         assert any("STARTED" in line for line in worker.stdout)
-        pids = of_vllm(worker.pid)
+        pids = below(worker.pid)
         os.kill(worker.pid, signal.SIGKILL)
         assert len(pids) >= 2
-        assert gone(pids) == []
+        wait_gone(pids)
 
 
 def test_a_dead_core_is_named_by_all_that_is_asked_of_it(tied: Any) -> None:
     async def body(lab: Any) -> None:
         await lab.check_greedy(lab.policy.prompts(2))
-        children = of_vllm(os.getpid())
-        (core,) = [pid for pid in children if "EngineCore" in _title(pid)]
+        children = below(os.getpid())
+        # a server of another test, if one still runs, has a session of its own
+        (core,) = [pid for pid in children if "EngineCore" in title(pid) and os.getsid(pid) == os.getsid(0)]
         running = asyncio.create_task(
             lab.answer(lab.request(lab.policy.prompts(1)[0], 4, temperature=1.0, max_tokens=480))
         )
-        while not lab.engine._running:  # and no longer, or all may have ended
-            await asyncio.sleep(0)
+        await lab.answer(lab.request(lab.policy.prompts(1)[0], max_tokens=1))  # what was asked for before runs, too
         loading = asyncio.create_task(lab.update())
         os.kill(core, signal.SIGKILL)
         for waiting in (running, loading):
@@ -93,6 +65,6 @@ def test_a_dead_core_is_named_by_all_that_is_asked_of_it(tied: Any) -> None:
         with pytest.raises(EngineGone, match="EngineCore has died"):
             await lab.engine.logprobs([[5]], [[6]])
         await lab.close_engine()
-        assert gone(children) == []
+        wait_gone(children)
 
     tied.ask(body, "a core that is killed")

@@ -1,0 +1,40 @@
+"""Make an engine wrong: replace methods of a right one, each by a function of a table of faults."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+LEFT = contextlib.ExitStack()
+"""Frees what engines left behind; tests close it."""
+Fault = Mapping[str, Callable[..., Any]]
+"""By the name of a method: called with the engine, its right method and the arguments."""
+
+
+def replace_methods(engine: object, fault: Fault) -> None:
+    for name, wrong in fault.items():
+        setattr(engine, name, partial(wrong, engine, getattr(engine, name)))
+
+
+def before(action: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``action`` with the engine and the arguments, then the right method."""
+    return lambda self, right, *args: (action(self, *args), right(*args))[1]
+
+
+def event() -> threading.Event:
+    """Set in the end."""
+    end = threading.Event()
+    LEFT.callback(end.set)
+    return end
+
+
+def leave_thread(**options: Any) -> None:
+    threading.Thread(target=event().wait, args=(30,), **options).start()
+
+
+def leave_descriptor() -> None:
+    LEFT.callback(os.close, os.open("/dev/zero", os.O_RDONLY))
