@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_transport import MemoryTransport
 from wrong_transports import WRONG, WrongTransport
 
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import Host, WeightTransport
 from asyncflow_sdk.plugins import registry
-from asyncflow_sdk.testing import check_transport, ends
+from asyncflow_sdk.testing import MemoryTransport, check_transport, ends
 from asyncflow_sdk.testing.transports import TRANSPORT_CHECKS
 from asyncflow_sdk.weights import transport_named
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from scripted_transport import SENT, MemoryReceiver, MemoryRoom, MemorySender, MemoryTransport
 
 from asyncflow_sdk.errors import DigestMismatch, VersionGone
 from asyncflow_sdk.interfaces import Fetched, Host, WeightReceiver, WeightSender
 from asyncflow_sdk.interfaces.weights import Room
+from asyncflow_sdk.testing.memory import MemoryReceiver, MemorySender, MemoryTransport
 from asyncflow_sdk.types import Manifest
 
 WRONG = {
@@ -44,14 +44,15 @@ class WrongSender(MemorySender):
         self.held += nbytes
         room = super().room(nbytes)
         if self.fault == "does not trim":
-            assert isinstance(room, MemoryRoom)
             room.trim = lambda nbytes: None  # type: ignore[method-assign]
         return room
 
     def send(self, manifest: Manifest) -> bytes:
         if self.fault == "waits for receivers" and manifest.version > 1:
             threading.Event().wait(5.0)
-        return super().send(manifest)
+        where = super().send(manifest)
+        WrongReceiver.newest = MemoryReceiver().find(manifest, where)
+        return where
 
     def abandon(self) -> None:
         if self.fault != "never abandons":
@@ -69,6 +70,7 @@ class WrongSender(MemorySender):
 class WrongReceiver(MemoryReceiver):
     turn = threading.Lock()
     shared: list[Any] = []  # noqa: RUF012 - of all receivers
+    newest: list[Any] = []  # noqa: RUF012 - chunks of the version that was sent last
 
     def __init__(self, fault: str) -> None:
         self.fault, self.stopped, self.mine = fault, False, list[Any]()
@@ -102,12 +104,9 @@ class WrongReceiver(MemoryReceiver):
     def find(self, manifest: Manifest, where: bytes) -> list[Any]:
         match self.fault:
             case "fetches the newest":
-                number, _ = msgspec.msgpack.decode(where, type=tuple[int, int])
-                return SENT[number, max(version for sender, version in SENT if sender == number)]
+                return self.newest
             case "falls over":
-                number, version = msgspec.msgpack.decode(where)
-                if (number, version) not in SENT:
-                    raise VersionGone(f"version {manifest.version} is no longer kept")
+                _number, _version = msgspec.msgpack.decode(where)
             case "believes sizes":
                 np.zeros(len(where) << 20, np.uint8)
             case "reads too deep" if where[:99] == b"\x91" * 99:
