@@ -93,9 +93,10 @@ class FlakyProxy:
 
     def _forward(self, source: socket.socket, sink: socket.socket, back: bool, left: list[int]) -> None:
         with contextlib.suppress(OSError):
-            changes = self.changed is not None and not back
-            for data in self._messages(source) if changes else iter(lambda: source.recv(1 << 16), b""):
-                (self._back if back else self._there).wait()
+            received = ((data, True) for data in iter(lambda: source.recv(1 << 16), b""))
+            for data, waits in self._messages(source, back) if self.changed else received:
+                if waits:
+                    (self._back if back else self._there).wait()
                 left[0] -= 1
                 if left[0] <= 0 and not self.steady:
                     self.cuts += 1
@@ -118,19 +119,20 @@ class FlakyProxy:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
-    def _messages(self, source: socket.socket) -> Iterator[bytes]:
-        """Bytes of a ZMTP connection with its messages changed; its greeting and its commands stay."""
+    def _messages(self, source: socket.socket, back: bool) -> Iterator[tuple[bytes, bool]]:
+        """Bytes of a ZMTP connection, and True if `halt` stops them: messages, changed on the way there, but not its handshake."""
         stream, message = source.makefile("rb"), list[bytes]()
-        yield from (stream.read(1) for _ in range(64))
+        yield from ((stream.read(1), False) for _ in range(64))
         while flags := stream.read(1):
             size = stream.read(8 if flags[0] & 2 else 1)
             body = stream.read(int.from_bytes(size, "big"))
             if flags[0] & 4:
-                yield flags + size + body
+                yield flags + size + body, False
                 continue
             message.append(body)
             if not flags[0] & 1:
-                for parts in self.changed(message):
+                for parts in [message] if back else self.changed(message):
                     last = len(parts) - 1
-                    yield b"".join(pack(">BQ", 2 + (n < last), len(part)) + part for n, part in enumerate(parts))
+                    frames = (pack(">BQ", 2 + (n < last), len(part)) + part for n, part in enumerate(parts))
+                    yield b"".join(frames), True
                 message = []
