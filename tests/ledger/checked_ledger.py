@@ -386,8 +386,8 @@ class CheckedLedger:
             row.holder.pop(task.name, None)
             if task.admits:
                 row.version = lease.version
-            if task.batch_rows is not None:
-                self.acknowledged.add(lease.step)
+        if task.batch_rows is not None and all(task.name in self.rows[i].done for i in self.steps[lease.step]):
+            self.acknowledged.add(lease.step)
         self._end_leases({command.token})
 
     # ---- what is known of rows and leases
