@@ -256,6 +256,7 @@ def _run(libraries: list[str], fds: list[int], request: bytes) -> None:
         os.dup2(fd, number)
         os.close(fd)
     os.chdir(directory)
+    vars(multiprocessing.process)["ORIGINAL_DIR"] = directory  # where spawned processes look for the script
     os.environ.clear()
     os.environ.update(environment)
     if os.isatty(1) or "PYTHONUNBUFFERED" in environment:

@@ -342,17 +342,18 @@ class CheckedLedger:
 
     def _on_step(self, task: TaskSpec, reply: cmd.Leased, ids: list[int]) -> None:
         step = reply.step
-        assert len(set(ids)) == len(ids) == task.batch_rows, "a step is whole"
         assert step not in self.acknowledged, "a step is trained once"
         if step in self.steps:
-            assert sorted(self.steps[step]) == sorted(ids), "a step comes again with the same rows"
+            left = [i for i in self.steps[step] if task.name not in self.rows[i].done]
+            assert sorted(left) == sorted(ids), "a step comes again with the rows that are left of it"
         else:
+            assert len(set(ids)) == len(ids) == task.batch_rows, "a step is whole"
             assert step == min(set(range(len(self.steps) + 1)) - self.steps.keys()), "steps come in order"
             assert not set(ids) & {i for rows in self.steps.values() for i in rows}, "a row is in one step"
+            self.steps[step] = ids
         for earlier in set(range(step)) - self.acknowledged:
             held = any(task.name in self.rows[i].holder for i in self.steps[earlier])
             assert held, "the oldest step comes first"
-        self.steps[step] = ids
         for row in [self.rows[i] for i in ids]:
             if row.version is not None and (self._limits.staleness is None or self._limits.staleness.name != "count"):
                 made = steps_of(np.array(sorted(row.versions)), reply.stretches).max()
@@ -385,8 +386,8 @@ class CheckedLedger:
             row.holder.pop(task.name, None)
             if task.admits:
                 row.version = lease.version
-            if task.batch_rows is not None:
-                self.acknowledged.add(lease.step)
+        if task.batch_rows is not None and all(task.name in self.rows[i].done for i in self.steps[lease.step]):
+            self.acknowledged.add(lease.step)
         self._end_leases({command.token})
 
     # ---- what is known of rows and leases
