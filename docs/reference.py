@@ -177,7 +177,7 @@ KIT = (
 )
 STANDING_IN = (
     testing.EchoRollout, testing.EchoTrain, testing.TimedRollout, testing.TimedTrain, testing.RolloutLatency,
-    testing.Decoding,
+    testing.Decoding, testing.MemoryTransport,
 )  # fmt: skip
 
 COMMAND = """`asyncflow COMMAND --help` says the same. Any command that uses plugins takes `--no-plugin NAME`, which leaves one out, here and
@@ -193,7 +193,10 @@ def page() -> str:
         parts += map(_thing, things)
     parts += ["\n## Errors\n", *_errors()]
     parts += ["\n## The kit\n\nIn `asyncflow_sdk.testing`.\n", *map(_thing, KIT)]
-    parts += ["\n## Engines that stand in for others\n\nIn `asyncflow_sdk.testing`.\n", *map(_thing, STANDING_IN)]
+    parts += [
+        "\n## Engines and a transport that stand in for others\n\nIn `asyncflow_sdk.testing`.\n",
+        *map(_thing, STANDING_IN),
+    ]
     parts += ["\n## The command\n", COMMAND, *_commands(app, "asyncflow")]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).strip() + "\n"
 

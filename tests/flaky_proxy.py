@@ -1,4 +1,4 @@
-"""A TCP proxy that cuts, holds up or spoils its connections, so that requests and answers are really lost."""
+"""A proxy that cuts, holds up or changes its connections, so that requests and answers are really lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import random
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from struct import pack
 
 NEVER = 1 << 60
 WHOLE = (NEVER, NEVER)
@@ -14,14 +15,15 @@ WHOLE = (NEVER, NEVER)
 
 
 class FlakyProxy:
-    """Forwards to ``port``; each connection is cut after a random number of ``pieces``, in either direction.
+    """Forwards to a TCP ``port`` or a socket file; each connection is cut after a random number of ``pieces``, in either direction.
 
     ``halt`` stops it, or only what it brings back, without a word until ``resume``; ``halt_after`` (bytes there and back)
     makes it halt by itself. ``there`` and ``back`` count the bytes that it has passed on. Connections are ``held`` up before
-    they have brought ``most`` back, until ``resume``. ``spoil`` changes the next bytes that it brings back, once.
+    they have brought ``most`` back, until ``resume``. ``spoil`` changes the next bytes that it brings back, once. ``changed``
+    returns the messages to send for each message of a client of ZeroMQ without keys.
     """
 
-    def __init__(self, port: int, seed: int = 0, pieces: tuple[int, int] = (4, 16)) -> None:
+    def __init__(self, port: int | str, seed: int = 0, pieces: tuple[int, int] = (4, 16)) -> None:
         self._target, self._numbers, self._pieces = port, random.Random(seed), pieces
         self._there, self._back, self._resumed = threading.Event(), threading.Event(), threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -32,6 +34,7 @@ class FlakyProxy:
         self.steady, self.held = False, threading.Event()
         self.most: float = NEVER
         self.spoil: Callable[[bytes], bytes] | None = None
+        self.changed: Callable[[list[bytes]], Iterable[list[bytes]]] | None = None
         self._open: list[socket.socket] = []
         self._there.set()
         self._back.set()
@@ -72,7 +75,7 @@ class FlakyProxy:
             while True:
                 here, _ = self._listener.accept()
                 try:
-                    there = socket.create_connection(("127.0.0.1", self._target))
+                    there = self._connect()
                 except ConnectionError:  # nobody serves there now
                     here.close()
                     continue
@@ -81,10 +84,19 @@ class FlakyProxy:
                 for source, sink, back in ((here, there, False), (there, here, True)):
                     threading.Thread(target=self._forward, args=(source, sink, back, left), daemon=True).start()
 
+    def _connect(self) -> socket.socket:
+        if isinstance(self._target, int):
+            return socket.create_connection(("127.0.0.1", self._target))
+        made = socket.socket(socket.AF_UNIX)
+        made.connect(self._target)
+        return made
+
     def _forward(self, source: socket.socket, sink: socket.socket, back: bool, left: list[int]) -> None:
         with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                (self._back if back else self._there).wait()
+            received = ((data, True) for data in iter(lambda: source.recv(1 << 16), b""))
+            for data, waits in self._messages(source, back) if self.changed else received:
+                if waits:
+                    (self._back if back else self._there).wait()
                 left[0] -= 1
                 if left[0] <= 0 and not self.steady:
                     self.cuts += 1
@@ -106,3 +118,21 @@ class FlakyProxy:
         for each in (source, sink):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+    def _messages(self, source: socket.socket, back: bool) -> Iterator[tuple[bytes, bool]]:
+        """Bytes of a ZMTP connection, and True if `halt` stops them: messages, changed on the way there, but not its handshake."""
+        stream, message = source.makefile("rb"), list[bytes]()
+        yield from ((stream.read(1), False) for _ in range(64))
+        while flags := stream.read(1):
+            size = stream.read(8 if flags[0] & 2 else 1)
+            body = stream.read(int.from_bytes(size, "big"))
+            if flags[0] & 4:
+                yield flags + size + body, False
+                continue
+            message.append(body)
+            if not flags[0] & 1:
+                for parts in [message] if back else self.changed(message):
+                    last = len(parts) - 1
+                    frames = (pack(">BQ", 2 + (n < last), len(part)) + part for n, part in enumerate(parts))
+                    yield b"".join(frames), True
+                message = []

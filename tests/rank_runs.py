@@ -10,16 +10,21 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
+from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import Shard
 from asyncflow_sdk.types.events import Event, Note, Span, StepTrained, WorkerState
 
@@ -30,9 +35,16 @@ def odd_tokens(response_ids: Any) -> list[float]:
     return [sum(int(token) % 2 for token in row) / max(len(row), 1) for row in response_ids]
 
 
-def hold(engine: Any, gates: str) -> None:
-    """Rank 1 waits in the backward pass of a step of which there is a file in ``gates``, where it writes its process number: the others
-    are in that pass's collectives, or come to them."""
+def engine_of(*, of: str, **options: Any) -> Any:
+    """``of``: the name of a train engine."""
+    make: Any = registry().get("train", of).load()
+    return make(**options)
+
+
+def held(*, gates: str, **options: Any) -> Any:
+    """An engine of which rank 1 waits in the backward pass of a step of which there is a file in ``gates``, where it writes its process
+    number: the others are in that pass's collectives, or come to them."""
+    engine = engine_of(**options)
     step, backward, place, index = engine.train_step, engine.backward, Path(gates), -1
 
     def train_step(batch: Any) -> Any:
@@ -40,7 +52,7 @@ def hold(engine: Any, gates: str) -> None:
         index = batch.index
         return step(batch)
 
-    def held(loss: Any, *, last: bool) -> None:
+    def backward_held(loss: Any, *, last: bool) -> None:
         if os.environ["RANK"] == "1" and (place / str(index)).exists():
             (place / "writing").write_text(str(os.getpid()))
             (place / "writing").rename(place / "there")
@@ -48,10 +60,29 @@ def hold(engine: Any, gates: str) -> None:
                 time.sleep(0.01)
         backward(loss, last=last)
 
-    engine.train_step, engine.backward = train_step, held
+    engine.train_step, engine.backward = train_step, backward_held
+    return engine
 
 
-def count_giving(engine: Any, path: Path) -> None:
+def counting(**options: Any) -> Any:
+    """An engine whose `export` only counts. The metrics of a step say how many modules are in shards of their own."""
+    engine = engine_of(**options)
+    step = engine.train_step
+
+    def train_step(batch: Any) -> Any:
+        wrapped: set[int] = set()
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(
+            lambda module, _: wrapped.add(id(module)) if isinstance(module, FSDPModule) else None
+        )
+        result = step(batch)
+        hook.remove()
+        return replace(result, metrics={**result.metrics, "wrapped": float(len(wrapped))})
+
+    engine.train_step, engine.export = train_step, partial(count_giving, engine, engine.export)
+    return engine
+
+
+def count_giving(engine: Any, export: Callable[[Path], None], path: Path) -> None:
     """Note into a folder what each way of giving an engine's weights away takes, and which collectives it calls."""
     path.mkdir(exist_ok=True)
     said: dict[str, Any] = {"given": 0}
@@ -62,10 +93,9 @@ def count_giving(engine: Any, path: Path) -> None:
             said["given"] += piece.numel() * piece.element_size()
             del tensor, piece  # as a publisher does
 
-    export = type(engine).__mro__[1].export  # of a class that calls this in its own
     for name, call in (
         ("named_weights", give),
-        ("export", lambda: export(engine, path / "model")),
+        ("export", lambda: export(path / "model")),
         ("save", lambda: engine.save(path / "state")),
         ("load", lambda: engine.load(path / "state")),
     ):
@@ -106,7 +136,7 @@ def rollout(model: str) -> af.Rollout:
 
 
 def run_with_a_rank_killed_in_a_collective(engine: str, model: str, directory: Path, **options: Any) -> None:
-    """``engine``: by its path; it takes ``gates``, for `hold`. Rank 1 is killed in the last step; the checkpoint is of the one before.
+    """Rank 1 is killed in the last step; the checkpoint is of the one before.
     It is PPO with a critic, and versions go by files, of which each is a folder that transformers loads."""
     gates, events, versions = directory / "gates", list[Event](), directory / "versions"
     gates.mkdir()
@@ -122,8 +152,8 @@ def run_with_a_rank_killed_in_a_collective(engine: str, model: str, directory: P
         prompts={"prompt_ids": [[3 + n, 4 + n, 14] for n in range(10)]},
         rollout=rollout(model), reward=odd_tokens,
         train=af.Train(
-            engine, model=model, algorithm=af.PPO(), lr=1e-3, critic_lr=3e-3, threads=1, world_size=2, max_restarts=1,
-            gates=str(gates), **options,
+            "rank_runs:held", model=model, algorithm=af.PPO(), lr=1e-3, critic_lr=3e-3, threads=1, world_size=2,
+            max_restarts=1, of=engine, gates=str(gates), **options,
         ),
         weights=af.Weights(probe=probe, verify=["probe"], transport="file", options={"path": str(versions)}),
         batch_size=ROWS, steps=STEPS, checkpoint=af.Checkpoint(every=2), staleness=af.Staleness(max_staleness=0),

@@ -1,9 +1,10 @@
-"""For authors of plugins and for tests: engines that cost nothing or take their time, and what samplers, staleness policies and transports must
+"""For authors of plugins and for tests: engines that cost nothing or take their time, a transport within one process, and what samplers, staleness policies and transports must
 keep to."""
 
 from .echo import EchoRollout, EchoTrain
 from .kit import TIERS, Check, CheckFailed, Conformance, EchoPolicy, Policy, Report, Result, checks_of
 from .latency import Decoding, RolloutLatency
+from .memory import MemoryTransport
 from .samplers import check_sampler
 from .staleness import check_staleness_policy
 from .timed import TimedRollout, TimedTrain
@@ -18,6 +19,7 @@ __all__ = [
     "EchoPolicy",
     "EchoRollout",
     "EchoTrain",
+    "MemoryTransport",
     "Policy",
     "Report",
     "Result",

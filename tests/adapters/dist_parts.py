@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from children import hear, say
-from waiting import in_thread, until
+from waiting import in_thread
 
 from asyncflow_sdk.errors import AsyncFlowError
 from asyncflow_sdk.interfaces import Fetched, Host
@@ -159,25 +159,3 @@ def publish(long: bool, address: str = LOOPBACK) -> None:
     with a_sender(address, insecure=address != LOOPBACK) as sender:
         say((long_sent_by if long else sent_by)(sender, 3).packed())
         hear()
-
-
-def leave_nothing(senders: int, versions: int) -> None:
-    """Many versions to changing receivers, which outlive their senders. There are no more descriptors and threads at
-    the last version of a sender than at that of the first."""
-
-    def settled() -> bool:
-        found[-1] = [len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")]
-        return all(have <= most for have, most in zip(found[-1], found[0], strict=True))
-
-    found: list[list[int]] = []
-    with a_receiver("a") as a, a_receiver("b") as b:
-        for _ in range(senders):
-            with a_sender() as sender:
-                for version in range(versions):
-                    sent = sent_by(sender, version)
-                    sender.keep([version - 1, version])
-                    for fetch in [fetching(each, sent) for each in ((a, b) if version % 3 else (a,))]:
-                        sent.check(fetch())
-                found.append([])
-                until(settled, "no more descriptors and threads than at first")  # sockets are closed a little later
-                assert sender.nbytes <= 4 * (2 * MB + 4096), sender.nbytes

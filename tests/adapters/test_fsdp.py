@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from faulty import Faulty, FaultyPPO
-from fsdp_parts import Counting, FsdpEngine
-from rank_runs import check_giving
+from rank_runs import check_giving, counting
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,6 +29,7 @@ from asyncflow_torch.ranks import Ranks as TorchRanks
 from asyncflow_torch.reference import tiny_model
 
 TorchEngine: Any = registry().get("train", "torch").load()
+FsdpEngine: Any = registry().get("train", "fsdp").load()
 RANKS = Ranks(FsdpEngine, 2)
 """Two processes, for all tests here."""
 OPTIONS = {"threads": 1, "lr": 1e-3}
@@ -151,7 +151,7 @@ def test_in_bfloat16_the_same_as_the_plain_engine_and_steps_on_float32(
 
 
 def test_each_layer_is_in_shards_of_its_own(tiny: str, two: Any, batch: Batch) -> None:
-    engine = two(tiny, Counting)
+    engine = two(tiny, counting, of="fsdp")
 
     assert engine.train_step(batch).metrics["wrapped"] == 3  # two layers, and the model around them
     engine.close()
@@ -162,7 +162,7 @@ def test_giving_saving_and_exporting_weights_takes_a_bucket_and_asks_no_rank_for
 ) -> None:
     # given a bucket that is small beside every larger weight, and a dtype that makes a copy of each
     bucket = 1024
-    engine = two(tiny, Counting, dtype="bfloat16", bucket_bytes=bucket)
+    engine = two(tiny, counting, of="fsdp", dtype="bfloat16", bucket_bytes=bucket)
 
     engine.export(tmp_path)
 

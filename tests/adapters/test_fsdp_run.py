@@ -9,7 +9,7 @@ from rank_runs import run_under_a_launcher, run_with_a_rank_killed_in_a_collecti
 
 
 def test_ranks_of_which_one_is_killed_go_on_together_with_each_row_trained_once(tiny: str, tmp_path: Path) -> None:
-    run_with_a_rank_killed_in_a_collective("fsdp_parts:Held", tiny, tmp_path)
+    run_with_a_rank_killed_in_a_collective("fsdp", tiny, tmp_path)
 
 
 def test_under_torchrun_each_process_is_the_rank_that_it_says(tiny: str, tmp_path: Path) -> None:

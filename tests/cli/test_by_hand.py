@@ -147,7 +147,7 @@ def test_who_works_when_the_run_is_closed_says_so_and_is_not_started_again(modul
             run.close()
             if leave:
                 worker.process.send_signal(signal.SIGINT)
-                worker.until("leaving")
+                worker.until("leaving|interrupted")  # where it waits for its worker already, or not yet
             (module / "go").touch()
             # then
             assert worker.end() == (130 if leave else 2), worker.said

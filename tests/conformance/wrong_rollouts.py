@@ -50,6 +50,14 @@ class WrongRollout(NumpyRollout):
 # ---- leave something behind
 
 
+def own_pages(weights: dict[str, Any]) -> mmap.mmap:
+    """As much memory as the weights take, which was not free in this process before."""
+    nbytes = sum(array.nbytes for array in weights.values())
+    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.write(b"\1" * nbytes)
+    return pages
+
+
 def leave_segment() -> mmap.mmap:
     """A new file in shared memory, of 64 KB, mapped as long as the result lives."""
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="wrong-engine-", delete=False) as file:
@@ -301,7 +309,7 @@ FAULTS: dict[str, Fault] = {
     "keeps states": {"_take": lambda self, right, new, version: vars(self).update(  # of rows that run
         _weights=new, _version=version, _prefixes={}
     )},
-    "leaks": {"_take": before(lambda self, *_: self.kept.append(self._weights))},
+    "leaks": {"_take": before(lambda self, *_: self.kept.append(own_pages(self._weights)))},
     "leaks shared maps": {"_take": before(lambda self, *_: self.kept.append(mmap.mmap(-1, 1 << 16)))},
     "leaks segments": {"_take": before(lambda *_: leave_segment().close())},
     "leaks descriptors and threads": {"_take": before(lambda *_: (leave_descriptor(), leave_thread(daemon=True)))},

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from checked_ledger import CheckedLedger
 
-from asyncflow_sdk.errors import AsyncFlowError
+from asyncflow_sdk.errors import AsyncFlowError, WriteOnceError
 from asyncflow_sdk.interfaces import Sampler, StalenessPolicy
 from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
@@ -79,6 +79,35 @@ class Queue(CheckedLedger):
         """Whoever publishes gives it up."""
         for session in list(self.sessions):
             self.send(session, cmd.ClosePublisher())
+
+    def publish_due(self) -> bool:
+        """Restore or publish what the next step needs, by the admin. Returns True if a version was published."""
+        cut = self.send(self.admin, cmd.GetTrainingPosition())
+        number = 0 if self.version < 0 else cut.version
+        if self.version >= number:
+            return False
+        self.free_publisher()
+        if cut.restore >= 0:
+            assert self.send(self.admin, cmd.ReportRestored(version=cut.restore)) == cmd.Done()
+        opened, _, published, closed = [self.send(self.admin, command) for command in publishing(number)]
+        assert isinstance(opened, cmd.Publisher), opened
+        assert closed == cmd.Done()
+        return isinstance(published, cmd.PublishReply)
+
+    def take_turn(self, task: TaskSpec) -> bool:
+        """Do what a worker of a task does next, by the admin. Returns True if it made progress."""
+        published = task.batch_rows is not None and self.publish_due()
+        got = self.send(self.admin, cmd.LeaseRows(task=task.name, count=4))
+        if isinstance(got, cmd.LoadFirst):
+            return bool(self.send(self.admin, cmd.ReportLoaded(version=got.version)) == cmd.Done())
+        if not isinstance(got, cmd.Leased):
+            return published
+        columns = dict.fromkeys(task.gives, TOKENS)
+        done = self.send(self.admin, cmd.Complete(token=got.token, columns=columns))
+        if isinstance(done, WriteOnceError):  # rows that came with what this task would write
+            done = self.send(self.admin, cmd.GiveBack(token=got.token, blame=True))
+        assert isinstance(done, cmd.Completed | cmd.Done), done
+        return True
 
     def load(self, session: int, version: int) -> None:
         self.do(session, cmd.ReportLoaded(version=version))

@@ -10,14 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fair_workers import FairWorkers
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from ledger_queue import TOKENS, Queue, ids, packed, part, publishing
 from schedules import LONG
 
-from asyncflow_sdk.errors import LeaseLost
+from asyncflow_sdk.errors import AsyncFlowError, Ended, LeaseLost
 from asyncflow_sdk.ledger import TaskSpec, pack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import ColumnSpec
@@ -87,7 +86,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.size = draw(st.sampled_from([1, 2, 3]), "group size")
         self.batch = self.size * draw(st.sampled_from([1, 2, 3]), "groups in a batch")
         self.tasks = make_tasks(draw, self.batch)
-        self.fair = FairWorkers(self.queue, self.tasks, self.size)
         self.sessions = [self.queue.join(f"worker {i}") for i in range(3)]
         limits = cmd.Configure(
             capacity_rows=draw(st.sampled_from([None, 4 * self.batch, self.batch + 1, self.batch]), "capacity"),
@@ -129,9 +127,48 @@ class LedgerMachine(RuleBasedStateMachine):
         if hasattr(self, "queue"):
             self.queue.check()
 
+    # ---- fair turns: from any state they bring the run to its end, or it is a deadlock
+
+    def as_admin(self, command: Any) -> Any:
+        return self.queue.send(self.queue.admin, command)
+
+    def take_turns(self) -> bool:
+        """One turn of a feeder and of a worker of each task. Returns True if any made progress."""
+        put = cmd.AddRows(groups=1, group_size=self.size, columns=ORDINARY)
+        wanted = isinstance(self.as_admin(cmd.AwaitRowsWanted()), cmd.RowsWanted)
+        fed = wanted and isinstance(self.as_admin(put), cmd.PutDone)
+        return any([fed, *(self.queue.take_turn(task) for task in self.tasks if task.name in self.queue.tasks)])
+
+    def cover(self) -> bool:
+        """Make a checkpoint of all that is acknowledged. Returns True if it makes anything final."""
+        cut = self.as_admin(cmd.GetTrainingPosition())
+        due = cut.checkpoints and cut.step > cut.covered
+        return due and self.as_admin(cmd.AddCheckpoint(step=cut.step, covers=cut.step)) == cmd.Done()
+
     def teardown(self) -> None:
-        if hasattr(self, "fair"):
-            self.fair.finish()
+        if not hasattr(self, "tasks"):
+            return
+        queue, status = self.queue, self.queue.status
+        declared = [self.as_admin(cmd.Declare(task=task)) for task in self.tasks]
+        give_up = any(isinstance(reply, AsyncFlowError) for reply in declared)
+        unlimited = status().step < 0 or status().steps is None
+        for count in range(400):
+            if give_up or (unlimited and count == 2):
+                self.as_admin(cmd.End(cancel=give_up))
+                give_up = unlimited = False
+            if not queue.live and status().over:
+                break
+            if self.take_turns() or self.cover():
+                continue
+            deadline = queue.next_deadline()
+            if deadline is not None:
+                queue.at(max(deadline, queue.now))
+            else:
+                assert not status().over, f"deadlock: {status()}"
+                self.as_admin(cmd.End())
+        assert not queue.live, f"no end in 400 rounds: {status()}"
+        queue.check()
+        assert all(isinstance(self.as_admin(cmd.LeaseRows(task=task, count=1)), Ended) for task in queue.tasks)
 
     # ---- time, sessions, and what goes on by itself
 
@@ -140,14 +177,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.queue.at(self.queue.now + seconds)
 
     @rule(which=small, turns=st.integers(1, 3))
-    def take_turns(self, which: int, turns: int) -> None:
+    def go_on_fairly(self, which: int, turns: int) -> None:
         """Fair turns, so that the other rules start from deeper states."""
         task = self.tasks[which % len(self.tasks)]
         for _ in range(turns):
             if which == 7:
-                self.fair.turns()
+                self.take_turns()
             elif task.name in self.queue.tasks:
-                self.fair.turn(task)
+                self.queue.take_turn(task)
 
     @rule(at=small, how=st.sampled_from(["leaves", "dies", "is dismissed", "is declared dead"]), back=st.booleans())
     def end_session(self, at: int, how: str, back: bool) -> None:
@@ -380,7 +417,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.version >= 0:
             self.send(who, cmd.ReportLoaded(version=self.version))
         held = self.send(who, cmd.LeaseRows(task="rollout", count=1))
-        while turns and self.fair.turns():
+        while turns and self.take_turns():
             turns -= 1
         if works and isinstance(held, cmd.Leased):
             self.complete(held.token, 0)
@@ -480,8 +517,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self, who: int, what: str, back: int, known: int | None, turns: int, publishes: bool
     ) -> None:
         for _ in range(turns):
-            self.fair.turns()
-        cut = self.queue.send(self.queue.admin, cmd.GetTrainingPosition())
+            self.take_turns()
+        cut = self.as_admin(cmd.GetTrainingPosition())
         step = max(cut.step - back, 0)
         version = -1 if known is None else max(cut.version - back + known, -1)
         commands: dict[str, Any] = {

@@ -1,15 +1,14 @@
-"""A served run, clients that reach it in each of the ways there are, a relay between them, and a server that is killed."""
+"""A served run, clients that reach it in each of the ways there are, and a server that is killed."""
 
 import contextlib
 import itertools
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from children import Child
+from flaky_proxy import WHOLE, FlakyProxy
 from queue_children import evaluate, serve
 from waiting import in_thread
 
@@ -36,17 +35,18 @@ class Served:
         self.close = self._ends.close
 
     def client(self, name: str = "test", address: str = "", **options: Any) -> af.Run:
-        """A client, at ``address`` instead of the run's own where a proxy or a relay stands between."""
+        """A client, at ``address`` instead of the run's own where a proxy stands between."""
         options = {"insecure": self.insecure, "shared_memory": self.shares_memory, **options}
         return self._ends.enter_context(contextlib.closing(af.connect(address or self.address, name=name, **options)))
 
     def queue(self, name: str = "test", **options: Any) -> TransferQueue:
         return self.client(name, **options).queue
 
-    def relayed(self, name: str = "test", **options: Any) -> tuple["Relay", TransferQueue]:
-        """A client behind a relay."""
-        relay = self._ends.enter_context(contextlib.closing(Relay(self.run.addresses[1])))
-        return relay, self.queue(name, address=relay.address, insecure=True, **options)
+    def proxied(self, name: str = "test", **options: Any) -> tuple[FlakyProxy, TransferQueue]:
+        """A client behind a proxy, which can change its messages."""
+        proxy = self._ends.enter_context(FlakyProxy(self.run.addresses[1].removeprefix("ipc://"), pieces=WHOLE))
+        proxy.changed = lambda message: [message]
+        return proxy, self.queue(name, address=proxy.address, insecure=True, **options)
 
     def held_bytes(self) -> int:
         """Bytes of shared memory that the run takes."""
@@ -111,45 +111,6 @@ class Durable:
         if (self.directory / "journal").is_dir():
             with af.serve(self.directory) as run:  # removes its shared memory
                 run.queue.end(cancel=True)
-
-
-class Relay:
-    """Stands between a client and a server, message by message; sends what ``changed`` makes of each. Brings no answer back
-    while ``answering`` is not set."""
-
-    def __init__(self, server: str) -> None:
-        self.changed: Callable[[list[bytes]], Iterable[list[bytes]]] = lambda message: [message]
-        self.answering = threading.Event()
-        self.answering.set()
-        self._server, self._context, self._closed = server, zmq.Context(), threading.Event()
-        self._front = self._context.socket(zmq.ROUTER)
-        self.address = f"tcp://127.0.0.1:{self._front.bind_to_random_port('tcp://127.0.0.1')}"
-        self._join = in_thread(self._pass_on)
-
-    def close(self) -> None:
-        self._closed.set()
-        self._join()
-
-    def _pass_on(self) -> None:
-        backs: dict[bytes, Any] = {}  # one for each socket of the client
-        peers: dict[Any, bytes] = {}
-        poller = zmq.Poller()
-        poller.register(self._front, zmq.POLLIN)
-        while not self._closed.is_set():
-            for socket, _ in poller.poll(20):
-                if socket is not self._front:
-                    self.answering.wait()
-                    self._front.send_multipart([peers[socket], *socket.recv_multipart()])
-                    continue
-                peer, *message = socket.recv_multipart()
-                if peer not in backs:
-                    backs[peer] = self._context.socket(zmq.DEALER)
-                    backs[peer].connect(self._server)
-                    poller.register(backs[peer], zmq.POLLIN)
-                    peers[backs[peer]] = peer
-                for each in self.changed(message):
-                    backs[peer].send_multipart(each)
-        self._context.destroy(linger=0)
 
 
 class ClientProcess(Child):

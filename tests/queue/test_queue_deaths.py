@@ -1,11 +1,12 @@
 """Processes that die or freeze at any moment: no row is lost, none is done twice, and nothing is left behind."""
 
+import os
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from children import Child
-from queue_children import serve, use_after_fork, values_of
+from children import Child, say
+from queue_children import serve, values_of
 from queue_runs import ClientProcess, Served, memory_of, running
 from waiting import until
 
@@ -16,6 +17,29 @@ import asyncflow_sdk as af
 def run() -> Iterator[Served]:
     with running() as run:
         yield run
+
+
+def use_after_fork(address: str) -> None:
+    """Use a queue from a forked child, which must neither reach the server nor touch the parent's memory."""
+    queue = af.connect(address, name="forker").queue
+    batch = queue.get("work", 4)
+    loader = af.StreamDataLoader(queue, "work", ["x"], 4, collate=lambda batch: batch.rows)
+    if not (child := os.fork()):
+        refused = 0
+        for attempt in (
+            lambda: queue.put({"x": np.ones(100)}),
+            lambda: batch.complete({"y": np.ones(4)}),
+            lambda: batch.torch("x"),
+            lambda: next(iter(loader)),
+        ):
+            try:
+                attempt()
+            except af.AsyncFlowError as error:
+                refused += "fork()" in str(error)
+        os._exit(refused)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    batch.complete({"y": np.zeros(4)})
+    say([code, float(batch.array("x").sum())])
 
 
 def segments(run: Served, pattern: str = "s*") -> list[str]:

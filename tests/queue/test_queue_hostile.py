@@ -223,8 +223,8 @@ def test_a_bad_address_leaves_nothing() -> None:
 def test_requests_that_arrive_several_times_have_their_effect_once() -> None:
     with running() as run:
         # given a client each of whose messages arrives three times
-        relay, queue = run.relayed()
-        relay.changed = lambda message: [message] * 3
+        proxy, queue = run.proxied()
+        proxy.changed = lambda message: [message] * 3
         queue.declare("work", needs=["x"], max_attempts=1)
         queue.put({"x": [1.0]})
         queue.put({"x": [2.0]})

@@ -45,11 +45,11 @@ def balance(queue: TransferQueue) -> tuple[int, int, int]:
 def test_a_batch_of_a_stream_is_one_request() -> None:
     with running() as run:
         # given
-        relay, queue = run.relayed()
+        proxy, queue = run.proxied()
         declared(queue).put({"x": np.arange(50.0)})
         queue.end()
         requests: list[int] = []
-        relay.changed = lambda message: [requests.append(1) or message]
+        proxy.changed = lambda message: [requests.append(1) or message]
         # when
         for batch in queue.stream("work", 10):
             batch.finish({"y": batch.array("x") * 2})

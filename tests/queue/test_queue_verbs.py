@@ -241,17 +241,17 @@ def test_numbers_from_numpy_are_numbers(queue: TransferQueue) -> None:
 def test_rows_that_end_on_their_way_to_who_asked_are_passed_over() -> None:
     # given rows that are cancelled while the answer with them is on its way, and whose memory is used again
     with running() as run:
-        relay, queue = run.relayed()
+        proxy, queue = run.proxied()
         writer = run.queue("writer")
         queue.declare("work", needs=["x"])
         first = writer.put({"x": [1.0, 2.0]}).first
-        relay.answering.clear()
+        proxy.halt(there=False)
         getting = in_thread(queue.get, "work", 2)
         until(lambda: writer.status().lease_count == 1, "the lease")
         writer.cancel([first, first + 1])
         writer.put({"x": [3.0, 4.0]})
         # when
-        relay.answering.set()
+        proxy.resume()
         # then others come
         assert getting().array("x").tolist() == [3.0, 4.0]
         assert writer.audit().cancelled == 2

@@ -3,6 +3,7 @@
 ``ASYNCFLOW_KILLS=200 pytest tests/queue/test_recovery_kills.py`` looks longer.
 """
 
+import contextlib
 import os
 import random
 import threading
@@ -10,14 +11,36 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from children import Child
-from queue_children import put_all, work_all
+from children import Child, hear, say
+from queue_children import asking_again_soon, put_all, values_of
 from queue_runs import Durable
 from waiting import until
 
+import asyncflow_sdk as af
+
 RUNS = int(os.environ.get("ASYNCFLOW_KILLS", "2"))
 PUTS, SIZE = 40, 4
+
+
+def work_all(address: str, task: str) -> None:
+    """Complete rows of a task until the end; say which, once it is acknowledged."""
+    asking_again_soon()
+    queue = af.connect(address, name="consumer").queue
+    numbers = np.random.default_rng(os.getpid())
+    with contextlib.suppress(af.Ended):
+        while True:
+            batch = queue.get(task, int(numbers.integers(1, 9)), timeout_s=60)
+            rows, x = batch.array("number"), batch.array("x")
+            exact = all(values_of(int(n), 1)[0] == v for n, v in zip(rows, x, strict=True))
+            try:
+                batch.complete({"y": x * 2}) if task == "work" else batch.ack()
+            except af.LeaseLost:
+                continue
+            say({"numbers": rows.tolist(), "exact": bool(exact)})
+    say("done")
+    hear()
 
 
 class Heard:

@@ -64,8 +64,8 @@ def attack_with_messages(run: Served, numbers: random.Random) -> None:
         return [*copies, [part.replace(b"a", b"b") for part in bent(numbers, message)], message]
 
     for far in (True, False):
-        relay, queue = run.relayed("attacker", shared_memory=not far)
-        relay.changed = changed
+        proxy, queue = run.proxied("attacker", shared_memory=not far)
+        proxy.changed = changed
         large = np.zeros((3, 1 << 20), np.uint8) if far else np.zeros((3, 10), np.uint8)
         for turn in range(TURNS // 2):
             columns = {"attack": np.arange(6.0), "text": ["a", "", "\u00e4", "b", "c", "d"]}
@@ -76,7 +76,7 @@ def attack_with_messages(run: Served, numbers: random.Random) -> None:
                     batch.complete({"done": batch.array("attack")}, index=[0])
             with contextlib.suppress(Exception):
                 queue.status()
-        relay.changed = lambda message: [message]
+        proxy.changed = lambda message: [message]
     assert run.run.queue.status().garbage > 0
 
 

@@ -1,20 +1,165 @@
 """One body for every transport that is installed, and wrong ones that it must find."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
-from scripted_transport import MemoryTransport
-from wrong_transports import WRONG, WrongTransport
 
-from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.interfaces import Host, WeightTransport
+from asyncflow_sdk.errors import ConfigError, DigestMismatch, VersionGone
+from asyncflow_sdk.interfaces import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
+from asyncflow_sdk.interfaces.weights import Room
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import check_transport, ends
+from asyncflow_sdk.testing.memory import MemoryReceiver, MemorySender, MemoryTransport
 from asyncflow_sdk.testing.transports import TRANSPORT_CHECKS
+from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.weights import transport_named
+
+WRONG = {
+    "every_bit": ["loses the last byte", "gives chunks that cannot be written"],
+    "boundaries": ["loses the last byte", "does not trim"],
+    "versions": ["keeps all", "grows", "fetches the newest"],
+    "abandoned": ["never abandons"],
+    "held_for_ever": ["uses what it gave again", "waits for receivers"],
+    "written_into": ["shares memory"],
+    "flipped": ["verifies nothing", "names nothing"],
+    "undigested": ["needs digests"],
+    "from_base": ["builds in the base"],
+    "together": ["fetches for one at a time"],
+    "interrupted": ["stays interrupted"],
+    "closed": ["takes back on close", "forgets"],
+    "adopted": ["forgets"],
+    "strange_places": ["falls over", "believes sizes", "reads too deep"],
+}
+"""Faults, each under the check that must find it."""
+
+
+class WrongSender(MemorySender):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault, self.held = fault, 0
+        if fault == "forgets":  # it says that it outlives its process
+            self.outlives = True  # type: ignore[misc]
+
+    def room(self, nbytes: int) -> Room:
+        self.held += nbytes
+        room = super().room(nbytes)
+        if self.fault == "does not trim":
+            room.trim = lambda nbytes: None  # type: ignore[method-assign]
+        return room
+
+    def send(self, manifest: Manifest) -> bytes:
+        if self.fault == "waits for receivers" and manifest.version > 1:
+            threading.Event().wait(5.0)
+        where = super().send(manifest)
+        WrongReceiver.newest = MemoryReceiver().find(manifest, where)
+        return where
+
+    def abandon(self) -> None:
+        if self.fault != "never abandons":
+            super().abandon()
+
+    def keep(self, versions: Sequence[int]) -> None:
+        if self.fault != "keeps all":
+            super().keep(versions)
+
+    @property
+    def nbytes(self) -> int:
+        return self.held if self.fault == "grows" else super().nbytes
+
+
+class WrongReceiver(MemoryReceiver):
+    turn = threading.Lock()
+    shared: list[Any] = []  # noqa: RUF012 - of all receivers
+    newest: list[Any] = []  # noqa: RUF012 - chunks of the version that was sent last
+
+    def __init__(self, fault: str) -> None:
+        self.fault, self.stopped, self.mine = fault, False, list[Any]()
+
+    def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
+        if self.stopped:
+            raise VersionGone(f"version {manifest.version} is wanted no more")
+        if self.fault == "fetches for one at a time":
+            if not self.turn.acquire(blocking=False):
+                raise VersionGone(f"version {manifest.version}: somebody else is fetching")
+            threading.Event().wait(0.2)
+            self.turn.release()
+        fetched = super().fetch(manifest, where, timeout_s=timeout_s)
+        chunks, sizes = list(fetched.chunks), [len(chunk) for chunk in fetched.chunks]
+        match self.fault:
+            case "gives chunks that cannot be written":
+                for chunk in chunks:
+                    chunk.flags.writeable = False
+            case "shares memory":
+                chunks = self.find(manifest, where)
+            case "takes back on close":
+                self.mine = chunks
+            case "uses what it gave again":
+                if [len(chunk) for chunk in self.shared] != sizes:
+                    WrongReceiver.shared = [chunk.copy() for chunk in chunks]
+                chunks = _filled(self.shared, chunks)
+            case "builds in the base" if base is not None and [len(chunk) for chunk in base.chunks] == sizes:
+                chunks = _filled(list(base.chunks), chunks)
+        return Fetched(manifest, chunks, moved=manifest.nbytes)
+
+    def find(self, manifest: Manifest, where: bytes) -> list[Any]:
+        match self.fault:
+            case "fetches the newest":
+                return self.newest
+            case "falls over":
+                _number, _version = msgspec.msgpack.decode(where)
+            case "believes sizes":
+                np.zeros(len(where) << 20, np.uint8)
+            case "reads too deep" if where[:99] == b"\x91" * 99:
+                msgspec.msgpack.decode(where)
+            case "loses the last byte":
+                chunks = [chunk.copy() for chunk in super().find(manifest, where)]
+                for chunk in chunks:
+                    chunk[-1:] = 0
+                return chunks
+        return super().find(manifest, where)
+
+    def verify(self, manifest: Manifest, chunks: list[Any]) -> None:
+        if self.fault in ("verifies nothing", "loses the last byte", "fetches the newest"):
+            return
+        if self.fault == "needs digests" and not manifest.digested:
+            raise DigestMismatch(f"version {manifest.version} has no digests")
+        try:
+            super().verify(manifest, chunks)
+        except DigestMismatch:
+            if self.fault == "names nothing":
+                raise DigestMismatch("something is wrong") from None
+            raise
+
+    def interrupt(self) -> None:
+        self.stopped = self.fault == "stays interrupted"
+
+    def close(self) -> None:
+        for chunk in self.mine:
+            chunk[:] = 0
+
+
+def _filled(memory: list[Any], chunks: list[Any]) -> list[Any]:
+    for old, new in zip(memory, chunks, strict=True):
+        old[:] = new
+    return memory
+
+
+class WrongTransport(MemoryTransport):
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def sender(self, host: Host) -> WeightSender:
+        return WrongSender(self.fault)
+
+    def receiver(self, host: Host) -> WeightReceiver:
+        return WrongReceiver(self.fault)
+
 
 NAMES = [adapter.spec.name for adapter in registry().adapters if adapter.spec.kind == "transport"]
 NEEDS_CUDA = ("cuda-ipc",)

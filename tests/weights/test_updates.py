@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from flaky_proxy import WHOLE, FlakyProxy
 from replicas import LIMIT_S, PROBE, Served, load, model, value_of
-from scripted_transport import SENT, Scripted, ScriptedReceiver, fails, until_interrupted
+from scripted_transport import Scripted, ScriptedReceiver, fails, until_interrupted
 from waiting import in_thread, until
 
 import asyncflow_sdk as af
@@ -25,6 +25,7 @@ from asyncflow_sdk.errors import (
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.queue import Connection, LoopPort
 from asyncflow_sdk.testing import EchoRollout
+from asyncflow_sdk.testing.memory import MemorySender
 from asyncflow_sdk.types import Manifest, Probe, TensorInfo
 from asyncflow_sdk.weights import TransportSubscriber
 
@@ -286,8 +287,7 @@ def test_a_damaged_manifest_or_probe_costs_its_version_and_no_replica(
         await connection.wire.aclose_loop()
         connection.close()
 
-    SENT[1 << 40, 1] = []
-    where, updates = msgspec.msgpack.encode((1 << 40, 1)), run.replica()
+    where, updates = MemorySender().send(MANIFEST), run.replica()
     asyncio.run(publish_damaged())
     assert run.until("failed", 1).detail.startswith(message)
     run.publish(2, probe=Probe(((0,),), ((1,),), ((-1.0,),)))

@@ -1,9 +1,10 @@
-"""Make the order of a run certain on a machine of any speed: trainers that wait before a step until a test opens it, replicas that
-wait for each other, and kills right after a step."""
+"""Make the order of a run certain on a machine of any speed: trainers that wait before a step until a test opens it and note what they
+trained, replicas that wait for each other, and kills right after a step."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -95,7 +96,25 @@ class _Waits:
 
 
 class Gated(_Waits, EchoTrain):
-    pass
+    """Keeps notes in its checkpoints: ids and prompts of the rows of each step that its weights have, and their rewards."""
+
+    def __init__(self, model: str = "", **options: Any) -> None:
+        super().__init__(model, **options)
+        self.notes: list[dict[str, Any]] = []
+
+    def train_step(self, batch: Batch) -> StepResult:
+        result = super().train_step(batch)
+        prompts = [int(row[0]) for row in batch.ragged("prompt_ids")]
+        self.notes.append({"rows": batch.ids.tolist(), "prompts": prompts, "rewards": batch.array("reward").tolist()})
+        return result
+
+    def save(self, path: Path) -> None:
+        super().save(path)
+        (path / "notes.json").write_text(json.dumps(self.notes))
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        self.notes = json.loads((path / "notes.json").read_text())
 
 
 class GatedRanks(_Waits, EchoRanks):

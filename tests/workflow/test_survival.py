@@ -10,14 +10,31 @@ from pathlib import Path
 
 import pytest
 from drivers import Driver
-from echo_runs import events_of, segments
+from echo_runs import echo_workflow, events_of, segments
 from gates import Gates
-from noting_run import GROUP, PROMPTS, ROWS, STEPS
 
 import asyncflow_sdk as af
 
+STEPS, ROWS, GROUP = 18, 16, 4
+PROMPTS = [[n, n + 1, n + 2] for n in range(STEPS * ROWS // GROUP)]
+"""As many as the steps have groups: each is trained once."""
 KILLS = {3: "rollout-0", 6: "train-0", 9: "rollout-1", 12: "server"}
 """After these steps the trainer waits until these were killed."""
+
+
+def steps_had(logprobs: af.Ragged) -> list[float]:
+    """How many steps the weights had had that drew each response."""
+    return [-float(row[0]) for row in logprobs]
+
+
+def workflow() -> af.Workflow:
+    rollout = {"group_size": GROUP, "replicas": 2, "max_rows": 8, "delay_s": 0.005, "max_restarts": 1000}
+    return echo_workflow(
+        processes=True, prompts={"prompt_ids": af.Ragged.of(PROMPTS)}, rollout=rollout,
+        reward=af.Stage(steps_had, task="reward", gives=["reward"], launcher="thread"),
+        train=af.Train("gates:Gated", max_restarts=1), batch_size=ROWS, steps=STEPS,
+        checkpoint=af.Checkpoint(every=4, history=True),
+    )  # fmt: skip
 
 
 def run_and_kill(directory: Path, what: str, gates: Gates) -> list[Driver]:
@@ -49,7 +66,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes(tmp_path: Path, monke
     directory, gates = tmp_path / "run", Gates(tmp_path / "gates", *(step + 1 for step in KILLS))
     monkeypatch.setenv("GATES", str(gates.folder))
 
-    drivers = run_and_kill(directory, "noting_run:workflow", gates)
+    drivers = run_and_kill(directory, "test_survival:workflow", gates)
 
     # they were killed, and the run knows it
     restarts = Counter(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-from rank_runs import count_giving, hold
 
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing.kit.ranks import Ranks
@@ -24,21 +21,3 @@ def engine_of(**given: Any) -> Any:
 
 RANKS = Ranks(engine_of, 2)
 """Two processes, for all tests: each takes ten seconds to start."""
-
-
-def counting(**given: Any) -> Any:
-    """`export` only counts."""
-    engine: Any = registry().get("train", "deepspeed").load()
-
-    class Counting(engine):  # type: ignore[misc]
-        def export(self, path: Path) -> None:
-            count_giving(self, path)
-
-    return Counting(**given)
-
-
-def held(*, gates: str, **given: Any) -> Any:
-    """Of which a rank may wait in a backward pass."""
-    made = engine_of(**given)
-    hold(made, gates)
-    return made

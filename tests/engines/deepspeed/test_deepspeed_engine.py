@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from deepspeed_parts import RANKS, options
 from faulty import Faulty, FaultyPPO
-from rank_runs import check_giving
+from rank_runs import check_giving, counting
 
 from asyncflow_sdk.algorithms import GRPO, PPO, Critic
 from asyncflow_sdk.errors import AsyncFlowError, EngineError
@@ -136,7 +136,8 @@ def test_giving_saving_and_exporting_weights_takes_a_bucket_and_asks_no_rank_for
     policy: Any, tmp_path: Path
 ) -> None:
     bucket = 256
-    with started(deepspeed_parts.counting, 2, policy, **options(3, dtype="bfloat16", bucket_bytes=bucket)) as lab:
+    given = options(3, of="deepspeed", dtype="bfloat16", bucket_bytes=bucket)
+    with started(counting, 2, policy, **given) as lab:
         lab.start()
         lab.engine.export(tmp_path)
 

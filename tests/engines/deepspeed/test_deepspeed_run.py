@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_ranks_of_which_one_is_killed_go_on_together_with_each_row_trained_once(model: str, tmp_path: Path) -> None:
-    run_with_a_rank_killed_in_a_collective("deepspeed_parts:held", model, tmp_path, stage=3, device="cpu")
+    run_with_a_rank_killed_in_a_collective("deepspeed", model, tmp_path, stage=3, device="cpu")
 
 
 def test_under_deepspeeds_launcher_each_process_is_the_rank_that_it_says(model: str, tmp_path: Path) -> None:
