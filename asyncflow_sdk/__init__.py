@@ -97,7 +97,6 @@ if TYPE_CHECKING:
     from .workflow import Agent as Agent
     from .workflow import EngineProducer as EngineProducer
     from .workflow import Generate as Generate
-    from .workflow import LeaseConsumer as LeaseConsumer
     from .workflow import Logprobs as Logprobs
     from .workflow import Result as Result
     from .workflow import Rollout as Rollout
@@ -138,7 +137,7 @@ _NAMES = {
     "service": "Trainer",
     "types": "Batch Checkpoint Probe Ragged Sampling Staleness TokenAges VersionSpan Weights",
     "workflow": (
-        "Agent EngineProducer Generate LeaseConsumer Logprobs Result Rollout Run Stage Train Turn Turns Workflow ages_of "
+        "Agent EngineProducer Generate Logprobs Result Rollout Run Stage Train Turn Turns Workflow ages_of "
         "connect load_prompts load_workflow read_steps resume run_worker serve staleness_of"
     ),
 }

@@ -31,7 +31,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
     "A run": ("", [workflow.serve, workflow.connect, workflow.Run]),
     "The queue": (
         "`run.queue`; `run.queue.aio` has the same verbs as coroutines. What follows the queue is what its verbs return",
-        [interfaces.TransferQueue, interfaces.PutRows, interfaces.LeasedBatch, interfaces.BatchStream, Audit],
+        [interfaces.TransferQueue, interfaces.PutRows, interfaces.LeasedBatch, Audit],
     ),
     "Versions of the weights": (
         "what `run.weight_publisher`, `run.weight_updates`, `run.rollback` and `run.restoration` return",
@@ -68,7 +68,6 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
             interfaces.Producer,
             workflow.EngineProducer,
             interfaces.Consumer,
-            workflow.LeaseConsumer,
             queue.StreamDataLoader,
             service.Trainer,
         ],
@@ -270,7 +269,7 @@ GIVEN = (
 """By functions and methods: nobody makes them by themselves."""
 INNER = ("Verbs", "Lease", "Stream")
 """Written once for two faces, blocking and not."""
-FACES = {"-> B": "-> LeasedBatch", "-> S": "-> BlockingStream"}
+FACES = {"-> B": "-> LeasedBatch"}
 WORDS = {"bool": "", "int": "NUMBER", "float": "NUMBER", "Path": "PATH", "str": "TEXT"}
 
 

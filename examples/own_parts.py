@@ -41,7 +41,7 @@ def main(model: str, data: str, out: str) -> None:
         run.queue.put(af.load_prompts(data), group_size=8)
         run.queue.end()
         weights = run.weight_publisher("shm")
-        for step in af.LeaseConsumer(run.queue, "train", timeout_s=60.0):
+        for step in run.queue.stream("train", timeout_s=60.0):
             result = engine.train_step(step)
             weights.publish(step.version + 1, engine.named_weights())
             step.ack(filtered=result.filtered)

@@ -11,7 +11,8 @@ from .launcher import (
     WorkerSpec,
     check_on_failure,
 )
-from .queue import BatchStream, LeasedBatch, PutRows, TransferQueue
+from .leased_batch import LeasedBatch
+from .queue import PutRows, TransferQueue
 from .rollout import Capabilities, Completion, Completions, Request, RolloutEngine
 from .sampler import Candidates, Sampler
 from .staleness import StalenessPolicy, StepWindow
@@ -44,7 +45,6 @@ __all__ = [
     "TRAIN_COLUMNS",
     "Advantages",
     "Algorithm",
-    "BatchStream",
     "Candidates",
     "Capabilities",
     "Completion",

@@ -1,4 +1,4 @@
-"""TransferQueue: rows stream from their producers to their consumers; LeasedBatch: the rows that one consumer works on.
+"""TransferQueue: rows stream from their producers to their consumers.
 
     queue.declare("reward", needs=["response"], gives=["reward"])
     queue.put({"prompt": prompts}, group_size=8, key="epoch-0")                  # one side
@@ -21,19 +21,18 @@ Promises of every implementation:
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..types import Batch
 from ..types.defaults import LEASE_S, TIMEOUT_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.tasks import PolicySpec, SamplerSpec
+from .leased_batch import LeasedBatch
+from .workers import Consumer
 
 
 @dataclass(frozen=True)
@@ -43,103 +42,6 @@ class PutRows:
     first: int
     count: int
     again: bool
-
-
-class LeasedBatch(Batch, abc.ABC):
-    """Rows that are this client's until it completes them, gives them back, or the lease ends. Use it in a ``with`` block: rows that
-    are left then go back, and an exception counts as an attempt of theirs. One thread at a time.
-
-    ``token``: fencing token of the lease. ``task``: that leased the rows. ``index``: number of the step, or -1. ``version``: the
-    version that the replica has loaded (rollout) or that is being trained (train), or -1. ``partition``: of the rows. ``lease_s``:
-    seconds until the lease ends, unless it is renewed. Of a lease that ranks share: ``rank`` of ``world_size``, the number of its
-    ``shard``, and ``imbalance``: how much heavier the heaviest shard is than the mean (0: equal).
-    """
-
-    token: int
-    task: str
-    index: int
-    version: int
-    partition: str
-    lease_s: float
-    rank: int
-    world_size: int
-    shard: int
-    imbalance: float
-
-    @abc.abstractmethod
-    def complete(
-        self,
-        columns: Mapping[str, Any] | None = None,
-        *,
-        index: npt.ArrayLike | None = None,
-        filtered: npt.ArrayLike | None = None,
-    ) -> npt.NDArray[np.int64]:
-        """Write columns and acknowledge the rows, all or nothing.
-
-        ``index``: positions in this batch, or a bool mask of it, of the rows to complete now (default: all);
-        ``columns`` have one entry for each. ``filtered``: bool, one for each, True for rows to drop.
-        Returns the ids of rows that had ended with their group; nothing was written for these. Raises LeaseLost, SchemaError,
-        WriteOnceError; then nothing had an effect.
-        """
-
-    @abc.abstractmethod
-    def finish(
-        self,
-        columns: Mapping[str, Any] | None = None,
-        *,
-        index: npt.ArrayLike | None = None,
-        filtered: npt.ArrayLike | None = None,
-    ) -> None:
-        """Complete the batch with the next request: that of ``get(..., ack=batch)`` or of the ``stream`` that gave this batch, or when
-        its ``with`` block ends. That request raises what the server rejects. Call it once, as the last completion of a batch.
-
-        The values are copied before it returns. Raises SchemaError for what can be seen here.
-        """
-
-    @property
-    @abc.abstractmethod
-    def left(self) -> int:
-        """The number of rows that are neither completed nor given back."""
-
-    @property
-    @abc.abstractmethod
-    def finished(self) -> bool:
-        """True if ``finish`` was called and its result is not sent yet."""
-
-    @abc.abstractmethod
-    def give_back(self, *, index: npt.ArrayLike | None = None, reason: str = "", blame: bool = False) -> None:
-        """Return rows for others to take. ``blame``: the attempt counts; after too many the group fails."""
-
-    @abc.abstractmethod
-    def renew(self, *, after_s: float = 0.0) -> None:
-        """Start the lease's time again; if ranks share it, for all of them. Raises LeaseLost when it is too late.
-
-        ``after_s``: only if it began, or was renewed here, so many seconds ago. Long work may therefore call it as often as it likes
-        where it progresses: ``batch.renew(after_s=batch.lease_s / 3)``. If it hangs, others get the rows.
-        """
-
-    @abc.abstractmethod
-    def ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
-        """Acknowledge all rows without writing anything: the step is trained.
-
-        ``filtered``: bool (rows,), True for rows that carried no gradient. Raises LeaseLost. A step that ranks share is acknowledged
-        when each of them has called this.
-        """
-
-    @abc.abstractmethod
-    def __enter__(self) -> LeasedBatch: ...
-
-    @abc.abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class BatchStream(AbstractContextManager["BatchStream"], abc.ABC):
-    """Batches of a task, one after another, until the stream ends."""
-
-    @abc.abstractmethod
-    def __iter__(self) -> Iterator[LeasedBatch]: ...
 
 
 class TransferQueue(abc.ABC):
@@ -266,14 +168,14 @@ class TransferQueue(abc.ABC):
         at_least: int = 0,
         partition: str | None = None,
         timeout_s: float = TIMEOUT_S,
-    ) -> BatchStream:
-        """Batches of a task, one after another, until the stream ends; see ``get``.
-
-        ``batch.finish`` is sent with the request for the next batch, so that a batch costs one request.
-        A batch that was neither finished nor completed is given back with that request, and the attempt counts. ``timeout_s``: the
-        longest wait for one batch. Leaving the loop sends what is unsent; use the stream as a context manager, too, to have
-        an exception in the loop count against the rows.
-        """
+        team: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        shards: int = 0,
+        ahead: bool = False,
+    ) -> Consumer:
+        """Iterate over the batches of a task until the stream ends. ``timeout_s``: the longest wait for one batch. ``ahead``: lease the
+        next batch while this one is worked on; its lease starts again when the loop gets it. The other arguments: see ``get``."""
 
     @abc.abstractmethod
     def loaded(self, version: int) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
-from .queue import LeasedBatch
+from .leased_batch import LeasedBatch
 
 
 class Producer(abc.ABC):
@@ -32,16 +33,19 @@ class Producer(abc.ABC):
         connection is the replica of another engine."""
 
 
-class Consumer(abc.ABC):
-    """Iterates over leased batches of a task until the stream ends. A batch must be acknowledged or completed before the next is asked
-    for; else it is given back. One thread iterates.
+class Consumer(AbstractContextManager["Consumer"], abc.ABC):
+    """Iterates over leased batches of a task until the stream ends; after an error it can be iterated over again. One thread iterates.
 
-    ``current``: the batch that the loop works on; None between two.
+    Asking for the next batch sends the ``finish`` of the last one with the same request, and raises the server's error about it. A batch
+    that was neither finished nor completed is given back then, and the attempt counts. Leaving the loop sends an unsent ``finish``, or
+    gives the rows back; use the consumer as a context manager, too, to have an exception in the loop count against them.
     """
 
-    current: LeasedBatch | None
+    @property
+    @abc.abstractmethod
+    def current(self) -> LeasedBatch | None:
+        """The batch that the loop works on; None before the first and after the last."""
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[LeasedBatch]:
-        """Lease one batch after another. ``batch.finish`` is sent with the request for the next batch, which raises its error; the loop
-        may be entered again after that. Raises DeadlineExceeded that names what is missing."""
+        """Lease one batch after another. Raises the errors of ``TransferQueue.get``, except Ended."""

@@ -1,29 +1,22 @@
-"""Leased batches and streams of batches of a queue client, blocking and for event loops.
+"""Leased batches of a queue client, blocking and for event loops.
 
-    with queue.get("reward", count=64) as batch:        # an exception gives the rows back
-        batch.complete({"reward": score(batch["response"])})
-
-A stream sends the completion of one batch with the request for the next, so a batch costs one
-request:
-
-    with queue.stream("reward", count=64) as stream:    # an exception gives the rows back, and counts as an attempt
-        for batch in stream:
-            batch.finish({"reward": score(batch["response"])})
+with queue.get("reward", count=64) as batch:        # an exception gives the rows back
+    batch.complete({"reward": score(batch["response"])})
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AsyncFlowError, Ended, LeaseLost, SchemaError, WireError
-from ..interfaces import BatchStream, LeasedBatch
+from ..errors import AsyncFlowError, LeaseLost, SchemaError
+from ..interfaces import LeasedBatch
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
 from ..types import Batch, Column
@@ -148,7 +141,7 @@ class BatchVerbs(Batch):
             done, back = (
                 cmd.Complete(token=token, columns={}, rank=rank),
                 # counted as an attempt, or a loop that finishes nothing would get the same rows for ever
-                cmd.GiveBack(token=token, rank=rank, reason=_LEFT, blame=then is not None),
+                cmd.GiveBack(token=token, rank=rank, reason=_LEFT, blame=True),
             )
             command: cmd.Complete | cmd.GiveBack = done if acknowledge else back
             last = PendingWrite(command), self._left
@@ -248,87 +241,3 @@ def _positions(index: npt.ArrayLike) -> npt.NDArray[np.int32]:
         raise SchemaError(f"positions must be integers in one dimension, not {at.dtype} of shape {at.shape}")
     packed: npt.NDArray[np.int32] = np.clip(at, -1, (1 << 31) - 1).astype("<i4")
     return packed
-
-
-B = TypeVar("B", bound=BatchVerbs)
-
-
-class Stream(Generic[B]):
-    """Base of both kinds of stream. After an error it can be iterated over again. One thread or
-    task iterates over it.
-
-    A loop that is left early sends its unsent completion. If the server rejects it, the ``with``
-    block raises the error; without a ``with`` block Python only prints it.
-    """
-
-    def __init__(self, lease: Callable[[B | None], Awaitable[B]]) -> None:
-        self._lease = lease
-        self._batch: B | None = None
-        self._entered = False  # if True, __exit__ closes the batch with the exception that ended the loop
-
-    async def _next(self) -> B:
-        """Return the next batch. Raises the errors of ``get``, for the previous batch and this one."""
-        last, self._batch = self._batch, None
-        try:
-            self._batch = await self._lease(last)
-        except AsyncFlowError as error:
-            if last is not None and not isinstance(error, WireError):
-                await last._close(error)  # its completion was rejected: this client still holds the rows
-            raise
-        return self._batch
-
-    async def _close(self, error: BaseException | None = None) -> None:
-        last, self._batch = self._batch, None
-        if last is not None:
-            await last._close(error)
-
-
-class AsyncStream(Stream[AsyncLeasedBatch]):
-    """Batches for ``async for``, best in an ``async with``: else an abandoned loop is cleaned up
-    late."""
-
-    async def __aiter__(self) -> AsyncIterator[AsyncLeasedBatch]:
-        try:
-            while True:
-                try:
-                    batch = await self._next()
-                except Ended:
-                    return
-                yield batch
-        finally:
-            if not self._entered:
-                await self._close()
-
-    async def __aenter__(self) -> AsyncStream:
-        self._entered = True
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._close(error)
-
-
-class BlockingStream(Stream[BlockingBatch], BatchStream):
-    """Batches for ``for``, best in a ``with``."""
-
-    def __iter__(self) -> Iterator[BlockingBatch]:
-        try:
-            while True:
-                try:
-                    batch = run_blocking(self._next())
-                except Ended:
-                    return
-                yield batch
-        finally:
-            if not self._entered:
-                run_blocking(self._close())
-
-    def __enter__(self) -> BlockingStream:
-        self._entered = True
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        run_blocking(self._close(error))

@@ -9,7 +9,7 @@ with queue.get("reward", count=64, timeout_s=30) as batch:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -24,23 +24,22 @@ from ..types.defaults import LEASE_S, TIMEOUT_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.tasks import PolicySpec, SamplerSpec, TaskSpec
 from . import blocks
-from .batches import AsyncLeasedBatch, AsyncStream, BatchVerbs, BlockingBatch, BlockingStream
+from .batches import AsyncLeasedBatch, BatchVerbs, BlockingBatch
 from .checks import check_arguments, check_columns, check_name, check_names
 from .connection import BlockingPort, Connection, LoopPort, Port
 from .coroutines import run_blocking, sync
 from .protocol import CallResult
+from .streams import AsyncStream, BlockingStream
 
 _READ_TRIES = 8
 """Most requests for one batch: rows can end between their lease and the read."""
 B = TypeVar("B", bound=BatchVerbs)
-S = TypeVar("S")
 
 
-class QueueVerbs(Generic[B, S]):
+class QueueVerbs(Generic[B]):
     """The methods of a queue, written once as coroutines."""
 
     _batch: type[B]
-    _streams: Callable[[Callable[[B | None], Awaitable[B]]], S]
 
     def __init__(self, port: Port) -> None:
         self._port = port
@@ -130,14 +129,13 @@ class QueueVerbs(Generic[B, S]):
     ) -> B:
         if not isinstance(ack, BatchVerbs | None):
             raise TypeError(f"ack must be a batch that this queue leased, not {type(ack).__name__}")
-        request = cmd.LeaseRows(
-            task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
-            columns=None if columns is None else check_names("columns", columns), group=team, rank=rank,
-            world_size=world_size, shards=shards, most=most,
+        request = _lease_request(
+            task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s, team=team,
+            rank=rank, world_size=world_size, shards=shards, most=most,
         )  # fmt: skip
         return await self._lease(request, ack)
 
-    async def _lease(self, request: cmd.LeaseRows, last: BatchVerbs | None, *, acknowledge: bool = True) -> B:
+    async def _lease(self, request: cmd.LeaseRows, last: BatchVerbs | None = None, *, acknowledge: bool = True) -> B:
         """Send a lease request together with the last message about batch ``last``; return the new
         batch.
 
@@ -187,23 +185,6 @@ class QueueVerbs(Generic[B, S]):
 
         return self._batch(ids, unpack_ids(lease.groups), columns, writable if where else None)
 
-    def stream(
-        self,
-        task: str,
-        count: int = 1,
-        *,
-        columns: Sequence[str] | None = None,
-        at_least: int = 0,
-        partition: str | None = None,
-        timeout_s: float = TIMEOUT_S,
-    ) -> S:
-        """Return the batches of a task one after another; see ``TransferQueue.stream``."""
-        request = cmd.LeaseRows(
-            task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
-            columns=None if columns is None else check_names("columns", columns),
-        )  # fmt: skip
-        return self._streams(lambda last: self._lease(request, last, acknowledge=False))
-
     async def _loaded(self, version: int) -> None:
         await self._port.send(cmd.ReportLoaded(version=version))
 
@@ -251,11 +232,10 @@ class QueueVerbs(Generic[B, S]):
         await self._port.call(None)
 
 
-class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStream]):
+class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch]):
     """The methods of ``TransferQueue`` as coroutines. One object serves one event loop."""
 
     _batch = AsyncLeasedBatch
-    _streams = AsyncStream
     configure = QueueVerbs._configure
     declare = QueueVerbs._declare
     put = QueueVerbs._put
@@ -270,16 +250,26 @@ class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStream]):
     status = QueueVerbs._status
     flush = QueueVerbs._flush
 
+    def stream(self, task: str, count: int = 1, **options: Any) -> AsyncStream:
+        """Iterate over the batches of a task; see ``TransferQueue.stream``. It leases none ahead."""
+        request = _lease_request(task, count, **options)
+        return AsyncStream(lambda last: self._lease(request, last, acknowledge=False))
 
-class QueueClient(QueueVerbs[BlockingBatch, BlockingStream], TransferQueue):
+
+class _LoopQueue(QueueVerbs[BlockingBatch]):
+    """Leases batches on an event loop for use in a thread."""
+
+    _batch = BlockingBatch
+
+
+class QueueClient(QueueVerbs[BlockingBatch], TransferQueue):
     """``TransferQueue`` over a connection to its server."""
 
     _batch = BlockingBatch
-    _streams = BlockingStream
     configure = sync(QueueVerbs._configure, TransferQueue.configure)
     declare = sync(QueueVerbs._declare, TransferQueue.declare)
     put = sync(QueueVerbs._put, TransferQueue.put)
-    get = sync(QueueVerbs[BlockingBatch, BlockingStream]._get, TransferQueue.get)
+    get = sync(QueueVerbs[BlockingBatch]._get, TransferQueue.get)
     loaded = sync(QueueVerbs._loaded, TransferQueue.loaded)
     wanted = sync(QueueVerbs._wanted, TransferQueue.wanted)
     lost = sync(QueueVerbs._lost, TransferQueue.lost)
@@ -290,6 +280,36 @@ class QueueClient(QueueVerbs[BlockingBatch, BlockingStream], TransferQueue):
     status = sync(QueueVerbs._status, TransferQueue.status)
     flush = sync(QueueVerbs._flush, TransferQueue.flush)
 
+    def stream(
+        self,
+        task: str,
+        count: int = 1,
+        *,
+        columns: Sequence[str] | None = None,
+        at_least: int = 0,
+        partition: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        team: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        shards: int = 0,
+        ahead: bool = False,
+    ) -> BlockingStream:
+        """See ``TransferQueue.stream``."""
+        request = _lease_request(
+            task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s, team=team,
+            rank=rank, world_size=world_size, shards=shards,
+        )  # fmt: skip
+
+        def lease_on_a_loop() -> Coroutine[Any, Any, BlockingBatch]:
+            return _LoopQueue(LoopPort(self.connection))._lease(request)
+
+        return BlockingStream(
+            self.connection,
+            lambda last: self._lease(request, last, acknowledge=False),
+            lease_on_a_loop if ahead else None,
+        )
+
     def send(self, command: cmd.AnyCommand) -> Any:
         """Send a ledger command for another client of this server. Raises the ledger's error."""
         return run_blocking(self._port.send(command))
@@ -298,6 +318,27 @@ class QueueClient(QueueVerbs[BlockingBatch, BlockingStream], TransferQueue):
     def aio(self) -> AsyncTransferQueue:
         """Return the same methods as coroutines, on the same session."""
         return AsyncTransferQueue(LoopPort(self.connection))
+
+
+def _lease_request(
+    task: str,
+    count: int,
+    *,
+    columns: Sequence[str] | None = None,
+    at_least: int = 0,
+    partition: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+    team: str = "",
+    rank: int = 0,
+    world_size: int = 1,
+    shards: int = 0,
+    most: int = 0,
+) -> cmd.LeaseRows:
+    return cmd.LeaseRows(
+        task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
+        columns=None if columns is None else check_names("columns", columns), group=team, rank=rank,
+        world_size=world_size, shards=shards, most=most,
+    )  # fmt: skip
 
 
 def _sampler(sampler: Any) -> SamplerSpec | None:

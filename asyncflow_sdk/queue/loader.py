@@ -10,21 +10,15 @@ it as an iterable dataset: ``DataLoader(loader, batch_size=None)``.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any, Generic, NoReturn, TypeVar
 
-from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, Ended, LeaseLost, WireError
+from ..errors import AsyncFlowError, ConfigError, WireError
 from ..interfaces import LeasedBatch
-from ..types import events as ev
 from ..types.defaults import NEXT_S
-from .batches import BlockingBatch
-from .client import QueueClient, QueueVerbs
-from .connection import BlockingPort, LoopPort
+from .client import QueueClient
 
 T = TypeVar("T")
 
@@ -69,21 +63,20 @@ class StreamDataLoader(Generic[T]):
             raise ConfigError(f"rank {rank} of {world_size}: ranks are 0 to world_size - 1")
         if prefetch not in (0, 1):
             raise ConfigError(f"prefetch is 0, or 1 for one batch ahead; not {prefetch}")
-        self._queue, self._ahead, self._timeout_s = queue, bool(prefetch), timeout_s
+        self._queue = queue
         self._collate: Callable[[LeasedBatch], Any] = collate or LeasedBatch.to_torch
-        self._request: dict[str, Any] = {
-            "task": task, "count": count, "columns": columns, "at_least": at_least, "partition": partition,
-            "timeout_s": timeout_s,
-        }  # fmt: skip
-        if world_size > 1:
-            whole = shards or world_size
-            self._request |= {
-                "count": count * whole, "at_least": at_least * whole, "team": team or task, "rank": rank,
-                "world_size": world_size, "shards": shards,
-            }  # fmt: skip
-        self.lease: LeasedBatch | None = None
-        """The current batch, to complete, renew or give back parts of it directly."""
-        _known_to_torch()
+        parts = (shards or world_size) if world_size > 1 else 1
+        ranks: dict[str, Any] = {"team": team or task, "rank": rank, "world_size": world_size, "shards": shards}
+        self._batches = queue.stream(
+            task, count * parts, columns=columns, at_least=at_least * parts, partition=partition,
+            timeout_s=timeout_s, ahead=bool(prefetch), **(ranks if world_size > 1 else {}),
+        )  # fmt: skip
+        _register_with_torch()
+
+    @property
+    def lease(self) -> LeasedBatch | None:
+        """The current batch, to complete, renew or give back parts of it directly; None outside the loop."""
+        return self._batches.current
 
     def __iter__(self) -> Iterator[T]:
         try:
@@ -95,7 +88,7 @@ class StreamDataLoader(Generic[T]):
                 "a StreamDataLoader cannot be used after fork(), for example in a worker process of a DataLoader:"
                 " use num_workers=0 (prefetch=1 overlaps), or make queue and loader in the child"
             ) from None
-        return self._each(_Prefetcher(self._queue, self._request)) if self._ahead else self._each(None)
+        return self._each()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -108,125 +101,20 @@ class StreamDataLoader(Generic[T]):
         if self.lease is not None and self.lease.left:
             self.lease.ack()
 
-    def _each(self, ahead: _Prefetcher | None) -> Iterator[T]:
-        take = self._take if ahead is None else ahead.take
-        try:
-            while True:
-                last, began = self.lease, time.monotonic()
-                try:
-                    self.lease = take(last)
-                except Ended:
-                    self.lease = None
-                    return
-                self._report(began)
-                made = self._collate(self.lease)
+    def _each(self) -> Iterator[T]:
+        with (
+            self._batches,
+            contextlib.closing(iter(self._batches)) as batches,
+        ):  # an exception of ``collate`` is an attempt
+            for batch in batches:
+                made = self._collate(batch)
                 yield made
                 del made  # free the memory of a batch that the consumer dropped
-        except GeneratorExit:
-            self._leave(None)
-            raise
-        except BaseException as error:
-            self._leave(error)
-            raise
-        finally:
-            if ahead is not None:
-                ahead.close()
-
-    def _take(self, last: LeasedBatch | None) -> LeasedBatch:
-        return self._queue.get(**self._request, ack=last if last is not None and last.left else None)
-
-    def _leave(self, error: BaseException | None) -> None:
-        """Give back unacknowledged rows. An exception of ``collate`` counts as an attempt."""
-        lease, self.lease = self.lease, None
-        if lease is not None and not isinstance(error, WireError):
-            try:
-                lease.__exit__(None if error is None else type(error), error, None)
-            except LeaseLost:
-                if error is None:
-                    raise
-
-    def _report(self, began: float) -> None:
-        waited = time.monotonic() - began
-        if waited > 0.001:
-            connection = self._queue.connection
-            connection.report(ev.Span(time_s=began, worker=connection.name, kind="wait", seconds=waited))
+                if batch.left and not batch.finished:
+                    batch.finish()
 
 
-class _LoopQueue(QueueVerbs[BlockingBatch, None]):
-    """Leases batches on an event loop for use in a thread."""
-
-    _batch = BlockingBatch
-
-
-class _Prefetcher:
-    """Leases one batch ahead, on an event loop in its own thread, so the request can be cancelled."""
-
-    def __init__(self, queue: QueueClient, request: dict[str, Any]) -> None:
-        self._queue, self._request = queue, request
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="asyncflow-ahead", daemon=True)
-        self._thread.start()
-        self._pending: asyncio.Task[BlockingBatch] | None = None
-
-    def take(self, last: LeasedBatch | None) -> LeasedBatch:
-        """Acknowledge ``last``, return the next batch, and request the one after it."""
-        if last is not None and last.left:
-            last.ack()
-        while True:
-            early = self._pending is not None
-            try:
-                batch: BlockingBatch = self._run(self._wait())
-                batch.move_to(BlockingPort(self._queue.connection))  # this thread uses it from now on
-                self._pending = None  # not before: after a Ctrl-C in the lines above, close() gives it back
-                if early:
-                    batch.renew()
-            except AsyncFlowError as error:
-                self._pending = None
-                # A request made early may time out before it is waited for, and its batch's lease may have expired.
-                if early and isinstance(error, (DeadlineExceeded, LeaseLost)):
-                    continue
-                raise
-            self._run(self._begin())
-            return batch
-
-    def close(self) -> None:
-        """Cancel the request, or give its batch back, and end the thread."""
-        try:
-            self._run(self._end())
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    def _run(self, coroutine: Any) -> Any:
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result()
-
-    async def _begin(self) -> None:
-        asking = _LoopQueue(LoopPort(self._queue.connection))
-        self._pending = asyncio.create_task(asking._get(**self._request))
-
-    async def _wait(self) -> BlockingBatch:
-        if self._pending is None:
-            await self._begin()
-        assert self._pending is not None
-        return await self._pending
-
-    async def _end(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.cancel()
-            for batch in await asyncio.gather(pending, return_exceptions=True):
-                if isinstance(batch, BlockingBatch):
-                    await batch._close(None)
-        await self._queue.connection.wire.aclose_loop()
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
-
-
-def _known_to_torch() -> None:
+def _register_with_torch() -> None:
     """Register the loader as an iterable dataset if torch is imported."""
     data = sys.modules.get("torch.utils.data")
     if data is not None:

@@ -1,7 +1,6 @@
 """Runs and workflows: producers, consumers, stages, supervision."""
 
 from .agent import Agent, Turn, Turns
-from .consumer import LeaseConsumer
 from .data import load_prompts
 from .producer import EngineProducer
 from .recorder import ages_of, read_steps, staleness_of
@@ -17,7 +16,6 @@ __all__ = [
     "Agent",
     "EngineProducer",
     "Generate",
-    "LeaseConsumer",
     "Logprobs",
     "Result",
     "Rollout",

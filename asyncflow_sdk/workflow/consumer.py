@@ -1,111 +1,65 @@
-"""LeaseConsumer: the steps of a training task, one lease after another.
-
-for step in run.consumer("train", batch_size=256):
-    engine.step(step.to_torch())
-    weights.publish(step.version + 1, engine.named_weights())
-    step.ack()
-"""
+"""The consumer of a loop of one's own: it raises a worker's failure instead of waiting for rows that will not come."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Generator
+from types import TracebackType
 from typing import Any
 
-from ..errors import AsyncFlowError, Ended, WireError
+from ..errors import DeadlineExceeded
 from ..interfaces import Consumer, LeasedBatch
 from ..queue import QueueClient
-from ..types import events as ev
-from ..types.defaults import NEXT_S
+
+LOOK_S = 5.0
+"""A failure that does not end the stream wakes nobody at the server: it is looked for so often."""
 
 
-class LeaseConsumer(Consumer):
-    """Iterates over leased batches until the stream ends. Each must be acknowledged (or completed) before the
-    next is asked for; one that is not is given back. What ``finish`` said of one is sent with the request for the next, which
-    raises what is wrong with it; one may iterate again then. ``timeout_s``: the longest it waits for one batch before
-    DeadlineExceeded says what is missing. ``ahead``: lease the next batch while this one is worked on, for
-    loops that run to their end: what is leased ahead goes back only when the connection closes. ``ranks``: what
-    ``get`` takes of a rank of a team.
-    """
+class CheckingConsumer(Consumer):
+    """Iterates over the batches of a task. Calls ``check`` at the end of the stream and, if ``often``, before each wait and every
+    ``LOOK_S`` seconds of it. ``options``: of ``TransferQueue.stream``."""
 
     def __init__(
-        self, source: QueueClient, task: str, *, count: int = 1, timeout_s: float = NEXT_S, ahead: bool = False,
-        ranks: Mapping[str, Any] | None = None,
+        self, queue: QueueClient, task: str, count: int, timeout_s: float, check: Callable[[], None], *, often: bool,
+        **options: Any,
     ) -> None:  # fmt: skip
-        self._queue, self._task, self._count, self._timeout_s = source, task, count, timeout_s
-        self._ahead = ahead
-        self._ranks = dict(ranks or {})
-        self.current: LeasedBatch | None = None
-        """The batch that is being worked on."""
+        self._check, self._often = check, often
+        self._waits = max(1, math.ceil(timeout_s / LOOK_S)) if often else 1
+        self._batches = queue.stream(task, count, timeout_s=timeout_s / self._waits, **options)
 
-    def __iter__(self) -> Iterator[LeasedBatch]:
-        if not self._ahead:
-            return self._each(self._after)
-        return self._each_ahead()
+    @property
+    def current(self) -> LeasedBatch | None:
+        return self._batches.current
 
-    def _each_ahead(self) -> Iterator[LeasedBatch]:
-        asked: queue.SimpleQueue[Future[LeasedBatch] | None] = queue.SimpleQueue()
-
-        def ask() -> None:
-            while (future := asked.get()) is not None:
-                try:
-                    future.set_result(self._get())
-                except BaseException as error:
-                    future.set_exception(error)
-
-        # A thread of this loop's own; daemon, because nobody may be left to end a wait when the loop fails.
-        threading.Thread(target=ask, name="asyncflow-ahead", daemon=True).start()
-        coming: Future[LeasedBatch] = Future()
-        asked.put(coming)
-
-        def take(last: LeasedBatch | None) -> LeasedBatch:
-            nonlocal coming
-            if last is not None:  # the request for the next is under way
-                last.__exit__(None, None, None)
-            batch = coming.result()
-            coming = Future()
-            asked.put(coming)
-            return batch
-
+    def __iter__(self) -> Generator[LeasedBatch, None, None]:
+        batches = iter(self._batches)
         try:
-            yield from self._each(take)
-        finally:
-            asked.put(None)
-
-    def _each(self, take: Callable[[LeasedBatch | None], LeasedBatch]) -> Iterator[LeasedBatch]:
-        """``take`` also sends the last word on the batch before."""
-        connection, last = self._queue.connection, None
-        while True:
-            began = time.monotonic()
-            try:
-                batch = take(last)
-            except Ended:
-                return
-            waited = time.monotonic() - began
-            if waited > 0.001:
-                connection.report(ev.Span(time_s=began, worker=connection.name, kind="wait", seconds=waited))
-            with contextlib.ExitStack() as held:
-                held.enter_context(batch)
-                self.current = batch
+            while True:
+                began = time.monotonic()
+                for left in reversed(range(self._waits)):
+                    if self._often:
+                        self._check()
+                    try:
+                        batch = next(batches, None)
+                        break
+                    except DeadlineExceeded as error:
+                        if not left:
+                            why = str(error).partition(": ")[2]
+                            raise DeadlineExceeded(f"after {time.monotonic() - began:.1f} s: {why}") from None
+                        batches = iter(self._batches)
+                if batch is None:
+                    self._check()
+                    return
                 yield batch
-                self.current, last = None, batch if batch.finished else None
-                if last is not None:
-                    held.pop_all()
+        finally:
+            batches.close()
 
-    def _after(self, last: LeasedBatch | None) -> LeasedBatch:
-        try:
-            return self._get(last)
-        except WireError:
-            raise
-        except AsyncFlowError as error:
-            if last is not None:  # its last word was refused: the rows are still ours
-                last.__exit__(type(error), error, None)
-            raise
+    def __enter__(self) -> CheckingConsumer:
+        self._batches.__enter__()
+        return self
 
-    def _get(self, last: LeasedBatch | None = None) -> LeasedBatch:
-        """The next batch. The last word on batch ``last`` rides with the request for it."""
-        return self._queue.get(self._task, self._count, timeout_s=self._timeout_s, ack=last, **self._ranks)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._batches.__exit__(kind, error, trace)

@@ -17,9 +17,9 @@ from ..memory import make_private_directory
 from ..queue import QueueClient
 from ..types import VERSION_SPANS, AgeSums, Batch, Probe, Ragged, Weights, one_version
 from ..types import events as ev
+from ..types.defaults import NEXT_S
 from ..weights import Restoration, TransportPublisher, packed_restoration, restoration, restored
 from .checkpoint import Checkpoints, Damaged, Point
-from .consumer import LeaseConsumer
 from .meeting import APART, Meeting
 
 
@@ -49,14 +49,14 @@ def train(
     together. What is said once is said by the first.
     """
     connection, ranks = queue.connection, ranks or Meeting()
-    shard = {"team": task, "rank": ranks.rank, "world_size": ranks.world_size}
+    shard = {"team": task, "rank": ranks.rank, "world_size": ranks.world_size} if ranks.world_size > 1 else {}
     with contextlib.ExitStack() as ending:  # of a run that is gone, too, whatever of this fails then
         ending.callback(engine.close)
         versions = _Versions(queue, engine, weights or Weights(), ranks, checkpoints, model)
         ending.callback(versions.close)
         ending.callback(queue.flush)
         versions.begin(_gone_on(engine, checkpoints) if checkpoints is not None else None)
-        for step in LeaseConsumer(queue, task, ahead=True, ranks=shard if ranks.world_size > 1 else None):
+        for step in queue.stream(task, timeout_s=NEXT_S, ahead=True, **shard):
             while True:
                 versions.restore()
                 trained = versions.trained_by(step)

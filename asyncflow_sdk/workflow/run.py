@@ -20,10 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded, Ended
+from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded
 from ..interfaces import (
     TRAIN_COLUMNS,
-    LeasedBatch,
+    Consumer,
     OnFailure,
     RollbackResult,
     TrackedRun,
@@ -38,7 +38,7 @@ from ..weights import Restoration, TransportPublisher, TransportSubscriber, rest
 from ..weights.arguments import version_number
 from .address import remove_addresses
 from .checkpoint import Checkpoints, Point
-from .consumer import LeaseConsumer
+from .consumer import CheckingConsumer
 from .crews import Crews
 from .data import Feeder, Prompts, load_prompts
 from .logs import Logs
@@ -49,8 +49,6 @@ from .waiting import Stall, is_through, what_stands
 
 WAIT_S = 86400.0
 """How long ``Run.wait`` waits by default (seconds)."""
-LOOK_S = 5.0
-"""How long a consumer may not see that a worker has failed, where that does not end the stream."""
 
 
 class Run(WeightSync):
@@ -66,7 +64,7 @@ class Run(WeightSync):
         self._server = server
         self._feeds: set[str] = set()
         self._updates: list[TransportSubscriber] = []
-        self._consumers: weakref.WeakSet[LeaseConsumer] = weakref.WeakSet()
+        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self.failure: BaseException | None = None
         self._tracking: Tracking | None = None
         mark = "" if server is not None else f"{connection.session}."  # others start workers of the same roles
@@ -154,7 +152,7 @@ class Run(WeightSync):
         rank: int = 0,
         world_size: int = 1,
         shards: int = 0,
-    ) -> LeaseConsumer:
+    ) -> Consumer:
         """Iterate over the batches of a task. With ``batch_size`` the task is declared here, with ``sampler``: each
         batch is one whole step of that many rows, whose version the staleness rule counts from. ``timeout_s``: the
         longest it waits for a batch; ``lease_s``: the longest it may take over one. ``rank`` of ``world_size``: this
@@ -162,9 +160,10 @@ class Run(WeightSync):
         if batch_size is not None:
             self.queue.declare(task, needs=needs, batch_rows=batch_size, lease_s=lease_s, sampler=sampler)
         ranks = {"team": team or task, "rank": rank, "world_size": world_size, "shards": shards}
-        consumer = _Watched(
-            self, self.queue, task, count=count, timeout_s=timeout_s, ranks=ranks if world_size > 1 else None
-        )
+        consumer = CheckingConsumer(
+            self.queue, task, count, timeout_s, self.check, often=not self._ends_by_failure,
+            **(ranks if world_size > 1 else {}),
+        )  # fmt: skip
         self._consumers.add(consumer)
         return consumer
 
@@ -375,36 +374,6 @@ class Run(WeightSync):
     def _ends_by_failure(self) -> bool:
         """Whether a failure here ends the stream: not one that can be gone on with, nor one that is others' too."""
         return self._server is not None and not self._server.durability
-
-
-class _Watched(LeaseConsumer):
-    """A consumer that raises a worker's failure instead of waiting for rows that will not come."""
-
-    def __init__(self, run: Run, queue: QueueClient, task: str, **options: Any) -> None:
-        super().__init__(queue, task, **options)
-        self._run = run
-
-    def _get(self, last: LeasedBatch | None = None) -> LeasedBatch:
-        if self._run._ends_by_failure:
-            try:
-                return super()._get(last)
-            except Ended:
-                self._run.check()
-                raise
-        began, whole_s = time.monotonic(), self._timeout_s
-        try:
-            while True:  # a failure here wakes nobody at the server
-                self._run.check()
-                left_s = began + whole_s - time.monotonic()
-                self._timeout_s = min(LOOK_S, left_s)
-                try:
-                    return super()._get(last)
-                except DeadlineExceeded as error:
-                    if left_s <= LOOK_S:
-                        why = str(error).partition(": ")[2]
-                        raise DeadlineExceeded(f"after {time.monotonic() - began:.1f} s: {why}") from None
-        finally:
-            self._timeout_s = whole_s
 
 
 def task_arguments(spec: Any) -> dict[str, Any]:

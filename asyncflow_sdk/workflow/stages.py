@@ -19,13 +19,12 @@ from ..queue.error_text import error_text
 from ..types import Batch, Ragged, Sampling
 from ..types import events as ev
 from ..types.columns import find_invalid_entry, pack
-from .consumer import LeaseConsumer
+from ..types.defaults import NEXT_S
 from .engines import loading_model, make_engine
 from .text import Text, token_ids, with_stop_ids
 from .user_code import FunctionFailed, told
 from .work import FunctionWork, GenerateWork, LogprobsWork, Work, is_coroutine
 
-WAIT_S = 3600.0
 GIVE_UP_AFTER = 8
 """Prompts refused in a row, with none accepted, after which an engine's stage says so and ends."""
 FILTERED = "filtered"
@@ -91,11 +90,11 @@ class _State:
 
 def _each(state: _State, batch: int, work: Callable[[LeasedBatch], dict[str, Any]]) -> None:
     """A request for each batch: what came of one is sent with the request for the next."""
-    consumer, ended = LeaseConsumer(state.queue, state.task, count=batch), False
+    batches, ended = state.queue.stream(state.task, batch, timeout_s=NEXT_S), False
     while not ended:
         unsaid = 0
         try:
-            for rows in consumer:
+            for rows in batches:
                 began, unsaid = time.monotonic(), rows.rows
                 columns = work(rows)
                 filtered = columns.pop(FILTERED, None) if FILTERED not in state.gives else None
@@ -266,7 +265,7 @@ async def _overlap(
         while running or not ended:
             room = min(count, most_rows - sum(running.values()))
             if asking is None and not ended and room > 0 and len(running) < most:
-                asking = asyncio.create_task(aio.get(state.task, room, timeout_s=WAIT_S))
+                asking = asyncio.create_task(aio.get(state.task, room, timeout_s=NEXT_S))
             waits: list[asyncio.Task[Any]] = [*running, *([asking] if asking is not None else [])]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for finished in [task for task in running if task.done()]:

@@ -78,7 +78,7 @@ class Simulation:
         for stage in plan.stages:
             _Stage(self, stage).ask()
         trainer.publish(0)
-        self._until(lambda: all(s.loaded == 0 for s in self.ledger.sessions.values() if s.replica is not None))
+        self._until(lambda: all(s.loaded == 0 for s in self.ledger.state.sessions.by_id.values() if s.replica is not None))
         self.now_zero()
         self.send(driver, cmd.AddRows(groups=plan.prompts, group_size=GROUP, columns={"prompt_ids": IDS}))
         trainer.ask()
@@ -122,7 +122,7 @@ class Simulation:
 
     def forget(self, ticket: int) -> bool:
         """Take a request back. False when it is answered already."""
-        if ticket not in self.ledger.parked:
+        if ticket not in self.ledger.state.parked.by_ticket:
             return False
         del self._heard[ticket]
         self.ledger.forget(ticket, self.now)
@@ -201,7 +201,7 @@ class _Trainer:
 
     def _leased(self, lease: cmd.Leased) -> None:
         _fine(lease)
-        rows = self._sim.ledger.rows
+        rows = self._sim.ledger.state.rows
         made_by = rows.version[rows.at(cmd.unpack_ids(lease.ids))]
         self._sim.staleness.append(float((lease.version - made_by).mean()))
         took = self._work.seconds(*self._sim.tokens(lease.ids)) + self._sim.plan.copy_s
@@ -260,7 +260,7 @@ class _Replica:
         self._swap_asked = version = self._staged
         swap = cmd.Swap(version=version, timeout_s=FOREVER)
         ticket = self._sim.send(self._session, swap, lambda reply: self._may_swap(version, reply))
-        return ticket not in self._sim.ledger.parked
+        return ticket not in self._sim.ledger.state.parked.by_ticket
 
     def _may_swap(self, version: int, reply: Any) -> None:
         if isinstance(reply, cmd.Permitted):

@@ -13,8 +13,8 @@ from queue_children import evaluate, serve
 from waiting import in_thread
 
 import asyncflow_sdk as af
-from asyncflow_sdk.queue import TransferQueue
-from asyncflow_sdk.queue.protocol import Block, Call, Hello, decode_answer, encode
+from asyncflow_sdk.interfaces import TransferQueue
+from asyncflow_sdk.queue.protocol import Block, Call, ClientHello, decode_result, encode
 from asyncflow_sdk.wire import Client
 
 KINDS = ("ipc", "remote")
@@ -133,7 +133,7 @@ class RawClient:
         self._client = Client(address)
         self.close = self._client.close
         if sdk is not None:
-            self.send(Hello(name, 0, "", sdk))
+            self.send(ClientHello(name, 0, "", sdk))
 
     def send(self, command: Any, *block: Any, **more: Any) -> Any:
         """The reply to a command, of which the payload lies in a ``block``: segment, start, serial, rows, bytes, columns.
@@ -146,7 +146,7 @@ class RawClient:
 
     def send_bytes(self, body: bytes, payload: Any = ()) -> Any:
         """The reply to a call as it lies on the wire. ``payload``: what comes beside it."""
-        answer = decode_answer(self._client.exchange(body, 5, payload).body)
+        answer = decode_result(self._client.exchange(body, 5, payload).body)
         answer.raise_error()
         return answer.reply
 

@@ -13,8 +13,8 @@ from queue_runs import RawClient, Served, running
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import AsyncFlowError, LeaseLost, PayloadLost, ProtocolError, SchemaError
+from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.ledger import commands as cmd
-from asyncflow_sdk.queue import TransferQueue
 from asyncflow_sdk.types import ColumnSpec
 from asyncflow_sdk.types.events import Note
 

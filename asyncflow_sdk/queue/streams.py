@@ -1,0 +1,206 @@
+"""Streams: the batches of a task, one after another, blocking and for event loops.
+
+    with queue.stream("reward", count=64) as stream:    # an exception gives the rows back, and counts as an attempt
+        for batch in stream:
+            batch.finish({"reward": score(batch["response"])})
+
+The completion of one batch is sent with the request for the next: a batch costs one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from ..errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost, WireError
+from ..interfaces import Consumer
+from ..types import events as ev
+from .batches import AsyncLeasedBatch, BatchVerbs, BlockingBatch
+from .connection import BlockingPort, Connection
+from .coroutines import run_blocking
+
+B = TypeVar("B", bound=BatchVerbs)
+Lease = Callable[[B | None], Awaitable[B]]
+"""Sends the last message about a batch together with the request for the next one, which it returns."""
+
+
+class Stream(Generic[B]):
+    """Base of both kinds of stream. After an error it can be iterated over again. One thread or
+    task iterates over it.
+
+    A loop that is left early sends its unsent completion. If the server rejects it, the ``with``
+    block raises the error; without a ``with`` block Python only prints it.
+    """
+
+    def __init__(self, lease: Lease[B]) -> None:
+        self._lease = lease
+        self._batch: B | None = None
+        self._entered = False  # if True, __exit__ closes the batch with the exception that ended the loop
+
+    async def _next(self, lease: Lease[B]) -> B:
+        """Return the next batch. Raises the errors of ``get``, for the previous batch and this one."""
+        last, self._batch = self._batch, None
+        try:
+            self._batch = await lease(last)
+        except AsyncFlowError as error:
+            if last is not None and not isinstance(error, WireError):
+                await last._close(error)  # its completion was rejected: this client still holds the rows
+            raise
+        return self._batch
+
+    async def _close(self, error: BaseException | None = None) -> None:
+        last, self._batch = self._batch, None
+        if last is not None:
+            await last._close(error)
+
+
+class AsyncStream(Stream[AsyncLeasedBatch]):
+    """Batches for ``async for``, best in an ``async with``: else an abandoned loop is cleaned up
+    late."""
+
+    async def __aiter__(self) -> AsyncIterator[AsyncLeasedBatch]:
+        try:
+            while True:
+                try:
+                    batch = await self._next(self._lease)
+                except Ended:
+                    return
+                yield batch
+        finally:
+            if not self._entered:
+                await self._close()
+
+    async def __aenter__(self) -> AsyncStream:
+        self._entered = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close(error)
+
+
+class BlockingStream(Stream[BlockingBatch], Consumer):
+    """``Consumer`` over a connection. Waits of more than a millisecond are reported as events.
+
+    ``ahead``: a request for a batch, on an event loop; then one batch is leased while the last one is in use.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        lease: Lease[BlockingBatch],
+        ahead: Callable[[], Coroutine[Any, Any, BlockingBatch]] | None = None,
+    ) -> None:
+        super().__init__(lease)
+        self._connection, self._ahead = connection, ahead
+
+    @property
+    def current(self) -> BlockingBatch | None:
+        return self._batch
+
+    def __iter__(self) -> Generator[BlockingBatch, None, None]:
+        prefetcher = None if self._ahead is None else _Prefetcher(self._connection, self._ahead)
+        lease = self._lease if prefetcher is None else prefetcher.lease
+        try:
+            while True:
+                began = time.monotonic()
+                try:
+                    batch = run_blocking(self._next(lease))
+                except Ended:
+                    return
+                self._report(began)
+                yield batch
+        finally:
+            try:
+                if not self._entered:
+                    run_blocking(self._close())
+            finally:
+                if prefetcher is not None:
+                    prefetcher.close()
+
+    def _report(self, began: float) -> None:
+        waited = time.monotonic() - began
+        if waited > 0.001:
+            self._connection.report(ev.Span(time_s=began, worker=self._connection.name, kind="wait", seconds=waited))
+
+    def __enter__(self) -> BlockingStream:
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run_blocking(self._close(error))
+
+
+class _Prefetcher:
+    """Leases one batch ahead, on an event loop in its own thread, so the request can be cancelled."""
+
+    def __init__(self, connection: Connection, request: Callable[[], Coroutine[Any, Any, BlockingBatch]]) -> None:
+        self._connection, self._request = connection, request
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="asyncflow-ahead", daemon=True)
+        self._thread.start()
+        self._pending: asyncio.Task[BlockingBatch] | None = None
+
+    async def lease(self, last: BlockingBatch | None) -> BlockingBatch:
+        """Send the last message about batch ``last``, return the next batch, and request the one after it. Blocks."""
+        if last is not None:
+            await last._send_last()
+        while True:
+            early = self._pending is not None
+            try:
+                batch: BlockingBatch = self._run(self._wait())
+                batch.move_to(BlockingPort(self._connection))  # this thread uses it from now on
+                self._pending = None  # not before: after a Ctrl-C in the lines above, close() gives it back
+                if early:
+                    await batch._renew()
+            except AsyncFlowError as error:
+                self._pending = None
+                # A request made early may time out before it is waited for, and its batch's lease may have expired.
+                if early and isinstance(error, (DeadlineExceeded, LeaseLost)):
+                    continue
+                raise
+            self._run(self._begin())
+            return batch
+
+    def close(self) -> None:
+        """Cancel the request, or give its batch back, and end the thread."""
+        try:
+            self._run(self._end())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result()
+
+    async def _begin(self) -> None:
+        self._pending = asyncio.create_task(self._request())
+
+    async def _wait(self) -> BlockingBatch:
+        if self._pending is None:
+            await self._begin()
+        assert self._pending is not None
+        return await self._pending
+
+    async def _end(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.cancel()
+            for batch in await asyncio.gather(pending, return_exceptions=True):
+                if isinstance(batch, BlockingBatch):
+                    await batch._close(None)
+        await self._connection.wire.aclose_loop()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
