@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from asyncflow_sdk.algorithms import GRPO
 from asyncflow_sdk.interfaces import Algorithm, WeightUpdate
+from asyncflow_sdk.types import check_above
 from asyncflow_torch.critic import ValueModel
 from asyncflow_torch.data_parallel import DataParallelEngine
 from asyncflow_torch.devices import device_of
@@ -24,7 +25,6 @@ from asyncflow_torch.policy import context_of, load_policy, named_weights, vocab
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.schedules import go_to, make_schedule, steps_made
 from asyncflow_torch.shares import VALUES
-from asyncflow_torch.train import check_positive
 
 from . import checkpoint
 from .shards import published, take
@@ -76,7 +76,8 @@ class FsdpEngine(DataParallelEngine):
         threads: int | None = None,
         seed: int = 0,
     ) -> None:
-        check_positive(
+        check_above(
+            0,
             lr=lr, max_grad_norm=max_grad_norm, temperature=temperature, micro_batch_tokens=micro_batch_tokens,
             updates=updates, critic_lr=critic_lr, bucket_bytes=bucket_bytes, collective_timeout_s=collective_timeout_s,
             threads=threads,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.types import check_least
 
 from .arguments import own_environment, own_options, served
 from .inside import Inside
@@ -38,8 +38,7 @@ class SGLangEngine(SGLangRollout):
         update_s: float = 600.0,
         **options: Any,
     ) -> None:
-        if max_rows < 1:
-            raise ConfigError(f"max_rows must be 1 or more, not {max_rows}")
+        check_least(1, max_rows=max_rows)
         checkpoint, left = served(model, options)
         os.environ.update(own_environment())
         given = own_options(model, left, dtype=checkpoint.dtype, context=checkpoint.context, version=version)

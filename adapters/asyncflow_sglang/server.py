@@ -15,6 +15,7 @@ from typing import Any
 from asyncflow_http.calls import Calls, Dropped
 from asyncflow_http.finding import Claim, call_now
 from asyncflow_sdk.errors import AsyncFlowError, ConfigError, EngineError, EngineGone
+from asyncflow_sdk.types import check_least
 from asyncflow_sdk.types.dtypes import floating_name
 
 from .arguments import own_arguments, own_environment, served
@@ -54,8 +55,7 @@ class SGLangServer(SGLangRollout):
         request_s: float = 1800.0,
         update_s: float = 600.0,
     ) -> None:
-        if max_rows < 1:
-            raise ConfigError(f"max_rows must be 1 or more, not {max_rows}")
+        check_least(1, max_rows=max_rows)
         own = {"server": server, "log": log}
         if url is not None and any(value is not None for value in own.values()):
             raise ConfigError(

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from asyncflow_sdk.errors import ConfigError, EngineError
+from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
+from asyncflow_sdk.types import check_least
 
 from .decode import Decoder
 from .decode_thread import DecodeThread, Job
@@ -59,8 +60,7 @@ class TransformersEngine(RolloutEngine):
         attn_implementation: str | None = None,
         version: int = 0,
     ) -> None:
-        if max_rows < 1 or (threads is not None and threads < 1):
-            raise ConfigError(f"max_rows and threads must be 1 or more, not {max_rows} and {threads}")
+        check_least(1, max_rows=max_rows, threads=threads)
         if threads is not None:
             torch.set_num_threads(threads)
         self._model = load_policy(model, dtype=dtype, device=device, attn_implementation=attn_implementation)

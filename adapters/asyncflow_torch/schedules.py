@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.types import check_least
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -22,8 +23,7 @@ def make_schedule(optimizer: Any, name: str, *, warmup_steps: int = 0, decay_ste
     to 0 after ``decay_steps`` more. Raises ConfigError."""
     if name not in SCHEDULES:
         raise ConfigError(f"schedule {name!r} is none of {', '.join(SCHEDULES)}")
-    if warmup_steps < 0:
-        raise ConfigError(f"warmup_steps must be 0 or more, not {warmup_steps}")
+    check_least(0, warmup_steps=warmup_steps)
     if (name == "constant") != (decay_steps is None) or (decay_steps is not None and decay_steps < 1):
         raise ConfigError(
             f"schedule {name!r} with decay_steps={decay_steps}: linear and cosine need them, from 1; constant has none"

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from asyncflow_sdk.algorithms import GRPO
-from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import Algorithm, WeightUpdate
+from asyncflow_sdk.types import check_above
 
 from . import checkpoint
 from .critic import TorchCritic
@@ -64,7 +64,8 @@ class TorchEngine(DataParallelEngine):
         threads: int | None = None,
         seed: int = 0,
     ) -> None:
-        check_positive(
+        check_above(
+            0,
             lr=lr,
             max_grad_norm=max_grad_norm,
             temperature=temperature,
@@ -157,10 +158,3 @@ class TorchEngine(DataParallelEngine):
     def export(self, path: Path) -> None:
         """Write the policy as a Hugging Face folder, with the tokenizer it came with."""
         export_policy(self._model, self._source, path)
-
-
-def check_positive(**options: float | None) -> None:
-    """Raises ConfigError for a number that is not above 0; None is one that was not given."""
-    for name, value in options.items():
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} must be above 0, not {value}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncflow_sdk.errors import ConfigError
+from asyncflow_sdk.types import check_least
 
 from .checkpoint import Checkpoint
 from .engine import VllmRollout
@@ -38,8 +39,7 @@ class VllmEngine(VllmRollout):
         version: int = 0,
         **options: Any,
     ) -> None:
-        if max_rows < 1 or tensor_parallel < 1:
-            raise ConfigError(f"max_rows and tensor_parallel must be 1 or more, not {max_rows} and {tensor_parallel}")
+        check_least(1, max_rows=max_rows, tensor_parallel=tensor_parallel)
         from .inside import Inside
         from .starting import arguments, swaps
 

@@ -20,6 +20,7 @@ import msgspec
 from asyncflow_http.calls import Calls, Refused, base_url, is_loopback
 from asyncflow_http.finding import Claim, call_now
 from asyncflow_sdk.errors import ConfigError, EngineError, WeightError
+from asyncflow_sdk.types import check_least
 from asyncflow_sdk.weights import Handover
 
 from .checkpoint import Checkpoint
@@ -123,8 +124,7 @@ class VllmServer(VllmRollout):
         request_s: float = 1800.0,
         update_s: float = 600.0,
     ) -> None:
-        if max_rows < 1:
-            raise ConfigError(f"max_rows must be 1 or more, not {max_rows}")
+        check_least(1, max_rows=max_rows)
         key = os.environ.get(key_env) if key_env is not None else None
         if key_env is not None and not key:
             raise ConfigError(f"key_env={key_env!r}: this environment variable of the worker is not set")

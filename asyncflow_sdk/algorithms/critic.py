@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
-from ..types.validation import UserConfig, check_fields
+from ..types.validation import UserConfig, check_above, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,7 @@ class Critic(UserConfig):
         for name in ("discount", "decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"critic: {name} must be from 0 to 1, not {getattr(self, name)}")
-        if not self.coef > 0 or (self.clip is not None and not self.clip > 0):
-            raise ConfigError(f"critic: coef and clip must be above 0, not {self.coef} and {self.clip}")
+        check_above(0, coef=self.coef, clip=self.clip)
 
     def losses(self, values: Any, before: Any, returns: Any) -> Any:
         """Return the value loss of each token: max((V - R)², (V_before + clip(V - V_before, ±clip)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
-from ..types.validation import UserConfig, check_fields
+from ..types.validation import UserConfig, check_fields, check_least
 from .terms import LOG_RATIO_BOUND, clamp_log_ratio
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -44,8 +44,7 @@ class KL(UserConfig):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.coef >= 0:
-            raise ConfigError(f"kl: coef must be 0 or more, not {self.coef}")
+        check_least(0, coef=self.coef)
         if self.estimator not in ESTIMATORS:
             raise ConfigError(f"kl: estimator must be k1, k2 or k3, not {self.estimator!r}")
         if self.where not in ("loss", "reward"):

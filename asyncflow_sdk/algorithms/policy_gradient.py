@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..errors import ConfigError, EngineError
 from ..interfaces import Advantages, Algorithm, PackedTokens
 from ..types import Batch, Ragged, loss_mask
-from ..types.validation import UserConfig, check_fields
+from ..types.validation import UserConfig, check_fields, check_least
 from .advantages import gae, group_advantages, row_sums, standardise
 from .critic import Critic
 from .kl import KL
@@ -81,10 +81,8 @@ class PolicyGradient(UserConfig, Algorithm):
             raise ConfigError(f"clip range [1 - {self.clip_low}, 1 + {self.clip_high}] is empty or negative")
         if self.dual_clip is not None and not self.dual_clip > 1 + self.clip_high:
             raise ConfigError(f"dual_clip={self.dual_clip} must be above 1 + clip_high = {1 + self.clip_high}")
-        if not self.epsilon >= 0 or not self.entropy >= 0:
-            raise ConfigError(f"epsilon and entropy must be 0 or more, not {self.epsilon} and {self.entropy}")
-        if self.length < 1:
-            raise ConfigError(f"length must be 1 or more, not {self.length}")
+        check_least(0, epsilon=self.epsilon, entropy=self.entropy)
+        check_least(1, length=self.length)
         asked = {VALUES: self.critic, ENTROPY: self.entropy}
         own = () if self.off_policy is None else (self.off_policy.asks,)
         object.__setattr__(self, "asks", (*own, *(name for name, wanted in asked.items() if wanted)))

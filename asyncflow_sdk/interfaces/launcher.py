@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ..errors import ConfigError
-from ..types.validation import check_fields
+from ..types.validation import check_fields, check_least
 
 OnFailure = Literal["stop", "continue"]
 FATAL_STATUS = 3
@@ -49,8 +49,7 @@ class Placement:
         odd = [name for name, value in self.env.items() if not name or "=" in name or "\0" in name + value]
         if odd:
             raise ConfigError(f"env has {odd[0]!r}: names need a character and have no '=', and neither has a NUL")
-        if self.max_restarts < 0:
-            raise ConfigError(f"max_restarts must be 0 or more, not {self.max_restarts}")
+        check_least(0, max_restarts=self.max_restarts)
         if self.on_failure is not None:
             check_on_failure(self.on_failure)
         for name in ("cpus", "gpus"):

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
+from ..types.validation import check_above, check_least
 
 K = TypeVar("K", bound=Hashable)
 
@@ -42,8 +43,8 @@ class RolloutLatency:
         times = (self.step_s, self.step_row_s, self.prefill_s, self.load_s, self.sigma)
         if not all(math.isfinite(t) and t >= 0 for t in times) or not self.step_s + self.step_row_s > 0:
             raise ConfigError(f"times and sigma are finite numbers from 0, and a step takes some time: {self}")
-        if self.median <= 0 or self.longest < 1:
-            raise ConfigError(f"median and longest are lengths of 1 or more, not {self.median} and {self.longest}")
+        check_above(0, median=self.median)
+        check_least(1, longest=self.longest)
 
     def lengths(self, prompt: int, n: int) -> npt.NDArray[np.int64]:
         """How long the ``n`` responses to a prompt are, by its first token."""

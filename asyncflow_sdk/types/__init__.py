@@ -20,6 +20,7 @@ from .spans import (
     token_steps,
     token_versions,
 )
+from .validation import check_above, check_least
 
 __all__ = [
     "LOSS_MASK",
@@ -44,7 +45,9 @@ __all__ = [
     "VersionSpan",
     "Weights",
     "carrier",
+    "check_above",
     "check_column_name",
+    "check_least",
     "digest_of",
     "dtype_name",
     "from_torch",

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from ..errors import ConfigError
 from .dtypes import check_floating
 from .probe import Probe, validate_probe
-from .validation import UserConfig, check_fields, check_types
+from .validation import UserConfig, check_fields, check_least, check_types
 
 SwapPolicy = Literal["auto", "drain", "boundary", "partial", "in_flight"]
 Proof = Literal["probe", "held"]
@@ -33,8 +33,7 @@ class Staleness(UserConfig):
 
     def __post_init__(self) -> None:
         check_types(Staleness, {"max_staleness": self.max_staleness})
-        if self.max_staleness < 0:
-            raise ConfigError(f"max_staleness must be 0 or more, not {self.max_staleness}")
+        check_least(0, max_staleness=self.max_staleness)
         if isinstance(self.policy, list):  # a pair decoded from JSON
             object.__setattr__(self, "policy", tuple(self.policy))
         of, options = self.policy if isinstance(self.policy, tuple) and len(self.policy) == 2 else (self.policy, {})
@@ -68,8 +67,7 @@ class Sampling(UserConfig):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens must be 1 or more, not {self.max_tokens}")
+        check_least(1, max_tokens=self.max_tokens)
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -79,8 +77,7 @@ class Sampling(UserConfig):
             raise ConfigError("stop must be texts of one token each, not empty")
         if any(token < 0 for token in self.stop_ids):
             raise ConfigError(f"stop_ids must be token ids from 0, not {list(self.stop_ids)}")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        check_least(0, top_k=self.top_k)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +113,7 @@ class Weights(UserConfig):
         )
         if self.keep < 1:
             raise ConfigError(f"keep must be 1 or more, not {self.keep}: the current version counts")
-        if self.max_swapping < 0 or self.quorum < 0:
-            raise ConfigError(
-                f"max_swapping and quorum must be 0 (off) or more, not {self.max_swapping} and {self.quorum}"
-            )
+        check_least(0, max_swapping=self.max_swapping, quorum=self.quorum)
         if self.dtype is not None:
             check_floating(self.dtype)
         check_policy(self.swap)
@@ -142,8 +136,7 @@ class Checkpoint(UserConfig):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.every < 1 or self.keep < 1:
-            raise ConfigError(f"every and keep must be 1 or more, not {self.every} and {self.keep}")
+        check_least(1, every=self.every, keep=self.keep)
 
 
 def check_policy(swap: str) -> None:

@@ -120,6 +120,20 @@ def check_fields(made: Any) -> None:
     check_types(type(made), vars(made))
 
 
+def check_least(least: float, **given: float | None) -> None:
+    """Raise ConfigError for a number below ``least``, or NaN. None passes: it was not given."""
+    for name, value in given.items():
+        if value is not None and not value >= least:
+            raise ConfigError(f"{name} must be {least} or more, not {value}")
+
+
+def check_above(bound: float, **given: float | None) -> None:
+    """Raise ConfigError for a number not above ``bound``, or NaN. None passes: it was not given."""
+    for name, value in given.items():
+        if value is not None and not value > bound:
+            raise ConfigError(f"{name} must be above {bound}, not {value}")
+
+
 @functools.cache
 def _fits(made: type) -> dict[str, tuple[Fits, str]]:
     """Return, by parameter, the predicate for its values and the description of its type."""

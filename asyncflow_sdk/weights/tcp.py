@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from ..errors import ConfigError
 from ..interfaces.weights import Host, WeightTransport
+from ..types.validation import check_least
 from .tcp_receiver import TcpReceiver
 from .tcp_sender import TcpSender
 
@@ -29,8 +30,7 @@ class TcpTransport(WeightTransport):
     def __init__(self, *, listen: str | None = None, insecure: bool = False, delta_bytes: int = DELTA_BYTES) -> None:
         if listen is not None and not listen.startswith("tcp://"):
             raise ConfigError(f"transport 'tcp' cannot listen at {listen!r}; tcp://HOST:PORT is expected")
-        if delta_bytes < 0:
-            raise ConfigError(f"transport 'tcp': delta_bytes={delta_bytes}; 0 or more is expected")
+        check_least(0, delta_bytes=delta_bytes)
         self._listen, self._insecure, self._delta_bytes = listen, insecure, delta_bytes
 
     def sender(self, host: Host) -> TcpSender:

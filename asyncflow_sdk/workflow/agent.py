@@ -23,7 +23,7 @@ from ..interfaces import Completion, Request
 from ..plugins import import_name, import_path
 from ..queue.error_text import error_text, plain_text
 from ..types import Ragged, Sampling, VersionSpan, pack
-from ..types.validation import check_fields
+from ..types.validation import check_above, check_fields
 from .completing import Answer, Ids
 from .drawing import Deliver, joined_spans, spans_of
 from .text import Text
@@ -206,8 +206,7 @@ class Agent:
         if not callable(self.function) or not is_coroutine(self.function):
             raise ConfigError(f"an agent is a coroutine function: async def agent(turns, ...); {self.name} is none")
         check_fields(self)
-        if not self.timeout_s > 0:
-            raise ConfigError(f"agent_timeout_s must be above 0, not {self.timeout_s}")
+        check_above(0, agent_timeout_s=self.timeout_s)
         if self.needs is None:
             object.__setattr__(self, "needs", parameters_of(self.function)[1:])
 

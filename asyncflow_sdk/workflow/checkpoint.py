@@ -37,6 +37,7 @@ from ..ledger import commands as cmd
 from ..memory import make_private_directory, sync_directory
 from ..queue import QueueClient
 from ..types import events as ev
+from ..types.validation import check_least
 from .meeting import Meeting
 
 FORMAT = 1
@@ -81,8 +82,7 @@ class Checkpoints:
     a trainer of several, which all call the same at the same time, in a directory that all of them see. Not thread-safe."""
 
     def __init__(self, queue: QueueClient, directory: Path, keep: int = 2, ranks: Meeting | None = None) -> None:
-        if keep < 1:
-            raise ConfigError(f"keep must be 1 or more, not {keep}")
+        check_least(1, keep=keep)
         self._queue, self.directory, self._keep = queue, directory, keep
         self._ranks = ranks or Meeting()
 

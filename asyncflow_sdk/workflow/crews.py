@@ -18,6 +18,7 @@ from ..ledger import commands as cmd
 from ..queue import QueueClient
 from ..types import Checkpoint, Event, Weights
 from ..types import events as ev
+from ..types.validation import check_least
 from ..weights import AUTO
 from .logs import Logs
 from .ranks import Group, rank_name
@@ -99,8 +100,7 @@ class Crews:
             crew = self._crew(which)
             if isinstance(crew.spec, Train):
                 raise ConfigError("a trainer is one worker, of world_size= ranks. Scale rollouts and stages")
-            if replicas < 0:
-                raise ConfigError(f"replicas must be 0 or more, not {replicas}")
+            check_least(0, replicas=replicas)
             for worker in crew.staying[replicas:]:
                 self.dismiss(worker, grace_s)
             while len(crew.staying) < replicas:

@@ -49,14 +49,21 @@ def train(
     together. What is said once is said by the first.
     """
     connection, ranks = queue.connection, ranks or Meeting()
-    shard = {"team": task, "rank": ranks.rank, "world_size": ranks.world_size} if ranks.world_size > 1 else {}
     with contextlib.ExitStack() as ending:  # of a run that is gone, too, whatever of this fails then
         ending.callback(engine.close)
         versions = _Versions(queue, engine, weights or Weights(), ranks, checkpoints, model)
         ending.callback(versions.close)
         ending.callback(queue.flush)
         versions.begin(_gone_on(engine, checkpoints) if checkpoints is not None else None)
-        for step in queue.stream(task, timeout_s=NEXT_S, ahead=True, **shard):
+        steps = queue.stream(
+            task,
+            timeout_s=NEXT_S,
+            ahead=True,
+            team=task if ranks.world_size > 1 else "",
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+        for step in steps:
             while True:
                 versions.restore()
                 trained = versions.trained_by(step)

@@ -19,6 +19,7 @@ from ..types import LOSS_MASK, VERSION_SPANS, Sampling, Weights
 from ..types.config import Proof, SwapPolicy, check_policy, check_proofs
 from ..types.defaults import LEASE_S, PRODUCER_LEASE_S, WORKER_LEASE_S
 from ..types.tasks import SamplerSpec
+from ..types.validation import check_least
 from .agent import Agent
 from .describing import Described
 from .work import (
@@ -99,8 +100,7 @@ class Rollout(Described):
         check_policy(swap or "drain")
         check_proofs(verify or ())
         self.swap, self.verify = swap, verify
-        if group_size < 1 or replicas < 1:
-            raise ConfigError(f"group_size and replicas must be 1 or more, not {group_size} and {replicas}")
+        check_least(1, group_size=group_size, replicas=replicas)
         _check_task("rollout", task, lease_s)
         self.engine, self.model = engine_name(engine), str(model)
         self.task, self.group_size, self.replicas = task, group_size, replicas
@@ -249,10 +249,7 @@ class Stage(Described):
 
     def _check(self) -> None:
         _check_task("stage", self.task, self.lease_s)
-        if self.batch < 1 or self.concurrency < 1:
-            raise ConfigError(
-                f"stage {self.task!r}: batch and concurrency are 1 or more, not {self.batch} and {self.concurrency}"
-            )
+        check_least(1, batch=self.batch, concurrency=self.concurrency)
         if inspect.isgeneratorfunction(self.work) or inspect.isasyncgenfunction(self.work):
             raise ConfigError(f"stage {self.task!r}: a function returns its values, one a row; this one yields them")
         if isinstance(self.work, Generate) and (len(self.needs), len(self.gives)) != (1, 1):
@@ -341,8 +338,7 @@ class Train(Described):
         weights: Weights | None = None,
         **options: Any,
     ) -> None:
-        if world_size < 1:
-            raise ConfigError(f"world_size must be 1 or more, not {world_size}")
+        check_least(1, world_size=world_size)
         self.engine, self.model, self.world_size = engine_name(engine), str(model), world_size
         self.options = plain_options(self.engine, options)
         self.weights = weights

@@ -78,7 +78,9 @@ class Simulation:
         for stage in plan.stages:
             _Stage(self, stage).ask()
         trainer.publish(0)
-        self._until(lambda: all(s.loaded == 0 for s in self.ledger.state.sessions.by_id.values() if s.replica is not None))
+        self._until(
+            lambda: all(s.loaded == 0 for s in self.ledger.state.sessions.by_id.values() if s.replica is not None)
+        )
         self.now_zero()
         self.send(driver, cmd.AddRows(groups=plan.prompts, group_size=GROUP, columns={"prompt_ids": IDS}))
         trainer.ask()
