@@ -127,7 +127,7 @@ class TransferQueue(abc.ABC):
         at_least: int = 0,
         partition: str | None = None,
         timeout_s: float = TIMEOUT_S,
-        team: str = "",
+        group: str = "",
         rank: int = 0,
         world_size: int = 1,
         shards: int = 0,
@@ -143,7 +143,7 @@ class TransferQueue(abc.ABC):
         that are left. It has its effect before the lease is waited for. If it fails, its
         error (LeaseLost, SchemaError, WriteOnceError) is raised and nothing was leased.
 
-        ``team``: the ``world_size`` ranks of a group lease together: the k-th get of each ``rank`` belongs to the k-th
+        ``group``: the ``world_size`` ranks of a group lease together: the k-th get of each ``rank`` belongs to the k-th
         lease of the group, granted when all have asked. Its ``count`` rows (or its step) are dealt out in ``shards`` (0:
         one a rank; fewer: ``world_size // shards`` ranks one after another get the very same rows). The row counts of shards
         differ by 1 at most, and a balanced sampler makes them about equally heavy. A sampler that keeps groups whole deals by weight
@@ -168,7 +168,7 @@ class TransferQueue(abc.ABC):
         at_least: int = 0,
         partition: str | None = None,
         timeout_s: float = TIMEOUT_S,
-        team: str = "",
+        group: str = "",
         rank: int = 0,
         world_size: int = 1,
         shards: int = 0,

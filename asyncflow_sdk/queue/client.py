@@ -120,7 +120,7 @@ class QueueVerbs(Generic[B]):
         at_least: int = 0,
         partition: str | None = None,
         timeout_s: float = TIMEOUT_S,
-        team: str = "",
+        group: str = "",
         rank: int = 0,
         world_size: int = 1,
         shards: int = 0,
@@ -130,7 +130,7 @@ class QueueVerbs(Generic[B]):
         if not isinstance(ack, BatchVerbs | None):
             raise TypeError(f"ack must be a batch that this queue leased, not {type(ack).__name__}")
         request = _lease_request(
-            task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s, team=team,
+            task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s, group=group,
             rank=rank, world_size=world_size, shards=shards, most=most,
         )  # fmt: skip
         return await self._lease(request, ack)
@@ -175,7 +175,7 @@ class QueueVerbs(Generic[B]):
         """Return the leased rows as a batch of views and copies."""
         ids, reader = unpack_ids(lease.ids), self.connection.reader
         columns = self.connection.columns(answer)
-        if not len(ids):  # the last lease of a team may have fewer rows than shards
+        if not len(ids):  # the last lease of a rank group may have fewer rows than shards
             columns = {name: empty(spec) for name, spec in answer.schema.items()}
         where = {name: slices for slices in answer.slices for name in slices.columns}
 
@@ -289,7 +289,7 @@ class QueueClient(QueueVerbs[BlockingBatch], TransferQueue):
         at_least: int = 0,
         partition: str | None = None,
         timeout_s: float = TIMEOUT_S,
-        team: str = "",
+        group: str = "",
         rank: int = 0,
         world_size: int = 1,
         shards: int = 0,
@@ -297,7 +297,7 @@ class QueueClient(QueueVerbs[BlockingBatch], TransferQueue):
     ) -> BlockingStream:
         """See ``TransferQueue.stream``."""
         request = _lease_request(
-            task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s, team=team,
+            task, count, columns=columns, at_least=at_least, partition=partition, timeout_s=timeout_s, group=group,
             rank=rank, world_size=world_size, shards=shards,
         )  # fmt: skip
 
@@ -328,7 +328,7 @@ def _lease_request(
     at_least: int = 0,
     partition: str | None = None,
     timeout_s: float = TIMEOUT_S,
-    team: str = "",
+    group: str = "",
     rank: int = 0,
     world_size: int = 1,
     shards: int = 0,
@@ -336,7 +336,7 @@ def _lease_request(
 ) -> cmd.LeaseRows:
     return cmd.LeaseRows(
         task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
-        columns=None if columns is None else check_names("columns", columns), group=team, rank=rank,
+        columns=None if columns is None else check_names("columns", columns), group=group, rank=rank,
         world_size=world_size, shards=shards, most=most,
     )  # fmt: skip
 

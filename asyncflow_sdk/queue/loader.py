@@ -30,7 +30,7 @@ class StreamDataLoader(Generic[T]):
 
     ``columns``: columns to read, among the task's needs (None: all); others are not mapped or
     copied. ``collate``: turns a batch into the yielded value, in the loop's thread (default:
-    ``Batch.to_torch()``, unpinned). ``rank`` of ``world_size``: each rank of ``team`` (default: the
+    ``Batch.to_torch()``, unpinned). ``rank`` of ``world_size``: each rank of ``group`` (default: the
     task's name) iterates over its own loader, and the k-th batches of all ranks are the shards, of
     ``count`` rows each, of one lease. ``shards``: as of ``get``, fewer if several ranks need the
     same rows. ``prefetch`` 1: lease the next batch while this one is in use; its lease time
@@ -51,7 +51,7 @@ class StreamDataLoader(Generic[T]):
         *,
         rank: int = 0,
         world_size: int = 1,
-        team: str = "",
+        group: str = "",
         shards: int = 0,
         collate: Callable[[LeasedBatch], T] | None = None,
         prefetch: int = 0,
@@ -66,10 +66,10 @@ class StreamDataLoader(Generic[T]):
         self._queue = queue
         self._collate: Callable[[LeasedBatch], Any] = collate or LeasedBatch.to_torch
         parts = (shards or world_size) if world_size > 1 else 1
-        ranks: dict[str, Any] = {"team": team or task, "rank": rank, "world_size": world_size, "shards": shards}
         self._batches = queue.stream(
             task, count * parts, columns=columns, at_least=at_least * parts, partition=partition,
-            timeout_s=timeout_s, ahead=bool(prefetch), **(ranks if world_size > 1 else {}),
+            timeout_s=timeout_s, ahead=bool(prefetch), group=group or task, rank=rank, world_size=world_size,
+            shards=shards,
         )  # fmt: skip
         _register_with_torch()
 

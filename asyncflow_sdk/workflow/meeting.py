@@ -32,9 +32,9 @@ class Meeting:
     """Of ``world_size`` ranks; one alone meets nobody, and needs no queue. Not thread-safe."""
 
     def __init__(
-        self, queue: QueueClient | None = None, team: str = "train", rank: int = 0, world_size: int = 1
+        self, queue: QueueClient | None = None, group: str = "train", rank: int = 0, world_size: int = 1
     ) -> None:
-        self._queue, self._team, self.rank, self.world_size = queue, team, rank, world_size
+        self._queue, self._group, self.rank, self.world_size = queue, group, rank, world_size
 
     @property
     def first(self) -> bool:
@@ -47,7 +47,12 @@ class Meeting:
         if self._queue is None or self.world_size == 1:
             return (word,)
         command = cmd.AllGather(
-            group=self._team, what=what, rank=self.rank, world_size=self.world_size, payload=word, timeout_s=timeout_s
+            group=self._group,
+            what=what,
+            rank=self.rank,
+            world_size=self.world_size,
+            payload=word,
+            timeout_s=timeout_s,
         )
         reply: cmd.AllGathered = self._queue.send(command)
         return reply.payloads

@@ -56,12 +56,7 @@ def train(
         ending.callback(queue.flush)
         versions.begin(_gone_on(engine, checkpoints) if checkpoints is not None else None)
         steps = queue.stream(
-            task,
-            timeout_s=NEXT_S,
-            ahead=True,
-            team=task if ranks.world_size > 1 else "",
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            task, timeout_s=NEXT_S, ahead=True, group=task, rank=ranks.rank, world_size=ranks.world_size
         )
         for step in steps:
             while True:

@@ -148,7 +148,7 @@ class Run(WeightSync):
         timeout_s: float = NEXT_S,
         lease_s: float = STEP_LEASE_S,
         sampler: str | tuple[str, Mapping[str, Any]] | None = None,
-        team: str = "",
+        group: str = "",
         rank: int = 0,
         world_size: int = 1,
         shards: int = 0,
@@ -159,10 +159,9 @@ class Run(WeightSync):
         is one of the ranks that train each batch together, and gets its shard; see ``get`` of the queue."""
         if batch_size is not None:
             self.queue.declare(task, needs=needs, batch_rows=batch_size, lease_s=lease_s, sampler=sampler)
-        ranks = {"team": team or task, "rank": rank, "world_size": world_size, "shards": shards}
         consumer = CheckingConsumer(
-            self.queue, task, count, timeout_s, self.check, often=not self._ends_by_failure,
-            **(ranks if world_size > 1 else {}),
+            self.queue, task, count, timeout_s, self.check, often=not self._ends_by_failure, group=group or task,
+            rank=rank, world_size=world_size, shards=shards,
         )  # fmt: skip
         self._consumers.add(consumer)
         return consumer

@@ -125,7 +125,7 @@ CALLS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "configure": {"capacity_rows": mostly(st.just(50), ODD_NUMBERS), "max_staleness": numbers, "steps": numbers, "capacity_bytes": mostly(st.just(10**6), ODD_NUMBERS)},
     "put": {"columns": payload, "group_size": numbers, "key": mostly(st.sampled_from(("", "a", "b")), ODD_NAMES), "partition": partitions, "priority": numbers, "timeout_s": times},
-    "get": {"task": names, "count": numbers, "columns": column_sets, "at_least": numbers, "partition": partitions, "timeout_s": times, "team": st.sampled_from(("", "", "", "ranks", 5)), "rank": mostly(st.integers(0, 1), ODD_NUMBERS), "world_size": mostly(st.integers(1, 2), ODD_NUMBERS), "shards": mostly(st.integers(0, 2), ODD_NUMBERS)},
+    "get": {"task": names, "count": numbers, "columns": column_sets, "at_least": numbers, "partition": partitions, "timeout_s": times, "group": st.sampled_from(("", "", "", "ranks", 5)), "rank": mostly(st.integers(0, 1), ODD_NUMBERS), "world_size": mostly(st.integers(1, 2), ODD_NUMBERS), "shards": mostly(st.integers(0, 2), ODD_NUMBERS)},
     "complete": {"columns": payload, "index": positions, "filtered": positions},
     "finish": {"columns": payload, "index": positions, "filtered": positions},
     "give_back": {"index": positions, "reason": mostly(st.just("why"), ODD_NAMES), "blame": mostly(st.booleans(), (None, "x", 5))},

@@ -84,7 +84,7 @@ class Chance:
         task, shards = self.random.choice(["side", "train"]), self.random.choice([0, 1])
         ranks = (
             self.clients[rank].queue.aio.get(
-                task, 4, team="t", rank=rank, world_size=2, shards=shards, timeout_s=100.0
+                task, 4, group="t", rank=rank, world_size=2, shards=shards, timeout_s=100.0
             )
             for rank in range(2)
         )

@@ -69,7 +69,7 @@ WAITS: list[tuple[str, Callable[[af.Run], Any], list[str]]] = [
     ("loader", lambda run: next(iter(af.StreamDataLoader(run.queue, "train", timeout_s=0.1))), [EDGE, HELD]),
     (
         "team",
-        lambda run: run.queue.get("train", team="t", rank=0, world_size=2, timeout_s=0.1),
+        lambda run: run.queue.get("train", group="t", rank=0, world_size=2, timeout_s=0.1),
         ["rank 1 of 2 of group 't' have not asked"],
     ),
     (
