@@ -26,7 +26,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..errors import MemoryFull
+from .._version import __version__
+from ..errors import ConfigError, MemoryFull
 
 FORMAT = 1
 MAGIC = b"asyncfl-journal\n"
@@ -53,6 +54,19 @@ class JournalHead(msgspec.Struct, frozen=True, array_like=True):
     rows: str
     boot: str
     now: float
+
+    def check(self, path: Path) -> None:
+        """Raise ConfigError if this version of the SDK may replay the file ``path`` differently."""
+        if self.format != FORMAT:
+            raise ConfigError(
+                f"{path} has journal format {self.format}, and asyncflow-sdk {__version__} reads format {FORMAT}:"
+                f" continue or replay it with {self.sdk}, or choose another directory"
+            )
+        if self.sdk != __version__:
+            raise ConfigError(
+                f"{path} was written by asyncflow-sdk {self.sdk}; {__version__} may replay it differently:"
+                f" continue or replay it with {self.sdk}, or choose another directory"
+            )
 
 
 class RequestRecord(msgspec.Struct, frozen=True, array_like=True, tag="asked"):

@@ -4,7 +4,7 @@
     snapshot-000003    the state before the first record of journal-000003; the newest one counts
     journal-000003     the inputs since
     damaged-...        a copy of a damaged journal, if valid records follow the damage
-    history/           replaced files, if the run is served with history
+    history/RUN/       replaced files, if the run is served with history; RUN: identifier of the run
     segments/          the rows' payload, at durability "host"
 
 A server's start, and each journal that has grown long, begin the next number. The empty journal is
@@ -72,11 +72,7 @@ class JournalDirectory:
         self._least = 0
 
     def _check(self, head: JournalHead, durability: str | None) -> None:
-        if head.sdk != __version__:
-            raise ConfigError(
-                f"{self.path} was written by asyncflow-sdk {head.sdk}; {__version__} may replay it differently:"
-                f" continue it with {head.sdk}, or choose another directory"
-            )
+        head.check(self.path)
         if durability not in (None, head.durability):
             raise ConfigError(
                 f"{self.path} holds a run of durability {head.durability!r}; it cannot continue as {durability!r}"
@@ -181,8 +177,9 @@ class JournalDirectory:
         if not self._history:
             path.unlink(missing_ok=True)
             return
-        aside = self.path / "history"
-        aside.mkdir(exist_ok=True)
+        aside = self.path / "history" / self.run
+        for folder in (aside.parent, aside):
+            make_private_directory(folder)
         path.rename(aside / path.name)
 
     def _file(self, kind: str, number: int) -> Path:

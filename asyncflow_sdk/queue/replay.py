@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import xxhash
 
-from .._version import __version__
 from ..errors import ConfigError, ProtocolError
 from ..ledger import Audit, Ledger
 from ..ledger import commands as cmd
@@ -69,7 +68,8 @@ class Replayed:
 
 
 def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | None = None) -> Replayed:
-    """Replay the journal of a run directory, also while it is served.
+    """Replay the journal of a run directory, also while it is served. After several runs with
+    history it is that of the last one; ``DIRECTORY/journal/history/RUN`` is that of an earlier one.
 
     ``on_milestone`` is called with each milestone: the beginning, new sessions, checkpoints,
     resumed trainers, ended sessions, and the end. Raises ConfigError if the directory cannot be
@@ -176,9 +176,13 @@ class _Watch:
 
 
 def _parts(directory: Path) -> list[tuple[Path, Path]]:
-    """Return the snapshots with their journals, in order."""
+    """Return the snapshots of the directory's newest run with their journals, in order."""
     home = directory / "journal" if (directory / "journal").is_dir() else directory
-    found = sorted([*home.glob("history/snapshot-??????"), *home.glob("snapshot-??????")], key=lambda path: path.name)
+    found = sorted(home.glob("snapshot-??????"))
+    if found:
+        found = sorted((home / "history" / _read(found[-1])[0].run).glob("snapshot-??????")) + found
+    elif runs := sorted(home.glob("history/*/"), key=lambda path: path.stat().st_mtime_ns):
+        found = sorted(runs[-1].glob("snapshot-??????"))
     pairs = [
         (snapshot_path, snapshot_path.with_name(snapshot_path.name.replace("snapshot", "journal")))
         for snapshot_path in found
@@ -198,8 +202,5 @@ def _read(path: Path) -> tuple[JournalHead, bytes]:
         head = msgspec.msgpack.decode(head_bytes, type=JournalHead)
     except (ProtocolError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path} cannot be replayed: {error}") from None
-    if head.sdk != __version__:
-        raise ConfigError(
-            f"{path} was written by asyncflow-sdk {head.sdk}, not {__version__}: replay it with {head.sdk}"
-        )
+    head.check(path)
     return head, state

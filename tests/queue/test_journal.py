@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from queue_runs import Durable, running
@@ -152,6 +153,25 @@ def test_a_snapshot_that_cannot_be_read_is_no_run_and_not_silently_a_new_one(
     snapshot.write_bytes(whole)
     with af.serve(tmp_path / "run") as run:
         run.queue.end(cancel=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("FORMAT", 99, "has journal format 99, and asyncflow-sdk .* reads format"),
+        ("__version__", "0.0.1", "was written by asyncflow-sdk 0.0.1; .* may replay it differently"),
+    ],
+)
+def test_a_journal_of_another_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, said: str
+) -> None:
+    with monkeypatch.context() as other:
+        other.setattr(f"asyncflow_sdk.queue.journal_directory.{name}", value)
+        other.setattr(f"asyncflow_sdk.queue.journal.{name}", value)
+        af.serve(tmp_path / "run", durability="process").close()
+    for read in (af.serve, af.replay):
+        with pytest.raises(ConfigError, match=said):
+            read(tmp_path / "run")
 
 
 def test_a_directory_is_served_by_one_process_with_one_durability_for_the_eyes_of_its_owner(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_whole_run_with_killed_workers_is_replayed_from_its_beginning(
     )
     result = workflow.run(tmp_path / "run", on_event=killer)
     assert killer.killed == ["rollout-0"]
-    assert len(list((tmp_path / "run" / "journal" / "history").glob("journal-*"))) > 1
+    assert len(list((tmp_path / "run" / "journal" / "history").glob("*/journal-*"))) > 1
     # when
     found = af.replay(tmp_path / "run")
     # then
@@ -87,6 +87,17 @@ def test_a_whole_run_with_killed_workers_is_replayed_from_its_beginning(
     assert (found.milestones[0].audit.put, found.milestones[0].time_s) == (0, 0.0)
     assert max(each.step for each in found.milestones) == 12
     assert any("a checkpoint of step 10 covers" in each.what for each in found.milestones)
+
+
+def test_each_run_of_a_directory_has_a_history_of_its_own(tmp_path: Path) -> None:
+    for rows in (1, 2):
+        with af.serve(tmp_path / "run", durability="process", history=True) as run:
+            run.queue.put({"x": np.arange(rows)})
+            run.queue.end(cancel=True)
+
+    assert af.replay(tmp_path / "run").audit.put == 2
+    histories = (tmp_path / "run" / "journal" / "history").iterdir()
+    assert sorted(af.replay(history).audit.put for history in histories) == [1, 2]
 
 
 def test_what_cannot_be_replayed_says_so(tmp_path: Path) -> None:
