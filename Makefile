@@ -94,6 +94,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/test_structure.py
 
 # TRL, for the side-by-side only, in an environment of its own. Without: make bench-demo TRL= ARGS=--no-trl
 TRL ?= .venv-trl/.ready
