@@ -38,6 +38,10 @@ class Gates:
         for step in steps:
             (self.folder / str(step)).unlink(missing_ok=True)
 
+    def reached(self, step: int) -> int:
+        """How many ranks have waited before it."""
+        return len(list(self.folder.glob(f"{step} *")))
+
 
 class Listener:
     """Listen to a run. ``pids``: of its workers that are ready."""
@@ -90,7 +94,10 @@ class _Waits:
         self._gates = Path(gates or os.environ.get("GATES", "no gates"))
 
     def train_step(self, batch: Batch) -> StepResult:
-        while (self._gates / str(self.steps)).exists():
+        gate = self._gates / str(self.steps)
+        if gate.exists():
+            gate.with_name(f"{self.steps} {os.getpid()}").touch()
+        while gate.exists():
             time.sleep(0.01)
         return super().train_step(batch)  # type: ignore[misc, no-any-return]
 

@@ -304,7 +304,7 @@ def test_all_ranks_of_a_trainer_load_the_same_version_and_train_the_step_again(t
 
     def roll_back() -> None:
         with af.connect(tmp_path / "run", name="operator") as operator:
-            until(lambda: operator.queue.status().version == 5, "version 5 is current")
+            until(lambda: gates.reached(5) == 2, "both ranks at the step of version 5")
             answers.append(operator.rollback(3, "the reward fell"))
         gates.open(5)
 
