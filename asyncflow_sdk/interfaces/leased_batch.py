@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..types import Batch
 
 
-class LeasedBatch(Batch, abc.ABC):
+class LeasedBatch(Batch, AbstractContextManager["LeasedBatch"], abc.ABC):
     """Rows that are this client's until it completes them, gives them back, or the lease ends. Use it in a ``with`` block: rows that
     are left then go back, and an exception counts as an attempt of theirs. One thread at a time.
 
@@ -99,11 +99,3 @@ class LeasedBatch(Batch, abc.ABC):
         ``filtered``: bool (rows,), True for rows that carried no gradient. Raises LeaseLost. A step that ranks share is acknowledged
         when each of them has called this.
         """
-
-    @abc.abstractmethod
-    def __enter__(self) -> LeasedBatch: ...
-
-    @abc.abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...

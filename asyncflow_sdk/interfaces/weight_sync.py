@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from ..types import Manifest, Probe
@@ -67,7 +67,7 @@ def optimizer_source(checkpoint: int) -> str:
     return "fresh" if checkpoint < 0 else f"checkpoint of step {checkpoint}"
 
 
-class WeightPublisher(abc.ABC):
+class WeightPublisher(AbstractContextManager["WeightPublisher"], abc.ABC):
     """The trainer's end, or that of one rank that publishes its part. One a run. Not thread-safe; use it in a ``with`` block.
 
     ``current``: the newest version known here; of ranks, the newest that this rank's part is published of.
@@ -107,16 +107,10 @@ class WeightPublisher(abc.ABC):
         """Flush, and let another publisher take over. A version that is not delivered in time is given up. The current version
         stays current: replicas can fetch it if the transport outlives its publisher. Idempotent."""
 
-    @abc.abstractmethod
-    def __enter__(self) -> WeightPublisher: ...
 
-    @abc.abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class LoadableUpdate(WeightUpdate):
+class LoadableUpdate(
+    WeightUpdate, AbstractContextManager["LoadableUpdate"], AbstractAsyncContextManager["LoadableUpdate"]
+):
     """A version that may be loaded now. Change the engine only inside its ``with`` (or ``async with``) block.
 
     Left without an exception, the version is committed: the engine generates with it from then on. The engine must have taken every
@@ -131,24 +125,8 @@ class LoadableUpdate(WeightUpdate):
     def took(self, names: Iterable[str]) -> None:
         """Name the tensors that the engine reports as loaded. Handing a tensor out does not prove that it was loaded."""
 
-    @abc.abstractmethod
-    def __enter__(self) -> LoadableUpdate: ...
 
-    @abc.abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    @abc.abstractmethod
-    async def __aenter__(self) -> LoadableUpdate: ...
-
-    @abc.abstractmethod
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class WeightSubscriber(abc.ABC):
+class WeightSubscriber(AbstractContextManager["WeightSubscriber"], abc.ABC):
     """A replica's end: iterate over versions, the newest first, until the run ends. While it is open, its session counts as a replica,
     and other replicas may have to wait for it: close it where a loop is left early, best by ``with``.
 
@@ -171,14 +149,6 @@ class WeightSubscriber(abc.ABC):
     def close(self) -> None:
         """Stop fetching. The session is no replica any more, and a version that was handed out can no longer be committed.
         Idempotent."""
-
-    @abc.abstractmethod
-    def __enter__(self) -> WeightSubscriber: ...
-
-    @abc.abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 class WeightSync(abc.ABC):
