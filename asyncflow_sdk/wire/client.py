@@ -79,7 +79,7 @@ class Client:
         self._pid = os.getpid()
         self._context = context_of(bulk)
         self.interrupts = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._numbers = SequenceNumbers(self.session)
         self._local = threading.local()
         self._sockets: weakref.WeakSet[ThreadSocket] = weakref.WeakSet()  # a thread's socket ends with it
@@ -293,12 +293,8 @@ class Client:
     def _check_goodbyes(self) -> None:
         """Like ``check``, after reading the sockets of idle threads: newer connections get no
         goodbye."""
-        with self._lock:
-            self._check_idle_sockets()
-
-    def _check_idle_sockets(self) -> None:
-        """The caller holds the lock, so that no thread begins to use an idle socket."""
-        self.server_closed |= any(channel.drain() for channel in list(self._sockets) if not channel.busy)
+        with self._lock:  # so that no thread begins to use an idle socket
+            self.server_closed |= any(channel.drain() for channel in list(self._sockets) if not channel.busy)
         self.check()
 
     def _timeout_error(self, began: float, failures: int = 0) -> ServerLost:
@@ -328,7 +324,7 @@ class Client:
     def _thread_socket(self) -> ThreadSocket:
         channel: ThreadSocket | None = getattr(self._local, "channel", None)
         if channel is None:
-            self._check_idle_sockets()
+            self._check_goodbyes()
             channel = self._local.channel = ThreadSocket(self._context, self.address, self.key, not self._accepted)
             self._sockets.add(channel)
         return channel

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
@@ -22,13 +22,6 @@ from .sockets import connect, transport_of
 _NOBLOCK, POLLIN, _RCVMORE, _EVENTS = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE), int(zmq.EVENTS)
 FINAL_MESSAGES_MS = 100
 """How long messages of an ended server may still be in transit."""
-
-
-class ReceivedMessage(NamedTuple):
-    """A message of the server. ``data``: its payload frame, if any."""
-
-    response: ResponseEnvelope
-    data: Any = None
 
 
 class ServerWatch:
@@ -87,16 +80,15 @@ class ThreadSocket:
         the caller must read the reason. Unsent messages are dropped."""
         _send(self.socket, messages)
 
-    def receive(self) -> ReceivedMessage:
-        """Return the next message, which must be available. Raises ProtocolError."""
+    def receive(self) -> tuple[ResponseEnvelope, Any]:
+        """Return the next message, which must be available, and its payload frame, if any. Raises
+        ProtocolError."""
         self.partial = True
-        envelope, data = self.socket.recv(), None
-        while self.socket.getsockopt(_RCVMORE):
-            data = self.socket.recv(copy=False)
+        envelope, data = _receive(self.socket)
         self.partial = False
         response = decode_response(envelope)
         self.got_goodbye |= response.seq == GOODBYE
-        return ReceivedMessage(response, data)
+        return response, data
 
     def drain(self) -> bool:
         """Discard messages for requests no longer in progress; return ``got_goodbye``."""
@@ -178,11 +170,8 @@ class LoopSocket:
 
     def _receive(self) -> None:
         while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & POLLIN:
-            data = None
+            envelope, data = _receive(self.socket)
             try:
-                envelope = self.socket.recv(_NOBLOCK)
-                while self.socket.getsockopt(_RCVMORE):
-                    data = self.socket.recv(_NOBLOCK, copy=False)
                 response = decode_response(envelope)
             except ProtocolError as error:
                 self._fail(error)
@@ -218,6 +207,13 @@ class LoopSocket:
         for _, future in self._exchanges.values():
             if not future.done():
                 future.set_exception(error)
+
+
+def _receive(socket: zmq.Socket[Any]) -> tuple[bytes, Any]:
+    envelope, data = socket.recv(_NOBLOCK), None
+    while socket.getsockopt(_RCVMORE):
+        data = socket.recv(_NOBLOCK, copy=False)
+    return envelope, data
 
 
 def _send(socket: zmq.Socket[Any], messages: Iterable[Message]) -> None:

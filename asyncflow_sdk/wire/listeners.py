@@ -175,15 +175,10 @@ class IpcListener:
             for _ in range(IPC_BACKLOG):
                 self._socket.accept()[0].close()
 
-    def count_accepted(self, endpoint: str) -> None:
-        """Record a peer accepted at an endpoint of libzmq."""
+    def count(self, endpoint: str, left: bool) -> None:
+        """Record a peer accepted at an endpoint of libzmq, or one that ``left`` it."""
         if endpoint in self._admitted:
-            self._admitted[endpoint][0] += 1
-
-    def count_disconnected(self, endpoint: str) -> None:
-        """Record the disconnection of a peer."""
-        if endpoint in self._admitted:
-            self._admitted[endpoint][1] += 1
+            self._admitted[endpoint][left] += 1
 
     def close_unused(self) -> None:
         """Close sockets passed to libzmq once all their peers have left. libzmq closes a listening

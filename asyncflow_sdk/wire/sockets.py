@@ -106,21 +106,17 @@ def connect(socket: Any, address: str, key: RunKey | None) -> None:
 def probe(address: str) -> None:
     """Raises ServerLost if no server listens at an address, ConfigError for an invalid address."""
     transport, _, rest = address.partition("://")
+    if transport not in ("ipc", "tcp"):
+        raise ConfigError(f"{address!r} is no address of another process; tcp://HOST:PORT or ipc://PATH is expected")
     try:
         if transport == "ipc":
             with sockets.socket(sockets.AF_UNIX) as trial:
                 trial.settimeout(CONNECT_S)
                 trial.connect(rest)
-        elif transport == "tcp":
+        else:
             host, _, port = rest.rpartition(":")
             sockets.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-        else:
-            raise ConfigError(
-                f"{address!r} is no address of another process; tcp://HOST:PORT or ipc://PATH is expected"
-            )
     except OSError as error:
         raise ServerLost(f"nobody listens at {address} ({error.strerror or error}); its server has ended") from None
     except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{address} is no address: {error}") from None
