@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import ConfigError, EngineError
+from ..errors import ConfigError
 from ..interfaces import PackedTokens
 from ..types.validation import UserConfig, check_fields
-from .terms import clamp_log_ratio
+from .terms import clamp_log_ratio, computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,7 @@ class OffPolicy(UserConfig):
         """Return log-probs under the proximal policy, without gradient. Interpolated: log
         π_behaviour + d / (d + 1) · (log π - log π_behaviour) for a token generated d versions
         before the step's first version."""
-        if self.asks not in tokens.columns:
-            raise EngineError(f"the algorithm asks its engine for {self.asks!r}, which the engine did not compute")
-        given = tokens.columns[self.asks]
+        given = computed(tokens.columns.get(self.asks), self.asks)
         if self.proximal == "computed":
             return given
         return tokens.behaviour + given / (given + 1) * clamp_log_ratio(tokens.logprobs.detach() - tokens.behaviour)
