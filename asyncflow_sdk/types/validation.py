@@ -1,7 +1,6 @@
 """Validation of constructor arguments against the annotations of their parameters.
 
-check_types(Sampling, {"max_tokens": "8"})        # ConfigError: Sampling: max_tokens must be int,
-not str: '8'
+check_types(Sampling, {"max_tokens": "8"})       # ConfigError: Sampling: max_tokens must be int, not str: '8'
 """
 
 from __future__ import annotations
