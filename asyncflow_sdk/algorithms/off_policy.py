@@ -54,8 +54,7 @@ class OffPolicy(UserConfig):
         return tokens.behaviour + given / (given + 1) * clamp_log_ratio(tokens.logprobs.detach() - tokens.behaviour)
 
     def weights(self, proximal: Any, behaviour: Any) -> tuple[Any, Any]:
-        """Return each token's weight, from its log-probs under both policies, and a mask of weights
-        that differ from w_t."""
+        """Return each token's weight, from both log-probs, and a mask of weights other than w_t."""
         weight = clamp_log_ratio(proximal - behaviour).exp()
         if self.weight == "truncate":
             return weight.clamp(max=self.high), weight > self.high

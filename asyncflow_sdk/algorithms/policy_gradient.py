@@ -134,8 +134,7 @@ class PolicyGradient(UserConfig, Algorithm):
     def _estimated(
         self, batch: Batch, critic: Critic, rewards: npt.NDArray[np.float64], penalty: npt.NDArray[np.float64] | None
     ) -> dict[str, Ragged]:
-        """Return GAE and returns of the policy's own tokens. Masked tokens get 0, and the estimate
-        skips them."""
+        """Return GAE and returns of the policy's own tokens; masked ones are skipped and get 0."""
         values = batch.ragged(VALUES)
         drawn = _drawn(batch, len(values.values))
         lengths = row_sums(drawn.astype(np.float64), values).astype(np.int64)

@@ -204,8 +204,7 @@ class TransferQueue(abc.ABC):
 
     @abc.abstractmethod
     def end(self, *, cancel: bool = False, partition: str | None = None) -> None:
-        """Accept no further put, into one partition or any. ``cancel``: cancel its rows outside of full
-        steps."""
+        """Refuse puts into one partition or any. ``cancel``: cancel its rows outside full steps."""
 
     @abc.abstractmethod
     def cancel(

@@ -57,8 +57,7 @@ class Tracker(abc.ABC):
         again, and the later numbers count."""
 
     def event(self, event: Event) -> None:
-        """Called for each event of ``asyncflow_sdk.types.events``, also for each step, after
-        ``log``. Optional."""
+        """Called for each event, also for each step, after ``log``. Optional."""
 
     def close(self) -> None:
         """Called once at the end of the run, as the last method, also after ``log`` or ``event``

@@ -97,8 +97,7 @@ class WeightPublisher(AbstractContextManager["WeightPublisher"], abc.ABC):
 
     @abc.abstractmethod
     def rollback(self, version: int, reason: str = "") -> RollbackResult:
-        """See ``WeightSync.rollback``. Nothing can be published before the trainer has loaded the
-        version."""
+        """See ``WeightSync.rollback``. Refuses to publish until the trainer has loaded it."""
 
     @abc.abstractmethod
     def flush(self, timeout_s: float | None = None) -> None:

@@ -146,8 +146,7 @@ class WeightSender(abc.ABC):
 
     @abc.abstractmethod
     def room(self, nbytes: int) -> Room:
-        """Return room for the next chunk of the version, without waiting for receivers. Raises
-        MemoryFull."""
+        """Return room for the next chunk. Never waits for receivers. Raises MemoryFull."""
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
         """Get memory, ahead of time, for a next version with chunks of these sizes: one step at each

@@ -128,8 +128,7 @@ class Arena:
             return Allocation(segment.name, start, self._serial, segment.bytes[start : start + nbytes])
 
     def is_lost(self, block: Allocation) -> bool:
-        """True if the block's file is gone, so that readers cannot find it. Its ``memory`` stays
-        valid."""
+        """True if the block's file is gone: readers cannot find it. Its ``memory`` stays valid."""
         with self._lock:
             held = self._blocks.get(block.serial)
             return not (self._directory / block.segment).exists() if held is None else held.segment.gone
@@ -178,8 +177,7 @@ class Arena:
             self._shrink_to(self._limit())
 
     def sync(self, block: Allocation) -> None:
-        """Write a block to the disk, if its directory is on one. Raises MemoryFull, and frees the
-        block."""
+        """Write a block to its disk, if any. Raises MemoryFull, and frees the block."""
         with self._lock:
             segment = self._blocks[block.serial].segment
             fd = os.dup(segment.fd)
@@ -323,8 +321,7 @@ class Arena:
         return self._segments[segment].lacks(start, stop)
 
     def _shrink_to(self, limit: int) -> None:
-        """Return free memory until at most ``limit`` bytes are held: unused segments, then pages of
-        free ranges."""
+        """Return free memory above ``limit`` bytes: unused segments, then pages of free ranges."""
         excess = self.nbytes - limit
         if excess <= 0:
             return

@@ -45,8 +45,7 @@ class MappedSegment:
         self._lock, self._closing, self._pid = lock, False, os.getpid()
 
     def read(self, start: int, nbytes: int, serial: int) -> bytes:
-        """Return a copy of a block's first ``nbytes``, without allocating missing pages. Raises
-        LeaseLost."""
+        """Return a copy of a block, without allocating missing pages. Raises LeaseLost."""
         raw = os.pread(self.fd, nbytes, start)
         self.check(start, serial)
         return raw
@@ -87,8 +86,7 @@ class MappedSegment:
     @contextlib.contextmanager
     def keep_pages(self) -> Iterator[bool]:
         """Keep the writer from returning pages to the system. Yield True if all pages are present:
-        only then may all of ``bytes`` be read, because reading a missing page would allocate it
-        again."""
+        only then read all of ``bytes``, because reading a missing page would allocate it again."""
         with self._lock:
             self._copying += 1
             if self._copying == 1:
@@ -142,9 +140,8 @@ class MappedSegment:
 
 
 class BlockHold:
-    """Locks on the blocks at ``starts``, by a descriptor of its own. Until it is closed, they can
-    be read through the mapping, also if the writer has ended and the file was deleted. Raises
-    LeaseLost."""
+    """Locks on the blocks at ``starts``, by a descriptor of its own: the mapping stays readable
+    until ``close``, also after the end of the writer and its file. Raises LeaseLost."""
 
     def __init__(self, mapped: MappedSegment, starts: Sequence[int]) -> None:
         self._fd, self._mapped = -1, mapped

@@ -1,8 +1,8 @@
 """Key files: server and clients authenticate each other over tcp with CurveZMQ keys.
 
-keys = ensure_keys(Path("runs/x/server.key"), Path("runs/x/run.key"))    # makes missing files
-keys.server, keys.run                                                    # for the server, for its clients
-RunKey.load("runs/x/run.key")                                            # in a client
+    keys = ensure_keys(Path("runs/x/server.key"), Path("runs/x/run.key"))    # makes missing files
+    keys.server, keys.run                                                    # for the server, for its clients
+    RunKey.load("runs/x/run.key")                                            # in a client
 
 Both files are JSON with Z85 keys. As with ssh, a file readable by other users is rejected.
 ``server.key`` stays on the server's host. ``run.key`` is copied to clients: it holds the server's

@@ -46,8 +46,7 @@ class RequestTable:
         return session, seq
 
     def numbers(self, ticket: int) -> tuple[int, int]:
-        """Return the seq of an unanswered request, and its session's ``done``: all requests below
-        are over."""
+        """Return the seq of an unanswered request, and ``done`` of its session."""
         name, seq = self._by_ticket[ticket]
         return seq, self.sessions[name].done
 

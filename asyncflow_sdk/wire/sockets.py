@@ -63,8 +63,7 @@ def transport_of(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """True if a tcp address is reachable only from its own host: an IP address of loopback, or
-    localhost."""
+    """True if only its own host reaches a tcp address: an IP address of loopback, or localhost."""
     host = address.partition("://")[2].rsplit(":", 1)[0].strip("[]")
     if host == "localhost":
         return True
@@ -83,8 +82,7 @@ def set_tcp(socket: Any) -> None:
 
 
 def connect(socket: Any, address: str, key: RunKey | None) -> None:
-    """Set the options of a client's socket, and connect it. Raises ConfigError for an invalid
-    address."""
+    """Set the options of a client's socket, and connect it. Raises ConfigError."""
     socket.linger = 200  # milliseconds, for the last confirmation
     socket.sndhwm = socket.rcvhwm = 0  # no drops: at most two requests are in progress
     socket.maxmsgsize = FRAME_BYTES
