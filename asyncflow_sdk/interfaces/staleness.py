@@ -89,7 +89,7 @@ class StalenessPolicy(ABC):
     def evict(self, window: StepWindow) -> Collection[int]:
         """Return deadlines to give up. Called when a step has closed and the next one,
         ``window.step``, is being filled. Groups with these deadlines expire, also during
-        generation, and are replaced, unless in a step. Default with ``bounded``: passed deadlines."""
+        generation, and are replaced, unless in a step. Default with ``bounded``: the passed ones."""
         return [due for due in window.admitted if due < window.step] if self.bounded else ()
 
     def least_rows(self, batch_rows: int, max_staleness: int) -> int:
