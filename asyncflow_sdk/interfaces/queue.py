@@ -98,7 +98,7 @@ class TransferQueue(abc.ABC):
         ``sampler``: the name of one installed at the server (``asyncflow plugins`` lists them), alone
         or with options: "whole_groups", ("shuffled", {"seed": 1}), ("length_bucketed", {"column":
         "response_ids"}). Raises SchemaError for an invalid column name; ConfigError for a task that
-        no row can pass (it gives a column it needs, two tasks wait for each other, another task
+        no row can pass (it gives a column it needs, tasks wait for each other, another task
         gives the same column, or it takes no partition); PluginError.
         """
 
@@ -120,7 +120,7 @@ class TransferQueue(abc.ABC):
         their payload was lost: these are added again, whole. It must have the same values, number of
         entries, ``group_size`` and partition. ``partition``: only the tasks that take it see the
         rows. ``priority``: every task takes higher ones first. Raises SchemaError, ConfigError,
-        Ended, MemoryFull, and DeadlineExceeded naming the task that keeps the queue full.
+        Ended, MemoryFull, and DeadlineExceeded naming the cause of a full queue.
         """
 
     @abc.abstractmethod
