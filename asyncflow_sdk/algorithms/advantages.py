@@ -89,8 +89,7 @@ class Moments:
 def standardise(
     values: npt.NDArray[np.float64], *, epsilon: float, moments: Moments | None = None
 ) -> npt.NDArray[np.float64]:
-    """Return (values - mean) / (spread + ``epsilon``). ``moments``: of a larger set; default: of
-    ``values``."""
+    """Return (values - mean) / (spread + ``epsilon``) by ``moments``, default of ``values``."""
     if moments is None:
         moments = Moments.of(values)
     return np.asarray((values - moments.mean) / (moments.spread + epsilon))

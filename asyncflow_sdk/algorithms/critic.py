@@ -11,9 +11,8 @@ from ..types.validation import UserConfig, check_above, check_fields
 
 @dataclass(frozen=True, kw_only=True)
 class Critic(UserConfig):
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) with ``discount`` γ and ``decay``
-    λ. ``coef``: weight of the value loss. ``clip``: largest change of a value in a step; None:
-    unlimited."""
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16): ``discount`` γ, ``decay`` λ.
+    ``coef``: weight of the value loss. ``clip``: largest change of a value in a step; None: any."""
 
     discount: float = 1.0
     decay: float = 0.95

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import ConfigError, EngineError
+from ..errors import ConfigError
 from ..interfaces import PackedTokens
 from ..types.validation import UserConfig, check_fields
-from .terms import clamp_log_ratio
+from .terms import clamp_log_ratio, computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +48,13 @@ class OffPolicy(UserConfig):
         """Return log-probs under the proximal policy, without gradient. Interpolated: log
         π_behaviour + d / (d + 1) · (log π - log π_behaviour) for a token generated d versions
         before the step's first version."""
-        if self.asks not in tokens.columns:
-            raise EngineError(f"the algorithm asks its engine for {self.asks!r}, which the engine did not compute")
-        given = tokens.columns[self.asks]
+        given = computed(tokens.columns.get(self.asks), self.asks)
         if self.proximal == "computed":
             return given
         return tokens.behaviour + given / (given + 1) * clamp_log_ratio(tokens.logprobs.detach() - tokens.behaviour)
 
     def weights(self, proximal: Any, behaviour: Any) -> tuple[Any, Any]:
-        """Return each token's weight, from its log-probs under both policies, and a mask of weights
-        that differ from w_t."""
+        """Return each token's weight, from both log-probs, and a mask of weights other than w_t."""
         weight = clamp_log_ratio(proximal - behaviour).exp()
         if self.weight == "truncate":
             return weight.clamp(max=self.high), weight > self.high

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError, EngineError
+from ..errors import ConfigError
 from ..interfaces import Advantages, Algorithm, PackedTokens
 from ..types import Batch, Ragged, loss_mask
 from ..types.validation import UserConfig, check_fields, check_least
@@ -24,7 +24,7 @@ from .critic import Critic
 from .kl import KL
 from .off_policy import OffPolicy
 from .rewards import Overlong
-from .terms import clip, row_mean, sequence_ratio, token_mean, token_ratio, truncate
+from .terms import clip, computed, row_mean, sequence_ratio, token_mean, token_ratio, truncate
 
 VALUES, ENTROPY, RETURNS = "values", "entropy", "returns"
 PARTS: dict[str, Any] = {"overlong": Overlong, "critic": Critic, "kl": KL, "off_policy": OffPolicy}
@@ -107,8 +107,7 @@ class PolicyGradient(UserConfig, Algorithm):
             return found  # type: ignore[no-any-return]
         each, offsets = {name: column.values for name, column in found.items()}, batch.ragged(VALUES).offsets
         if self.normalize_std:
-            mask = loss_mask(batch)
-            drawn = np.ones(offsets[-1], np.bool_) if mask is None else mask.values.astype(np.bool_)
+            drawn = _drawn(batch, offsets[-1])
             each["advantages"] = _spread(standardise(each["advantages"][drawn], epsilon=self.epsilon), drawn)
         return {name: Ragged(column.astype(np.float32), offsets) for name, column in each.items()}
 
@@ -130,16 +129,14 @@ class PolicyGradient(UserConfig, Algorithm):
         penalty = self.kl.coef * self.kl.estimate_arrays(
             batch.ragged("logprobs").values, batch.ragged(self.kl.column).values
         )
-        mask = loss_mask(batch)
-        return penalty if mask is None else np.where(mask.values != 0, penalty, 0.0)
+        return np.where(_drawn(batch, len(penalty)), penalty, 0.0)
 
     def _estimated(
         self, batch: Batch, critic: Critic, rewards: npt.NDArray[np.float64], penalty: npt.NDArray[np.float64] | None
     ) -> dict[str, Ragged]:
-        """Return GAE and returns of the policy's own tokens. Masked tokens get 0, and the estimate
-        skips them."""
-        values, mask = batch.ragged(VALUES), loss_mask(batch)
-        drawn = np.ones(len(values.values), np.bool_) if mask is None else mask.values.astype(np.bool_)
+        """Return GAE and returns of the policy's own tokens; masked ones are skipped and get 0."""
+        values = batch.ragged(VALUES)
+        drawn = _drawn(batch, len(values.values))
         lengths = row_sums(drawn.astype(np.float64), values).astype(np.int64)
         each = np.zeros(int(lengths.sum())) if penalty is None else -penalty[drawn]
         each[np.cumsum(lengths)[lengths > 0] - 1] += rewards[lengths > 0]
@@ -181,9 +178,9 @@ class PolicyGradient(UserConfig, Algorithm):
             if self.kl.where == "loss":
                 loss = loss + self.kl.coef * mean(estimates, tokens)
         if self.entropy:
-            loss = loss - self.entropy * mean(_asked(tokens.entropy, ENTROPY), tokens)
+            loss = loss - self.entropy * mean(computed(tokens.entropy, ENTROPY), tokens)
         if self.critic is not None:
-            values, before = _asked(tokens.values, VALUES), tokens.columns[VALUES]
+            values, before = computed(tokens.values, VALUES), tokens.columns[VALUES]
             losses = self.critic.losses(values, before, tokens.columns[RETURNS])
             metrics["value_loss"] = token_mean(losses.detach(), tokens)
             loss = loss + self.critic.coef * mean(losses, tokens)
@@ -197,10 +194,10 @@ class PolicyGradient(UserConfig, Algorithm):
         return values.sum() / (max(tokens.total_rows, 1) * self.length)
 
 
-def _asked(given: Any, name: str) -> Any:
-    if given is None:
-        raise EngineError(f"the algorithm asks its engine for {name!r} (in `asks`), which the engine did not compute")
-    return given
+def _drawn(batch: Batch, tokens: int) -> npt.NDArray[np.bool_]:
+    """Return a mask of the policy's own tokens: all, unless the batch has a loss mask."""
+    mask = loss_mask(batch)
+    return np.ones(tokens, np.bool_) if mask is None else mask.values.astype(np.bool_)
 
 
 def _spread(values: npt.NDArray[np.float64], where: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:

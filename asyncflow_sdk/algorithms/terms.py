@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import EngineError
 from ..interfaces import PackedTokens
 
 LOG_RATIO_BOUND = 20.0
@@ -22,6 +23,13 @@ bound have no gradient."""
 def clamp_log_ratio(difference: Any) -> Any:
     """Clamp a difference of log-probs to ± ``LOG_RATIO_BOUND``."""
     return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def computed(given: Any, name: str) -> Any:
+    """Return a quantity of ``Algorithm.asks``. Raises EngineError if it is None: not computed."""
+    if given is None:
+        raise EngineError(f"the algorithm asks its engine for {name!r} (in `asks`), which the engine did not compute")
+    return given
 
 
 # ---- ratios of the policy being trained to an older one, from the difference of their log-probs

@@ -50,8 +50,7 @@ class GSPO(PolicyGradient):
 @dataclass(frozen=True, kw_only=True)
 class CISPO(PolicyGradient):
     """Clipped importance-sampling weights (arXiv 2506.13585, eq. 4 and 5): every token keeps its
-    gradient. As in the paper, there is no lower bound. The paper does not give its upper bound; 5
-    is our choice."""
+    gradient. As in the paper, no lower bound. Its upper bound is not given; 5 is our choice."""
 
     surrogate: Literal["clip", "truncate"] = "truncate"
     clip_low: float = 1.0

@@ -11,11 +11,12 @@
 
 Promises of every implementation:
 
-- A row reaches each task at least once. Its effects happen once: a completion carries the lease's token, and one of a lease that has
-  ended raises LeaseLost and changes nothing.
-- Every row ends in exactly one terminal state: consumed, filtered, expired, failed or cancelled. ``audit`` adds up at any time.
+- A row reaches each task at least once. Its effects happen once: a completion carries the lease's
+  token, and after the lease's end it raises LeaseLost and changes nothing.
+- Every row ends in exactly one terminal state: consumed, filtered, expired, failed or cancelled.
+  ``audit`` adds up at any time.
 - A column is written once. Values read are bit for bit the values written.
-- Every call that waits has a deadline. DeadlineExceeded names what is missing and who should provide it.
+- Every wait has a deadline. DeadlineExceeded names the missing thing and its provider.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from .workers import Consumer
 
 @dataclass(frozen=True)
 class PutRows:
-    """The rows of a put: ``first`` to ``first + count - 1``. ``again``: True if they were there by their key, and none was added."""
+    """The rows of a put: ``first`` to ``first + count - 1``. ``again``: True if their key had been put
+    before, and no row was added."""
 
     first: int
     count: int
@@ -45,8 +47,9 @@ class PutRows:
 
 
 class TransferQueue(abc.ABC):
-    """The queue of a run, for threads; ``aio`` has the same methods as coroutines. Thread-safe: calls of different threads do not wait
-    for each other. Every method raises WireError if the server cannot be reached."""
+    """The queue of a run, for threads; ``aio`` has the same methods as coroutines. Thread-safe: calls
+    of different threads do not wait for each other. Every method raises WireError if the server
+    cannot be reached."""
 
     @abc.abstractmethod
     def configure(
@@ -65,13 +68,15 @@ class TransferQueue(abc.ABC):
     ) -> None:
         """Set the queue's limits, before its tasks are declared. None leaves a limit as it is.
 
-        ``capacity_rows``: most rows alive at once. ``capacity_bytes``: most payload. ``row_bytes``: bytes reserved for a row and all
-        that is written to it later (0, the default: the bytes of the largest row so far). ``steps``: the number of steps; then the
-        stream ends. ``staleness_policy``: the meaning of ``max_staleness``, by name or by name and options: "wait" (the default),
-        "drop", "count", or another that is installed where the queue is served. ``keep_versions``: versions that can be fetched and
-        rolled back to. ``max_swapping``: replicas that load a version at once (0: all). ``quorum``: replicas that must have it
-        staged before any loads it (0: none). ``checkpoints``: keep rows of acknowledged steps until a checkpoint covers them.
-        Raises ConfigError, PluginError.
+        ``capacity_rows``, ``capacity_bytes``: most live rows, and most bytes of their payload.
+        ``row_bytes``: reserve for a row with all its columns; 0, the default: the bytes of the
+        largest row so far. ``steps``: number of steps after which the stream ends.
+        ``staleness_policy``: treatment of rows near ``max_staleness``: "wait" (the default), "drop",
+        "count", or the name of one installed at the server, alone or with options.
+        ``keep_versions``: versions available for fetches and rollbacks. ``max_swapping``: replicas
+        loading at once; 0: all. ``quorum``: replicas that must have a version staged before any
+        loads it; 0: none. ``checkpoints``: keep rows of acknowledged steps until a checkpoint covers
+        them. Raises ConfigError, PluginError.
         """
 
     @abc.abstractmethod
@@ -90,11 +95,11 @@ class TransferQueue(abc.ABC):
     ) -> None:
         """Declare a task: see TaskSpec. Declaring the same again does nothing.
 
-        ``sampler``: the name of one, or name and options: ("shuffled", {"seed": 1}), ("length_bucketed", {"column":
-        "response_ids"}), "whole_groups", ...; ``asyncflow plugins`` lists those installed where the queue is served.
-        Raises SchemaError for a name that no column can have; ConfigError for a task that no row could ever get through
-        (it gives what it needs, it waits for a task that waits for it, another task gives the same column, or it takes
-        no partition); PluginError.
+        ``sampler``: the name of one installed at the server (``asyncflow plugins`` lists them), alone
+        or with options: "whole_groups", ("shuffled", {"seed": 1}), ("length_bucketed", {"column":
+        "response_ids"}). Raises SchemaError for an invalid column name; ConfigError for a task that
+        no row can pass (it gives a column it needs, tasks wait for each other, another task
+        gives the same column, or it takes no partition); PluginError.
         """
 
     @abc.abstractmethod
@@ -108,13 +113,14 @@ class TransferQueue(abc.ABC):
         priority: int = 0,
         timeout_s: float = TIMEOUT_S,
     ) -> PutRows:
-        """Add ``group_size`` rows for each entry of ``columns``: the rows of a group share it.
+        """Add ``group_size`` rows for each entry of ``columns``: the rows of a group share it. Wait
+        while the queue is full.
 
-        The same ``key`` adds nothing the second time, but for groups that failed since because their payload was lost:
-        these are added again, whole. It is refused with other values, another number of entries, ``group_size`` or
-        partition. ``partition``: only the tasks that take it see the rows.
-        ``priority``: every task takes rows of a higher one first. A full queue makes it wait. Raises SchemaError,
-        ConfigError, Ended, MemoryFull, and DeadlineExceeded that names who keeps the queue full.
+        ``key``: idempotency key. A repeated put adds nothing, except groups failed since because
+        their payload was lost: these are added again, whole. It must have the same values, number of
+        entries, ``group_size`` and partition. ``partition``: only the tasks that take it see the
+        rows. ``priority``: every task takes higher ones first. Raises SchemaError, ConfigError,
+        Ended, MemoryFull, and DeadlineExceeded naming the cause of a full queue.
         """
 
     @abc.abstractmethod
@@ -134,28 +140,30 @@ class TransferQueue(abc.ABC):
         most: int = 0,
         ack: LeasedBatch | None = None,
     ) -> LeasedBatch:
-        """Lease up to ``count`` ready rows of a task, at least one; of a task with batch_rows, one whole step;
-        of a task that admits, whole groups. The rows are of one ``partition``; without a name the partitions of
-        the task take turns. ``at_least``: wait until so many are ready; only the rest at the end of the stream
-        may be fewer. ``columns``: the columns to read, of the task's needs; the others are neither mapped nor copied.
+        """Lease 1 to ``count`` ready rows of a task, whole groups if the task admits, or one whole step
+        if it has batch_rows. ``partition``: of the rows; None: the task's partitions take turns.
+        ``at_least``: wait for this many rows; only the rest at the end of the stream may be fewer.
+        ``columns``: the needs to read; the others are neither mapped nor copied.
 
-        ``ack``: a batch to acknowledge in the same request, with its ``finish`` or, without one, all its rows
-        that are left. It has its effect before the lease is waited for. If it fails, its
-        error (LeaseLost, SchemaError, WriteOnceError) is raised and nothing was leased.
+        ``ack``: a batch to acknowledge in the same request, with its ``finish`` or, without one, all
+        its remaining rows. It takes effect before the wait for the lease. If it fails, its error
+        (LeaseLost, SchemaError, WriteOnceError) is raised and nothing is leased.
 
-        ``group``: the ``world_size`` ranks of a group lease together: the k-th get of each ``rank`` belongs to the k-th
-        lease of the group, granted when all have asked. Its ``count`` rows (or its step) are dealt out in ``shards`` (0:
-        one a rank; fewer: ``world_size // shards`` ranks one after another get the very same rows). The row counts of shards
-        differ by 1 at most, and a balanced sampler makes them about equally heavy. A sampler that keeps groups whole deals by weight
-        alone, and a shard may be empty. A step is acknowledged when every rank has acknowledged it. When a rank dies before, gives
-        rows back or is too late, all lose it, and the next get of every rank is that step again, under a new token. A lease that
-        another session holds under this rank is void.
+        ``group``: the ``world_size`` ranks of a group lease together: the k-th get of each ``rank``
+        belongs to the k-th lease of the group, granted once all have asked. Its rows are dealt out in
+        ``shards``; 0: one a rank; fewer: ``world_size // shards`` adjacent ranks get the same rows.
+        Row counts of shards differ by at most 1, and a balanced sampler makes them about equally
+        heavy. A sampler with whole groups deals by weight alone, and a shard may be empty. A step is
+        acknowledged once every rank has acknowledged it. If a rank dies before, gives rows back or is
+        too late, all ranks lose the step, and the next get of each rank leases it again under a new
+        token. A lease of another session under this rank becomes void.
 
-        ``most``: of a task that admits, the rows that this replica may hold in all. A replica that gives it takes part in the weight
-        updates: the request waits while a version has to be loaded first, and then returns as many rows as it has room for.
+        ``most``: for a task that admits, most rows of this replica at once. With it, the replica takes
+        part in weight updates: the request waits while a version must be loaded first, and then
+        returns as many rows as there is room for.
 
-        Raises Ended when there will never be another row, VersionNeeded when the replica must load newer
-        weights first, DeadlineExceeded that names what is missing and who should provide it.
+        Raises Ended if there will be no more rows, VersionNeeded if the replica must load newer
+        weights first, DeadlineExceeded naming the missing thing and its provider.
         """
 
     @abc.abstractmethod
@@ -174,8 +182,9 @@ class TransferQueue(abc.ABC):
         shards: int = 0,
         ahead: bool = False,
     ) -> Consumer:
-        """Iterate over the batches of a task until the stream ends. ``timeout_s``: the longest wait for one batch. ``ahead``: lease the
-        next batch while this one is worked on; its lease starts again when the loop gets it. The other arguments: see ``get``."""
+        """Iterate over the batches of a task until the stream ends. ``timeout_s``: limit of the wait for
+        one batch. ``ahead``: lease the next batch during the work on this one; its lease time
+        restarts when the loop gets it. Other arguments: see ``get``."""
 
     @abc.abstractmethod
     def loaded(self, version: int) -> None:
@@ -183,17 +192,19 @@ class TransferQueue(abc.ABC):
 
     @abc.abstractmethod
     def wanted(self, *, timeout_s: float = TIMEOUT_S) -> int:
-        """Return how many rows the remaining steps lack (without a last step: the next few); wait until there are any.
-        Rows that were filtered, failed or were cancelled are wanted again. Raises Ended, DeadlineExceeded."""
+        """Return the number of rows missing from the remaining steps (without a last step: from the next
+        few), also in place of filtered, failed and cancelled ones; wait while it is 0. Raises Ended,
+        DeadlineExceeded."""
 
     @abc.abstractmethod
     def lost(self, *, timeout_s: float = TIMEOUT_S) -> npt.NDArray[np.int64]:
-        """Wait until rows that were leased here have ended (too late, cancelled, failed with their group): work on them
-        may stop. Rows are remembered from the first call on. Returns their ids, each once. Raises DeadlineExceeded."""
+        """Wait until rows leased here have ended (too late, cancelled, failed with their group), so work
+        on them may stop. Return their ids, each once, from the first call on. Raises
+        DeadlineExceeded."""
 
     @abc.abstractmethod
     def end(self, *, cancel: bool = False, partition: str | None = None) -> None:
-        """Accept no further put, into one partition or any. ``cancel``: cancel its rows that no full step holds."""
+        """Refuse puts into one partition or any. ``cancel``: cancel its rows outside full steps."""
 
     @abc.abstractmethod
     def cancel(
@@ -204,16 +215,14 @@ class TransferQueue(abc.ABC):
         partition: str | None = None,
         reason: str = "cancelled by request",
     ) -> int:
-        """End live rows with their groups: those with these ids, of the put with a ``key``, or of a ``partition``.
-
-        Their leases are lost; rows in a full step are their trainer's and stay. Returns how many rows ended.
-        Raises SchemaError for an id or key that was never put.
-        """
+        """End live rows, selected by id, by the ``key`` of their put or by ``partition``, with their
+        groups and leases. Rows in a full step belong to the trainer and stay. Return the number of
+        ended rows. Raises SchemaError for an unknown id or key."""
 
     @abc.abstractmethod
     def failed(self, count: int = 100) -> tuple[FailedGroup, ...]:
-        """Return the newest ``count`` groups that failed for good (dead letters), oldest first: their rows and put,
-        and the reason of each attempt. Rows whose payload was lost are among them. The queue keeps the last 1,000."""
+        """Return the newest ``count`` of the last 1,000 groups failed for good (dead letters), oldest
+        first, rows with lost payload included."""
 
     @abc.abstractmethod
     def audit(self) -> Audit:
@@ -221,7 +230,7 @@ class TransferQueue(abc.ABC):
 
     @abc.abstractmethod
     def status(self) -> StatusReport:
-        """Return the rows by task and state, and what each waiting request waits for."""
+        """Return the rows by task and state, and the missing thing for each waiting request."""
 
     @abc.abstractmethod
     def flush(self) -> None:

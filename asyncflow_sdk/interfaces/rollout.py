@@ -178,8 +178,7 @@ class RolloutEngine(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} does not hold weights as they were published")
 
     def weight_name(self, name: str) -> str:
-        """Return the engine's name of the tensor published as ``name``. Optional; default: the
-        same."""
+        """Return the engine's name of a published tensor. Optional; default: the same."""
         return name
 
     @property

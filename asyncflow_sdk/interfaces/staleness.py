@@ -51,8 +51,7 @@ class StepWindow:
         return sum(rows for due, rows in self.admitted.items() if due <= deadline)
 
     def slack(self, deadline: int) -> int:
-        """Return the spare slots of the steps up to ``deadline``: s + (j - k)·B - L_j, with s =
-        ``free``."""
+        """Return the spare slots up to ``deadline``: s + (j - k)·B - L_j, with s = ``free``."""
         return self.free + (deadline - self.step) * self.batch_rows - self.load(deadline)
 
 
@@ -89,12 +88,10 @@ class StalenessPolicy(ABC):
 
     def evict(self, window: StepWindow) -> Collection[int]:
         """Return deadlines to give up. Called when a step has closed and the next one,
-        ``window.step``, is being filled. Groups with these deadlines expire unless they are in a
-        step, also while being generated, and are replaced. Default with ``bounded``: deadlines that
-        have passed."""
+        ``window.step``, is being filled. Groups with these deadlines expire, also during
+        generation, and are replaced, unless in a step. Default with ``bounded``: the passed ones."""
         return [due for due in window.admitted if due < window.step] if self.bounded else ()
 
     def least_rows(self, batch_rows: int, max_staleness: int) -> int:
-        """Return the rows that the queue must hold so as not to deadlock; a smaller capacity is
-        refused at set-up."""
+        """Return the least capacity in rows without a deadlock; a smaller queue is refused."""
         return batch_rows

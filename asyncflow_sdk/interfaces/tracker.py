@@ -10,8 +10,7 @@ class Lines(af.Tracker):                                 # a user's own
     def close(self) -> None:
         self.file.close()
 
-af.Workflow(..., trackers=["lines"])                     # registered as an adapter of kind
-"tracker"; or the class
+af.Workflow(..., trackers=["lines"])                     # the name of an adapter of kind "tracker", or the class
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class Tracker(abc.ABC):
         again, and the later numbers count."""
 
     def event(self, event: Event) -> None:
-        """Called for each event of ``asyncflow_sdk.types.events``, also for each step, after
-        ``log``. Optional."""
+        """Called for each event, also for each step, after ``log``. Optional."""
 
     def close(self) -> None:
         """Called once at the end of the run, as the last method, also after ``log`` or ``event``

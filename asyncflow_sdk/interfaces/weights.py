@@ -1,8 +1,9 @@
-"""Moving weights: WeightUpdate, what an engine is given; WeightTransport, how its bytes get there.
+"""WeightUpdate: a version handed to an engine. WeightTransport: moves a version's bytes.
 
-A transport moves chunks of bytes and knows nothing of tensors; what is current, and who may swap when, is the ledger's to say.
+A transport moves chunks of bytes and knows no tensors. The ledger decides which version is current,
+and which replica may load when.
 
-    sender.room(nbytes) ... sender.send(manifest) -> where          # trainer: chunks are filled, then made available
+    sender.room(nbytes) ... sender.send(manifest) -> where          # trainer: fills chunks, then sends them
     receiver.fetch(manifest, where) -> Fetched                      # replica: the same bytes, verified
 """
 
@@ -23,25 +24,25 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class TensorType(NamedTuple):
-    """Of a whole tensor: the name of its dtype as torch says it, and its shape."""
+    """The type of a whole tensor. ``dtype``: its name in torch's spelling."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class FilePlace(NamedTuple):
-    """Bytes ``offset`` from the start of a file that other processes of this host can map."""
+    """A place in a file, mappable by other processes of this host: ``offset`` bytes from its start."""
 
     path: str
     offset: int
 
 
 class WeightUpdate(abc.ABC):
-    """A verified version, ready to be loaded: its bytes equal its manifests' digests.
+    """A verified version, ready to load: its bytes equal its manifests' digests.
 
-    Iterating gives (name, torch tensor); ``arrays()`` gives (name, numpy array) where torch is not
-    wanted. Both give whole tensors in the order of ``tensors``. They are valid until the update is released; copy what is
-    kept. They may be written into without harm to anyone else. ``root``: one digest of everything.
+    Iterating yields (name, torch tensor), ``arrays()`` (name, numpy array): whole tensors, in the
+    order of ``tensors``, valid until ``release``. Writing into them changes nothing elsewhere.
+    ``root``: digest of the whole version.
     """
 
     version: int
@@ -50,15 +51,15 @@ class WeightUpdate(abc.ABC):
 
     @abc.abstractmethod
     def arrays(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-        """(name, array); bfloat16 and the like by ml_dtypes."""
+        """Yield (name, array), with ml_dtypes for bfloat16 and others unknown to numpy."""
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """(name, torch tensor)."""
+        """Yield (name, torch tensor)."""
 
     def place(self, name: str) -> FilePlace | None:
-        """Where a whole tensor lies in C order, for engines that compute in other processes; valid until the update is released.
-        None where it lies in this process alone. Nobody writes there."""
+        """Return the place of a whole tensor in C order, for engines in other processes; None if
+        only this process can read it. Valid until ``release``; nothing writes there."""
         return None
 
     @abc.abstractmethod
@@ -68,14 +69,14 @@ class WeightUpdate(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What a transport may know of the end it works for.
+    """The end of a transport, and its host.
 
-    ``directory``: the run's shared memory; None where it is not in sight (another host, or container). ``name``:
-    of this end, nobody else's in the run, fit for a file name. ``run``: of the run, no other's; one that comes back has the same;
-    "" where nobody says. ``address``: an IP address by which other members of the
-    run reach this host; a loopback one when they all are on it. Of a publishing end, ``rank`` of ``world_size``: which part of
-    each version is its; a publisher that takes its place has the same. ``model``: the Hugging Face folder that it trains; "" where
-    nobody says.
+    ``directory``: the run's shared memory; None if not visible here (another host or container).
+    ``name``: unique in the run, valid as a file name. ``run``: unique name of the run, the same
+    after a resume; "" if unknown. ``address``: IP address of this host for other members of the
+    run; a loopback address if all are on this host. ``rank`` of ``world_size``: the part of each
+    version that a publishing end sends; the same for its successor. ``model``: the Hugging Face
+    folder being trained; "" if unknown.
     """
 
     directory: Path | None
@@ -88,7 +89,7 @@ class Host:
 
     @property
     def elsewhere(self) -> str:
-        """Why other members of the run may not see the memory of this host; "" where all do."""
+        """Why other members of the run may not see this host's memory; "" if all do."""
         if self.directory is None:
             return "the run's memory is not in sight of this process"
         loopback = self.address.startswith("127.") or self.address in ("::1", "localhost")
@@ -96,88 +97,91 @@ class Host:
 
 
 class WeightTransport(abc.ABC):
-    """A way to move weights. Made as ``factory(**options)`` with the options of ``weight_publisher`` at the publishing end, and
-    without any at the fetching end, which learns all it needs from ``where``. Options it cannot work with raise
-    ConfigError when it is made; a host it cannot work on, when its end is."""
+    """A way to move weights. Made as ``factory(**options)``: at the publishing end with the options
+    of ``weight_publisher``, at the fetching end without any, because ``where`` holds all it needs.
+    Raises ConfigError for invalid options."""
 
     @abc.abstractmethod
     def sender(self, host: Host) -> WeightSender:
-        """The publishing end. Raises ConfigError with the reason and what to use instead."""
+        """Return the publishing end. Raises ConfigError for an unsuitable host, with the reason and
+        an alternative."""
 
     @abc.abstractmethod
     def receiver(self, host: Host) -> WeightReceiver:
-        """The fetching end. Raises ConfigError with the reason and what to use instead."""
+        """Return the fetching end. Raises ConfigError as ``sender`` does."""
 
     def check(self) -> None:
-        """Raises ConfigError that ``sender`` would raise in a process like this one, as far as it is known before there is a
-        run. Optional."""
+        """Raise, before there is a run, the ConfigError that ``sender`` would raise in a process like
+        this one, as far as it is known. Optional."""
 
 
 class Room(abc.ABC):
-    """Memory for a chunk. ``memory``: uint8 (nbytes,), written by the publisher; a numpy array, or a torch tensor on a device."""
+    """Memory for a chunk. ``memory``: uint8 (nbytes,), a numpy array or a torch tensor on a device,
+    written by the publisher."""
 
     memory: Any
 
     @abc.abstractmethod
     def trim(self, nbytes: int) -> None:
-        """Only so many of its first bytes are used; ``memory`` is that long from now on."""
+        """Shorten ``memory`` to its first ``nbytes``: the rest is not used."""
 
     def full(self) -> None:
-        """Its bytes are all there, and will not change. Of the rooms of a version in their order, before it is sent, by any thread.
-        Optional."""
+        """Called, in any thread, when all bytes are written and final: for each room of a version in
+        order, before it is sent. Optional."""
 
 
 class WeightSender(abc.ABC):
-    """The publishing end. Calls come one at a time, ``send`` from another thread than ``room``.
+    """The publishing end. Called by one thread at a time, ``send`` in another thread than ``room``.
 
-    One version is written at a time: its chunks get their ``room`` one after another, then it is either sent or abandoned.
+    One version is written at a time: a ``room`` for each chunk in order, then ``send`` or
+    ``abandon``. ``outlives``: True if sent versions can be fetched after this process has died.
     """
 
     outlives: ClassVar[bool] = False
-    """Whether what was sent can still be fetched once this process has died."""
 
     def adopt(self, kept: Sequence[tuple[Manifest, bytes]]) -> None:
-        """Called once, first of all: what publishers before this one left and is still to be kept, of this transport, oldest
-        first. Whatever else they left can go, since a run has one publisher at a time. Optional."""
+        """Take over the ``kept`` versions of earlier publishers with this transport, oldest first.
+        Called once, first of all. Anything else that they left may be removed, because a run has one
+        publisher at a time. Optional."""
 
     @abc.abstractmethod
     def room(self, nbytes: int) -> Room:
-        """Room for the next chunk of the version being written. Raises MemoryFull. Receivers must not hold it up."""
+        """Return room for the next chunk. Never waits for receivers. Raises MemoryFull."""
 
     def prepare(self, sizes: Sequence[int]) -> Iterator[None]:
-        """A version whose chunks have these sizes comes next: get memory for it, a step at each ``next``, so that it takes no
-        time when it is written. It may be left at any step. Raises MemoryFull. Optional."""
+        """Get memory, ahead of time, for a next version with chunks of these sizes: one step at each
+        ``next``. The caller may stop after any step. Raises MemoryFull. Optional."""
         return iter(())
 
     @abc.abstractmethod
     def send(self, manifest: Manifest) -> bytes:
-        """The version is written, in the rooms given since the last one, in order: make it available. Returns what a receiver
-        needs to find it. Raises MemoryFull, WireError, OSError: then the version is abandoned."""
+        """Make the version in the rooms since the last one, in order, available. Return ``where`` for
+        receivers. Raises MemoryFull, WireError, OSError; the caller then abandons the version."""
 
     @abc.abstractmethod
     def abandon(self) -> None:
-        """The version being written, or just sent, will never be announced."""
+        """Discard the version being written or just sent: it will never be announced."""
 
     @abc.abstractmethod
     def keep(self, versions: Sequence[int]) -> None:
-        """Of all that were sent or adopted, these may still be asked for; the others' memory is free. Never waits."""
+        """Free all sent or adopted versions except these, which may still be fetched. Never waits."""
 
     @property
     @abc.abstractmethod
     def nbytes(self) -> int:
-        """Host memory held for weights."""
+        """Bytes of host memory held for weights."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stop. What receivers hold stays valid; what outlives this process may stay. Idempotent."""
+        """Stop. Fetched versions stay valid; with ``outlives``, sent ones may stay. Idempotent."""
 
 
 @dataclass
 class Fetched:
-    """A version's bytes at the fetching end, verified. ``chunks``: uint8 (nbytes,) each, contiguous, writable
-    without harm to anyone else. ``moved``: bytes that had to be moved for it (0 where they were mapped), ``encoding``
-    how: mapped, full or delta. ``places``: of each chunk, where it lies in a file, if other processes of this host can map that
-    until ``release``, which gives the bytes back; else none."""
+    """A version's bytes at the fetching end, verified. ``chunks``: uint8 (nbytes,) each, contiguous;
+    writing into them changes nothing elsewhere. ``moved``: bytes moved by ``encoding``: mapped (0
+    bytes), full or delta. ``places``: of each chunk in a file, if other processes of this host can
+    map it until ``release``; else empty."""
 
     manifest: Manifest
     chunks: Sequence[Any]
@@ -187,7 +191,7 @@ class Fetched:
     places: Sequence[FilePlace] = ()
 
     def release(self) -> None:
-        """Idempotent. Views that are still held stay valid."""
+        """Give the bytes back. Existing views stay valid. Idempotent."""
         self.chunks = self.places = ()
         freed, self.on_release = self.on_release, None
         if freed is not None:
@@ -195,23 +199,25 @@ class Fetched:
 
 
 class WeightReceiver(abc.ABC):
-    """The fetching end. Blocking; called in a thread, one call at a time, while the engine generates."""
+    """The fetching end. Blocking; called in a thread, one call at a time, while the engine generates.
+    ``keeps_base``: True if it fetches less given the loaded version, which is then kept for it.
+    """
 
     keeps_base: ClassVar[bool] = False
-    """Whether it can fetch less when it is given the version this replica has loaded: then that is kept for it."""
 
     @abc.abstractmethod
     def fetch(self, manifest: Manifest, where: bytes, *, base: Fetched | None = None, timeout_s: float) -> Fetched:
-        """Fetch and verify a version. ``where`` comes from another process and is to be validated.
+        """Fetch and verify a version. ``where``: from another process, so validate it. ``base``: an
+        earlier version from the same rank, still held here; the result shares no memory with it.
 
-        ``base``: of the same rank's publication, an earlier version that this replica still has. What is returned never shares
-        memory with it. Raises VersionGone (it is kept no longer: ask for the newest), DigestMismatch naming bucket and
-        tensors, WireError or DeadlineExceeded naming the peer, MemoryFull. After any of them it can be asked again.
+        Raises VersionGone (not kept any more: fetch the newest), DigestMismatch naming bucket and
+        tensors, WireError or DeadlineExceeded naming the peer, MemoryFull. Can be called again after
+        any of them.
         """
 
     def interrupt(self) -> None:
-        """Make a ``fetch`` under way in another thread raise soon: its version is wanted no more. Optional."""
+        """Make a running ``fetch`` in another thread raise soon. Optional."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free what the receiver holds. Idempotent. What was fetched stays valid until it is released."""
+        """Free the receiver's resources. Fetched versions stay valid until released. Idempotent."""

@@ -1,4 +1,4 @@
-"""Producer and Consumer: the two sides of a TransferQueue, as the loops that workers run.
+"""Producer and Consumer: the loops of workers at the two sides of a TransferQueue.
 
 af.EngineProducer(run.queue, engine).work()                  # leases prompts, generates, completes each row when it is finished
 
@@ -19,8 +19,9 @@ from .leased_batch import LeasedBatch
 class Producer(abc.ABC):
     """Generates responses for the rows of a task until the stream ends. Run it once.
 
-    Each row is completed as soon as its response is finished: no row waits for its neighbours. The producer is a replica: it loads
-    new weights at points that are safe for its engine, and every token is recorded with the version that generated it.
+    Each row is completed as soon as its response is finished: no row waits for its neighbours. The
+    producer is a replica: it loads new weights at points safe for its engine, and records the
+    version of every token.
     """
 
     @abc.abstractmethod
@@ -34,17 +35,19 @@ class Producer(abc.ABC):
 
 
 class Consumer(AbstractContextManager["Consumer"], abc.ABC):
-    """Iterates over leased batches of a task until the stream ends; after an error it can be iterated over again. One thread iterates.
+    """Iterates over leased batches of a task until the stream ends, in one thread; after an error it
+    can be iterated over again.
 
-    Asking for the next batch sends the ``finish`` of the last one with the same request, and raises the server's error about it. A batch
-    that was neither finished nor completed is given back then, and the attempt counts. Leaving the loop sends an unsent ``finish``, or
-    gives the rows back; use the consumer as a context manager, too, to have an exception in the loop count against them.
+    The request for the next batch also sends the ``finish`` of the last one, and raises the server's
+    error about it. It gives an unfinished batch back, and the attempt counts. Leaving the loop sends
+    an unsent ``finish``, or gives the rows back. As a context manager, the consumer counts an
+    exception in the loop as an attempt.
     """
 
     @property
     @abc.abstractmethod
     def current(self) -> LeasedBatch | None:
-        """The batch that the loop works on; None before the first and after the last."""
+        """The batch of this turn of the loop; None before the first and after the last."""
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[LeasedBatch]:

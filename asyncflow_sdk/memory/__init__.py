@@ -11,7 +11,6 @@ from .directory import (
     remove_if_ownerless,
     sweep,
 )
-from .free_space import free_memory
 from .mapped_segment import BlockHold, MappedSegment
 from .mapper import Mapper
 from .private_files import make_private_directory, private_opener
@@ -31,7 +30,6 @@ __all__ = [
     "SharedDirectory",
     "directory_at",
     "find_blocks",
-    "free_memory",
     "is_served",
     "journal_owns",
     "make_private_directory",

@@ -31,7 +31,6 @@ import numpy.typing as npt
 
 from ..errors import AsyncFlowError, MemoryFull
 from .free_ranges import FreeRanges
-from .locks import try_lock, unlock
 from .segment import ALIGN, PAGE, Segment, sync_directory
 
 SEGMENT_BYTES = 8 << 20
@@ -62,7 +61,7 @@ class GrowthNeeded(Exception):
 
 
 class _Range(NamedTuple):
-    """A block, or several adjacent freed blocks. ``heads``: their starts."""
+    """A block, or several adjacent freed blocks, which begin at ``heads``."""
 
     segment: Segment
     start: int
@@ -129,8 +128,7 @@ class Arena:
             return Allocation(segment.name, start, self._serial, segment.bytes[start : start + nbytes])
 
     def is_lost(self, block: Allocation) -> bool:
-        """True if the block's file is gone, so that readers cannot find it. Its ``memory`` stays
-        valid."""
+        """True if the block's file is gone: readers cannot find it. Its ``memory`` stays valid."""
         with self._lock:
             held = self._blocks.get(block.serial)
             return not (self._directory / block.segment).exists() if held is None else held.segment.gone
@@ -154,10 +152,8 @@ class Arena:
         Return False without change while a reader holds it."""
         with self._lock:
             segment, start, stop, heads = self._blocks[block.serial]
-            if not try_lock(segment.fd, start, stop, exclusive=True):
+            if not segment.clear_headers(heads, stop):
                 return False
-            segment.clear_headers(heads)
-            unlock(segment.fd, start, stop)
             self._serial += 1
             self._blocks[self._serial] = self._blocks.pop(block.serial)
             segment.write_header(start, self._serial)
@@ -181,8 +177,7 @@ class Arena:
             self._shrink_to(self._limit())
 
     def sync(self, block: Allocation) -> None:
-        """Write a block to the disk, if its directory is on one. Raises MemoryFull, and frees the
-        block."""
+        """Write a block to its disk, if any. Raises MemoryFull, and frees the block."""
         with self._lock:
             segment = self._blocks[block.serial].segment
             fd = os.dup(segment.fd)
@@ -234,14 +229,10 @@ class Arena:
     def _reclaim(self, freed: _Range) -> bool:
         """Make a freed range free again; return False if a reader holds it."""
         segment, start, stop, heads = freed
-        if segment.lost:  # never written again, so readers may continue
-            self._live -= stop - start
-            return True
-        if not try_lock(segment.fd, start, stop, exclusive=True):
-            return False
-        segment.clear_headers(heads)
-        unlock(segment.fd, start, stop)
-        self._ranges.add(segment.number, start, stop)
+        if not segment.lost:  # a lost segment is never written again, so its readers may continue
+            if not segment.clear_headers(heads, stop):
+                return False
+            self._ranges.add(segment.number, start, stop)
         self._live -= stop - start
         return True
 
@@ -330,8 +321,7 @@ class Arena:
         return self._segments[segment].lacks(start, stop)
 
     def _shrink_to(self, limit: int) -> None:
-        """Return free memory until at most ``limit`` bytes are held: unused segments, then pages of
-        free ranges."""
+        """Return free memory above ``limit`` bytes: unused segments, then pages of free ranges."""
         excess = self.nbytes - limit
         if excess <= 0:
             return

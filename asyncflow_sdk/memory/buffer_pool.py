@@ -1,9 +1,9 @@
-"""BufferPool: private host memory for large values, used again once nobody refers to it.
+"""BufferPool: private host memory for large values, reused without page faults.
 
     chunks = pool.take([1 << 20, 1 << 20])      # uint8 arrays, to be filled
-    # when they and every view of them are gone, the next take reuses their memory without page faults
+    del chunks                                  # with every view of them: the next take reuses their memory
 
-Idle memory that does not fit the sizes of a take is returned to the system. So a pool holds no more than the buffers that are in use,
+A take returns idle memory of other sizes to the system. So a pool holds at most the buffers in use
 and those of the last take.
 """
 
@@ -51,18 +51,17 @@ class BufferPool:
             try:
                 if sum(missing) > free_memory():
                     raise OSError("the host has no more")
-                made = [_allocate(size) for size in missing if size]
+                made = iter([_allocate(size) for size in missing if size])
             except (OSError, ValueError, OverflowError) as error:
                 self._idle += [memory for memory in found if memory is not None]
                 raise MemoryFull(f"no memory for {sum(missing)} more bytes of {self._purpose} ({error})") from None
-            made.reverse()
             return [
-                self._lend(memory or made.pop()) if size else np.empty(0, np.uint8)
+                self._lend(memory or next(made)) if size else np.empty(0, np.uint8)
                 for size, memory in zip(sizes, found, strict=True)
             ]
 
     def give_back(self, buffers: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """Reuse the memory of these arrays although somebody may still refer to them, for example the traceback of an error."""
+        """Reuse the memory of these arrays, even if the traceback of an error still refers to them."""
         with self._lock:
             for buffer in buffers:
                 if id(buffer) in self._used:

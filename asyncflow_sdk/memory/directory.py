@@ -45,13 +45,7 @@ class SharedDirectory:
         if base is None:
             base, self.warning = _choose_base()
         sweep(base)
-        if path is None:
-            self.path, self._lock = _make(base)
-            while not os.fstat(self._lock).st_nlink:  # another server removed it before it was locked
-                os.close(self._lock)
-                self.path, self._lock = _make(base)
-        else:
-            self.path, self._lock = _reuse(path)
+        self.path, self._lock = _make(base) if path is None else _reuse(path)
         if journal is not None:
             (self.path / MARK).write_text(str(journal))
             _remove_abandoned(base, journal, self.path)
@@ -67,9 +61,13 @@ class SharedDirectory:
 
 def _make(base: Path) -> tuple[Path, int]:
     """Return a new directory and the descriptor with its lock."""
-    path = base / f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
-    path.mkdir(mode=0o700)
-    return path, _lock(path)
+    while True:
+        path = base / f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
+        path.mkdir(mode=0o700)
+        lock = _lock(path)
+        if os.fstat(lock).st_nlink:  # else another server removed it before it was locked
+            return path, lock
+        os.close(lock)
 
 
 def _reuse(path: Path) -> tuple[Path, int]:
@@ -179,17 +177,15 @@ def directory_at(address: str) -> Path | None:
 
 
 def _choose_base() -> tuple[Path, str]:
-    shm = Path("/dev/shm")
+    shm, files = Path("/dev/shm"), Path(tempfile.gettempdir())
     with contextlib.suppress(OSError):
         sweep(shm)  # directories of dead runs may fill it
         found = os.statvfs(shm)
         free = found.f_bavail * found.f_frsize
         if free >= SMALL_BYTES and os.access(shm, os.W_OK):
             return shm, ""
-        files = Path(tempfile.gettempdir())
         return files, (
             f"/dev/shm has only {free >> 20} MB free; segments go to files in {files}, which is slower. In a"
             " container, start it with a larger --shm-size"
         )
-    files = Path(tempfile.gettempdir())
     return files, f"there is no /dev/shm here; segments go to files in {files}, which is slower"

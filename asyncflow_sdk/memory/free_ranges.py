@@ -11,8 +11,7 @@ CHOICES = 8
 
 
 class FreeRanges:
-    """Not thread-safe. Every operation takes O(log n) and a memmove of the sorted list, unless
-    noted."""
+    """Not thread-safe. Operations take O(log n) and a memmove of the sorted list, unless noted."""
 
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int, int]] = []  # (size, segment number, start)

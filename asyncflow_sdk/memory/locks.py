@@ -18,8 +18,7 @@ _pack = struct.Struct("hhqqi4x").pack
 
 
 def try_lock(fd: int, start: int, stop: int, *, exclusive: bool) -> bool:
-    """Lock bytes ``start`` to ``stop`` of a file without waiting. Return False if another owner has
-    a conflicting lock."""
+    """Lock a byte range without waiting. Return False if another owner's lock conflicts."""
     kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _pack(kind, 0, start, stop - start, 0))

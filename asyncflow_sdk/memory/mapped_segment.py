@@ -45,8 +45,7 @@ class MappedSegment:
         self._lock, self._closing, self._pid = lock, False, os.getpid()
 
     def read(self, start: int, nbytes: int, serial: int) -> bytes:
-        """Return a copy of a block's first ``nbytes``, without allocating missing pages. Raises
-        LeaseLost."""
+        """Return a copy of a block, without allocating missing pages. Raises LeaseLost."""
         raw = os.pread(self.fd, nbytes, start)
         self.check(start, serial)
         return raw
@@ -82,14 +81,12 @@ class MappedSegment:
             return  # in a forked child, a lock held by another thread of its parent is never released
         with self._lock:
             self._users -= 1
-            if self._closing and self._idle:
-                self._close_file()
+            self._close_unused()
 
     @contextlib.contextmanager
     def keep_pages(self) -> Iterator[bool]:
         """Keep the writer from returning pages to the system. Yield True if all pages are present:
-        only then may all of ``bytes`` be read, because reading a missing page would allocate it
-        again."""
+        only then read all of ``bytes``, because reading a missing page would allocate it again."""
         with self._lock:
             self._copying += 1
             if self._copying == 1:
@@ -109,8 +106,7 @@ class MappedSegment:
     def close(self) -> None:
         """Close the file, once no view or user is left. The caller holds the lock."""
         self._closing = True
-        if self._idle:
-            self._close_file()
+        self._close_unused()
 
     @property
     def abandoned(self) -> bool:
@@ -135,26 +131,22 @@ class MappedSegment:
             if not self._starts[start]:
                 del self._starts[start]
                 unlock(self.fd, start, start + 1)
-            if self._closing and self._idle:
-                self._close_file()
+            self._close_unused()
 
-    def _close_file(self) -> None:
-        if self.fd >= 0:
+    def _close_unused(self) -> None:
+        if self._closing and self._idle and self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class BlockHold:
-    """Locks on the blocks at ``starts``, by a descriptor of its own. Until it is closed, they can
-    be read through the mapping, also if the writer has ended and the file was deleted. Raises
-    LeaseLost."""
+    """Locks on the blocks at ``starts``, by a descriptor of its own: the mapping stays readable
+    until ``close``, also after the end of the writer and its file. Raises LeaseLost."""
 
     def __init__(self, mapped: MappedSegment, starts: Sequence[int]) -> None:
-        self._fd = -1
-        self._mapped: MappedSegment | None = None
+        self._fd, self._mapped = -1, mapped
         self._fd = os.open(f"/proc/self/fd/{mapped.fd}", os.O_RDONLY)
         mapped.acquire()
-        self._mapped = mapped
         if try_lock(self._fd, min(starts), max(starts) + 1, exclusive=False):
             return
         for start in starts:  # a writer is reclaiming a block between them
@@ -166,9 +158,7 @@ class BlockHold:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        mapped, self._mapped = self._mapped, None
-        if mapped is not None:
-            mapped.release()
+            self._mapped.release()
 
     def __del__(self) -> None:
         self.close()

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import TypeAlias
 
 import numpy as np
 
 from .mapped_segment import MappedSegment
 
-Key: TypeAlias = tuple[str, int, int]
 _POPULATE_READ = 22  # madvise advice since Linux 5.14, unnamed in Python
 _STEP_BYTES = 16 << 20  # the interpreter is blocked while the kernel populates
 _PAGEMAP = "/proc/self/pagemap"
@@ -26,7 +24,7 @@ class PrivateMaps:
     """The cached mappings of one reader without views, by segment and range. Thread-safe."""
 
     def __init__(self) -> None:
-        self._idle: dict[Key, tuple[MappedSegment, mmap.mmap]] = {}
+        self._idle: dict[tuple[str, int, int], tuple[MappedSegment, mmap.mmap]] = {}
         self._closed = False
 
     def take(self, mapped: MappedSegment, low: int, stop: int, *, unwritten: bool = True) -> mmap.mmap:

@@ -146,12 +146,17 @@ class Segment:
         """Begin a block."""
         HEADER.pack_into(self.map, start, MAGIC, serial)
 
-    def clear_headers(self, starts: list[int]) -> None:
-        """End the blocks that begin at ``starts``: late readers find no serial."""
+    def clear_headers(self, starts: list[int], stop: int) -> bool:
+        """End the adjacent blocks from ``starts`` to ``stop``: late readers find no serial. Return
+        False without change while a reader holds one."""
+        if not try_lock(self.fd, starts[0], stop, exclusive=True):
+            return False
         if len(starts) == 1:
             HEADER.pack_into(self.map, starts[0], 0, 0)
         else:
             self.bytes.view(np.int64)[np.array(starts) // 8 + 1] = 0
+        unlock(self.fd, starts[0], stop)
+        return True
 
     def close(self, *, unlink: bool = False) -> None:
         """Close the file; ``unlink``: remove it, too. Existing blocks keep the mapping."""

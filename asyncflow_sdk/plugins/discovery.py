@@ -70,8 +70,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Registry:
-    """All adapters found, and the faults of the rejected ones. ``blocked``: plugins excluded by the
-    user, not imported."""
+    """All adapters found, faults of rejected ones, and plugins ``blocked`` by the user."""
 
     adapters: tuple[Adapter, ...]
     problems: tuple[str, ...]
@@ -82,9 +81,8 @@ class Registry:
         return next((a for a in self.adapters if (a.spec.kind, a.spec.name) == (kind, name)), None)
 
     def get(self, kind: Kind, name: str) -> Adapter:
-        """Return the adapter of a kind by name; for engines, algorithms and trackers also by
-        "module:attribute", without a plugin. Raises PluginError, listing the known names and the
-        faults."""
+        """Return an adapter by kind and name; engines, algorithms and trackers also by
+        "module:attribute", without a plugin. Raises PluginError, listing known names and faults."""
         if ":" in name and kind in _BY_PATH:
             return Adapter(AdapterSpec(kind=kind, name=name, factory=name), "its path")
         found = self.find(kind, name)
@@ -100,8 +98,7 @@ class Registry:
 
 
 def registry() -> Registry:
-    """Return the adapters of this environment, discovered once per ``PluginChoice``. Faults are
-    logged."""
+    """Return this environment's adapters, discovered once per ``PluginChoice``. Logs faults."""
     return _registry(read_choice())
 
 
@@ -131,8 +128,7 @@ class _Discovery:
     names: set[str] = field(default_factory=set)
 
     def entries(self) -> list[metadata.EntryPoint]:
-        """Return all entry points of the group; the SDK's own first, so no other plugin can claim
-        its names."""
+        """Return the entry points, the SDK's first: no other plugin can claim its names."""
         try:
             entries = list(metadata.entry_points(group=GROUP))
         except Exception:  # the metadata of one distribution are unreadable: read them one by one
@@ -227,8 +223,7 @@ def _package(entry: metadata.EntryPoint) -> str:
 
 
 def _specs_of(plugin: object) -> list[Any]:
-    """Return the specs of one plugin. Each plugin gets its own manager, so its faults cannot affect
-    others."""
+    """Return one plugin's specs, by a manager of its own: its faults cannot affect others."""
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(HookSpecs)
     manager.register(plugin)

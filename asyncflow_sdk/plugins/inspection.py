@@ -74,7 +74,7 @@ def inspect_environment() -> EnvironmentReport:
                 kind=spec.kind, name=spec.name, source=adapter.source, installed=versions, missing=adapter.missing,
                 install=adapter.install_command if spec.requires else "", tested=spec.tested_text,
                 compared=not isinstance(spec.tested, str),
-                untested=[] if adapter.missing or isinstance(spec.tested, str) else _untested(spec.tested),
+                untested=[] if adapter.missing else _untested(spec.tested),
             )
         )  # fmt: skip
     return EnvironmentReport(

@@ -14,8 +14,7 @@ Level = Literal["note", "warning", "fails"]
 @dataclass(frozen=True, kw_only=True)
 class KnownIssue:
     """An issue of environments that meet all requirements in ``having`` and none in ``lacking``,
-    and where one of ``programs`` (if any) is not on the PATH. ``level``: its severity. ``hint``:
-    how to avoid it."""
+    and lack one of ``programs`` (if any) on the PATH. ``hint``: how to avoid it."""
 
     having: tuple[str, ...]
     reason: str

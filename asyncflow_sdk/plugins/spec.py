@@ -129,8 +129,7 @@ class AdapterSpec:
 
 
 class HookSpecs:
-    """The hook. Later SDKs may pass further arguments. An implementation names only the arguments
-    it uses, or none."""
+    """The hook. An implementation names only the arguments it uses: later SDKs may pass more."""
 
     @hookspec
     def asyncflow_adapters(self, sdk: str) -> Iterable[AdapterSpec]:

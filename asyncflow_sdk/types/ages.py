@@ -38,8 +38,7 @@ class TokenAges(NamedTuple):
 
 
 class AgeSums(NamedTuple):
-    """Sums of token ages, which can be merged over the shards of a step. ``parts``: (sum, maximum)
-    by name."""
+    """Sums of token ages, mergeable over shards of a step. ``parts``: (sum, maximum) by name."""
 
     tokens: int
     parts: dict[str, tuple[int, int]]

@@ -112,8 +112,7 @@ class Batch(Mapping[str, Values]):
         return {n: self[n] if c.spec.kind in plain else self.torch(n) for n, c in self.columns.items()}
 
     def ages(self, step: int) -> TokenAges:
-        """Return the ages of the trained tokens in ``step``. Raises SchemaError without version
-        spans."""
+        """Return the ages of the trained tokens. Raises SchemaError without version spans."""
         return token_ages(
             self.ragged(VERSION_SPANS), step, self.completed_at, self.version_step_offsets, loss_mask(self)
         )

@@ -113,8 +113,7 @@ def _pack(value: Any) -> Column:
 
 
 def find_invalid_entry(rows: Iterable[Any]) -> tuple[int, str] | None:
-    """Return position and description of the first entry unsupported by any column; None if there
-    is none."""
+    """Return position and description of the first entry unsupported by any column, or None."""
     for number, row in enumerate(rows):
         if isinstance(row, (str, bytes, bytearray, memoryview)) or is_torch(row):
             continue
@@ -203,8 +202,7 @@ def _pack_bytes(kind: Kind, rows: list[Any]) -> Column:
 
 
 def _plain(array: Array) -> Array:
-    """Return the array in native byte order. It need not be contiguous: the copy to storage makes
-    it so."""
+    """Return the array in native byte order, contiguous or not: the copy to storage makes it so."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

@@ -53,8 +53,7 @@ _SYNONYMS = {
 
 
 def carrier(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype for elements of dtype ``name``. Raises SchemaError for an unknown
-    name."""
+    """Return the numpy dtype for a dtype's name. Raises SchemaError for an unknown name."""
     try:
         return NUMPY_DTYPES[name]
     except KeyError:
@@ -62,8 +61,7 @@ def carrier(name: str) -> np.dtype[Any]:
 
 
 def floating_name(dtype: Any) -> str:
-    """Return the name in ``FLOATS`` for a dtype or one of its synonyms: "half" is "float16"; "" for
-    other dtypes."""
+    """Return the name in ``FLOATS`` of a dtype or synonym ("half": "float16"), else ""."""
     plain = str(dtype).removeprefix("torch.")
     plain = _SYNONYMS.get(plain, plain)
     return plain if plain in FLOATS else ""
@@ -80,8 +78,7 @@ def check_floating(dtype: Any) -> None:
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name of a numpy dtype. Raises SchemaError for object arrays and for dtypes unknown
-    to torch."""
+    """Return a numpy dtype's name. Raises SchemaError for objects, and if unknown to torch."""
     name = _NAMES.get(dtype)  # the hash of a dtype depends on its byte order
     try:
         return name or _NAMES[dtype.newbyteorder("=")]

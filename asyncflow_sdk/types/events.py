@@ -90,8 +90,7 @@ class WeightState(_Event, frozen=True, tag="weights"):
 
 
 class Committed(_Event, frozen=True, tag="committed"):
-    """A quorum of replicas has staged a version. Replicas without it get no rows until they load
-    it."""
+    """A quorum of replicas has staged a version. The others get no rows until they load it."""
 
     version: int
     staged: int

@@ -35,8 +35,7 @@ def bin_middle(number: int) -> float:
 
 @dataclass
 class LengthHistogram:
-    """A histogram with exact mean and deviation. ``tokens``: sum of lengths. ``squares``: sum of
-    squared lengths."""
+    """A histogram with exact mean and deviation. ``tokens``, ``squares``: sums of lengths and squares."""
 
     rows: float = 0
     tokens: float = 0
@@ -78,9 +77,8 @@ class LengthHistogram:
         return math.nan
 
     def with_unfinished(self, unfinished: LengthHistogram) -> LengthHistogram:
-        """Return the estimated histogram of all responses if the ``unfinished`` ones had finished
-        too: each is distributed like the longer finished ones (Kaplan and Meier 1958, product-limit
-        estimate)."""
+        """Return the estimated histogram of all responses, as if the ``unfinished`` ones had
+        finished like the longer finished ones (Kaplan and Meier 1958, product-limit estimate)."""
         if not unfinished.rows:
             return self
         rows = at_risk = self.rows + unfinished.rows

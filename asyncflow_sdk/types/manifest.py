@@ -45,8 +45,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk. ``digests``: xxh3-128 of each bucket; empty if the version is published without
-    digests."""
+    """A chunk. ``digests``: xxh3-128 of each bucket; empty for a version without digests."""
 
     nbytes: int
     digests: tuple[bytes, ...] = ()
@@ -122,8 +121,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 def digest(data: memoryview) -> bytes:
-    """Return the xxh3-128 digest: it detects corruption and authenticates nothing. Releases the
-    GIL."""
+    """Return the xxh3-128 digest. It detects corruption, not forgery. Releases the GIL."""
     state = xxhash.xxh3_128()
     for start in range(0, len(data), _PIECE):
         state.update(data[start : start + _PIECE])

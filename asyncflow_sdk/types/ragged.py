@@ -38,8 +38,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Any], dtype: npt.DTypeLike | None = None) -> Ragged:
-        """Pack a sequence of arrays or lists. Raises SchemaError unless dtypes and trailing shapes
-        agree."""
+        """Pack arrays or lists. Raises SchemaError unless dtypes and trailing shapes agree."""
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         if not arrays:
             return cls(np.empty(0, dtype or np.int64), np.zeros(1, np.int64))

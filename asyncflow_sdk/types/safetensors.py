@@ -72,8 +72,7 @@ def entry(dtype: str, shape: tuple[int, ...], at: int) -> TensorEntry:
 
 
 def dtype_metadata(name: str, dtype: str) -> dict[str, str]:
-    """Return metadata with the dtype of a tensor stored as bytes; empty for a dtype with a
-    safetensors code."""
+    """Return metadata with the dtype of a tensor stored as bytes, else {}."""
     return {} if dtype in SAFETENSORS_CODES else {f"dtype of {name}": dtype}
 
 
@@ -88,9 +87,8 @@ def encode_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str
 def plan(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None, align: int = 8
 ) -> FileLayout:
-    """Lay out tensors, given by dtype and shape, in one file. Wide elements come first: each tensor
-    is then aligned without gaps. Tensors of one width keep their order. ``metadata``: default
-    ``{"format": "pt"}``."""
+    """Lay out tensors, given by dtype and shape, in one file: wide elements first, aligned without
+    gaps; tensors of one width keep their order. ``metadata``: default ``{"format": "pt"}``."""
     found = dict({"format": "pt"} if metadata is None else metadata)
     entries: dict[str, TensorEntry] = {}
     end = 0
@@ -105,8 +103,7 @@ def plan(
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Read the header of an open file. Raises ValueError if it is no safetensors file, or
-    truncated."""
+    """Read an open file's header. Raises ValueError if no safetensors file, or truncated."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     begin = 8 + length

@@ -28,8 +28,7 @@ class VersionSpan(NamedTuple):
 
 
 def one_version(version: int | npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Ragged:
-    """Return the spans column of rows of one version each. ``version``: the same for all, or int64
-    (n,)."""
+    """Return the spans column of rows of one version each: the same for all, or int64 (n,)."""
     n = len(lengths)
     spans = np.stack([np.full(n, version, np.int64), np.zeros(n, np.int64), lengths.astype(np.int64)], axis=1)
     return Ragged(spans, np.arange(n + 1, dtype=np.int64))

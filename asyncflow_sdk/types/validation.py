@@ -1,7 +1,6 @@
 """Validation of constructor arguments against the annotations of their parameters.
 
-check_types(Sampling, {"max_tokens": "8"})        # ConfigError: Sampling: max_tokens must be int,
-not str: '8'
+check_types(Sampling, {"max_tokens": "8"})       # ConfigError: Sampling: max_tokens must be int, not str: '8'
 """
 
 from __future__ import annotations
@@ -37,16 +36,14 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def closest_name(name: str, known: Iterable[str]) -> str:
-    """Return the closest known name, or "". A name that starts with ``name``, as stop_ids for stop,
-    precedes similar ones."""
+    """Return the closest known name, or "". Longer ones precede: stop_ids for stop."""
     known = list(known)
     longer = [each for each in known if each.startswith(f"{name}_")]
     return next(iter(longer or difflib.get_close_matches(name, known, 1)), "")
 
 
 def check_keywords(made: type, given: Iterable[str]) -> None:
-    """Raise TypeError for an unknown keyword argument, with a suggestion, as Python does from 3.13
-    on."""
+    """Raise TypeError with a suggestion for an unknown keyword argument, as Python 3.13 does."""
     parameters = inspect.signature(made).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return
@@ -56,8 +53,7 @@ def check_keywords(made: type, given: Iterable[str]) -> None:
 
 
 class UserConfig:
-    """Base of users' configuration dataclasses: an unknown keyword raises TypeError with a
-    suggestion."""
+    """Base of configuration dataclasses: an unknown keyword raises TypeError with a suggestion."""
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
         check_keywords(cls, given)
@@ -76,10 +72,9 @@ def check_types(made: type, given: Mapping[str, Any]) -> None:
 
 
 def type_errors(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, problem) for each JSON value in ``given`` of another type than annotated in
-    ``function`` or in a class's constructor. Only numbers, text, bools, None, and lists and
-    mappings of these are checked, since ``function`` may convert values of other annotations.
-    Raises nothing."""
+    """Yield (name, problem) for each JSON value of another type than annotated in ``function`` or
+    in a class's constructor. Checks only numbers, text, bools, None, and lists and mappings of
+    these, because ``function`` may convert other values. Raises nothing."""
     of: Any = function.__init__ if inspect.isclass(function) else function
     of = inspect.unwrap(of)
     for name, value in given.items():

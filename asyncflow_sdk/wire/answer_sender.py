@@ -35,8 +35,7 @@ class _Outgoing(NamedTuple):
 
 
 class AnswerSender:
-    """Not thread-safe: the server's thread owns it. A failed send is ignored: the answer stays for
-    a retry."""
+    """Owned by the server's thread. A failed send is ignored: the client retries."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler

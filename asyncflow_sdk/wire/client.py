@@ -1,8 +1,8 @@
 """Client: a session with a server. A repeated request has no second effect.
 
-client = Client("ipc:///run/x/queue")
-answer = client.request(body, timeout_s=30.0)            # threads: one socket each
-answer = await client.arequest(body, timeout_s=30.0)     # event loops: one socket each
+    client = Client("ipc:///run/x/queue")
+    answer = client.request(body, timeout_s=30.0)            # threads: one socket each
+    answer = await client.arequest(body, timeout_s=30.0)     # event loops: one socket each
 
 A request without an answer is sent again, of a large one only the missing fragments: see
 ``exchange``. All requests end when the server closes for good.
@@ -24,7 +24,7 @@ import zmq
 
 from ..errors import AsyncFlowError, ConfigError, ProtocolError, ServerLost, WireError
 from .client_sockets import FINAL_MESSAGES_MS, POLLIN, LoopSocket, ServerWatch, ThreadSocket
-from .envelope import MAX_BYTES
+from .envelope import GOODBYE, MAX_BYTES
 from .exchange import Message, RequestExchange, WireReply
 from .fragments import nbytes_of
 from .keys import RunKey
@@ -47,9 +47,7 @@ class Client:
     ``key``: authenticates client and server to each other over tcp. ``insecure``: tcp to a server
     without keys. Raises ConfigError for a missing or needless key; the first request raises
     AccessDenied for a wrong one. ``bulk``: most traffic is payload. ``resend_s``: repeat a request
-    after a silence this long, or query its progress; None: ``RESEND_S``.
-
-    ``server_closed``: True once the server has closed for good. ``interrupts``: calls of
+    after a silence this long, or query its progress; None: ``RESEND_S``. ``interrupts``: calls of
     ``interrupt``.
     """
 
@@ -75,23 +73,24 @@ class Client:
             )
         self.address, self.key, self.insecure = address, key, insecure
         self.session = secrets.token_hex(12)
-        self._own_resend_s = resend_s
+        self._resend_s = RESEND_S if resend_s is None else resend_s
         self._pid = os.getpid()
         self._context = context_of(bulk)
         self.interrupts = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._numbers = SequenceNumbers(self.session)
         self._local = threading.local()
         self._sockets: weakref.WeakSet[ThreadSocket] = weakref.WeakSet()  # a thread's socket ends with it
         self._loops: dict[asyncio.AbstractEventLoop, LoopSocket] = {}
         self._accepted = transport == "inproc"
-        self._server = ServerWatch()
+        self._server = ServerWatch(address)
         self.max_bytes = MAX_BYTES
-        self.closed = self.server_closed = False
+        self.closed = False
 
     @property
-    def _resend_s(self) -> float:
-        return RESEND_S if self._own_resend_s is None else self._own_resend_s
+    def server_closed(self) -> bool:
+        """True once the server has closed for good."""
+        return self._server.closed
 
     def check(self) -> None:
         """Raises ServerLost once this client is closed, or the server for good; AsyncFlowError in a
@@ -100,8 +99,8 @@ class Client:
             raise AsyncFlowError("a connection cannot be used in a child made by fork(); connect again in the child")
         if self.closed:
             raise ServerLost(f"this connection to {self.address} is closed")
-        if self.server_closed:
-            raise self._goodbye_error()
+        if self._server.closed:
+            raise self._server.goodbye_error()
 
     def check_size(self, nbytes: int) -> None:
         """Raises ProtocolError for a request above ``max_bytes``, the server's limit."""
@@ -113,8 +112,9 @@ class Client:
             )
 
     def watch(self, pid: int, key: str) -> None:
-        """End requests with ServerLost when the server's process ends, if it is visible here."""
-        self._server = ServerWatch(pid, key)
+        """End requests with ServerLost when the server's process ends, if it is visible here. Call at
+        most once."""
+        self._server.watch(pid, key)
 
     def request(self, body: bytes, timeout_s: float, grace_s: float | None = None) -> bytes:
         """Send a request and return the body of the answer: see ``exchange``."""
@@ -158,8 +158,8 @@ class Client:
                     if not self._wait(channel, left):
                         continue
                     response, data = channel.receive()
-                    if channel.got_goodbye:
-                        raise self._goodbye_error()
+                    if response.seq == GOODBYE:
+                        raise self._server.goodbye_error()
                     if response.seq != seq:
                         continue
                     known = exchange.answer_bytes
@@ -197,13 +197,11 @@ class Client:
             self._numbers.drop(seq)
 
     async def arequest(self, body: bytes, timeout_s: float) -> bytes:
-        """Like ``request``, on the running event loop. Cancellation cancels the request on the
-        server."""
+        """Like ``request``, on the running event loop. Cancelling it cancels the server's work."""
         return (await self.aexchange(body, timeout_s)).body
 
     async def aexchange(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
-        """Like ``exchange``, on the running event loop. Cancellation cancels the request on the
-        server."""
+        """Like ``exchange``, on the running event loop. Cancelling it cancels the server's work."""
         self.check_size(size := nbytes_of(body, payload))
         self.check()
         channel = self._loop_socket()
@@ -272,7 +270,7 @@ class Client:
         """Return True if a message arrives within ``seconds``."""
         watched: list[tuple[Any, int]] = [(channel.socket, POLLIN), (channel.wake, POLLIN)]
         if self._server.ended:
-            raise self._ended_error()
+            raise self._server.ended_error()
         if self._server.fd >= 0:
             watched.append((self._server.fd, POLLIN))
         if channel.handshake is not None:
@@ -287,18 +285,15 @@ class Client:
         if channel.socket in ready:
             return True
         if self._server.fd in ready and not channel.socket.poll(FINAL_MESSAGES_MS):
-            raise self._ended_error()
+            raise self._server.ended_error()
         return False
 
     def _check_goodbyes(self) -> None:
-        """Like ``check``, after reading the sockets of idle threads: newer connections get no
-        goodbye."""
-        with self._lock:
-            self._check_idle_sockets()
-
-    def _check_idle_sockets(self) -> None:
-        """The caller holds the lock, so that no thread begins to use an idle socket."""
-        self.server_closed |= any(channel.drain() for channel in list(self._sockets) if not channel.busy)
+        """Like ``check``, after reading idle threads' sockets: newer connections get no goodbye."""
+        with self._lock:  # so that no thread begins to use an idle socket
+            for channel in list(self._sockets):
+                if not channel.busy:
+                    channel.drain()
         self.check()
 
     def _timeout_error(self, began: float, failures: int = 0) -> ServerLost:
@@ -315,31 +310,22 @@ class Client:
             why = f"does its process still live{network}?"
         return ServerLost(f"{self.address} gave no answer in {took_s:.1f} s; {why}")
 
-    def _goodbye_error(self) -> ServerLost:
-        self.server_closed = True
-        return ServerLost(f"the run at {self.address} was closed by the process that served it")
-
     def _interrupted_error(self) -> WireError:
         return WireError(f"a request to {self.address} was interrupted")
-
-    def _ended_error(self) -> ServerLost:
-        return ServerLost(f"the server at {self.address} is gone: its process {self._server.pid} has ended")
 
     def _thread_socket(self) -> ThreadSocket:
         channel: ThreadSocket | None = getattr(self._local, "channel", None)
         if channel is None:
-            self._check_idle_sockets()
-            channel = self._local.channel = ThreadSocket(self._context, self.address, self.key, not self._accepted)
+            self._check_goodbyes()
+            channel = self._local.channel = ThreadSocket(self._context, self._server, self.key, not self._accepted)
             self._sockets.add(channel)
         return channel
 
     def _renew_thread_socket(self, channel: ThreadSocket) -> ThreadSocket:
-        """Replace this thread's socket: the rest of a partly read message would be read as another
-        one."""
+        """Replace this thread's socket: it would read the rest of a message as another one."""
         with self._lock:
             self._sockets.discard(channel)
-        channel.close(linger=0)
-        with self._lock:
+            channel.close(linger=0)
             del self._local.channel
             self.check()
             new = self._thread_socket()
@@ -353,9 +339,7 @@ class Client:
             for ended in [each for each in list(self._loops) if each.is_closed()]:  # other threads change the dict
                 if (theirs := self._loops.pop(ended, None)) is not None:
                     theirs.close()
-            self._loops[loop] = LoopSocket(
-                self._context, self.address, self.key, self._server, self._ended_error, self._goodbye_error
-            )
+            self._loops[loop] = LoopSocket(self._context, self._server, self.key)
         return self._loops[loop]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import zmq
 
@@ -24,25 +24,32 @@ FINAL_MESSAGES_MS = 100
 """How long messages of an ended server may still be in transit."""
 
 
-class ReceivedMessage(NamedTuple):
-    """A message of the server. ``data``: its payload frame, if any."""
-
-    response: ResponseEnvelope
-    data: Any = None
-
-
 class ServerWatch:
-    """The server's process, if it is visible here. ``fd``: readable once it has ended, else -1.
+    """The server of a client. ``closed``: True once it has closed for good. ``pid``: its process, if
+    it is visible here and ``watch`` was called; ``fd``: readable once it has ended, else -1;
     ``ended``: True if it had ended before."""
 
-    def __init__(self, pid: int = 0, key: str = "") -> None:
-        self.pid, self.fd, self.ended = pid, -1, False
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.pid, self.fd, self.ended, self.closed = 0, -1, False, False
+
+    def watch(self, pid: int, key: str) -> None:
+        """Watch the server's process. Call at most once."""
+        self.pid = pid
         if pid != os.getpid():
             try:
                 fd = open_pidfd(pid, key)
                 self.fd = -1 if fd is None else fd
             except ProcessLookupError:
                 self.ended = True
+
+    def goodbye_error(self) -> ServerLost:
+        """Return the error of requests to a server closed for good."""
+        return ServerLost(f"the run at {self.address} was closed by the process that served it")
+
+    def ended_error(self) -> ServerLost:
+        """Return the error of requests to a server whose process has ended."""
+        return ServerLost(f"the server at {self.address} is gone: its process {self.pid} has ended")
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -51,13 +58,12 @@ class ServerWatch:
 
 class ThreadSocket:
     """The socket of one thread. ``busy``: its requests in progress (2 if a signal handler makes
-    one). ``partial``: True if a message was read in part. ``got_goodbye``: True if the server
-    closed for good.
+    one). ``partial``: True if a message was read in part.
     """
 
-    def __init__(self, context: zmq.Context[Any], address: str, key: RunKey | None, monitored: bool) -> None:
-        self.busy = 0
-        self.partial = self.got_goodbye = False
+    def __init__(self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None, monitored: bool) -> None:
+        self._server, address = server, server.address
+        self.busy, self.partial = 0, False
         self.wake, self._interrupted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
         self._open = [self.wake]
         self.handshake: HandshakeMonitor | None = None
@@ -87,23 +93,21 @@ class ThreadSocket:
         the caller must read the reason. Unsent messages are dropped."""
         _send(self.socket, messages)
 
-    def receive(self) -> ReceivedMessage:
-        """Return the next message, which must be available. Raises ProtocolError."""
+    def receive(self) -> tuple[ResponseEnvelope, Any]:
+        """Return the next message, which must be available, and its payload frame, if any. Raises
+        ProtocolError."""
         self.partial = True
-        envelope, data = self.socket.recv(), None
-        while self.socket.getsockopt(_RCVMORE):
-            data = self.socket.recv(copy=False)
+        envelope, data = _receive(self.socket)
         self.partial = False
         response = decode_response(envelope)
-        self.got_goodbye |= response.seq == GOODBYE
-        return ReceivedMessage(response, data)
+        self._server.closed |= response.seq == GOODBYE
+        return response, data
 
-    def drain(self) -> bool:
-        """Discard messages for requests no longer in progress; return ``got_goodbye``."""
+    def drain(self) -> None:
+        """Read messages for requests no longer in progress; only a goodbye has an effect."""
         with contextlib.suppress(ProtocolError):
             while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & POLLIN:
                 self.receive()
-        return self.got_goodbye
 
     def close(self, linger: int = 200) -> None:
         """Close the socket. ``linger``: milliseconds for unsent messages. Idempotent."""
@@ -121,32 +125,23 @@ class ThreadSocket:
 
 class LoopSocket:
     """The socket of an event loop. It adds its descriptor to the loop itself: zmq.asyncio takes
-    several loop iterations per message.
+    several loop iterations per message."""
 
-    ``ended``, ``goodbye``: make the error of requests whose server's process ended, or closed for
-    good.
-    """
-
-    def __init__(
-        self, context: zmq.Context[Any], address: str, key: RunKey | None, server: ServerWatch,
-        ended: Callable[[], AsyncFlowError], goodbye: Callable[[], AsyncFlowError],
-    ) -> None:  # fmt: skip
-        self.address, self._goodbye = address, goodbye
+    def __init__(self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None) -> None:
         self._loop = asyncio.get_running_loop()
-        self._server, self._ended, self._server_gone = server, ended, False
+        self._server, self._server_gone = server, False
         self._exchanges: dict[int, tuple[RequestExchange, asyncio.Future[None]]] = {}
         self.socket = context.socket(zmq.DEALER)
-        connect(self.socket, address, key)
+        connect(self.socket, server.address, key)
         self._fd = self.socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._fd, self._receive)
         if server.fd >= 0:
             self._loop.add_reader(server.fd, self._server_ended)
 
     async def exchange(self, exchange: RequestExchange, messages: Iterable[Message], wait_s: float) -> None:
-        """Send, and continue the exchange as answers arrive; return once it has a reply, or after
-        ``wait_s``."""
+        """Send, and continue the exchange at each answer until its reply, or for ``wait_s``."""
         if self._server_gone:
-            raise self._ended()
+            raise self._server.ended_error()
         future: asyncio.Future[None] = self._loop.create_future()
         self._exchanges[exchange.seq] = exchange, future
         timer = self._loop.call_later(max(wait_s, 0.0), _resolve, future)
@@ -173,22 +168,20 @@ class LoopSocket:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._fd)
             self._unwatch()
-            self._fail(ServerLost(f"this connection to {self.address} is closed"))
+            self._fail(ServerLost(f"this connection to {self._server.address} is closed"))
         self.socket.close(linger=200)
 
     def _receive(self) -> None:
         while not self.socket.closed and int(self.socket.getsockopt(_EVENTS)) & POLLIN:
-            data = None
+            envelope, data = _receive(self.socket)
             try:
-                envelope = self.socket.recv(_NOBLOCK)
-                while self.socket.getsockopt(_RCVMORE):
-                    data = self.socket.recv(_NOBLOCK, copy=False)
                 response = decode_response(envelope)
             except ProtocolError as error:
                 self._fail(error)
                 continue
             if response.seq == GOODBYE:
-                self._fail(self._goodbye())
+                self._server.closed = True
+                self._fail(self._server.goodbye_error())
             elif response.seq in self._exchanges:
                 self._continue(*self._exchanges[response.seq], response, data)
 
@@ -208,7 +201,7 @@ class LoopSocket:
     def _server_ended(self) -> None:
         self._unwatch()
         self._server_gone = True
-        self._loop.call_later(FINAL_MESSAGES_MS / 1000, lambda: self._fail(self._ended()))
+        self._loop.call_later(FINAL_MESSAGES_MS / 1000, lambda: self._fail(self._server.ended_error()))
 
     def _unwatch(self) -> None:
         if self._server.fd >= 0 and not self._loop.is_closed():
@@ -218,6 +211,13 @@ class LoopSocket:
         for _, future in self._exchanges.values():
             if not future.done():
                 future.set_exception(error)
+
+
+def _receive(socket: zmq.Socket[Any]) -> tuple[bytes, Any]:
+    envelope, data = socket.recv(_NOBLOCK), None
+    while socket.getsockopt(_RCVMORE):
+        data = socket.recv(_NOBLOCK, copy=False)
+    return envelope, data
 
 
 def _send(socket: zmq.Socket[Any], messages: Iterable[Message]) -> None:

@@ -142,11 +142,8 @@ class ConnectionLimiter:
     def _count(self, event: int, descriptor: int, endpoint: str, now: float) -> None:
         listener = self._tcp.get(endpoint)
         if listener is None:
-            for each in self._ipc:
-                if event == _ACCEPTED:
-                    each.count_accepted(endpoint)
-                elif event == _DISCONNECTED:
-                    each.count_disconnected(endpoint)
+            for each in self._ipc if event in (_ACCEPTED, _DISCONNECTED) else ():
+                each.count(endpoint, left=event == _DISCONNECTED)
         elif event == _ACCEPTED:
             listener.unauthenticated[descriptor] = now
         elif event == _DISCONNECTED:

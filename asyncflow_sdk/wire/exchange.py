@@ -32,8 +32,7 @@ class WireReply(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message to send. ``data``: its payload frame. The socket must copy it: its owner may change
-    it."""
+    """A message with its payload frame. The socket must copy it: its owner may change it."""
 
     envelope: bytes
     data: bytes | memoryview | None = None
@@ -63,8 +62,7 @@ class RequestExchange:
         self.received = self.answer_bytes = 0
 
     def begin(self) -> list[Message]:
-        """Return the first messages to send. They are sent again to a server that does not know the
-        request."""
+        """Return the first messages, sent again to a server without this request."""
         self._upload = self._next = self._limit = 0
         self._in_flight: dict[int, int] = {}  # start of a sent fragment → queries sent before it
         self._answer: Reassembly | None = None

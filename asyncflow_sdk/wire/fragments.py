@@ -78,8 +78,7 @@ class Reassembly:
         return self.low == sum(self.sizes)
 
     def add(self, start: int, data: Any) -> bool:
-        """Record a fragment. Return True if it is new payload. Raises ProtocolError for an invalid
-        start or length."""
+        """Record a fragment. Return True if it is new payload. Raises ProtocolError if invalid."""
         end = fragment_end(start, self.sizes)
         if len(data) != end - start:
             raise ProtocolError(f"a fragment of {len(data)} bytes, where {end - start} are expected")

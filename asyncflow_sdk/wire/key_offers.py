@@ -1,8 +1,8 @@
 """Key offers: a client finds the key for a tcp address if a server of the same user on this host
 offers it.
 
-offer_key(directory, ["tcp://127.0.0.1:7000"], keys.run, bound=True)   # server, in the run's shared-memory directory
-find_key("tcp://127.0.0.1:7000")                                       # client
+    offer_key(directory, ["tcp://127.0.0.1:7000"], keys.run, bound=True)   # server, in the run's shared-memory directory
+    find_key("tcp://127.0.0.1:7000")                                       # client
 
 The directory has mode 0700: other users cannot read the key. It is removed with its server, unless
 a journal keeps it for the run's next server.
@@ -118,11 +118,9 @@ def _split(address: str) -> tuple[str, int]:
 
 def _is_here(host: str) -> bool:
     """True if a host name or IP address belongs to this host: a socket can be bound to it."""
-    try:
+    with contextlib.suppress(OSError):
         for family, kind, _, _, (ip, *_rest) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             with socket.socket(family, kind) as trial:
                 trial.bind((ip, 0))
                 return True
-    except OSError:
-        pass
     return False

@@ -1,8 +1,8 @@
 """Key files: server and clients authenticate each other over tcp with CurveZMQ keys.
 
-keys = ensure_keys(Path("runs/x/server.key"), Path("runs/x/run.key"))    # makes missing files
-keys.server, keys.run                                                    # for the server, for its clients
-RunKey.load("runs/x/run.key")                                            # in a client
+    keys = ensure_keys(Path("runs/x/server.key"), Path("runs/x/run.key"))    # makes missing files
+    keys.server, keys.run                                                    # for the server, for its clients
+    RunKey.load("runs/x/run.key")                                            # in a client
 
 Both files are JSON with Z85 keys. As with ssh, a file readable by other users is rejected.
 ``server.key`` stays on the server's host. ``run.key`` is copied to clients: it holds the server's
@@ -28,42 +28,57 @@ from ..memory import make_private_directory
 Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40, pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]*$")]
 
 
-class ServerKeys(
-    msgspec.Struct, frozen=True, tag="asyncflow server key", tag_field="kind", forbid_unknown_fields=True
-):
+_K = TypeVar("_K", bound="_KeyFile")
+
+
+class _KeyFile(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
+    def __repr__(self) -> str:
+        """Without the secret: it is shown in messages and logs."""
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "secret")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    @classmethod
+    def load(cls: type[_K], path: str | os.PathLike[str]) -> _K:
+        """Raises ConfigError for a missing or unreadable file, one readable by others, or another
+        kind of file."""
+        what = str(cls.__struct_config__.tag).removeprefix("asyncflow ")
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise ConfigError(f"there is no {what} at {path}; a server makes one in its run directory") from None
+        except OSError as error:
+            raise ConfigError(f"the {what} {path} cannot be read: {os.strerror(error.errno or 0)}") from None
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{path} is no file; a {what} is expected there")
+            if status.st_mode & 0o077:
+                raise ConfigError(f"the {what} {path} may be read by others than its owner; chmod 600 {path}")
+            text = os.read(fd, 1 << 20)
+        finally:
+            os.close(fd)
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path} is no {what}: {error}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path} is no {what}: it is not text") from None
+
+
+class ServerKeys(_KeyFile, frozen=True, tag="asyncflow server key"):
     """The server's key pair, and the public keys of its accepted clients."""
 
     public: Key
     secret: Key
     clients: tuple[Key, ...]
 
-    def __repr__(self) -> str:
-        """Without the secret: it is shown in messages and logs."""
-        return f"ServerKeys(public={self.public!r}, clients={self.clients!r})"
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> ServerKeys:
-        """Raises ConfigError for a missing or unreadable file, one readable by others, or no server
-        key."""
-        return _load(Path(path), cls, "server key")
-
-
-class RunKey(msgspec.Struct, frozen=True, tag="asyncflow run key", tag_field="kind", forbid_unknown_fields=True):
+class RunKey(_KeyFile, frozen=True, tag="asyncflow run key"):
     """A client's keys: the server's public key, and its own key pair."""
 
     server: Key
     public: Key
     secret: Key
-
-    def __repr__(self) -> str:
-        """Without the secret: it is shown in messages and logs."""
-        return f"RunKey(server={self.server!r}, public={self.public!r})"
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> RunKey:
-        """Raises ConfigError for a missing or unreadable file, one readable by others, or no run
-        key."""
-        return _load(Path(path), cls, "run key")
 
 
 class KeyPair(NamedTuple):
@@ -77,10 +92,9 @@ def ensure_keys(server: Path, run: Path) -> KeyPair:
     """Load the server's keys from file ``server`` and the clients' key from ``run``. Make missing
     files; replace the run key of another server. Raises ConfigError."""
     keys = ServerKeys.load(server) if os.path.lexists(server) else ServerKeys(*_pair(), ())
-    known = None
     if os.path.lexists(run):
         known = RunKey.load(run)
-        if (known.server, known.public in keys.clients) == (keys.public, True):
+        if known.server == keys.public and known.public in keys.clients:
             return KeyPair(keys, known)
     public, secret = _pair()
     keys = msgspec.structs.replace(keys, clients=(*keys.clients, public))
@@ -100,33 +114,6 @@ def generate_keys() -> KeyPair:
 def _pair() -> tuple[str, str]:
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
-
-
-_K = TypeVar("_K", ServerKeys, RunKey)
-
-
-def _load(path: Path, kind: type[_K], what: str) -> _K:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise ConfigError(f"there is no {what} at {path}; a server makes one in its run directory") from None
-    except OSError as error:
-        raise ConfigError(f"the {what} {path} cannot be read: {os.strerror(error.errno or 0)}") from None
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{path} is no file; a {what} is expected there")
-        if status.st_mode & 0o077:
-            raise ConfigError(f"the {what} {path} may be read by others than its owner; chmod 600 {path}")
-        text = os.read(fd, 1 << 20)
-    finally:
-        os.close(fd)
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is no {what}: {error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is no {what}: it is not text") from None
 
 
 def save(path: Path, keys: Any) -> None:

@@ -110,8 +110,7 @@ class TcpListener:
 
 
 class IpcListener:
-    """The socket file ``path``. Not thread-safe: the thread of ``router`` owns it. Raises
-    ConfigError."""
+    """The socket file ``path``. Owned by the thread of ``router``. Raises ConfigError."""
 
     def __init__(self, router: zmq.Socket[Any], path: str) -> None:
         if path[0] in "@*" or len(os.fsencode(path)) > _MAX_PATH_BYTES:
@@ -141,8 +140,7 @@ class IpcListener:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the listening socket; a new one after each admission, -1 once its directory
-        is gone."""
+        """Descriptor of the socket; changed by ``admit``, -1 once its directory is gone."""
         return -1 if self._socket is None else self._socket.fileno()
 
     def admit(self) -> None:
@@ -175,15 +173,10 @@ class IpcListener:
             for _ in range(IPC_BACKLOG):
                 self._socket.accept()[0].close()
 
-    def count_accepted(self, endpoint: str) -> None:
-        """Record a peer accepted at an endpoint of libzmq."""
+    def count(self, endpoint: str, left: bool) -> None:
+        """Record a peer accepted at an endpoint of libzmq, or one that ``left`` it."""
         if endpoint in self._admitted:
-            self._admitted[endpoint][0] += 1
-
-    def count_disconnected(self, endpoint: str) -> None:
-        """Record the disconnection of a peer."""
-        if endpoint in self._admitted:
-            self._admitted[endpoint][1] += 1
+            self._admitted[endpoint][left] += 1
 
     def close_unused(self) -> None:
         """Close sockets passed to libzmq once all their peers have left. libzmq closes a listening

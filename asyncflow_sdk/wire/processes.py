@@ -25,14 +25,18 @@ def same_host(key: str) -> bool:
 
 def has_ended(pid: int, key: str) -> bool:
     """True if a process has ended; False if it is not visible here."""
+    return _is_visible(pid, key) and process_key(pid) != key
+
+
+def _is_visible(pid: int, key: str) -> bool:
     here = process_key(os.getpid()).rsplit(" ", 1)[0]
-    return pid > 0 and bool(key) and key.rsplit(" ", 1)[0] == here and process_key(pid) != key
+    return pid > 0 and bool(key) and key.rsplit(" ", 1)[0] == here
 
 
 def open_pidfd(pid: int, key: str) -> int | None:
     """Return a descriptor, readable once the process ends; None if the process is not visible here.
     Raises ProcessLookupError if it has ended."""
-    if pid <= 0 or not key or key.rsplit(" ", 1)[0] != process_key(os.getpid()).rsplit(" ", 1)[0]:
+    if not _is_visible(pid, key):
         return None
     try:
         fd = os.pidfd_open(pid)
@@ -59,8 +63,7 @@ class ProcessWatch:
         return self._epoll.fileno()
 
     def add(self, session: str, pid: int, key: str) -> None:
-        """Watch the process of a session if it is visible here. Raises ProcessLookupError if it has
-        ended."""
+        """Watch a session's process if visible here. Raises ProcessLookupError if it has ended."""
         if (pid, key) not in self._descriptors:
             fd = open_pidfd(pid, key)
             if fd is None:

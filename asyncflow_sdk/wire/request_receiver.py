@@ -69,21 +69,15 @@ class RequestReceiver:
             try:
                 if others > 1 or len(envelope) + (0 if data is None else len(data)) > self._max_bytes:
                     raise ProtocolError("a request of too many frames or bytes")
-                request = decode_request(envelope)
-            except ProtocolMismatch as mismatch:
+                self._process((router, name), decode_request(envelope), data)
+            except ProtocolError as error:
                 self.garbage += 1
-                self._answers.post((router, name), mismatch.reply)
-            except ProtocolError:
-                self.garbage += 1
-            else:
-                try:
-                    self._process((router, name), request, data)
-                except ProtocolError:
-                    self.garbage += 1
-                except Exception:  # must not end the server
-                    _log.exception("the server failed at a request")
-                if not self._hold:
-                    self._answers.flush()
+                if isinstance(error, ProtocolMismatch):
+                    self._answers.post((router, name), error.reply)
+            except Exception:  # must not end the server
+                _log.exception("the server failed at a request")
+            if not self._hold:
+                self._answers.flush()
             if not int(router.getsockopt(_EVENTS)) & _POLLIN:
                 return
 
@@ -116,7 +110,9 @@ class RequestReceiver:
         if route not in session.connections:
             session.add_connection(route)
         for dropped in request.dropped:
-            self._drop(request.session, session, dropped)
+            if not session.is_known(dropped):
+                self.uploads.release(request.session, dropped)
+            self._requests.drop(self._handler, request.session, dropped)
         for confirmed in request.settled:
             session.confirm(confirmed)
         if request.done > session.done:
@@ -138,7 +134,7 @@ class RequestReceiver:
             sink = None if data is None else self._handler.sink(request.session, request.body, len(data))
             if sink is not None and sink.error is None:
                 sink.write(0, data)
-            self._execute(route, request.session, session, seq, request.done, request.body, sink)
+            self._execute(route, request.session, seq, request.done, request.body, sink)
 
     def _repeat(self, route: Route, session: SessionState, seq: int, part: RequestPart | None) -> None:
         """Process another message about a request in execution, or already answered."""
@@ -157,25 +153,10 @@ class RequestReceiver:
         if seq in session.answers and sizes is None and not getattr(part, "answering", False):
             self._answers.queue(session, seq)
 
-    def _drop(self, name: str, session: SessionState, seq: int) -> None:
-        if not session.is_known(seq):
-            self.uploads.release(name, seq)
-        self._requests.drop(self._handler, name, session, seq)
-
-    def _execute(
-        self,
-        route: Route,
-        name: str,
-        session: SessionState,
-        seq: int,
-        done: int,
-        body: bytes,
-        sink: PayloadSink | None,
-    ) -> None:
+    def _execute(self, route: Route, name: str, seq: int, done: int, body: bytes, sink: PayloadSink | None) -> None:
         """Execute a complete request on its first arrival."""
-        session.skip_to(min(done, seq) - 1)
-        if self._requests.begin(self._handler, route, name, session, seq, body, sink):
-            self._requests.drop(self._handler, name, session, seq)
+        if self._requests.begin(self._handler, route, name, seq, done, body, sink):
+            self._requests.drop(self._handler, name, seq)
 
     # ---- uploads
 
@@ -208,6 +189,4 @@ class RequestReceiver:
             self._answers.send_progress(upload.route, upload.seq, upload.progress(message_upload))
             return
         self.uploads.remove(upload)
-        session = self._requests.sessions[upload.session]
-        body = upload.reassembly.body
-        self._execute(upload.route, upload.session, session, upload.seq, done, body, upload.sink)
+        self._execute(upload.route, upload.session, upload.seq, done, upload.reassembly.body, upload.sink)

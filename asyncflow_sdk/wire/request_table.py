@@ -23,17 +23,12 @@ class RequestTable:
         self._next_ticket = 1
 
     def begin(
-        self,
-        handler: RequestHandler,
-        route: Route | None,
-        name: str,
-        session: SessionState,
-        seq: int,
-        body: bytes,
-        payload: Any,
+        self, handler: RequestHandler, route: Route | None, name: str, seq: int, done: int, body: bytes, payload: Any
     ) -> bool:
-        """Execute a request on its first arrival. Return True if its cancellation arrived before
-        it."""
+        """Execute a request on its first arrival. ``done``: all requests below it are over. Return
+        True if its cancellation arrived before it."""
+        session = self.sessions[name]
+        session.skip_to(min(done, seq) - 1)
         dropped = session.mark_received(seq)
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         session.routes[seq], session.tickets[seq] = route, ticket
@@ -51,13 +46,15 @@ class RequestTable:
         return session, seq
 
     def numbers(self, ticket: int) -> tuple[int, int]:
-        """Return the seq of an unanswered request, and its session's ``done``: all requests below
-        are over."""
+        """Return the seq of an unanswered request, and ``done`` of its session."""
         name, seq = self._by_ticket[ticket]
         return seq, self.sessions[name].done
 
-    def drop(self, handler: RequestHandler, name: str, session: SessionState, seq: int) -> None:
+    def drop(self, handler: RequestHandler, name: str, seq: int) -> None:
         """Cancel a request. Notify the handler unless the answer has arrived."""
+        session = self.sessions.get(name)
+        if session is None:  # the handler ended it when it executed the request
+            return
         if not session.is_known(seq):
             if seq not in session.early:
                 session.drop_early(seq)
@@ -84,9 +81,8 @@ class RequestTable:
         """Replay a recorded request: ``handler`` executes it."""
         session = self.sessions.setdefault(name, SessionState())
         session.advance_done(done)
-        session.skip_to(min(done, seq) - 1)
         following, self._next_ticket = self._next_ticket, ticket
-        self.begin(handler, None, name, session, seq, body, None)
+        self.begin(handler, None, name, seq, done, body, None)
         self._next_ticket = max(following, self._next_ticket)  # a request that waited has a lower ticket
 
     def replay_drop(self, handler: RequestHandler, name: str, seq: int) -> None:
@@ -96,7 +92,7 @@ class RequestTable:
             session.mark_received(seq)
             handler.dropped(name, seq, 0, None)
         else:
-            self.drop(handler, name, session, seq)
+            self.drop(handler, name, seq)
 
     def finish_replay(self) -> None:
         """Forget all connections: clients of the earlier server have to repeat their requests."""

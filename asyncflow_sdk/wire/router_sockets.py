@@ -44,7 +44,6 @@ class RouterSockets:
         self._keyed_context: zmq.Context[Any] | None = None
         self.zap: zmq.Socket[Any] | None = None
         self.routers: list[zmq.Socket[Any]] = []
-        self.addresses: list[str] = []
         self.refused = 0
         self.limiter = ConnectionLimiter()
         self._plain: zmq.Socket[Any] | None = None

@@ -1,5 +1,5 @@
-"""SequenceNumbers: the request numbers of one session, and the news about them that the server has
-not received yet.
+"""SequenceNumbers: the request numbers of one session, and the confirmations and cancellations that
+the server has not received yet.
 
 A number is open until its answer arrives. A cancelled number stays open until an answer proves that
 the server knows of the cancellation: if ``done`` passed it before, the server would forget the
@@ -33,7 +33,7 @@ class SequenceNumbers:
             return self._last
 
     def envelope(self, seq: int, body: bytes, part: RequestPart | None = None) -> bytes:
-        """Encode a message about a request, with the news. ``seq`` 0: only the news."""
+        """Encode a message with confirmations and cancellations; ``seq`` 0: about no request."""
         with self._lock:
             settled, self._settled = tuple(self._settled), []
             dropped = tuple(self._dropped)

@@ -1,9 +1,9 @@
 """Server: one thread owns the ROUTER sockets, executes requests in order, and sends each answer
 when it is known.
 
-server = Server(["ipc:///run/x/queue"], handler); server.start()     # handler: see Handler
-server.answer(ticket, body)                                          # from the server's thread, now or later
-server.stop()
+    server = Server(["ipc:///run/x/queue"], handler); server.start()     # handler: see Handler
+    server.answer(ticket, body)                                          # from the server's thread, now or later
+    server.stop()
 
 RequestReceiver reads and executes requests, RequestTable keeps sessions and answers, AnswerSender
 sends. A frame above FRAME_BYTES cuts its connection before any memory is allocated for it.
@@ -153,14 +153,12 @@ class Server:
             self._answers.queue(session, seq, recorded=recorded)
 
     def finish_replay(self) -> None:
-        """Call after a replay, before ``start``: its answers are sent only to clients that ask
-        again."""
+        """Call after a replay, before ``start``: only clients that ask again get its answers."""
         self._answers.clear()
         self.requests.finish_replay()
 
     def watch(self, session: str, pid: int, key: str) -> None:
-        """Call ``Handler.gone`` when the process of a session ends. Ignores processes of other
-        hosts."""
+        """Call ``Handler.gone`` when a session's process ends. Ignores processes of other hosts."""
         if pid == os.getpid() and key in ("", process_key(pid)):
             return
         try:
@@ -204,8 +202,7 @@ class Server:
             self._close()
 
     def _send_goodbyes(self) -> None:
-        """Send a goodbye over each known connection, after its answers. The senders of unread
-        requests get one too."""
+        """Send a goodbye over known connections and to the senders of unread requests."""
         routes = {route for session in self.requests.sessions.values() for route in session.connections}
         for router in self._sockets.routers:
             with contextlib.suppress(zmq.Again):

@@ -40,8 +40,7 @@ class SessionState:
     early: set[int] = field(default_factory=set)
 
     def add_connection(self, route: Route) -> None:
-        """Remember a connection. Above MAX_CONNECTIONS, keep the first, which joined, and the
-        newest."""
+        """Keep a connection; above MAX_CONNECTIONS the first, which joined, and the newest."""
         self.connections[route] = None
         if len(self.connections) > MAX_CONNECTIONS:
             del self.connections[next(itertools.islice(self.connections, 1, None))]
@@ -88,14 +87,12 @@ class SessionState:
         return self.answers.pop(seq, None)
 
     def release_downloads(self, before_s: float) -> None:
-        """Release downloads sent completely, or inactive since ``before_s``; a retry makes them
-        again."""
+        """Release downloads sent, or inactive since ``before_s``; a retry makes them again."""
         for seq in [seq for seq, each in self.downloads.items() if each.complete or each.active_s < before_s]:
             del self.downloads[seq]
 
     def skip_to(self, seq: int) -> None:
-        """Mark all requests up to ``seq`` as received. A restarted server has no record of requests
-        without effect."""
+        """Mark all requests up to ``seq`` as received: those without effect were not recorded."""
         if seq > self.low:
             self.low = seq
             self.ahead = {s for s in self.ahead if s > seq}

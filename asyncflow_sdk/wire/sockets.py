@@ -63,8 +63,7 @@ def transport_of(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """True if a tcp address is reachable only from its own host: an IP address of loopback, or
-    localhost."""
+    """True if only its own host reaches a tcp address: an IP address of loopback, or localhost."""
     host = address.partition("://")[2].rsplit(":", 1)[0].strip("[]")
     if host == "localhost":
         return True
@@ -83,8 +82,7 @@ def set_tcp(socket: Any) -> None:
 
 
 def connect(socket: Any, address: str, key: RunKey | None) -> None:
-    """Set the options of a client's socket, and connect it. Raises ConfigError for an invalid
-    address."""
+    """Set the options of a client's socket, and connect it. Raises ConfigError."""
     socket.linger = 200  # milliseconds, for the last confirmation
     socket.sndhwm = socket.rcvhwm = 0  # no drops: at most two requests are in progress
     socket.maxmsgsize = FRAME_BYTES
@@ -106,21 +104,17 @@ def connect(socket: Any, address: str, key: RunKey | None) -> None:
 def probe(address: str) -> None:
     """Raises ServerLost if no server listens at an address, ConfigError for an invalid address."""
     transport, _, rest = address.partition("://")
+    if transport not in ("ipc", "tcp"):
+        raise ConfigError(f"{address!r} is no address of another process; tcp://HOST:PORT or ipc://PATH is expected")
     try:
         if transport == "ipc":
             with sockets.socket(sockets.AF_UNIX) as trial:
                 trial.settimeout(CONNECT_S)
                 trial.connect(rest)
-        elif transport == "tcp":
+        else:
             host, _, port = rest.rpartition(":")
             sockets.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-        else:
-            raise ConfigError(
-                f"{address!r} is no address of another process; tcp://HOST:PORT or ipc://PATH is expected"
-            )
     except OSError as error:
         raise ServerLost(f"nobody listens at {address} ({error.strerror or error}); its server has ended") from None
     except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{address} is no address: {error}") from None

@@ -35,8 +35,7 @@ class PayloadSink(Protocol):
 
     @property
     def error(self) -> Exception | None:
-        """Why the payload cannot be stored, else None. The request is then executed without it, and
-        fails."""
+        """Why the payload cannot be stored, else None. The request then fails without it."""
 
     def write(self, start: int, data: Any) -> None:
         """Store bytes ``start`` to ``start + len(data)``. Fragments arrive in any order."""
