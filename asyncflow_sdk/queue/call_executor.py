@@ -87,19 +87,10 @@ class TrainedStep(NamedTuple):
     completed_at: Ids
 
 
-class RunMemory(NamedTuple):
-    """Directories of the run's shared memory. ``rows``: of row segments, "" if it is ``directory``.
-    ``durability``: "" if a dead server does not restart."""
-
-    directory: str
-    rows: str
-    durability: str
-
-
 class CallExecutor:
-    """``send``: sends an answer by ticket; its last argument is True if ``QueueServer.make``
-    completes it. ``forget``: called when a session has ended. Not thread-safe: only the server's
-    thread uses it."""
+    """``welcome``: the reply to a hello, without the session. ``send``: sends an answer by ticket;
+    its last argument is True if ``QueueServer.make`` completes it. ``forget``: called when a
+    session has ended. Not thread-safe: only the server's thread uses it."""
 
     KEPT = ("_pending",)
 
@@ -109,11 +100,11 @@ class CallExecutor:
         payloads: PayloadManager,
         clock: Clock,
         listeners: Listeners,
-        memory: RunMemory,
+        welcome: Welcome,
         send: Callable[[int, bytes, bool], None],
         forget: Callable[[str], None],
     ) -> None:
-        self.ledger, self.payloads, self.clock, self.memory = ledger, payloads, clock, memory
+        self.ledger, self.payloads, self.clock, self._welcome = ledger, payloads, clock, welcome
         self.clients = ClientTable()
         self._state, self._record = ledger.state, ledger.state.context.log
         self._listeners, self._send, self._forget = listeners, send, forget
@@ -196,8 +187,7 @@ class CallExecutor:
         assert isinstance(joined, cmd.SessionOpened)
         self.clients.by_session[session] = ClientProcess(joined.session, hello.pid, hello.pid_key, hello.host)
         self.payloads.open_session(session)
-        memory = self.memory
-        welcome = Welcome(joined.session, memory.directory, __version__, memory.durability, memory.rows)
+        welcome = msgspec.structs.replace(self._welcome, session=joined.session)
         self._answer(ticket, session, CallResult(welcome), completed_by_make=True)
 
     def _execute(self, session: str, ticket: int, call: Call, now: float) -> None:

@@ -20,11 +20,11 @@ from ..ledger import Audit, Ledger
 from ..ledger import commands as cmd
 from ..wire import Server
 from . import snapshot
-from .call_executor import CallExecutor, Clock, RunMemory
+from .call_executor import CallExecutor, Clock
 from .journal import JournalHead, JournalReader, Record, RequestRecord, SessionEndRecord
 from .listeners import Listeners
 from .payload_manager import PayloadManager
-from .protocol import ClientHello, decode_call
+from .protocol import ClientHello, Welcome, decode_call
 from .recovery import RecoverableState
 
 NOT_COMPARED = ("now", "deadlines")
@@ -81,10 +81,8 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
     rows = Path(first.rows) if first.rows else memory
     payloads = PayloadManager(ledger.state, rows, memory, synced=False)
     wire = Server([], None)  # type: ignore[arg-type]  # never started, so it handles nothing
-    executor = CallExecutor(
-        ledger, payloads, Clock(), listeners, RunMemory(first.directory, first.rows, first.durability), wire.answer,
-        wire.forget,
-    )  # fmt: skip
+    welcome = Welcome(0, first.directory, first.sdk, first.durability, first.rows)
+    executor = CallExecutor(ledger, payloads, Clock(), listeners, welcome, wire.answer, wire.forget)
     recoverable, watch = RecoverableState(executor, wire, listeners), _Watch(ledger, on_milestone)
     records = differing = torn = 0
     try:

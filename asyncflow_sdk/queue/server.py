@@ -24,7 +24,7 @@ from ..types import Batch, Event
 from ..types import events as ev
 from ..wire import MAX_BYTES, KeyPair, PayloadSink, Server, has_ended, offer_key, process_key
 from .blocks import Block
-from .call_executor import CallExecutor, Clock, RunMemory
+from .call_executor import CallExecutor, Clock
 from .deferred import DeferredRequest, DeferredRequests
 from .durability import Durability
 from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
@@ -105,11 +105,10 @@ class QueueServer:
         )
         path, rows = self.directory.path, self.rows
         self._payloads = PayloadManager(self._ledger.state, rows, path, synced=self.durability == "host")
+        welcome = Welcome(0, str(path), __version__, self.durability, "" if rows == path else str(rows))
         self._executor = CallExecutor(
-            self._ledger, self._payloads, self._clock, self._listeners,
-            RunMemory(str(path), "" if rows == path else str(rows), self.durability), self._wire.answer,
-            self._wire.forget,
-        )  # fmt: skip
+            self._ledger, self._payloads, self._clock, self._listeners, welcome, self._wire.answer, self._wire.forget
+        )
         self._clients = self._executor.clients
         self._recoverable = RecoverableState(self._executor, self._wire, self._listeners)
         self._wire.on_note(self._note_or_log)
