@@ -179,7 +179,7 @@ class QueueServer:
         """Return the sink for a call's payload."""
         if session not in self._clients:
             return RefusedUpload(ProtocolError("unknown session: send hello first"))
-        return self._payloads.sink(body, nbytes)
+        return self._payloads.remote.sink(body, nbytes)
 
     def request(self, session: str, ticket: int, body: bytes, payload: IncomingBlock | RefusedUpload | None) -> None:
         """Handle a call."""
@@ -196,7 +196,7 @@ class QueueServer:
         """Complete a result when it is sent: a welcome with this process, a lease with its columns."""
         answer = decode_result(body)
         if not isinstance(answer.reply, Welcome):
-            return self._payloads.inline(answer)
+            return self._payloads.remote.inline(answer)
         owner = os.stat(self.directory.path / "owner")
         pid = os.getpid()
         reply = msgspec.structs.replace(
@@ -291,7 +291,7 @@ class QueueServer:
         self._durability.reserve(len(body), new_rows=request.puts_rows)
         if request.payload is not None or call.payload is not None:
             try:
-                call = self._payloads.store(call, request.payload)
+                call = self._payloads.remote.store(call, request.payload)
                 body = encode(call)
             except AsyncFlowError as error:
                 self._reply(request.ticket, error)
