@@ -21,8 +21,8 @@ from ..errors import PayloadLost, SchemaError
 from ..ledger import Ledger
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
-from ..types import ColumnSpec, carrier, check_column_name
-from .blocks import ALIGN, Block
+from ..types import ColumnSpec, check_column_name
+from .blocks import ALIGN, Block, kind_of
 
 _LARGEST = 1 << 63
 _EXACT: dict[Any, tuple[type, ...]] = {
@@ -191,13 +191,9 @@ def _least(names: tuple[str, ...], specs: tuple[ColumnSpec, ...]) -> tuple[int, 
     """Return the least bytes of columns: for each row, and in addition. Raises SchemaError."""
     row_bytes = extra = 0
     for name, spec in zip(names, specs, strict=True):
-        size = carrier(spec.dtype).itemsize
-        for length in spec.shape:
-            size *= length
-        if min(spec.shape, default=0) < 0:
-            raise SchemaError(f"column {name!r} has the shape {spec.shape}")
-        row_bytes += size if spec.kind == "fixed" else 8
-        extra += 0 if spec.kind == "fixed" else 8
+        kind = kind_of(name, spec)
+        row_bytes += 8 if kind.ragged else kind.width
+        extra += 8 if kind.ragged else 0
     return row_bytes, extra
 
 
