@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from typing import Any
 
 from ..types.reports import TERMINAL, LeaseStatus, ParkedStatus, SessionStatus, StatusReport, VersionStatus
 from . import commands as cmd
@@ -151,12 +152,13 @@ class StatusReporter:
     def _parked_status(self, request: ParkedRequest) -> ParkedStatus:
         now = self._state.context.now
         return ParkedStatus(
-            session=request.session, name=self._state.sessions.name(request.session), verb=_verb(request.command),
+            session=request.session, name=self._state.sessions.name(request.session), verb=verb_of(request.command),
             why=self._diagnostics.why(request), since_s=now - request.since, left_s=request.expires - now,
         )  # fmt: skip
 
 
-def _verb(command: cmd.Command) -> str:
+def verb_of(command: Any) -> str:
+    """Describe a waiting command in a few words ("get train", "put 64 rows")."""
     match command:
         case cmd.LeaseRows():
             return f"get {command.task}"
