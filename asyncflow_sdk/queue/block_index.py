@@ -201,7 +201,7 @@ class BlockIndex:
 
     def segments_of(self, owner: str) -> Collection[str]:
         """Return the segments of an owner that rows need."""
-        return self._segments.of(owner)
+        return {name for of, name in self._segments._number if of == owner}
 
     def _plan(self, columns: tuple[str, ...]) -> list[tuple[Family, tuple[str, ...], bytes]]:
         """Return for each family with some of these columns: the columns and their positions in it."""
@@ -291,7 +291,7 @@ class BlockIndex:
 
 
 class _Segments:
-    """Segments in use, with a number, an owner and a count of blocks for each."""
+    """Segments in use, with a count of blocks for each."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -320,10 +320,6 @@ class _Segments:
         if not self._blocks[number]:
             del self._number[self.owners[number], self.names[number]]
             self._free.append(number)
-
-    def of(self, owner: str) -> Collection[str]:
-        """Return the segments of an owner."""
-        return {name for of, name in self._number if of == owner}
 
 
 def _fields(family: Family, names: list[str]) -> bytes:
