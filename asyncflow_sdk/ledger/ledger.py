@@ -60,7 +60,6 @@ from .status import StatusReporter
 from .step_versions import StepVersions
 from .task_samplers import TaskSamplers
 from .terminations import Terminations
-from .version_diagnostics import VersionDiagnostics
 
 Handler = Callable[[Session, Any], cmd.Reply | None]
 
@@ -102,8 +101,7 @@ class Ledger:
         self.checkpoints = StepCheckpoints(
             state, self.terminations, self.completion, self.publication, self.payload_loss
         )
-        weights = VersionDiagnostics(state, self.publication, self.replicas, self.replica_updates)
-        self._diagnostics = Diagnostics(state, self.staleness, weights)
+        self._diagnostics = Diagnostics(state, self.staleness, self.publication, self.replicas, self.replica_updates)
         self._reporter = StatusReporter(state, self.staleness, self.publication, self.replicas, self._diagnostics)
         self._handlers: dict[type, Handler] = self._handlers_by_command()
 

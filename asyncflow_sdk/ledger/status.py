@@ -8,7 +8,7 @@ from typing import Any
 
 from ..types.reports import TERMINAL, LeaseStatus, ParkedStatus, SessionStatus, StatusReport, VersionStatus
 from . import commands as cmd
-from .diagnostics import Diagnostics
+from .diagnostics import Diagnostics, doing, join_some
 from .publication import VersionPublication
 from .replicas import Replicas
 from .staleness import StalenessControl
@@ -17,7 +17,6 @@ from .state.grants import Grant
 from .state.parked import ParkedRequest
 from .state.rows import NONE, TASK_STATES
 from .state.sessions import Session
-from .version_diagnostics import doing, join_some
 
 MAX_LISTED = 100
 """Limit of explained requests, the longest waiting, and of listed sessions, the oldest."""
