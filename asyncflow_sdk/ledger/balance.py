@@ -97,8 +97,7 @@ def _differencing(weights: Sequence[float], shards: int) -> npt.NDArray[np.int64
 
 
 def _improve(weights: Weights, shard: npt.NDArray[np.int64], shards: int) -> npt.NDArray[np.int64]:
-    """Swap rows of the heaviest shard with rows of lighter ones, each as near as possible to half
-    the gap."""
+    """Swap rows of the heaviest shard with lighter ones, each as near as can be to half the gap."""
     sums = np.bincount(shard, weights, shards)
     order = np.lexsort((weights, shard))
     members = np.split(order, np.cumsum(np.bincount(shard, minlength=shards))[:-1])  # lightest first

@@ -137,8 +137,7 @@ class StepCheckpoints:
         self._completion.consume(ids, at)
 
     def _train_again(self, first: int) -> int:
-        """Queue full steps from ``first`` on for the trainer again. Return the number of
-        acknowledged rows."""
+        """Queue full steps from ``first`` on again. Return the number of acknowledged rows."""
         rows, steps = self._state.rows, self._state.steps
         whole = {step: ids for step, ids in sorted(steps.uncovered.items()) if step >= first}
         steps.closed = deque([*((step, ids) for step, ids in steps.closed if step < first), *whole.items()])
@@ -158,8 +157,7 @@ class StepCheckpoints:
         return len(done)
 
     def _continue_from(self, step: int, parent: int, who: str) -> tuple[int, bool]:
-        """Return the version trained by ``step`` from now on, and True if the trainer must publish
-        it first."""
+        """Return the version that ``step`` trains now, and True if it must first be published."""
         versions, publication = self._state.versions, self._publication
         current = versions.current
         if current == NONE:

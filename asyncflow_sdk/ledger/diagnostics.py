@@ -196,8 +196,7 @@ class Diagnostics:
         return f"{text}; {coming}" if coming else text
 
     def _missing(self, task: Task) -> str:
-        """Name the tasks that should write needed columns, with the rows they hold or the reason
-        for none."""
+        """Name the tasks that should write needed columns, and what they do."""
         columns = self._lacking(task)
         names: list[str] = []
         pending = [task]
@@ -268,16 +267,14 @@ class Diagnostics:
     # ---- versions: who writes, fetches, may load or failed to load one
 
     def _why_missing(self) -> str:
-        """Explain why no newer version can be fetched: the current one is gone, one is being
-        written, or replicas failed; "" if none of these."""
+        """Explain why no newer version can be fetched; "" if unknown."""
         failures = join_some(self._doing(self._state.sessions.by_id[number]) for number in self._replicas.failing)
         return "; ".join(
             part for part in (self._state.versions.unavailable, self._why_unfinished(), failures) if part
         )
 
     def _why_unfinished(self) -> str:
-        """Explain why the announced or last discarded version is not current; "" if there is
-        none."""
+        """Explain why the announced or last discarded version is not current; "" if none."""
         publication = self._publication
         announced = publication.announced
         if announced is None:

@@ -200,8 +200,7 @@ class Ledger:
         return min((time for time in times if time is not None), default=None)
 
     def session_died(self, session: int, now: float, reason: str, *, blame: bool = True) -> None:
-        """Close a session: drop its parked requests and return its rows. ``blame``: count it as an
-        attempt of the rows."""
+        """Close a session and return its rows. ``blame``: count it as an attempt of the rows."""
         self.state.context.now = now
         self._close(session, reason, blame=blame)
         self._settle()
@@ -258,8 +257,7 @@ class Ledger:
         return self._reporter.report()
 
     def parts(self) -> dict[str, object]:
-        """Return the parts of the state and the rules by name: a snapshot consists of their
-        attributes."""
+        """Return the parts of the state and the rules by name; a snapshot has their attributes."""
         rules = {name: rule for name, rule in vars(self).items() if not name.startswith("_")}
         return {**vars(self.state), **rules}
 

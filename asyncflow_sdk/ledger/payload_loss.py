@@ -63,8 +63,7 @@ class PayloadLoss:
         return live
 
     def _remove_from_steps(self, ids: Ids, reason: str) -> list[Ids]:
-        """Reopen full steps with missing rows; a step overtaken by a later acknowledged one fails
-        whole. Return the rows failed this way."""
+        """Reopen full steps with missing rows. Return rows of overtaken steps, which fail whole."""
         steps, failed = self._state.steps, []
         held = {grant.step: self._state.leases.outstanding(grant) for grant in self._state.leases.of_step(0)}
         full = dict(steps.closed) | held

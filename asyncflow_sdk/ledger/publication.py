@@ -173,8 +173,7 @@ class VersionPublication:
         return number if self.announced is None else max(number, self.announced.version + 1)
 
     def discard(self, what: str) -> None:
-        """Discard the announced version, if any. ``what``: the cause, after the subject "version
-        N"."""
+        """Discard the announced version, if any. ``what``: why, after the words "version N"."""
         announced = self.announced
         if announced is not None:
             self.discarded = (announced.version, f"version {announced.version} {what}")

@@ -36,8 +36,7 @@ class Shuffled(Sampler):
 
 
 class ByColumn(Sampler):
-    """Rows in order of a column's value or length, largest first (or smallest), ties by age.
-    Low-ranked rows may wait for ever."""
+    """Rows by a column's value or length, largest first or smallest. Low ranks may starve."""
 
     may_starve = True
 

@@ -95,8 +95,7 @@ class StatusReporter:
         )
 
     def _works_meanwhile(self, request: ParkedRequest) -> bool:
-        """True if the client works while this request waits, for lost rows or for a newer
-        version."""
+        """True if the client works while it waits, for lost rows or for a newer version."""
         if isinstance(request.command, cmd.AwaitLost):
             return True
         loaded = self._state.sessions.by_id[request.session].loaded

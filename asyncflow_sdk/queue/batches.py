@@ -85,8 +85,7 @@ class BatchVerbs(Batch):
         index: npt.ArrayLike | None = None,
         filtered: npt.ArrayLike | None = None,
     ) -> None:
-        """Write the payload now, send the completion with the next request; see
-        ``LeasedBatch.finish``."""
+        """Write now, send the completion with the next request; see ``LeasedBatch.finish``."""
         if self._last is not None:
             raise SchemaError(
                 "this batch is finished already: use complete() for parts of it, and finish() once, for the last part"

@@ -147,12 +147,8 @@ class BlockIndex:
         return freed
 
     def find_lost(self, exist: BlockCheck, among: Ids | None = None) -> Ids:
-        """Return the rows with lost blocks. ``exist``: checks blocks of a segment by start, serial
-        and bytes.
-
-        ``among``: check only the blocks of these rows; the result includes other rows of these
-        blocks.
-        """
+        """Return the rows of lost blocks. ``among``: check only the blocks of these rows; the
+        result includes other rows of these blocks."""
         used = np.ones(len(self._blocks), np.bool_)
         used[self._free] = False
         if among is not None:
@@ -227,8 +223,7 @@ class BlockIndex:
         return self._slices((name,), field, place)
 
     def _slices(self, names: tuple[str, ...], fields: bytes | npt.NDArray[np.int32], places: Ids) -> BlockSlices:
-        """Return the slices at places. ``fields``: packed, for all blocks; or an array, for each
-        row."""
+        """Return the slices at places. ``fields``: packed, for all blocks; or an array, by row."""
         first = int(places[0])
         count = len(places)
         if count == 1 or (int(places[-1]) - first == count - 1 and (places[1:] - places[:-1] == 1).all()):

@@ -171,8 +171,7 @@ def kind_of(name: str, spec: ColumnSpec) -> Kind:
 
 
 def _wrong(wanted: list[Kind], table: Ints, rows: Ints, nbytes: Ints, body: Ints) -> npt.NDArray[np.bool_]:
-    """Return True for each column (n, columns) outside its block. No sum of checked values
-    overflows."""
+    """Return True for each column (n, columns) outside its block. No sum overflows."""
     values, size, offsets = table[:, :, 0], table[:, :, 1], table[:, :, 2]
     ragged = np.array([kind.ragged for kind in wanted])
     width = np.array([kind.width for kind in wanted])

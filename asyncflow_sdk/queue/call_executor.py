@@ -168,8 +168,7 @@ class CallExecutor:
         self._flush()
 
     def report_steps_again(self) -> None:
-        """Report acknowledged steps with live rows: an earlier server's listener may not have read
-        them."""
+        """Report acknowledged steps with live rows: a listener may not have read them."""
         rows = self._state.rows
         for step, ids in self._state.steps.acknowledged() if self._listeners.steps else ():
             at = rows.at(ids)

@@ -119,8 +119,7 @@ def owns(session: int, segment: str) -> bool:
 def check_call(
     ledger: Ledger, directory: Path, session: int, command: cmd.AnyCommand, block: Block | None
 ) -> tuple[Ids | None, int]:
-    """Return a completion's rows, in its block's order, and their step. Raises SchemaError,
-    PayloadLost."""
+    """Return a completion's rows, as in its block, and step. Raises SchemaError, PayloadLost."""
     if not isinstance(command, (cmd.AddRows, cmd.Complete)):
         if block is not None:
             raise SchemaError("this command takes no payload")

@@ -135,8 +135,7 @@ class Connection:
         then: cmd.LeaseRows | None = None,
         payload: int | None = None,
     ) -> bytes:
-        """Return the encoded call, with waiting events. Raises TypeError, SchemaError for its
-        arguments."""
+        """Return the encoded call, with waiting events. Raises TypeError, SchemaError."""
         for each in (command, then):
             if each is not None:
                 check_arguments(each)
@@ -156,8 +155,7 @@ class Connection:
         return ResultWithPayload(**msgspec.structs.asdict(answer), memory=reply.payload)
 
     def columns(self, answer: CallResult) -> dict[str, Column]:
-        """Return the columns of leased rows: from the reply's payload, or from shared memory (views
-        where contiguous, else copies)."""
+        """Return the columns of leased rows: from the reply's payload or from shared memory."""
         if isinstance(answer, ResultWithPayload):
             assert answer.payload is not None
             return from_image(answer.memory, answer.payload, answer.schema)
@@ -325,8 +323,7 @@ class Port(ABC):
             asked = msgspec.structs.replace(command, timeout_s=left)
 
     async def _write_or_wait(self, command: WritingCommand, columns: Mapping[str, Column]) -> PendingWrite:
-        """Write columns; if memory is full, ask the server for freed blocks first. Raises
-        MemoryFull."""
+        """Write columns; if memory is full, get freed blocks first. Raises MemoryFull."""
         try:
             return self.write(command, columns, keep=False, grow=False)
         except (

@@ -276,8 +276,7 @@ class SegmentFiles:
             self._pending.append(self._rows / segment)
 
     def end_session(self, session: int, needed: Collection[str], publishers: Collection[int]) -> None:
-        """Remove an ended session's segments not ``needed`` by rows or by versions of
-        ``publishers``."""
+        """Remove an ended session's segments but those ``needed`` or written by ``publishers``."""
         if not self.replaying:
             self._pending += [path for path in self._rows.glob(f"s{session}-*") if path.name not in needed]
         self._ended.add(session)
@@ -325,8 +324,7 @@ class DeferredStepRead:
             return read()
 
     def now(self) -> None:
-        """Read the rows, if unread, before their memory is freed. A later call raises this read's
-        error."""
+        """Read the rows, if unread, before their memory is freed. A later call raises its error."""
         with self._lock:
             if not self.unread or self._read is None:
                 return

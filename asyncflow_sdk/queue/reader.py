@@ -152,8 +152,7 @@ def _one_run(raw: Any, slices: BlockSlices, plan: _Plan, only: str | None = None
 
 
 def from_image(memory: npt.NDArray[np.uint8], rows: int, specs: Mapping[str, ColumnSpec]) -> dict[str, Column]:
-    """Return columns over a block's memory. Raises SchemaError unless it has these rows and
-    columns."""
+    """Return columns over a block's memory. Raises SchemaError if it does not have them."""
     if not specs or not 0 < rows < 1 << 31:
         raise SchemaError(f"the payload has {rows} rows and {len(specs)} columns; it needs at least one of each")
     count = len(specs)

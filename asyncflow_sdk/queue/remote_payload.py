@@ -120,8 +120,7 @@ class RemotePayload:
         return msgspec.structs.replace(call, block=block)
 
     def free(self, segment: str, serials: bytes) -> bool:
-        """Free blocks at the next ``free_pending``. Return False for a segment of an earlier
-        server."""
+        """Free blocks at the next ``free_pending``. False for a segment of an earlier server."""
         if not segment.startswith(self._prefix):
             return False
         self._freed += unpack_ids(serials).tolist()

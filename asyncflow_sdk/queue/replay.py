@@ -33,8 +33,7 @@ NOT_COMPARED = ("now", "deadlines")
 
 @dataclass(frozen=True)
 class Milestone:
-    """A moment of a run. ``time_s``: since its beginning. ``what``: the event. ``step``: to train
-    next."""
+    """A moment of a run. ``time_s``: since its beginning. ``step``: to train next."""
 
     time_s: float
     what: str

@@ -15,8 +15,7 @@ MAX_NUMBER = 1 << 61
 
 @dataclass
 class QueueLimits:
-    """Set by ``Configure``, see there. ``steps`` None: no last step. ``max_swapping`` and
-    ``quorum`` 0: off."""
+    """See ``Configure``. ``steps`` None: no last step. ``max_swapping``, ``quorum`` 0: off."""
 
     capacity_rows: int = 1 << 40
     capacity_bytes: int = MAX_NUMBER

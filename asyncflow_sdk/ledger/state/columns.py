@@ -20,8 +20,7 @@ MAX_COLUMNS = 64
 
 
 class Columns:
-    """``specs``: written columns by name. ``kinds``: live rows by partition and bit set of
-    columns."""
+    """``specs``: of written columns. ``kinds``: live rows by partition and bit set of columns."""
 
     def __init__(self, context: Context, rows: Rows, partitions: Partitions) -> None:
         self._context, self._rows, self._partitions = context, rows, partitions
