@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import xxhash
@@ -79,7 +80,7 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
     memory = Path(first.directory)
     rows = Path(first.rows) if first.rows else memory
     payloads = PayloadManager(ledger.state, rows, memory, synced=False)
-    wire = Server([], None)  # type: ignore[arg-type]  # never started, so it handles nothing
+    wire = Server([], SimpleNamespace(sink=None))  # type: ignore[arg-type]  # never started: handles nothing
     welcome = Welcome(0, first.directory, first.sdk, first.durability, first.rows)
     executor = CallExecutor(ledger, payloads, Clock(), listeners, welcome, wire.answer, wire.forget)
     recoverable, watch = RecoverableState(executor, wire, listeners), _Watch(ledger, on_milestone)
