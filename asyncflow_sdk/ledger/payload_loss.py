@@ -19,6 +19,9 @@ from .state import LedgerState
 from .state.rows import DONE, LEASED, LIVE, NONE, READY, SELECTED
 from .terminations import FAILED, Terminations, publish_return
 
+LOST_REASON = "payload lost"
+"""The failure reason of rows with lost payload."""
+
 
 class PayloadLoss:
     """Ends unreadable rows. A repeated put adds them again, except rows of an acknowledged step:

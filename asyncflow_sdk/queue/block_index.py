@@ -16,8 +16,6 @@ import numpy.typing as npt
 from ..ledger.commands import Ids
 from .blocks import Block, BlockSlices
 
-LOST_REASON = "payload lost"
-"""The failure reason of rows with lost payload."""
 _NOWHERE = -1
 _SHIFT = 32  # a place is (slot of a block << 32) + entry in the block
 _ENTRY = (1 << _SHIFT) - 1

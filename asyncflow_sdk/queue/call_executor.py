@@ -21,10 +21,10 @@ from ..errors import AsyncFlowError, ProtocolError, error_from_name
 from ..ledger import Ledger, pack_ids, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
+from ..ledger.payload_loss import LOST_REASON
 from ..ledger.state.grants import Grant
 from ..types import ColumnSpec, Event
 from . import remote_payload
-from .block_index import LOST_REASON
 from .blocks import Block, BlockSlices
 from .checks import check_call, completed, owns
 from .clients import ClientProcess, ClientTable
