@@ -386,7 +386,7 @@ class Ledger:
         member = self.state.sessions.by_id.get(session)
         if member is None:
             return
-        self.replica_updates.session_closed(member, reason)
+        self.replica_updates.release_swap(member, reason)
         self.publication.close(member, f"died: {reason}" if blame else "left")
         for ticket in list(member.parked):
             self.state.parked.remove(self.state.parked.by_ticket[ticket])

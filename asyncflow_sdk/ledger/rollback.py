@@ -16,7 +16,7 @@ from ..types import events as ev
 from . import commands as cmd
 from .publication import VersionPublication
 from .state import LedgerState
-from .state.rows import LIVE, NONE
+from .state.rows import NONE
 from .state.sessions import Session
 from .state.versions import KeptVersion
 from .terminations import EXPIRED, Terminations
@@ -113,7 +113,6 @@ class Rollbacks:
         count = 0
         for version in np.unique(by).tolist():
             if version != NONE and self._state.versions.lineage.rolled_back(version):
-                mine = live[by == version]
-                mine = mine[rows.state[rows.at(mine)] == LIVE]  # its group may just have ended
-                count += self._terminations.end_groups(mine, EXPIRED, f"version {version} was rolled back")
+                reason = f"version {version} was rolled back"
+                count += self._terminations.end_groups(live[by == version], EXPIRED, reason)
         return count
