@@ -364,7 +364,7 @@ class LastPut(Reply, frozen=True, tag="last_put"):
     count: int = 0
 
 
-# ---- step_versions: checkpoints, and barriers between ranks
+# ---- training: checkpoints, and barriers between ranks
 
 
 class AddCheckpoint(Command, frozen=True, tag="checkpoint"):

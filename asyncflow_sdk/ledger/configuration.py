@@ -126,14 +126,10 @@ class QueueConfiguration:
         if spec.admits:
             other = self._state.tasks.admitting
             if other is not None or spec.batch_rows is not None:
-                raise ConfigError(
-                    f"task {spec.name!r} cannot admit: a queue has one such task"
-                    + (
-                        " besides the one that makes the steps"
-                        if other is None
-                        else f", and {other.spec.name!r} is it"
-                    )
+                which = (
+                    " besides the one that makes the steps" if other is None else f", and {other.spec.name!r} is it"
                 )
+                raise ConfigError(f"task {spec.name!r} cannot admit: a queue has one such task{which}")
         if spec.batch_rows is not None:
             self._check_step_task(spec, spec.batch_rows, rule)
             if self._state.limits.checkpoints and spec.gives:
