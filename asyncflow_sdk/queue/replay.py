@@ -80,7 +80,7 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
     memory = Path(first.directory)
     rows = Path(first.rows) if first.rows else memory
     payloads = PayloadManager(ledger.state, rows, memory, synced=False)
-    wire = Server([], SimpleNamespace(sink=None))  # type: ignore[arg-type]  # never started: handles nothing
+    wire = Server([], SimpleNamespace(sink=None))  # never started, so it handles nothing
     welcome = Welcome(0, first.directory, first.sdk, first.durability, first.rows)
     executor = CallExecutor(ledger, payloads, Clock(), listeners, welcome, wire.answer, wire.forget)
     recoverable, watch = RecoverableState(executor, wire, listeners), _Watch(ledger, on_milestone)
