@@ -100,7 +100,6 @@ class QueueConfiguration:
         return task
 
     def _take_live_rows(self, task: Task, live: Ids) -> None:
-        """Add the new task to the open work of live rows."""
         rows, spec, steps = self._state.rows, task.spec, self._state.steps
         if self._state.limits.checkpoints:
             at = rows.at(live)

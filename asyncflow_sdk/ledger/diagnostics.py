@@ -144,7 +144,6 @@ class Diagnostics:
         return f"{full}; {holding}"
 
     def _why_no_rows(self, request: ParkedRequest) -> str:
-        """Explain why a task grants no rows."""
         command, task, steps = request.command, self._state.tasks[request.command.task], self._state.steps
         if command.world_size > 1:
             asking = self._state.parked.of_group(command.task, command.group)
@@ -288,7 +287,6 @@ class Diagnostics:
         return f"{text} and lacks {join_some(self._rank(rank) for rank in lacks)}"
 
     def _why_no_swap(self, request: ParkedRequest) -> str:
-        """Explain why a replica may not load its staged version."""
         version, limits, now = request.command.version, self._state.limits, self._state.context.now
         if limits.quorum and version > self._state.versions.committed:
             return self._why_uncommitted(version)

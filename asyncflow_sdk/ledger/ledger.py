@@ -382,7 +382,6 @@ class Ledger:
         return cmd.Failed(groups=tuple(newest), forgotten=self.state.dead_letters.total - len(groups))
 
     def _close(self, session: int, reason: str, *, blame: bool) -> None:
-        """Close a session if it is open."""
         member = self.state.sessions.by_id.get(session)
         if member is None:
             return

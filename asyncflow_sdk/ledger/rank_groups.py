@@ -264,7 +264,6 @@ class RankBarrier:
 
 
 def _shard_of(whole: cmd.Leased, shards: ShardedLease, rank: int, off: float) -> cmd.Leased:
-    """Return the reply to one rank of a lease."""
     span = shards.span(rank)
     return cmd.Leased(
         token=whole.token, task=whole.task, ids=pack_ids(unpack_ids(whole.ids)[span]),

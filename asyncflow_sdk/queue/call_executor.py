@@ -270,7 +270,6 @@ class CallExecutor:
         return found[0] if found else completed(self.ledger, command, block)
 
     def _trained(self, lease: Grant | None, ids: Ids | None) -> TrainedStep | None:
-        """Return the step that this call acknowledges, with the rows of all ranks."""
         if lease is None or ids is None:
             return None
         ids = ids if lease.shards is None else lease.ids
@@ -361,7 +360,6 @@ class CallExecutor:
             self.ledger.reply_undelivered(self.clients.number(session), unread.reply.version, now)
 
     def _answer(self, ticket: int, session: str, answer: CallResult, *, completed_by_make: bool = False) -> None:
-        """Send a result, with the session's freed blocks."""
         if freed := self.payloads.take_freed(session):
             answer = msgspec.structs.replace(answer, freed=freed)
         body = encode(answer)

@@ -171,7 +171,6 @@ class JournalDirectory:
         os.close(self._lock)
 
     def _retire_file(self, path: Path) -> None:
-        """Remove a replaced file, or move it to the history."""
         if not self._history:
             path.unlink(missing_ok=True)
             return

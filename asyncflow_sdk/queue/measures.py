@@ -61,7 +61,6 @@ class Measures:
         return measure(self._reader.read(slices, {name: spec})[name]).tobytes()
 
     def _measure_existing_rows(self, command: cmd.Declare) -> cmd.Declare:
-        """Measure the existing rows for a new sampler."""
         ledger, spec = self._ledger, command.task
         name = ledger.samplers.describe(spec).measure if spec.name not in ledger.state.tasks else ""
         known = ledger.state.columns.specs.get(name)

@@ -269,7 +269,6 @@ def _copy(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Colu
 
 
 def _ragged(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Column]:
-    """Copy ragged columns."""
     out: dict[str, Column] = {}
     at = (runs.offsets // 8 + runs.entry)[:, runs.of_row] + runs.place
     segment = runs.segment[runs.of_row]
@@ -289,7 +288,6 @@ def _ragged(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Co
 
 
 def _move(segments: Segments, segment: Ints, start: Ints, nbytes: Ints, kind: Kind) -> Any:
-    """Concatenate pieces of segments."""
     total = int(nbytes.sum())
     if total >= JOIN_BYTES * len(start) or not kind.width:
         pieces = map(slice, start.tolist(), (start + nbytes).tolist())

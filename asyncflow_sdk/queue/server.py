@@ -170,7 +170,6 @@ class QueueServer:
         self._durability.close(over=over)
 
     def _is_over(self) -> bool:
-        """True if the stream and all rows have ended."""
         return self._ledger.ended and not self._ledger.audit().live
 
     # ---- called by the wire
@@ -266,7 +265,6 @@ class QueueServer:
     def _handle(
         self, session: str, ticket: int, call: Call, body: bytes, payload: IncomingBlock | RefusedUpload | None
     ) -> None:
-        """Answer a read-only request; execute or defer any other."""
         if session in self._clients:  # a call of any other session is rejected below
             for event in call.events:
                 self._listeners.event(event)
@@ -306,7 +304,6 @@ class QueueServer:
         self._durability.record(record, self._recoverable)
 
     def _check_session_limit(self, session: str) -> None:
-        """Raises WireError if no further session can be served."""
         if session in self._clients:
             return
         if len(self._clients) >= MOST_SESSIONS:

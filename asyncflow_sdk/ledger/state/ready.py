@@ -107,7 +107,6 @@ class ReadyQueue:
             yield from self._queues[-rank]
 
     def _ranked(self, ids: Ids) -> list[tuple[int, Ids]]:
-        """Split rows by priority."""
         if not self._rows.ranked or not len(ids):
             return [(0, ids)]
         priorities = self._rows.priority[self._rows.at(ids)]
