@@ -14,13 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ledger.commands import Ids
-from .blocks import Block, BlockSlices
+from .blocks import BLOCK, RUN, Block, BlockSlices
 
 _NOWHERE = -1
 _SHIFT = 32  # a place is (slot of a block << 32) + entry in the block
 _ENTRY = (1 << _SHIFT) - 1
-_BLOCK = struct.Struct("<6q")
-_RUN = struct.Struct("<i")
 _SERIAL = struct.Struct("<q")
 Family = tuple[str, ...]
 BlockCheck: TypeAlias = Callable[[str, Ids, Ids, Ids], npt.NDArray[np.bool_]]
@@ -205,7 +203,10 @@ class BlockIndex:
             for name in columns:
                 for family in self._of_column[name]:
                     wanted.setdefault(family, []).append(name)
-            plan = [(family, tuple(names), _fields(family, names)) for family, names in wanted.items()]
+            plan = []
+            for family, names in wanted.items():
+                fields = np.array([family.index(name) for name in names], np.int32)
+                plan.append((family, tuple(names), fields.tobytes()))
             self._plans[columns] = plan
         return plan
 
@@ -230,9 +231,9 @@ class BlockIndex:
                 names,
                 fields if isinstance(fields, bytes) else fields[:1].tobytes(),
                 (self._segments.names[segment],),
-                _BLOCK.pack(0, *block, 1),
-                _RUN.pack(first & _ENTRY),
-                _RUN.pack(count),
+                BLOCK.pack(0, *block, 1),
+                RUN.pack(first & _ENTRY),
+                RUN.pack(count),
             )
         run = np.flatnonzero(_steps(places, first - 2) != 1)  # starts of runs
         slots = places[run] >> _SHIFT
@@ -313,10 +314,6 @@ class _Segments:
         if not self._blocks[number]:
             del self._number[self.owners[number], self.names[number]]
             self._free.append(number)
-
-
-def _fields(family: Family, names: list[str]) -> bytes:
-    return np.array([family.index(name) for name in names], np.int32).tobytes()
 
 
 def _numbered(values: npt.NDArray[Any]) -> tuple[list[int], npt.NDArray[Any]]:

@@ -30,6 +30,8 @@ from ..types.ragged import Array
 ALIGN = 64
 JOIN_BYTES = 64 << 10
 """Columns up to this size are joined first: two copies in the cache cost less than two calls."""
+BLOCK, RUN = struct.Struct("<6q"), struct.Struct("<i")
+"""A row of ``BlockSlices.blocks``, and an item of ``entries`` and of ``counts``."""
 _PAD = bytes(ALIGN)
 _PADDING: Any = np.zeros(ALIGN, np.uint8)
 

@@ -23,13 +23,11 @@ from ..errors import LeaseLost, SchemaError
 from ..memory import HEADER_BYTES, BlockHold, MappedSegment, Mapper
 from ..types import Column, ColumnSpec
 from ..types.ragged import Array
-from .blocks import MOST_BYTES, TABLE, BlockSlices, Ints, Kind, check_serials, damaged, kind_of, tables
+from .blocks import BLOCK, MOST_BYTES, RUN, TABLE, BlockSlices, Ints, Kind, check_serials, damaged, kind_of, tables
 
 COPY_BYTES = 16 << 10
 """A block up to this size is copied whole: that costs less than a view's lock."""
 MOST_PLANS = 256
-_BLOCK = struct.Struct("<6q")
-_RUN = struct.Struct("<i")
 _WORD = struct.Struct("<q")
 
 
@@ -52,9 +50,9 @@ class ColumnReader:
     def read(self, slices: BlockSlices, schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
         """Return the columns of rows. Raises LeaseLost for ended rows, SchemaError for a damaged
         block."""
-        if len(slices.counts) > _RUN.size:
+        if len(slices.counts) > RUN.size:
             return gather(self._mapper, slices, [kind_of(name, schema[name]) for name in slices.columns])
-        _, start, serial, _, nbytes, _ = _BLOCK.unpack(slices.blocks)
+        _, start, serial, _, nbytes, _ = BLOCK.unpack(slices.blocks)
         raw: Any
         if nbytes <= COPY_BYTES:
             raw = self._mapper.copy(slices.segments[0], start, serial, nbytes)
@@ -68,9 +66,9 @@ class ColumnReader:
         Also None if the segment cannot be mapped again because its file is removed or this reader
         is closed.
         """
-        if len(slices.counts) > _RUN.size:
+        if len(slices.counts) > RUN.size:
             return None
-        _, start, serial, _, nbytes, _ = _BLOCK.unpack(slices.blocks)
+        _, start, serial, _, nbytes, _ = BLOCK.unpack(slices.blocks)
         if nbytes <= COPY_BYTES:
             return None
         try:
@@ -112,8 +110,8 @@ def _one_run(raw: Any, slices: BlockSlices, plan: _Plan, only: str | None = None
 
     It checks in plain numbers what ``blocks.tables`` checks for many blocks in arrays.
     """
-    _, _, _, rows, nbytes, _ = _BLOCK.unpack(slices.blocks)
-    (first,), (count,) = _RUN.unpack(slices.entries), _RUN.unpack(slices.counts)
+    _, _, _, rows, nbytes, _ = BLOCK.unpack(slices.blocks)
+    (first,), (count,) = RUN.unpack(slices.entries), RUN.unpack(slices.counts)
     try:
         header_rows, columns, header_nbytes, *table = plan.head.unpack_from(raw, HEADER_BYTES)
     except struct.error:
@@ -158,8 +156,8 @@ def from_image(memory: npt.NDArray[np.uint8], rows: int, specs: Mapping[str, Col
     count = len(specs)
     kinds = [(kind_of(name, spec), field) for field, (name, spec) in enumerate(specs.items())]
     plan = _Plan(dict(specs), kinds, count - 1, struct.Struct(f"<{3 * count + 3}q"))
-    block = _BLOCK.pack(0, 0, 0, rows, len(memory), 1)
-    whole = BlockSlices(tuple(specs), b"", (), block, _RUN.pack(0), _RUN.pack(rows))
+    block = BLOCK.pack(0, 0, 0, rows, len(memory), 1)
+    whole = BlockSlices(tuple(specs), b"", (), block, RUN.pack(0), RUN.pack(rows))
     try:
         columns = {name: column for name, column, _ in _one_run(memory, whole, plan)}
     except LeaseLost as error:
