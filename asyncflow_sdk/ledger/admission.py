@@ -157,8 +157,7 @@ class LeaseAdmission:
 
     def _is_behind(self, session: Session, loaded: int) -> bool:
         """True if a replica gets no rows with its loaded version, whatever the policy: the version
-        was given up, a newer one is committed, or the replica joined late with its own version
-        0."""
+        was given up, a newer one is committed, or it is a late replica's own version 0."""
         versions = self._state.versions
         claimed = session.claimed and versions.current > 0
         return loaded < versions.committed or claimed or versions.lineage.given_up(loaded)

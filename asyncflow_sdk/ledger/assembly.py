@@ -1,5 +1,4 @@
-"""Step assembly: rows become ready for tasks, and the staleness rule selects ready groups into
-steps."""
+"""Step assembly: rows become ready for tasks; the staleness rule selects groups into steps."""
 
 from __future__ import annotations
 

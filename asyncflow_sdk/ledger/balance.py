@@ -3,8 +3,7 @@
 N-way number partitioning with equal counts: the largest differencing method of Karmarkar and Karp
 (1982) in its balanced form (Michiels, Korst, Aarts and van Leeuwen, 2003). It is weak where few
 rows outweigh all others, so pairs of rows are then swapped between the heaviest and a lighter shard
-while the balance improves. O(n log n) for n rows and a few swaps a shard: milliseconds for
-thousands of rows.
+while the balance improves. O(n log n) and a few swaps a shard: milliseconds for 1000s of rows.
 """
 
 from __future__ import annotations

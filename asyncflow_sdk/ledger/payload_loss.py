@@ -1,5 +1,4 @@
-"""Payload loss: rows whose payload is gone, for example after a restart of the host, fail with
-their groups.
+"""Payload loss: rows with lost payload, for example after a host crash, fail with their groups.
 
 A full step with missing rows cannot be trained. It is opened again with every step after it, if
 none of them was acknowledged, and the remaining rows are selected anew. Invariant H of the

@@ -70,8 +70,7 @@ class LengthBucketed(Sampler):
 
 class TokenBalanced(Sampler):
     """First come, first served. The ranks of a group get shards of equal row counts and nearly
-    equal sums of ``column`` (of its lengths). ``whole_groups``: lease and shard rows in whole
-    groups."""
+    equal sums of ``column`` (of its lengths). ``whole_groups``: keep groups together."""
 
     balanced = True
 

@@ -125,8 +125,7 @@ def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> 
 class BlockImage:
     """A block to send: ``rows`` entries as contiguous buffers, one after another.
 
-    The arena's 16 bytes at its start are zero. The server receives a put into the memory where its
-    rows stay.
+    The arena's 16 bytes at its start are zero. The server receives it where its rows stay.
     """
 
     rows: int

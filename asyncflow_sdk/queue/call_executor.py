@@ -66,8 +66,7 @@ class PendingCall(NamedTuple):
     """A call without a reply from the ledger yet.
 
     ``ids``: rows that it completes, in the order of its block's entries. ``inline``: send payload
-    beside the answer. ``then``: a lease to request next. ``first``: the reply to the command before
-    it.
+    beside the answer. ``then``: a lease to request next. ``first``: the reply before it.
     """
 
     session: str

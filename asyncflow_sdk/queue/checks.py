@@ -60,10 +60,7 @@ def check_columns(what: str, names: Any) -> tuple[str, ...]:
 
 
 def check_names(what: str, names: Any, *, empty: bool = False) -> tuple[str, ...]:
-    """Return names as a tuple. Raises SchemaError for a single string or an invalid name.
-
-    ``empty``: allow "".
-    """
+    """Like ``check_columns``, for other names. ``empty``: allow ""."""
     found = _listed(what, names)
     for name in found:
         if name or not empty:

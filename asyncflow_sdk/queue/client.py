@@ -137,11 +137,9 @@ class QueueVerbs(Generic[B]):
         return await self._lease(request, ack)
 
     async def _lease(self, request: cmd.LeaseRows, last: BatchVerbs | None = None, *, acknowledge: bool = True) -> B:
-        """Send a lease request together with the last message about batch ``last``; return the new
-        batch.
+        """Send a lease request with the last message about batch ``last``; return the new batch.
 
-        A lease with rows that cannot be read is given back. The request is repeated if they had
-        ended.
+        A lease with rows that cannot be read goes back; if they had ended, the request is repeated.
         """
         answer = None if last is None else await last._send_last(request, acknowledge=acknowledge)
         for left in reversed(range(_READ_TRIES)):

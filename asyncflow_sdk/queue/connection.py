@@ -226,12 +226,9 @@ class Port(ABC):
     def write(
         self, command: WritingCommand, columns: Mapping[str, Column], *, keep: bool = True, grow: bool = True
     ) -> PendingWrite:
-        """Write columns to shared memory, and return the command with their location, for
-        ``submit`` or ``discard``.
-
-        ``keep``: the caller may change the columns before they are sent. ``grow``: see
-        ``Arena.allocate``.
-        """
+        """Write columns to shared memory. Return the command with their location, for ``submit`` or
+        ``discard``. ``keep``: the caller may change the columns before they are sent. ``grow``: see
+        ``Arena.allocate``."""
         if not columns:
             return PendingWrite(command)
         self.connection.wire.check()  # a forked child must not write into its parent's segments
@@ -297,8 +294,7 @@ class Port(ABC):
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
         """Write and send columns; return the reply or raise the server's error.
 
-        If rows lie on a disk that is full, a put waits up to its deadline and raises
-        DeadlineExceeded.
+        If rows lie on a full disk, a put waits up to its deadline and raises DeadlineExceeded.
         """
         size = sum(column.values.nbytes for column in columns.values())
         if size >= LARGE_BYTES and isinstance(command, cmd.AddRows):

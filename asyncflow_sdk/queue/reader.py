@@ -61,11 +61,8 @@ class ColumnReader:
         return {name: column for name, column, _ in _one_run(raw, slices, self._plan(slices, schema))}
 
     def writable(self, slices: BlockSlices, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
-        """Return a column's values in a copy-on-write mapping if ``read`` gave a view, else None.
-
-        Also None if the segment cannot be mapped again because its file is removed or this reader
-        is closed.
-        """
+        """Return a column's values in a copy-on-write mapping; None if ``read`` gave a copy, or if
+        the segment cannot be mapped again: its file is removed or this reader is closed."""
         if len(slices.counts) > RUN.size:
             return None
         _, start, serial, _, nbytes, _ = BLOCK.unpack(slices.blocks)

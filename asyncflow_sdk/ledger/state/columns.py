@@ -1,5 +1,4 @@
-"""Columns of the queue: a bit and a specification for each, and live rows counted by their
-columns."""
+"""Columns of the queue: a bit and a specification each, and counts of live rows by columns."""
 
 from __future__ import annotations
 

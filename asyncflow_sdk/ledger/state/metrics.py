@@ -43,8 +43,7 @@ class RowMetrics:
         return pack_ids(completed)
 
     def note_lengths(self, ids: Ids, lengths: bytes, pick: Any, since: float | None = None) -> None:
-        """Store response lengths (int32, tokens), generated since ``since``, if one for each
-        row."""
+        """Store response lengths (int32, tokens) since ``since``, if there is one for each row."""
         if len(lengths) % 4:
             return
         values = np.frombuffer(lengths, "<i4")
