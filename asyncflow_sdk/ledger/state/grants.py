@@ -78,8 +78,9 @@ class Grant:
 
     def held_by(self, session: int, rank: int) -> bool:
         """True if a session holds the lease under this rank."""
-        known = self.shards is None or 0 <= rank < self.shards.size
-        return known and session == self.session_of(rank)
+        if self.shards is None:
+            return session == self.session
+        return 0 <= rank < self.shards.size and session == self.shards.members[rank]
 
     def session_of(self, rank: int) -> int:
         """Return the session of a rank."""
