@@ -40,7 +40,7 @@ def measure(rows: int, steps: int, *, one_by_one: bool = False) -> dict[str, flo
         return reply
 
     session = 0
-    session = apply(cmd.Join(name="bench")).session
+    session = apply(cmd.OpenSession(name="bench")).session
     apply(cmd.Configure(steps=steps))
     for task in (
         TaskSpec(name="rollout", needs=("prompt",), gives=("response",), lease_s=1e9),
@@ -49,17 +49,17 @@ def measure(rows: int, steps: int, *, one_by_one: bool = False) -> dict[str, flo
     ):
         apply(cmd.Declare(task=task))
     for _ in range(steps):
-        apply(cmd.Put(groups=rows // GROUP, group_size=GROUP, columns={"prompt": TOKENS}, nbytes=1), "put")
-        lease = apply(cmd.Lease(task="rollout", count=rows), "lease")
+        apply(cmd.AddRows(groups=rows // GROUP, group_size=GROUP, columns={"prompt": TOKENS}, nbytes=1), "put")
+        lease = apply(cmd.LeaseRows(task="rollout", count=rows), "lease")
         if one_by_one:
             for row in np.random.default_rng(0).permutation(len(unpack_ids(lease.ids))).astype("<i4"):
                 complete = cmd.Complete(token=lease.token, columns={"response": TOKENS}, index=row.tobytes())
                 apply(complete, "complete one row")
         else:
             apply(cmd.Complete(token=lease.token, columns={"response": TOKENS}), "complete")
-        lease = apply(cmd.Lease(task="reward", count=rows), "lease")
+        lease = apply(cmd.LeaseRows(task="reward", count=rows), "lease")
         apply(cmd.Complete(token=lease.token, columns={"reward": NUMBER}), "complete")
-        step = apply(cmd.Lease(task="train", count=1), "lease a step")
+        step = apply(cmd.LeaseRows(task="train", count=1), "lease a step")
         apply(cmd.Complete(token=step.token, columns={}), "acknowledge a step")
     return {name: statistics.median(found) for name, found in times.items()}
 

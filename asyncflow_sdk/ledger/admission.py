@@ -45,8 +45,7 @@ class LeaseAdmission:
                 )
 
     def check_open(self, session: Session, task: Task, command: cmd.LeaseRows) -> None:
-        """Raise Ended if the session or the task gets no further row; PluginError if the policy has
-        failed."""
+        """Raise Ended if no further row can come, PluginError if the policy has failed."""
         if session.dismissed:
             raise Ended(f"{session.name} was dismissed and gets no more rows")
         if self._state.tasks.exhausted(task, command.partition):
@@ -58,8 +57,7 @@ class LeaseAdmission:
     def lease_prompts(
         self, session: Session, task: Task, command: cmd.LeaseRows, *, swapping: bool
     ) -> cmd.Reply | None:
-        """Lease whole groups, within the staleness rule for the replica's loaded version.
-        ``swapping``: the replica has permission to load another version."""
+        """Lease whole groups under the staleness rule. ``swapping``: the replica may load now."""
         count = command.count
         if command.most:
             if swapping:
@@ -70,8 +68,7 @@ class LeaseAdmission:
         return None if command.most and isinstance(reply, cmd.LoadFirst) else reply
 
     def find(self, task: Task, command: cmd.LeaseRows, at_least: int) -> tuple[Ids, int] | None:
-        """Remove rows for a lease from their queue. Return them with their step (else NONE); None
-        if too few."""
+        """Remove rows for a lease from their queue. Return them and their step; None if too few."""
         if task.spec.batch_rows is not None:
             if not self._state.steps.closed:
                 return None
@@ -134,8 +131,7 @@ class LeaseAdmission:
             )
 
     def _lease_admitted(self, session: Session, task: Task, named: str | None, count: int) -> cmd.Reply | None:
-        """Lease whole groups: of trained partitions within the staleness rule, of others in
-        order."""
+        """Lease whole groups: of trained partitions within the staleness rule, else in order."""
         versions, loaded = self._state.versions, session.loaded
         if not self._state.steps.declared:
             return None
@@ -161,8 +157,7 @@ class LeaseAdmission:
 
     def _is_behind(self, session: Session, loaded: int) -> bool:
         """True if a replica gets no rows with its loaded version, whatever the policy: the version
-        was given up, a newer one is committed, or the replica joined late with its own version
-        0."""
+        was given up, a newer one is committed, or it is a late replica's own version 0."""
         versions = self._state.versions
         claimed = session.claimed and versions.current > 0
         return loaded < versions.committed or claimed or versions.lineage.given_up(loaded)

@@ -1,5 +1,4 @@
-"""Step assembly: rows become ready for tasks, and the staleness rule selects ready groups into
-steps."""
+"""Step assembly: rows become ready for tasks; the staleness rule selects groups into steps."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class StepAssembly:
         self._state, self._staleness, self._terminations = state, staleness, terminations
 
     def make_ready_alike(self, tasks: Iterable[Task], ids: Ids, have: int, before: int) -> None:
-        """Hand rows with columns ``have`` (before: ``before``) to each of ``tasks`` whose needs are
-        now met. All tasks take the rows' partition."""
+        """Like ``make_ready`` for rows with equal columns, of a partition that ``tasks`` take."""
         for task in self._step_last(tasks):
             need = int(task.need)
             if have & need == need and (before & need != need if need else not before):
@@ -72,8 +70,7 @@ class StepAssembly:
         )
 
     def _step_last(self, tasks: Iterable[Task]) -> list[Task]:
-        """Sort tasks, the one that makes steps last: filling the last step ends rows, and other
-        tasks must not see them afterwards."""
+        """Sort tasks, the step task last: filling the last step ends rows others must not see."""
         return sorted(tasks, key=self._state.steps.makes)
 
     def _ready(self, task: Task, ids: Ids) -> None:
@@ -162,8 +159,7 @@ class StepAssembly:
         self._terminations.end_groups(gone, EXPIRED, reason)
 
     def _cancel_remainder(self) -> None:
-        """After the end of the stream, cancel rows too few to fill the open step. It is the last
-        one."""
+        """After the end of the stream, cancel rows too few to fill the open step, the last one."""
         steps, rows = self._state.steps, self._state.rows
         if not steps.open or not self.supply_ended() or not steps.lacks_rows:
             return

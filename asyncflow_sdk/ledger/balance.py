@@ -3,8 +3,7 @@
 N-way number partitioning with equal counts: the largest differencing method of Karmarkar and Karp
 (1982) in its balanced form (Michiels, Korst, Aarts and van Leeuwen, 2003). It is weak where few
 rows outweigh all others, so pairs of rows are then swapped between the heaviest and a lighter shard
-while the balance improves. O(n log n) for n rows and a few swaps a shard: milliseconds for
-thousands of rows.
+while the balance improves. O(n log n) and a few swaps a shard: milliseconds for 1000s of rows.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ def _differencing(weights: Sequence[float], shards: int) -> npt.NDArray[np.int64
 
 
 def _improve(weights: Weights, shard: npt.NDArray[np.int64], shards: int) -> npt.NDArray[np.int64]:
-    """Swap rows of the heaviest shard with rows of lighter ones, each as near as possible to half
-    the gap."""
+    """Swap rows of the heaviest shard with lighter ones, each as near as can be to half the gap."""
     sums = np.bincount(shard, weights, shards)
     order = np.lexsort((weights, shard))
     members = np.split(order, np.cumsum(np.bincount(shard, minlength=shards))[:-1])  # lightest first

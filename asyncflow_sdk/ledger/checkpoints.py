@@ -22,14 +22,12 @@ from ..types import events as ev
 from . import commands as cmd
 from .commands import Ids
 from .completion import NO_GRADIENT, RowCompletion
-from .payload_loss import PayloadLoss
+from .payload_loss import LOST_REASON, PayloadLoss
 from .publication import VersionPublication
 from .state import LedgerState
 from .state.rows import DONE, LIVE, NONE, SELECTED
 from .state.sessions import Session
 from .terminations import FILTERED, Terminations
-
-PAYLOAD_LOST = "payload lost"
 
 
 class StepCheckpoints:
@@ -81,15 +79,14 @@ class StepCheckpoints:
         self._check(step, command.version)
         for grant in self._state.leases.of_step(step):
             self._completion.void(grant, f"{session.name} resumes with step {step}", blame=False)
-        self._state.versions.to_restore = self._state.versions.restore_step = (
-            NONE  # the checkpoint's version was not given up
-        )
+        versions = self._state.versions
+        versions.to_restore = versions.restore_step = NONE  # the checkpoint's version was not given up
         steps.saved = {saved: version for saved, version in steps.saved.items() if saved <= step}
         again = self._train_again(step)
         version, publish = self._continue_from(step, command.version, session.name)
         if len(holes := steps.lost_rows):
             steps.lost_rows = holes[:0]
-            self._payload_loss.lose(holes, PAYLOAD_LOST)
+            self._payload_loss.lose(holes, LOST_REASON)
         self._state.context.wake(steps.task.place)
         self._state.tasks.wake_replicas()
         return cmd.Resumed(step=step, version=version, publish=publish, again=again)
@@ -137,8 +134,7 @@ class StepCheckpoints:
         self._completion.consume(ids, at)
 
     def _train_again(self, first: int) -> int:
-        """Queue full steps from ``first`` on for the trainer again. Return the number of
-        acknowledged rows."""
+        """Queue full steps from ``first`` on again. Return the number of acknowledged rows."""
         rows, steps = self._state.rows, self._state.steps
         whole = {step: ids for step, ids in sorted(steps.uncovered.items()) if step >= first}
         steps.closed = deque([*((step, ids) for step, ids in steps.closed if step < first), *whole.items()])
@@ -158,8 +154,7 @@ class StepCheckpoints:
         return len(done)
 
     def _continue_from(self, step: int, parent: int, who: str) -> tuple[int, bool]:
-        """Return the version trained by ``step`` from now on, and True if the trainer must publish
-        it first."""
+        """Return the version that ``step`` trains now, and True if it must first be published."""
         versions, publication = self._state.versions, self._publication
         current = versions.current
         if current == NONE:

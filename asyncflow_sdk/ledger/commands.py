@@ -44,8 +44,7 @@ class Done(Reply, frozen=True, tag="done"):
 
 
 class SamplerTraits(msgspec.Struct, frozen=True, array_like=True):
-    """Properties of a task's sampler, see ``Sampler``. ``chooses``: True if it overrides
-    ``choose``."""
+    """Properties of a ``Sampler``. ``chooses``: True if it overrides ``choose``."""
 
     measure: str = ""
     window: int = 1
@@ -171,8 +170,7 @@ class AddRows(Command, frozen=True, tag="put"):
 
     ``partition``: only tasks that take it see the rows. ``priority``: higher ones are leased first.
     ``measures``: of measured columns, float64 for each group. ``lengths``: int32 for each group.
-    ``digest``: with a key, 16 bytes for each of ``columns``, equal for equal content; b"" if
-    unknown.
+    ``digest``: with a key, 16 bytes for each of ``columns``, equal for equal content, or b"".
     """
 
     groups: int
@@ -321,9 +319,8 @@ class Lost(Reply, frozen=True, tag="lost"):
 
 
 class Cancel(Command, frozen=True, tag="cancel"):
-    """Cancel live rows and their groups: by ``ids``, by the ``key`` of their put, or by
-    ``partition``. Leases lose them. Rows in a full step are not cancelled. Answered with
-    ``Cancelled``."""
+    """Cancel live rows and their groups by ``ids``, by the ``key`` of their put or by ``partition``,
+    except rows in a full step. Leases lose them. Answered with ``Cancelled``."""
 
     ids: bytes = b""
     key: str = ""
@@ -356,22 +353,20 @@ class GetPut(Command, frozen=True, tag="get_put"):
 
 
 class LastPut(Reply, frozen=True, tag="last_put"):
-    """The put with ``key`` made rows ``first`` to ``first + count - 1``. ``key`` "": none is
-    known."""
+    """The put of rows ``first`` to ``first + count - 1``. ``key`` "": none is known."""
 
     key: str = ""
     first: int = -1
     count: int = 0
 
 
-# ---- step_versions: checkpoints, and barriers between ranks
+# ---- training: checkpoints, and barriers between ranks
 
 
 class AddCheckpoint(Command, frozen=True, tag="checkpoint"):
     """Record a checkpoint of the trainer's state before ``step``; all earlier steps are
     acknowledged. Steps before ``covers`` are never trained again: their rows end, their memory is
-    freed, and older checkpoints are no longer kept. ``version``: of the weights in it; -1 if
-    unknown."""
+    freed, and older checkpoints are no longer kept. ``version``: of its weights, or -1."""
 
     step: int
     covers: int
@@ -390,8 +385,7 @@ class Resume(Command, frozen=True, tag="resume"):
 
 class Resumed(Reply, frozen=True, tag="resumed"):
     """``step``: the next one leased; it trains ``version``. ``publish``: True if the trainer must
-    first publish its weights as ``version``. ``again``: number of acknowledged rows to be trained
-    again."""
+    first publish its weights as ``version``. ``again``: acknowledged rows to be trained again."""
 
     step: int
     version: int
@@ -526,8 +520,7 @@ class RollbackDone(Reply, frozen=True, tag="rolled_back"):
 
 
 class GetRestoreTarget(Command, frozen=True, tag="get_restoration"):
-    """Get the version that the trainer must load after a rollback. Answered with
-    ``RestoreTarget``."""
+    """Get the version to load after a rollback. Answered with ``RestoreTarget``."""
 
 
 class RestoreTarget(Reply, frozen=True, tag="restoration"):
@@ -552,8 +545,7 @@ class ReportRestored(Command, frozen=True, tag="restored"):
 
 
 class AwaitVersion(Command, frozen=True, tag="await_version"):
-    """Wait for a version newer than ``after``. This makes the session a replica. Answered with
-    ``Version``."""
+    """Wait for a version above ``after``, as a replica from now on. Answered with ``Version``."""
 
     after: int
     timeout_s: float = 0.0
@@ -613,8 +605,7 @@ class ReportLoadFailed(Command, frozen=True, tag="not_loaded"):
 
 class Retire(Command, frozen=True, tag="retire"):
     """Stop being a replica: staged and loaded versions, the permission and the share in the quorum
-    end; leases stay. Parked requests for versions are refused. A later request makes the session a
-    replica again."""
+    end; leases stay. Parked requests for versions are refused. A later one makes it a replica."""
 
 
 AnyCommand: TypeAlias = (

@@ -31,8 +31,7 @@ class RowCompletion:
         self._terminations, self._assembly = terminations, assembly
 
     def complete(self, grant: Grant, part: Ids, command: cmd.Complete) -> cmd.Completed:
-        """Write columns of rows and acknowledge them, all or nothing. Positions in the command
-        refer to ``part``."""
+        """Write and acknowledge rows, all or nothing. Positions in the command are in ``part``."""
         task, rows, columns = self._state.tasks[grant.task], self._state.rows, self._state.columns
         ids = part if command.index is None else part[positions(command.index, len(part))]
         whole = grant.left == len(grant.ids)  # no row was lost since
@@ -126,8 +125,7 @@ class RowCompletion:
     def _check(
         self, grant: Grant, task: Task, ids: Ids, command: cmd.Complete
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
-        """Raise SchemaError for wrong or missing columns. Return a mask of rows to drop; None for
-        none."""
+        """Raise SchemaError for wrong or missing columns. Return the mask of rows to drop."""
         if grant.step != NONE and self._state.limits.checkpoints and command.columns:
             raise SchemaError("a step that may be trained again is acknowledged without columns; write them before")
         missing = [name for name in task.spec.gives if name not in command.columns]
@@ -141,8 +139,7 @@ class RowCompletion:
         return filtered
 
     def _check_unwritten(self, ids: Ids, have: Ids, command: cmd.Complete) -> None:
-        """Raise WriteOnceError if ``have``, the columns of rows, include a column of the
-        command."""
+        """Raise WriteOnceError if ``have``, the columns of rows, include one of the command."""
         mask = np.uint64(self._state.columns.mask(command.columns))
         if not mask or not np.count_nonzero(written := have & mask):
             return
@@ -160,8 +157,7 @@ class RowCompletion:
             self._state.rows.fate[self._state.rows.at(dropped)] = FILTERED
 
     def _fail_spent(self, task: Task, ids: Ids, reason: str) -> Ids:
-        """Fail rows that lost too many leases, with their groups. Return the rows that are still
-        ready."""
+        """Fail rows that lost too many leases, with their groups. Return those still ready."""
         rows, name, most = self._state.rows, task.spec.name, task.spec.max_attempts
         spent = ids[rows.task(name, "attempts")[rows.at(ids)] >= most]
         if len(spent):
@@ -196,8 +192,7 @@ class RowCompletion:
             )  # fmt: skip
 
     def _return_admitted(self, task: Task, ids: Ids) -> None:
-        """Withdraw the admission of untouched groups; of others, queue the missing rows to be
-        generated again."""
+        """Withdraw the admission of untouched groups; of others, queue missing rows again."""
         rows, name, steps = self._state.rows, task.spec.name, self._state.steps
         trained = steps.takes(rows.at(ids))
         rows.version[rows.at(ids[~trained])] = NONE

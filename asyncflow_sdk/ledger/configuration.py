@@ -100,7 +100,6 @@ class QueueConfiguration:
         return task
 
     def _take_live_rows(self, task: Task, live: Ids) -> None:
-        """Add the new task to the open work of live rows."""
         rows, spec, steps = self._state.rows, task.spec, self._state.steps
         if self._state.limits.checkpoints:
             at = rows.at(live)
@@ -126,14 +125,10 @@ class QueueConfiguration:
         if spec.admits:
             other = self._state.tasks.admitting
             if other is not None or spec.batch_rows is not None:
-                raise ConfigError(
-                    f"task {spec.name!r} cannot admit: a queue has one such task"
-                    + (
-                        " besides the one that makes the steps"
-                        if other is None
-                        else f", and {other.spec.name!r} is it"
-                    )
+                which = (
+                    " besides the one that makes the steps" if other is None else f", and {other.spec.name!r} is it"
                 )
+                raise ConfigError(f"task {spec.name!r} cannot admit: a queue has one such task{which}")
         if spec.batch_rows is not None:
             self._check_step_task(spec, spec.batch_rows, rule)
             if self._state.limits.checkpoints and spec.gives:

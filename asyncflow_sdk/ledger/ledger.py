@@ -60,7 +60,6 @@ from .status import StatusReporter
 from .step_versions import StepVersions
 from .task_samplers import TaskSamplers
 from .terminations import Terminations
-from .version_diagnostics import VersionDiagnostics
 
 Handler = Callable[[Session, Any], cmd.Reply | None]
 
@@ -102,8 +101,7 @@ class Ledger:
         self.checkpoints = StepCheckpoints(
             state, self.terminations, self.completion, self.publication, self.payload_loss
         )
-        weights = VersionDiagnostics(state, self.publication, self.replicas, self.replica_updates)
-        self._diagnostics = Diagnostics(state, self.staleness, weights)
+        self._diagnostics = Diagnostics(state, self.staleness, self.publication, self.replicas, self.replica_updates)
         self._reporter = StatusReporter(state, self.staleness, self.publication, self.replicas, self._diagnostics)
         self._handlers: dict[type, Handler] = self._handlers_by_command()
 
@@ -202,8 +200,7 @@ class Ledger:
         return min((time for time in times if time is not None), default=None)
 
     def session_died(self, session: int, now: float, reason: str, *, blame: bool = True) -> None:
-        """Close a session: drop its parked requests and return its rows. ``blame``: count it as an
-        attempt of the rows."""
+        """Close a session and return its rows. ``blame``: count it as an attempt of the rows."""
         self.state.context.now = now
         self._close(session, reason, blame=blame)
         self._settle()
@@ -260,8 +257,7 @@ class Ledger:
         return self._reporter.report()
 
     def parts(self) -> dict[str, object]:
-        """Return the parts of the state and the rules by name: a snapshot consists of their
-        attributes."""
+        """Return the parts of the state and the rules by name; a snapshot has their attributes."""
         rules = {name: rule for name, rule in vars(self).items() if not name.startswith("_")}
         return {**vars(self.state), **rules}
 
@@ -386,11 +382,10 @@ class Ledger:
         return cmd.Failed(groups=tuple(newest), forgotten=self.state.dead_letters.total - len(groups))
 
     def _close(self, session: int, reason: str, *, blame: bool) -> None:
-        """Close a session if it is open."""
         member = self.state.sessions.by_id.get(session)
         if member is None:
             return
-        self.replica_updates.session_closed(member, reason)
+        self.replica_updates.release_swap(member, reason)
         self.publication.close(member, f"died: {reason}" if blame else "left")
         for ticket in list(member.parked):
             self.state.parked.remove(self.state.parked.by_ticket[ticket])

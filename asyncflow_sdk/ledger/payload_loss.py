@@ -1,5 +1,4 @@
-"""Payload loss: rows whose payload is gone, for example after a restart of the host, fail with
-their groups.
+"""Payload loss: rows with lost payload, for example after a host crash, fail with their groups.
 
 A full step with missing rows cannot be trained. It is opened again with every step after it, if
 none of them was acknowledged, and the remaining rows are selected anew. Invariant H of the
@@ -18,6 +17,9 @@ from .commands import Ids
 from .state import LedgerState
 from .state.rows import DONE, LEASED, LIVE, NONE, READY, SELECTED
 from .terminations import FAILED, Terminations, publish_return
+
+LOST_REASON = "payload lost"
+"""The failure reason of rows with lost payload."""
 
 
 class PayloadLoss:
@@ -63,8 +65,7 @@ class PayloadLoss:
         return live
 
     def _remove_from_steps(self, ids: Ids, reason: str) -> list[Ids]:
-        """Reopen full steps with missing rows; a step overtaken by a later acknowledged one fails
-        whole. Return the rows failed this way."""
+        """Reopen full steps with missing rows. Return rows of overtaken steps, which fail whole."""
         steps, failed = self._state.steps, []
         held = {grant.step: self._state.leases.outstanding(grant) for grant in self._state.leases.of_step(0)}
         full = dict(steps.closed) | held

@@ -21,8 +21,7 @@ class Wait(StalenessPolicy):
         return min(filling.slack(j) for j in {deadline, *filling.admitted} if j >= deadline)
 
     def select(self, filling: StepWindow, deadline: int | None) -> int:
-        """Return how many ready rows may join the step, less the room needed by earlier
-        deadlines."""
+        """Return how many ready rows may join, less the room that earlier deadlines need."""
         due = {filling.step, *filling.admitted}
         earlier = [j for j in due if j >= filling.step and (deadline is None or j < deadline)]
         return min([filling.free, *(filling.slack(j) for j in earlier)])

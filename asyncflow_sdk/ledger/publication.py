@@ -1,8 +1,7 @@
 """Version publication: the publisher's ranks, the announced version, and when it becomes current.
 
 The publisher has ``world_size`` ranks, each one live session. A version is announced, its parts are
-published, and the last part makes it current. If a rank withdraws it or dies before, the whole
-version is discarded.
+published, and the last part makes it current. If a rank withdraws it or dies before, it is discarded.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from .step_versions import StepVersions
 class VersionPublication:
     """``ranks``: session of each rank. ``announced``: the version being written. ``discarded``: the
     last discarded version, and why. ``lost``: by rank, why a version with a published part was
-    discarded, until reported to the rank. ``no_rollback``: why the last publisher's trainer cannot
-    load a version."""
+    discarded, until reported to the rank. ``no_rollback``: see ``OpenPublisher``."""
 
     def __init__(self, state: LedgerState, step_versions: StepVersions, replicas: Replicas) -> None:
         self._state, self._step_versions, self._replicas = state, step_versions, replicas
@@ -173,8 +171,7 @@ class VersionPublication:
         return number if self.announced is None else max(number, self.announced.version + 1)
 
     def discard(self, what: str) -> None:
-        """Discard the announced version, if any. ``what``: the cause, after the subject "version
-        N"."""
+        """Discard the announced version, if any. ``what``: why, after the words "version N"."""
         announced = self.announced
         if announced is not None:
             self.discarded = (announced.version, f"version {announced.version} {what}")

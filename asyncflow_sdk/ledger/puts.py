@@ -140,7 +140,6 @@ class Puts:
             )
 
     def _fits(self, command: cmd.AddRows, count: int, *, trained: bool) -> bool:
-        """True if the rows may be added now."""
         limits, budget = self._state.limits, self._state.budget
         if budget.occupied + count > limits.capacity_rows:
             return False

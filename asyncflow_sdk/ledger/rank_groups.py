@@ -62,8 +62,7 @@ class RankGroups:
                 return  # the others are alike
 
     def lease(self, session: Session, task: Task, command: cmd.LeaseRows) -> cmd.Reply | None:
-        """Return the shard of a rank once all ranks have asked and there are rows. Answers the
-        other ranks too."""
+        """Lease to all ranks once each has asked. Return the shard of this one."""
         asking = self._state.parked.of_group(command.task, command.group)
         if self._replaces(session, task, command) or len({command.rank, *asking}) < command.world_size:
             return None
@@ -138,8 +137,7 @@ class RankGroups:
             self._mark_seen(grant, shards, command.rank, positions(command.index, span.stop - span.start))
 
     def session_closed(self, session: Session, reason: str, *, blame: bool) -> None:
-        """Return the leases of a session. A group's lease is returned whole, unless the session's
-        ranks have completed their shards."""
+        """Return the leases of a session, except those whose shards its ranks have completed."""
         for grant in list(session.leases.values()):
             shards = grant.shards
             if shards is not None:
@@ -266,7 +264,6 @@ class RankBarrier:
 
 
 def _shard_of(whole: cmd.Leased, shards: ShardedLease, rank: int, off: float) -> cmd.Leased:
-    """Return the reply to one rank of a lease."""
     span = shards.span(rank)
     return cmd.Leased(
         token=whole.token, task=whole.task, ids=pack_ids(unpack_ids(whole.ids)[span]),

@@ -15,7 +15,7 @@ from .completion import RowCompletion
 from .replicas import Replicas
 from .state import LedgerState
 from .state.parked import ParkedRequest
-from .state.rows import LIVE, NONE
+from .state.rows import NONE
 from .state.sessions import Session
 from .state.versions import KeptVersion
 from .terminations import EXPIRED, Terminations
@@ -121,7 +121,7 @@ class ReplicaUpdates:
 
     def retire(self, session: Session) -> cmd.Reply:
         """Make a session a replica no more."""
-        self._give_up_swap(session, "it retired")
+        self.release_swap(session, "it retired")
         session.replica, session.loaded, session.claimed = None, None, False
         self._replicas.remove(session.id)
         self._state.context.wake("version", "swap")  # its own requests there are refused
@@ -139,12 +139,19 @@ class ReplicaUpdates:
         """Revoke a permission that did not reach the replica: the version is staged, as before."""
         replica = self._state.sessions.by_id[session].replica
         if session in self.swapping and replica is not None and replica.version == version:
-            self._give_up_swap(self._state.sessions.by_id[session], "its request was dropped")
+            self.release_swap(self._state.sessions.by_id[session], "its request was dropped")
             replica.doing, replica.since = "staged", self._state.context.now
 
-    def session_closed(self, session: Session, reason: str) -> None:
-        """Revoke a closed session's permission."""
-        self._give_up_swap(session, reason)
+    def release_swap(self, session: Session, why: str) -> None:
+        """Pass the permission to load on to another replica."""
+        if session.id in self.swapping and session.replica is not None:
+            self._state.context.publish(
+                ev.WeightState(
+                    time_s=self._state.context.now, worker=session.name, version=session.replica.version, state="released",
+                    detail=why,
+                )
+            )  # fmt: skip
+        self._end_swap(session.id)
 
     def _to_fetch(self, session: Session) -> KeptVersion | None:
         """Return the version to fetch. A replica below the committed version fetches that before a
@@ -177,25 +184,12 @@ class ReplicaUpdates:
         """Expire rows generated with a version that was rolled back while the replica loaded it."""
         for grant in [grant for grant in session.leases.values() if self._state.tasks[grant.task].spec.admits]:
             ids = self._state.leases.outstanding(grant)
-            ids = ids[self._state.rows.state[self._state.rows.at(ids)] == LIVE]
-            if len(ids):
-                self._terminations.end_groups(ids, EXPIRED, f"version {version} was rolled back")
+            self._terminations.end_groups(ids, EXPIRED, f"version {version} was rolled back")
 
     def _wake_swap(self, session: Session) -> None:
         """Retry the session's parked request to load a version: it may have to be refused."""
         if any(isinstance(self._state.parked.by_ticket[ticket].command, cmd.Swap) for ticket in session.parked):
             self._state.context.wake("swap")
-
-    def _give_up_swap(self, session: Session, why: str) -> None:
-        """Pass the permission to load on to another replica."""
-        if session.id in self.swapping and session.replica is not None:
-            self._state.context.publish(
-                ev.WeightState(
-                    time_s=self._state.context.now, worker=session.name, version=session.replica.version, state="released",
-                    detail=why,
-                )
-            )  # fmt: skip
-        self._end_swap(session.id)
 
     def _end_swap(self, session: int) -> None:
         if self.swapping.pop(session, None) is not None:

@@ -8,8 +8,7 @@ from .state.sessions import ReplicaState, Session
 
 
 class Replicas:
-    """``numbers``: sessions of replicas. ``failing``: replicas with a failed last fetch or load.
-    Both are ordered sets of session numbers."""
+    """``numbers``: their sessions. ``failing``: whose last fetch or load failed. Ordered sets."""
 
     def __init__(self, state: LedgerState) -> None:
         self._state = state

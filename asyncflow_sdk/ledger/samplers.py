@@ -36,8 +36,7 @@ class Shuffled(Sampler):
 
 
 class ByColumn(Sampler):
-    """Rows in order of a column's value or length, largest first (or smallest), ties by age.
-    Low-ranked rows may wait for ever."""
+    """Rows by a column's value or length, largest first or smallest. Low ranks may starve."""
 
     may_starve = True
 
@@ -71,8 +70,7 @@ class LengthBucketed(Sampler):
 
 class TokenBalanced(Sampler):
     """First come, first served. The ranks of a group get shards of equal row counts and nearly
-    equal sums of ``column`` (of its lengths). ``whole_groups``: lease and shard rows in whole
-    groups."""
+    equal sums of ``column`` (of its lengths). ``whole_groups``: keep groups together."""
 
     balanced = True
 

@@ -22,8 +22,7 @@ from .state.budget import MAX_NUMBER
 
 @dataclass
 class StalenessRule:
-    """A policy and its properties, see ``StalenessPolicy``. ``least_rows``: the capacity it
-    needs."""
+    """A policy and its properties, see ``StalenessPolicy``. ``least_rows``: least capacity."""
 
     spec: PolicySpec
     promise: str = ""
@@ -32,8 +31,7 @@ class StalenessRule:
 
 
 class StalenessControl:
-    """``rule``: the policy. ``failed``: the error that stops all selection; "" while the policy
-    works."""
+    """``rule``: the policy. ``failed``: its error, which stops all selection; "" if none."""
 
     TRANSIENT = frozenset({"make_policy", "_policy"})
 
@@ -44,8 +42,7 @@ class StalenessControl:
         self._policy: StalenessPolicy | None = None  # made when first needed
 
     def set_policy(self, spec: PolicySpec) -> None:
-        """Use another policy for steps to come. Raises PluginError, ConfigError and then changes
-        nothing."""
+        """Use another policy for steps to come. Raises PluginError, ConfigError, with no effect."""
         before = self._policy
         self._policy = None
         try:
@@ -66,8 +63,7 @@ class StalenessControl:
         self._state.context.publish(ev.Note(time_s=self._state.context.now, text=text, level=level))
 
     def check_available(self) -> None:
-        """Raise PluginError or ConfigError if the policy cannot be created here, for example in a
-        run resumed elsewhere."""
+        """Raise PluginError or ConfigError if the policy cannot be created in this process."""
         self.make_policy(self.rule.spec)
 
     def check(self) -> None:
@@ -86,8 +82,7 @@ class StalenessControl:
         return max(0, room)
 
     def selectable(self, deadline: int | None) -> int:
-        """Return how many ready rows with this deadline may join the step; 0 once the policy has
-        failed."""
+        """Return how many ready rows with this deadline may join; 0 once the policy has failed."""
         window = self._state.steps.window
         if window.finished or (self.rule.bounded and deadline is not None and deadline < window.step):
             return 0
@@ -117,8 +112,7 @@ class StalenessControl:
         return self._policy
 
     def _try_policy(self, question: Callable[[StalenessPolicy, StepWindow], Any]) -> list[int]:
-        """Call the policy; if it fails, return [], note the failure and fail all parked
-        requests."""
+        """Call the policy. If it fails, note it, fail all parked requests and return []."""
         if self.failed:
             return []
         try:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from typing import Any
 
 from ..types.reports import TERMINAL, LeaseStatus, ParkedStatus, SessionStatus, StatusReport, VersionStatus
 from . import commands as cmd
-from .diagnostics import Diagnostics
+from .diagnostics import Diagnostics, doing, join_some
 from .publication import VersionPublication
 from .replicas import Replicas
 from .staleness import StalenessControl
@@ -16,7 +17,6 @@ from .state.grants import Grant
 from .state.parked import ParkedRequest
 from .state.rows import NONE, TASK_STATES
 from .state.sessions import Session
-from .version_diagnostics import doing, join_some
 
 MAX_LISTED = 100
 """Limit of explained requests, the longest waiting, and of listed sessions, the oldest."""
@@ -95,8 +95,7 @@ class StatusReporter:
         )
 
     def _works_meanwhile(self, request: ParkedRequest) -> bool:
-        """True if the client works while this request waits, for lost rows or for a newer
-        version."""
+        """True if the client works while it waits, for lost rows or for a newer version."""
         if isinstance(request.command, cmd.AwaitLost):
             return True
         loaded = self._state.sessions.by_id[request.session].loaded
@@ -151,12 +150,13 @@ class StatusReporter:
     def _parked_status(self, request: ParkedRequest) -> ParkedStatus:
         now = self._state.context.now
         return ParkedStatus(
-            session=request.session, name=self._state.sessions.name(request.session), verb=_verb(request.command),
+            session=request.session, name=self._state.sessions.name(request.session), verb=verb_of(request.command),
             why=self._diagnostics.why(request), since_s=now - request.since, left_s=request.expires - now,
         )  # fmt: skip
 
 
-def _verb(command: cmd.Command) -> str:
+def verb_of(command: Any) -> str:
+    """Describe a waiting command in a few words ("get train", "put 64 rows")."""
     match command:
         case cmd.LeaseRows():
             return f"get {command.task}"

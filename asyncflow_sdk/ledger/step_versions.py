@@ -8,8 +8,7 @@ from .state.rows import NONE
 
 
 class StepVersions:
-    """Relates step and version numbers. They diverge when versions are given up or steps trained
-    again."""
+    """Relates steps to versions: they diverge after rollbacks and when steps are trained again."""
 
     def __init__(self, state: LedgerState) -> None:
         self._state = state
@@ -33,8 +32,7 @@ class StepVersions:
         return step
 
     def lease(self, step: int) -> None:
-        """Note that a step is leased. If its update is current already, it trains the version after
-        that."""
+        """Note that a step is leased. If its update is current, it trains the next version."""
         versions = self._state.versions
         if versions.current > versions.lineage.version(step):
             versions.lineage.resume(versions.current, step)

@@ -76,8 +76,7 @@ class Terminations:
         context.wake("put", "wanted")
 
     def shortened(self, state: str, reason: str) -> str:
-        """Return the reason to count rows under: its first line, or "other reasons" if there are
-        too many."""
+        """Return the first line of a reason, or "other reasons" once there are too many."""
         line = reason.partition("\n")[0][:REASON_LENGTH]
         known = not line or f"{state}: {line}" in self.reasons
         return line if known or len(self.reasons) < MAX_REASONS else "other reasons"

@@ -85,8 +85,7 @@ class BatchVerbs(Batch):
         index: npt.ArrayLike | None = None,
         filtered: npt.ArrayLike | None = None,
     ) -> None:
-        """Write the payload now, send the completion with the next request; see
-        ``LeasedBatch.finish``."""
+        """Write now, send the completion with the next request; see ``LeasedBatch.finish``."""
         if self._last is not None:
             raise SchemaError(
                 "this batch is finished already: use complete() for parts of it, and finish() once, for the last part"
@@ -117,13 +116,8 @@ class BatchVerbs(Batch):
             if mask.shape != (count,) or mask.dtype != bool:
                 raise SchemaError(f"filtered must be bool of shape ({count},), not {mask.dtype} of {mask.shape}")
             drop = _positions(mask).tobytes() if mask.any() else None
-        command = cmd.Complete(
-            token=self.token,
-            columns={},
-            index=None if rows is None else rows.tobytes(),
-            filtered=drop,
-            rank=self.rank,
-        )
+        at = None if rows is None else rows.tobytes()
+        command = cmd.Complete(token=self.token, columns={}, index=at, filtered=drop, rank=self.rank)
         return command, pack_columns(columns or {}), count
 
     async def _send_last(self, then: cmd.LeaseRows | None = None, *, acknowledge: bool = False) -> CallResult | None:
@@ -137,13 +131,9 @@ class BatchVerbs(Batch):
         if last is None:
             if self._left <= 0:
                 return None
-            token, rank = self.token, self.rank
-            done, back = (
-                cmd.Complete(token=token, columns={}, rank=rank),
-                # counted as an attempt, or a loop that finishes nothing would get the same rows for ever
-                cmd.GiveBack(token=token, rank=rank, reason=_LEFT, blame=True),
-            )
-            command: cmd.Complete | cmd.GiveBack = done if acknowledge else back
+            command: cmd.Complete | cmd.GiveBack = cmd.Complete(token=self.token, columns={}, rank=self.rank)
+            if not acknowledge:  # an attempt, or a loop that finishes nothing would get the same rows for ever
+                command = cmd.GiveBack(token=self.token, rank=self.rank, reason=_LEFT, blame=True)
             last = PendingWrite(command), self._left
         pending, count = last
         answer = await self._port.submit(pending, then)
@@ -159,14 +149,10 @@ class BatchVerbs(Batch):
         if not self.rows:
             return
         rows = None if index is None else _positions(index)
+        packed = None if rows is None else rows.tobytes()
+        reason = plain_text(reason) if isinstance(reason, str) else reason
         await self._port.send(
-            cmd.GiveBack(
-                token=self.token,
-                index=None if rows is None else rows.tobytes(),
-                reason=plain_text(reason) if isinstance(reason, str) else reason,
-                blame=blame,
-                rank=self.rank,
-            )
+            cmd.GiveBack(token=self.token, index=packed, reason=reason, blame=blame, rank=self.rank)
         )
         self._left -= self.rows if rows is None else len(rows)
 

@@ -14,15 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ledger.commands import Ids
-from .blocks import Block, BlockSlices
+from .blocks import BLOCK, RUN, Block, BlockSlices
 
-LOST_REASON = "payload lost"
-"""The failure reason of rows with lost payload."""
 _NOWHERE = -1
 _SHIFT = 32  # a place is (slot of a block << 32) + entry in the block
 _ENTRY = (1 << _SHIFT) - 1
-_BLOCK = struct.Struct("<6q")
-_RUN = struct.Struct("<i")
 _SERIAL = struct.Struct("<q")
 Family = tuple[str, ...]
 BlockCheck: TypeAlias = Callable[[str, Ids, Ids, Ids], npt.NDArray[np.bool_]]
@@ -147,12 +143,8 @@ class BlockIndex:
         return freed
 
     def find_lost(self, exist: BlockCheck, among: Ids | None = None) -> Ids:
-        """Return the rows with lost blocks. ``exist``: checks blocks of a segment by start, serial
-        and bytes.
-
-        ``among``: check only the blocks of these rows; the result includes other rows of these
-        blocks.
-        """
+        """Return the rows of lost blocks. ``among``: check only the blocks of these rows; the
+        result includes other rows of these blocks."""
         used = np.ones(len(self._blocks), np.bool_)
         used[self._free] = False
         if among is not None:
@@ -201,7 +193,7 @@ class BlockIndex:
 
     def segments_of(self, owner: str) -> Collection[str]:
         """Return the segments of an owner that rows need."""
-        return self._segments.of(owner)
+        return {name for of, name in self._segments._number if of == owner}
 
     def _plan(self, columns: tuple[str, ...]) -> list[tuple[Family, tuple[str, ...], bytes]]:
         """Return for each family with some of these columns: the columns and their positions in it."""
@@ -211,7 +203,10 @@ class BlockIndex:
             for name in columns:
                 for family in self._of_column[name]:
                     wanted.setdefault(family, []).append(name)
-            plan = [(family, tuple(names), _fields(family, names)) for family, names in wanted.items()]
+            plan = []
+            for family, names in wanted.items():
+                fields = np.array([family.index(name) for name in names], np.int32)
+                plan.append((family, tuple(names), fields.tobytes()))
             self._plans[columns] = plan
         return plan
 
@@ -227,8 +222,7 @@ class BlockIndex:
         return self._slices((name,), field, place)
 
     def _slices(self, names: tuple[str, ...], fields: bytes | npt.NDArray[np.int32], places: Ids) -> BlockSlices:
-        """Return the slices at places. ``fields``: packed, for all blocks; or an array, for each
-        row."""
+        """Return the slices at places. ``fields``: packed, for all blocks; or an array, by row."""
         first = int(places[0])
         count = len(places)
         if count == 1 or (int(places[-1]) - first == count - 1 and (places[1:] - places[:-1] == 1).all()):
@@ -237,9 +231,9 @@ class BlockIndex:
                 names,
                 fields if isinstance(fields, bytes) else fields[:1].tobytes(),
                 (self._segments.names[segment],),
-                _BLOCK.pack(0, *block, 1),
-                _RUN.pack(first & _ENTRY),
-                _RUN.pack(count),
+                BLOCK.pack(0, *block, 1),
+                RUN.pack(first & _ENTRY),
+                RUN.pack(count),
             )
         run = np.flatnonzero(_steps(places, first - 2) != 1)  # starts of runs
         slots = places[run] >> _SHIFT
@@ -291,7 +285,7 @@ class BlockIndex:
 
 
 class _Segments:
-    """Segments in use, with a number, an owner and a count of blocks for each."""
+    """Segments in use, with a count of blocks for each."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -320,14 +314,6 @@ class _Segments:
         if not self._blocks[number]:
             del self._number[self.owners[number], self.names[number]]
             self._free.append(number)
-
-    def of(self, owner: str) -> Collection[str]:
-        """Return the segments of an owner."""
-        return {name for of, name in self._number if of == owner}
-
-
-def _fields(family: Family, names: list[str]) -> bytes:
-    return np.array([family.index(name) for name in names], np.int32).tobytes()
 
 
 def _numbered(values: npt.NDArray[Any]) -> tuple[list[int], npt.NDArray[Any]]:

@@ -30,6 +30,8 @@ from ..types.ragged import Array
 ALIGN = 64
 JOIN_BYTES = 64 << 10
 """Columns up to this size are joined first: two copies in the cache cost less than two calls."""
+BLOCK, RUN = struct.Struct("<6q"), struct.Struct("<i")
+"""A row of ``BlockSlices.blocks``, and an item of ``entries`` and of ``counts``."""
 _PAD = bytes(ALIGN)
 _PADDING: Any = np.zeros(ALIGN, np.uint8)
 
@@ -123,8 +125,7 @@ def write(arena: Arena, columns: Mapping[str, Column], *, grow: bool = True) -> 
 class BlockImage:
     """A block to send: ``rows`` entries as contiguous buffers, one after another.
 
-    The arena's 16 bytes at its start are zero. The server receives a put into the memory where its
-    rows stay.
+    The arena's 16 bytes at its start are zero. The server receives it where its rows stay.
     """
 
     rows: int
@@ -171,8 +172,7 @@ def kind_of(name: str, spec: ColumnSpec) -> Kind:
 
 
 def _wrong(wanted: list[Kind], table: Ints, rows: Ints, nbytes: Ints, body: Ints) -> npt.NDArray[np.bool_]:
-    """Return True for each column (n, columns) outside its block. No sum of checked values
-    overflows."""
+    """Return True for each column (n, columns) outside its block. No sum overflows."""
     values, size, offsets = table[:, :, 0], table[:, :, 1], table[:, :, 2]
     ragged = np.array([kind.ragged for kind in wanted])
     width = np.array([kind.width for kind in wanted])

@@ -21,10 +21,10 @@ from ..errors import AsyncFlowError, ProtocolError, error_from_name
 from ..ledger import Ledger, pack_ids, unpack_ids
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
+from ..ledger.payload_loss import LOST_REASON
 from ..ledger.state.grants import Grant
 from ..types import ColumnSpec, Event
 from . import remote_payload
-from .block_index import LOST_REASON
 from .blocks import Block, BlockSlices
 from .checks import check_call, completed, owns
 from .clients import ClientProcess, ClientTable
@@ -66,8 +66,7 @@ class PendingCall(NamedTuple):
     """A call without a reply from the ledger yet.
 
     ``ids``: rows that it completes, in the order of its block's entries. ``inline``: send payload
-    beside the answer. ``then``: a lease to request next. ``first``: the reply to the command before
-    it.
+    beside the answer. ``then``: a lease to request next. ``first``: the reply before it.
     """
 
     session: str
@@ -87,19 +86,10 @@ class TrainedStep(NamedTuple):
     completed_at: Ids
 
 
-class RunMemory(NamedTuple):
-    """Directories of the run's shared memory. ``rows``: of row segments, "" if it is ``directory``.
-    ``durability``: "" if a dead server does not restart."""
-
-    directory: str
-    rows: str
-    durability: str
-
-
 class CallExecutor:
-    """``send``: sends an answer by ticket; its last argument is True if ``QueueServer.make``
-    completes it. ``forget``: called when a session has ended. Not thread-safe: only the server's
-    thread uses it."""
+    """``welcome``: the reply to a hello, without the session. ``send``: sends an answer by ticket;
+    its last argument is True if ``QueueServer.make`` completes it. ``forget``: called when a
+    session has ended. Not thread-safe: only the server's thread uses it."""
 
     KEPT = ("_pending",)
 
@@ -109,11 +99,11 @@ class CallExecutor:
         payloads: PayloadManager,
         clock: Clock,
         listeners: Listeners,
-        memory: RunMemory,
+        welcome: Welcome,
         send: Callable[[int, bytes, bool], None],
         forget: Callable[[str], None],
     ) -> None:
-        self.ledger, self.payloads, self.clock, self.memory = ledger, payloads, clock, memory
+        self.ledger, self.payloads, self.clock, self._welcome = ledger, payloads, clock, welcome
         self.clients = ClientTable()
         self._state, self._record = ledger.state, ledger.state.context.log
         self._listeners, self._send, self._forget = listeners, send, forget
@@ -177,8 +167,7 @@ class CallExecutor:
         self._flush()
 
     def report_steps_again(self) -> None:
-        """Report acknowledged steps with live rows: an earlier server's listener may not have read
-        them."""
+        """Report acknowledged steps with live rows: a listener may not have read them."""
         rows = self._state.rows
         for step, ids in self._state.steps.acknowledged() if self._listeners.steps else ():
             at = rows.at(ids)
@@ -196,8 +185,7 @@ class CallExecutor:
         assert isinstance(joined, cmd.SessionOpened)
         self.clients.by_session[session] = ClientProcess(joined.session, hello.pid, hello.pid_key, hello.host)
         self.payloads.open_session(session)
-        memory = self.memory
-        welcome = Welcome(joined.session, memory.directory, __version__, memory.durability, memory.rows)
+        welcome = msgspec.structs.replace(self._welcome, session=joined.session)
         self._answer(ticket, session, CallResult(welcome), completed_by_make=True)
 
     def _execute(self, session: str, ticket: int, call: Call, now: float) -> None:
@@ -281,7 +269,6 @@ class CallExecutor:
         return found[0] if found else completed(self.ledger, command, block)
 
     def _trained(self, lease: Grant | None, ids: Ids | None) -> TrainedStep | None:
-        """Return the step that this call acknowledges, with the rows of all ranks."""
         if lease is None or ids is None:
             return None
         ids = ids if lease.shards is None else lease.ids
@@ -372,7 +359,6 @@ class CallExecutor:
             self.ledger.reply_undelivered(self.clients.number(session), unread.reply.version, now)
 
     def _answer(self, ticket: int, session: str, answer: CallResult, *, completed_by_make: bool = False) -> None:
-        """Send a result, with the session's freed blocks."""
         if freed := self.payloads.take_freed(session):
             answer = msgspec.structs.replace(answer, freed=freed)
         body = encode(answer)

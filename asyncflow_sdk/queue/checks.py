@@ -21,8 +21,8 @@ from ..errors import PayloadLost, SchemaError
 from ..ledger import Ledger
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
-from ..types import ColumnSpec, carrier, check_column_name
-from .blocks import ALIGN, Block
+from ..types import ColumnSpec, check_column_name
+from .blocks import ALIGN, Block, kind_of
 
 _LARGEST = 1 << 63
 _EXACT: dict[Any, tuple[type, ...]] = {
@@ -60,10 +60,7 @@ def check_columns(what: str, names: Any) -> tuple[str, ...]:
 
 
 def check_names(what: str, names: Any, *, empty: bool = False) -> tuple[str, ...]:
-    """Return names as a tuple. Raises SchemaError for a single string or an invalid name.
-
-    ``empty``: allow "".
-    """
+    """Like ``check_columns``, for other names. ``empty``: allow ""."""
     found = _listed(what, names)
     for name in found:
         if name or not empty:
@@ -119,8 +116,7 @@ def owns(session: int, segment: str) -> bool:
 def check_call(
     ledger: Ledger, directory: Path, session: int, command: cmd.AnyCommand, block: Block | None
 ) -> tuple[Ids | None, int]:
-    """Return a completion's rows, in its block's order, and their step. Raises SchemaError,
-    PayloadLost."""
+    """Return a completion's rows, as in its block, and step. Raises SchemaError, PayloadLost."""
     if not isinstance(command, (cmd.AddRows, cmd.Complete)):
         if block is not None:
             raise SchemaError("this command takes no payload")
@@ -191,13 +187,9 @@ def _least(names: tuple[str, ...], specs: tuple[ColumnSpec, ...]) -> tuple[int, 
     """Return the least bytes of columns: for each row, and in addition. Raises SchemaError."""
     row_bytes = extra = 0
     for name, spec in zip(names, specs, strict=True):
-        size = carrier(spec.dtype).itemsize
-        for length in spec.shape:
-            size *= length
-        if min(spec.shape, default=0) < 0:
-            raise SchemaError(f"column {name!r} has the shape {spec.shape}")
-        row_bytes += size if spec.kind == "fixed" else 8
-        extra += 0 if spec.kind == "fixed" else 8
+        kind = kind_of(name, spec)
+        row_bytes += 8 if kind.ragged else kind.width
+        extra += 8 if kind.ragged else 0
     return row_bytes, extra
 
 

@@ -34,6 +34,7 @@ from .streams import AsyncStream, BlockingStream
 _READ_TRIES = 8
 """Most requests for one batch: rows can end between their lease and the read."""
 B = TypeVar("B", bound=BatchVerbs)
+S = TypeVar("S", SamplerSpec, PolicySpec)
 
 
 class QueueVerbs(Generic[B]):
@@ -86,7 +87,7 @@ class QueueVerbs(Generic[B]):
         task = TaskSpec(
             name=name, needs=check_columns("needs", needs), gives=check_columns("gives", gives), lease_s=lease_s,
             max_attempts=max_attempts, admits=admits, batch_rows=batch_rows,
-            partitions=check_names("partitions", partitions, empty=True), sampler=_sampler(sampler),
+            partitions=check_names("partitions", partitions, empty=True), sampler=_spec("sampler", SamplerSpec, sampler),
         )  # fmt: skip
         check_name("a task", name)
         check_arguments(task)
@@ -136,11 +137,9 @@ class QueueVerbs(Generic[B]):
         return await self._lease(request, ack)
 
     async def _lease(self, request: cmd.LeaseRows, last: BatchVerbs | None = None, *, acknowledge: bool = True) -> B:
-        """Send a lease request together with the last message about batch ``last``; return the new
-        batch.
+        """Send a lease request with the last message about batch ``last``; return the new batch.
 
-        A lease with rows that cannot be read is given back. The request is repeated if they had
-        ended.
+        A lease with rows that cannot be read goes back; if they had ended, the request is repeated.
         """
         answer = None if last is None else await last._send_last(request, acknowledge=acknowledge)
         for left in reversed(range(_READ_TRIES)):
@@ -321,47 +320,27 @@ class QueueClient(QueueVerbs[BlockingBatch], TransferQueue):
 
 
 def _lease_request(
-    task: str,
-    count: int,
-    *,
-    columns: Sequence[str] | None = None,
-    at_least: int = 0,
-    partition: str | None = None,
-    timeout_s: float = TIMEOUT_S,
-    group: str = "",
-    rank: int = 0,
-    world_size: int = 1,
-    shards: int = 0,
-    most: int = 0,
+    task: str, count: int, *, columns: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S, **options: Any
 ) -> cmd.LeaseRows:
-    return cmd.LeaseRows(
-        task=task, count=count, timeout_s=timeout_s, partition=partition, at_least=at_least,
-        columns=None if columns is None else check_names("columns", columns), group=group, rank=rank,
-        world_size=world_size, shards=shards, most=most,
-    )  # fmt: skip
-
-
-def _sampler(sampler: Any) -> SamplerSpec | None:
-    if sampler is None or isinstance(sampler, SamplerSpec):
-        return sampler
-    return SamplerSpec(*_name_and_options("sampler", sampler))
+    needs = None if columns is None else check_names("columns", columns)
+    return cmd.LeaseRows(task=task, count=count, columns=needs, timeout_s=timeout_s, **options)
 
 
 def policy_spec(policy: Any) -> PolicySpec | None:
     """Return the spec of a policy given by name, or by name and options. Raises ConfigError."""
-    if policy is None or isinstance(policy, PolicySpec):
-        return policy
-    return PolicySpec(*_name_and_options("staleness policy", policy))
+    return _spec("staleness policy", PolicySpec, policy)
 
 
-def _name_and_options(what: str, given: Any) -> tuple[str, dict[str, Any]]:
+def _spec(what: str, kind: type[S], given: Any) -> S | None:
+    if given is None or isinstance(given, kind):
+        return given
     is_pair = isinstance(given, tuple) and len(given) == 2
     name, options = (given, {}) if isinstance(given, str) else given if is_pair else (None, None)
     if not isinstance(name, str) or not isinstance(options, Mapping):
         raise ConfigError(f"a {what} is a name, or a pair of name and options, not {given!r:.100}")
     for option in options:
         check_name(f"an option of {what} {name!r:.100}", option)
-    return name, dict(options)
+    return kind(name, dict(options))
 
 
 def _ids(rows: npt.ArrayLike) -> npt.NDArray[np.int64]:

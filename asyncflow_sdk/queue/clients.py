@@ -8,8 +8,7 @@ from ..ledger import StatusReport
 
 
 class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
-    """``number``: its ledger session. ``pid_key``: identifies the process to detect its death; ""
-    on another host. ``host``: for display."""
+    """``number``: its ledger session. ``pid_key``, ``host``: see ``ClientHello``."""
 
     number: int
     pid: int

@@ -135,8 +135,7 @@ class Connection:
         then: cmd.LeaseRows | None = None,
         payload: int | None = None,
     ) -> bytes:
-        """Return the encoded call, with waiting events. Raises TypeError, SchemaError for its
-        arguments."""
+        """Return the encoded call, with waiting events. Raises TypeError, SchemaError."""
         for each in (command, then):
             if each is not None:
                 check_arguments(each)
@@ -156,8 +155,7 @@ class Connection:
         return ResultWithPayload(**msgspec.structs.asdict(answer), memory=reply.payload)
 
     def columns(self, answer: CallResult) -> dict[str, Column]:
-        """Return the columns of leased rows: from the reply's payload, or from shared memory (views
-        where contiguous, else copies)."""
+        """Return the columns of leased rows: from the reply's payload or from shared memory."""
         if isinstance(answer, ResultWithPayload):
             assert answer.payload is not None
             return from_image(answer.memory, answer.payload, answer.schema)
@@ -228,12 +226,9 @@ class Port(ABC):
     def write(
         self, command: WritingCommand, columns: Mapping[str, Column], *, keep: bool = True, grow: bool = True
     ) -> PendingWrite:
-        """Write columns to shared memory, and return the command with their location, for
-        ``submit`` or ``discard``.
-
-        ``keep``: the caller may change the columns before they are sent. ``grow``: see
-        ``Arena.allocate``.
-        """
+        """Write columns to shared memory. Return the command with their location, for ``submit`` or
+        ``discard``. ``keep``: the caller may change the columns before they are sent. ``grow``: see
+        ``Arena.allocate``."""
         if not columns:
             return PendingWrite(command)
         self.connection.wire.check()  # a forked child must not write into its parent's segments
@@ -299,8 +294,7 @@ class Port(ABC):
     async def send_columns(self, command: WritingCommand, columns: Mapping[str, Column]) -> Any:
         """Write and send columns; return the reply or raise the server's error.
 
-        If rows lie on a disk that is full, a put waits up to its deadline and raises
-        DeadlineExceeded.
+        If rows lie on a full disk, a put waits up to its deadline and raises DeadlineExceeded.
         """
         size = sum(column.values.nbytes for column in columns.values())
         if size >= LARGE_BYTES and isinstance(command, cmd.AddRows):
@@ -325,8 +319,7 @@ class Port(ABC):
             asked = msgspec.structs.replace(command, timeout_s=left)
 
     async def _write_or_wait(self, command: WritingCommand, columns: Mapping[str, Column]) -> PendingWrite:
-        """Write columns; if memory is full, ask the server for freed blocks first. Raises
-        MemoryFull."""
+        """Write columns; if memory is full, get freed blocks first. Raises MemoryFull."""
         try:
             return self.write(command, columns, keep=False, grow=False)
         except (

@@ -1,7 +1,6 @@
 """Run coroutines without an event loop, and wait for events with a timeout.
 
-Each verb is written once, as a coroutine. Over a blocking port it never suspends, so it is a plain
-call.
+Each verb is written once, as a coroutine. Over a blocking port it never suspends: a plain call.
 """
 
 from __future__ import annotations

@@ -4,13 +4,14 @@ to a restarted server."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
 from ..errors import DeadlineExceeded, MemoryFull
 from ..ledger import commands as cmd
+from ..ledger.status import verb_of
 from ..types.reports import ParkedStatus, StatusReport
 from .journal import DISK_RETRY_S
 from .protocol import Call, encode
@@ -100,10 +101,7 @@ class DeferredRequests:
 
     def drop_session(self, session: str) -> list[DeferredRequest]:
         """Remove and return the requests of a session."""
-        dropped = [each for each in self._waiting.values() if each.session == session]
-        for each in dropped:
-            del self._waiting[each.ticket]
-        return dropped
+        return self._take(lambda each: each.session == session)
 
     def due(self, now: float) -> bool:
         """True if it is time to try the disk again."""
@@ -114,10 +112,13 @@ class DeferredRequests:
 
     def take_expired(self, now: float) -> list[DeferredRequest]:
         """Remove and return requests past their deadline."""
-        late = [each for each in self._waiting.values() if each.deadline <= now]
-        for each in late:
+        return self._take(lambda each: each.deadline <= now)
+
+    def _take(self, wanted: Callable[[DeferredRequest], bool]) -> list[DeferredRequest]:
+        taken = [each for each in self._waiting.values() if wanted(each)]
+        for each in taken:
             del self._waiting[each.ticket]
-        return late
+        return taken
 
     def next_due(self) -> float | None:
         """Return the ledger time of the next try or deadline; None without requests."""
@@ -132,7 +133,7 @@ class DeferredRequests:
         names = {session.id: session.name for session in report.sessions}
         parked = [
             ParkedStatus(
-                session=sessions[each.session], name=names.get(sessions[each.session], ""), verb=_verb(each.call.command),
+                session=sessions[each.session], name=names.get(sessions[each.session], ""), verb=verb_of(each.call.command),
                 why=each.why, since_s=now - each.since, left_s=each.deadline - now,
             )
             for each in self._waiting.values()
@@ -142,9 +143,3 @@ class DeferredRequests:
             report, waiting=report.waiting | {each.name: each.why for each in parked}, parked=(*parked, *report.parked)[:MOST],
             parked_count=report.parked_count + len(parked),
         )  # fmt: skip
-
-
-def _verb(command: Any) -> str:
-    if isinstance(command, cmd.AddRows):
-        return f"put {command.groups * command.group_size} rows"
-    return f"get {command.task}" if isinstance(command, cmd.LeaseRows) else type(command).__name__.lower()

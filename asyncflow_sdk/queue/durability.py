@@ -1,5 +1,4 @@
-"""Durability: record a server's inputs, and recover from the records. Without a journal it does
-nothing."""
+"""Durability: record a server's inputs and recover from them; nothing without a journal."""
 
 from __future__ import annotations
 

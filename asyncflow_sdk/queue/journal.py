@@ -194,8 +194,7 @@ class Journal:
         self._frame(_encode(JournalEntry(record, results, digest)))
 
     def commit(self) -> bool:
-        """Write the appended records. Return False if the disk refuses; ``reserve`` fails
-        meanwhile."""
+        """Write the records. Return False if the disk refuses; ``reserve`` fails meanwhile."""
         if not self._buffer:
             return True
         try:

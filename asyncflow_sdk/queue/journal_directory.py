@@ -150,8 +150,7 @@ class JournalDirectory:
         return new
 
     def keep_damaged(self, at: int) -> Path:
-        """Keep a copy of the damaged journal, named by the position ``at`` of the damage; return
-        its path."""
+        """Keep a copy of the journal damaged at position ``at``. Return its path."""
         aside = self.path / f"damaged-{self._number:06d}-at-{at}"
         try:
             os.link(self.journal_path, aside)
@@ -162,8 +161,7 @@ class JournalDirectory:
         return aside
 
     def close(self, *, over: bool) -> None:
-        """Release the lock. ``over``: no row is left; remove the files, or move them to the
-        history."""
+        """Release the lock. ``over``: no row is left; remove the files, or move them to history."""
         if self.rows is not None and (over or self.head is None):
             shutil.rmtree(self.rows, ignore_errors=True)
         if over:
@@ -173,7 +171,6 @@ class JournalDirectory:
         os.close(self._lock)
 
     def _retire_file(self, path: Path) -> None:
-        """Remove a replaced file, or move it to the history."""
         if not self._history:
             path.unlink(missing_ok=True)
             return

@@ -26,8 +26,7 @@ _MOST = 1000
 
 
 class LeaseRenewer:
-    """Renews every lease of this connection, in its own thread, until it is closed or the server is
-    gone.
+    """Renews every lease of a connection, in its own thread, until closed or the server is gone.
 
     It stops renewing if nothing was leased and no row was completed for ``patience_s`` seconds: the
     work hangs, and its leases expire like those of a dead process. A later request for them raises

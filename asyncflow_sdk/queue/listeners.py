@@ -12,8 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class Listeners:
-    """``on_event``, ``on_step``, ``on_final``: see ``QueueServer``. ``muted``: call none (in a
-    replay)."""
+    """For the arguments see ``QueueServer``. ``muted``: call none (in a replay)."""
 
     def __init__(
         self,

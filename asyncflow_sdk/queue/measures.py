@@ -14,7 +14,7 @@ from ..ledger import commands as cmd
 from ..types import Column, ColumnSpec
 from ..types.columns import unpack
 from .block_index import BlockIndex
-from .blocks import Block, BlockSlices
+from .blocks import BLOCK, RUN, Block, BlockSlices
 from .reader import ColumnReader
 
 CHUNK_ROWS = 4096  # rows read at a time
@@ -49,11 +49,11 @@ class Measures:
     def _of_block(self, block: Block, name: str, spec: ColumnSpec) -> bytes:
         whole = BlockSlices(
             (name,),
-            np.int32(block.columns.index(name)).tobytes(),
+            RUN.pack(block.columns.index(name)),
             (block.segment,),
-            np.array([0, block.start, block.serial, block.rows, block.nbytes, 1], np.int64).tobytes(),
-            np.int32(0).tobytes(),
-            np.int32(block.rows).tobytes(),
+            BLOCK.pack(0, block.start, block.serial, block.rows, block.nbytes, 1),
+            RUN.pack(0),
+            RUN.pack(block.rows),
         )
         return self._ledger.state.context.log.record_or_raise(lambda: self._read(whole, name, spec))
 
@@ -61,7 +61,6 @@ class Measures:
         return measure(self._reader.read(slices, {name: spec})[name]).tobytes()
 
     def _measure_existing_rows(self, command: cmd.Declare) -> cmd.Declare:
-        """Measure the existing rows for a new sampler."""
         ledger, spec = self._ledger, command.task
         name = ledger.samplers.describe(spec).measure if spec.name not in ledger.state.tasks else ""
         known = ledger.state.columns.specs.get(name)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,13 +23,11 @@ from ..ledger.commands import Ids
 from ..ledger.state import LedgerState
 from ..memory import BlockHold, Mapper, find_blocks
 from ..types import Batch, ColumnSpec
-from ..wire import PayloadSink
 from . import remote_payload
 from .block_index import BlockCheck, BlockIndex
 from .blocks import Block, BlockSlices
-from .protocol import Call, CallResult
 from .reader import ColumnReader
-from .remote_payload import IncomingBlock, RefusedUpload, RemotePayload
+from .remote_payload import RemotePayload
 
 MOST_UNREAD = 16
 """Steps that may hold descriptors of their segments until read. Further steps are read at once."""
@@ -38,8 +35,8 @@ MOST_UNREAD = 16
 
 class PayloadManager:
     """``rows``: directory of the row segments. ``weights``: of the weight segments. ``synced``:
-    uploads are synced to the disk before they count. Not thread-safe: only the server's thread uses
-    it."""
+    uploads are synced to the disk before they count. ``remote``: payload of clients without shared
+    memory. Not thread-safe: only the server's thread uses it."""
 
     KEPT = ("_freed", "_pending_blocks")
 
@@ -50,7 +47,7 @@ class PayloadManager:
         self._rows, self._columns, self._versions = state.rows, state.columns, state.versions
         self._mapper = Mapper(rows)
         self.reader = ColumnReader(self._mapper)
-        self._remote = RemotePayload(rows, self.reader, synced=synced)
+        self.remote = RemotePayload(rows, self.reader, synced=synced)
         self._freed: dict[str, bytes] = {}  # by open session: serials of its freed blocks, for its next answer
         self._pending_blocks: dict[int, tuple[str, Block]] = {}  # by ticket of a waiting call: owner and block
         # by wanted columns, and the bit mask of common columns
@@ -88,16 +85,8 @@ class PayloadManager:
 
     # ---- blocks of calls
 
-    def sink(self, body: bytes, nbytes: int) -> PayloadSink:
-        """Return the memory for the payload of a call."""
-        return self._remote.sink(body, nbytes)
-
-    def store(self, call: Call, incoming: IncomingBlock | RefusedUpload | None) -> Call:
-        """Return the call with its upload as ``block``. Raises SchemaError, MemoryFull."""
-        return self._remote.store(call, incoming)
-
     def hold(self, ticket: int, owner: str, block: Block) -> None:
-        """BlockHold the block of a call being executed."""
+        """Hold the block of a call being executed."""
         self._pending_blocks[ticket] = owner, block
 
     def put(self, ticket: int, command: cmd.AddRows, done: cmd.PutDone, groups: Ids) -> None:
@@ -150,7 +139,7 @@ class PayloadManager:
             self._free(owner, segment, serials)
 
     def _free(self, owner: str, segment: str, serials: bytes) -> None:
-        if owner == remote_payload.OWNER and self._remote.free(segment, serials):
+        if owner == remote_payload.OWNER and self.remote.free(segment, serials):
             return
         if owner in self._freed:
             self.free_later(owner, serials)
@@ -167,7 +156,7 @@ class PayloadManager:
     def settle(self) -> None:
         """Free memory and remove files, once the records are committed."""
         self.files.remove_pending()
-        self._remote.free_pending()
+        self.remote.free_pending()
 
     # ---- reading rows
 
@@ -182,10 +171,6 @@ class PayloadManager:
             here = [name for name in columns if self._columns.contains(common, name)]
             schema = self._schemas[columns, common] = {name: specs[name] for name in here}
         return self.index.locate(ids, tuple(schema)), schema
-
-    def inline(self, answer: CallResult) -> tuple[bytes, Sequence[Any]]:
-        """Return an encoded result and the columns of its rows, for a client without shared memory."""
-        return self._remote.inline(answer)
 
     def read_step(self, ids: Ids, groups: Ids, completed_at: Ids) -> DeferredStepRead:
         """Return a function that reads all columns of rows, from any thread, at any time.
@@ -264,7 +249,7 @@ class PayloadManager:
         """Read the steps not read by listeners yet, and unmap all segments."""
         for step in list(self._step_reads):
             step.now()
-        self._remote.close()
+        self.remote.close()
         self._mapper.close()
 
 
@@ -291,8 +276,7 @@ class SegmentFiles:
             self._pending.append(self._rows / segment)
 
     def end_session(self, session: int, needed: Collection[str], publishers: Collection[int]) -> None:
-        """Remove an ended session's segments not ``needed`` by rows or by versions of
-        ``publishers``."""
+        """Remove an ended session's segments but those ``needed`` or written by ``publishers``."""
         if not self.replaying:
             self._pending += [path for path in self._rows.glob(f"s{session}-*") if path.name not in needed]
         self._ended.add(session)
@@ -340,8 +324,7 @@ class DeferredStepRead:
             return read()
 
     def now(self) -> None:
-        """Read the rows, if unread, before their memory is freed. A later call raises this read's
-        error."""
+        """Read the rows, if unread, before their memory is freed. A later call raises its error."""
         with self._lock:
             if not self.unread or self._read is None:
                 return

@@ -93,7 +93,6 @@ class ResultWithPayload(CallResult, frozen=True, array_like=True):
 
 
 def _plain(value: Any) -> Any:
-    """Encode a numpy scalar as a number."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"a {type(value).__name__} cannot be sent to a queue server: {value!r}")

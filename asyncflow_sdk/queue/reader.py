@@ -23,13 +23,11 @@ from ..errors import LeaseLost, SchemaError
 from ..memory import HEADER_BYTES, BlockHold, MappedSegment, Mapper
 from ..types import Column, ColumnSpec
 from ..types.ragged import Array
-from .blocks import MOST_BYTES, TABLE, BlockSlices, Ints, Kind, check_serials, damaged, kind_of, tables
+from .blocks import BLOCK, MOST_BYTES, RUN, TABLE, BlockSlices, Ints, Kind, check_serials, damaged, kind_of, tables
 
 COPY_BYTES = 16 << 10
 """A block up to this size is copied whole: that costs less than a view's lock."""
 MOST_PLANS = 256
-_BLOCK = struct.Struct("<6q")
-_RUN = struct.Struct("<i")
 _WORD = struct.Struct("<q")
 
 
@@ -52,9 +50,9 @@ class ColumnReader:
     def read(self, slices: BlockSlices, schema: Mapping[str, ColumnSpec]) -> dict[str, Column]:
         """Return the columns of rows. Raises LeaseLost for ended rows, SchemaError for a damaged
         block."""
-        if len(slices.counts) > _RUN.size:
+        if len(slices.counts) > RUN.size:
             return gather(self._mapper, slices, [kind_of(name, schema[name]) for name in slices.columns])
-        _, start, serial, _, nbytes, _ = _BLOCK.unpack(slices.blocks)
+        _, start, serial, _, nbytes, _ = BLOCK.unpack(slices.blocks)
         raw: Any
         if nbytes <= COPY_BYTES:
             raw = self._mapper.copy(slices.segments[0], start, serial, nbytes)
@@ -63,14 +61,11 @@ class ColumnReader:
         return {name: column for name, column, _ in _one_run(raw, slices, self._plan(slices, schema))}
 
     def writable(self, slices: BlockSlices, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
-        """Return a column's values in a copy-on-write mapping if ``read`` gave a view, else None.
-
-        Also None if the segment cannot be mapped again because its file is removed or this reader
-        is closed.
-        """
-        if len(slices.counts) > _RUN.size:
+        """Return a column's values in a copy-on-write mapping; None if ``read`` gave a copy, or if
+        the segment cannot be mapped again: its file is removed or this reader is closed."""
+        if len(slices.counts) > RUN.size:
             return None
-        _, start, serial, _, nbytes, _ = _BLOCK.unpack(slices.blocks)
+        _, start, serial, _, nbytes, _ = BLOCK.unpack(slices.blocks)
         if nbytes <= COPY_BYTES:
             return None
         try:
@@ -112,8 +107,8 @@ def _one_run(raw: Any, slices: BlockSlices, plan: _Plan, only: str | None = None
 
     It checks in plain numbers what ``blocks.tables`` checks for many blocks in arrays.
     """
-    _, _, _, rows, nbytes, _ = _BLOCK.unpack(slices.blocks)
-    (first,), (count,) = _RUN.unpack(slices.entries), _RUN.unpack(slices.counts)
+    _, _, _, rows, nbytes, _ = BLOCK.unpack(slices.blocks)
+    (first,), (count,) = RUN.unpack(slices.entries), RUN.unpack(slices.counts)
     try:
         header_rows, columns, header_nbytes, *table = plan.head.unpack_from(raw, HEADER_BYTES)
     except struct.error:
@@ -152,15 +147,14 @@ def _one_run(raw: Any, slices: BlockSlices, plan: _Plan, only: str | None = None
 
 
 def from_image(memory: npt.NDArray[np.uint8], rows: int, specs: Mapping[str, ColumnSpec]) -> dict[str, Column]:
-    """Return columns over a block's memory. Raises SchemaError unless it has these rows and
-    columns."""
+    """Return columns over a block's memory. Raises SchemaError if it does not have them."""
     if not specs or not 0 < rows < 1 << 31:
         raise SchemaError(f"the payload has {rows} rows and {len(specs)} columns; it needs at least one of each")
     count = len(specs)
     kinds = [(kind_of(name, spec), field) for field, (name, spec) in enumerate(specs.items())]
     plan = _Plan(dict(specs), kinds, count - 1, struct.Struct(f"<{3 * count + 3}q"))
-    block = _BLOCK.pack(0, 0, 0, rows, len(memory), 1)
-    whole = BlockSlices(tuple(specs), b"", (), block, _RUN.pack(0), _RUN.pack(rows))
+    block = BLOCK.pack(0, 0, 0, rows, len(memory), 1)
+    whole = BlockSlices(tuple(specs), b"", (), block, RUN.pack(0), RUN.pack(rows))
     try:
         columns = {name: column for name, column, _ in _one_run(memory, whole, plan)}
     except LeaseLost as error:
@@ -270,7 +264,6 @@ def _copy(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Colu
 
 
 def _ragged(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Column]:
-    """Copy ragged columns."""
     out: dict[str, Column] = {}
     at = (runs.offsets // 8 + runs.entry)[:, runs.of_row] + runs.place
     segment = runs.segment[runs.of_row]
@@ -290,7 +283,6 @@ def _ragged(segments: Segments, runs: _Runs, wanted: list[Kind]) -> dict[str, Co
 
 
 def _move(segments: Segments, segment: Ints, start: Ints, nbytes: Ints, kind: Kind) -> Any:
-    """Concatenate pieces of segments."""
     total = int(nbytes.sum())
     if total >= JOIN_BYTES * len(start) or not kind.width:
         pieces = map(slice, start.tolist(), (start + nbytes).tolist())

@@ -1,5 +1,4 @@
-"""Recovery: restore the state of an earlier queue server from its newest snapshot and the journal
-after it."""
+"""Recovery: restore an earlier queue server from its newest snapshot and the journal after it."""
 
 from __future__ import annotations
 

@@ -99,8 +99,7 @@ class RemotePayload:
     def store(self, call: Call, incoming: IncomingBlock | RefusedUpload | None) -> Call:
         """Return the call with ``block`` set to its complete upload.
 
-        Raises SchemaError if the upload does not fit the call, MemoryFull; then its memory is free
-        again.
+        Raises SchemaError if it does not fit the call, MemoryFull; then its memory is free again.
         """
         if incoming is None:
             raise SchemaError("the call's payload is missing")
@@ -120,8 +119,7 @@ class RemotePayload:
         return msgspec.structs.replace(call, block=block)
 
     def free(self, segment: str, serials: bytes) -> bool:
-        """Free blocks at the next ``free_pending``. Return False for a segment of an earlier
-        server."""
+        """Free blocks at the next ``free_pending``. False for a segment of an earlier server."""
         if not segment.startswith(self._prefix):
             return False
         self._freed += unpack_ids(serials).tolist()
@@ -136,8 +134,7 @@ class RemotePayload:
     def inline(self, answer: CallResult) -> tuple[bytes, Sequence[Any]]:
         """Return an encoded result and the columns of its rows, read anew each time it is sent.
 
-        The lease keeps the rows in place. If they cannot be read they have ended, and the result
-        has no payload.
+        The lease keeps the rows in place. If they have ended, the result has no payload.
         """
         rows, parts = 0, list[Any]()
         try:

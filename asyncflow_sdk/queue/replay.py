@@ -8,10 +8,10 @@ A run served with ``history`` is replayed from its beginning, any other from its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import msgspec
 import xxhash
@@ -19,13 +19,13 @@ import xxhash
 from ..errors import ConfigError, ProtocolError
 from ..ledger import Audit, Ledger
 from ..ledger import commands as cmd
-from ..wire import PayloadSink, Server
+from ..wire import Server
 from . import snapshot
-from .call_executor import CallExecutor, Clock, RunMemory
+from .call_executor import CallExecutor, Clock
 from .journal import JournalHead, JournalReader, Record, RequestRecord, SessionEndRecord
 from .listeners import Listeners
 from .payload_manager import PayloadManager
-from .protocol import ClientHello, decode_call
+from .protocol import ClientHello, Welcome, decode_call
 from .recovery import RecoverableState
 
 NOT_COMPARED = ("now", "deadlines")
@@ -34,8 +34,7 @@ NOT_COMPARED = ("now", "deadlines")
 
 @dataclass(frozen=True)
 class Milestone:
-    """A moment of a run. ``time_s``: since its beginning. ``what``: the event. ``step``: to train
-    next."""
+    """A moment of a run. ``time_s``: since its beginning. ``step``: to train next."""
 
     time_s: float
     what: str
@@ -81,11 +80,9 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
     memory = Path(first.directory)
     rows = Path(first.rows) if first.rows else memory
     payloads = PayloadManager(ledger.state, rows, memory, synced=False)
-    wire = Server([], _NoHandler())
-    executor = CallExecutor(
-        ledger, payloads, Clock(), listeners, RunMemory(first.directory, first.rows, first.durability), wire.answer,
-        wire.forget,
-    )  # fmt: skip
+    wire = Server([], SimpleNamespace(sink=None))  # never started, so it handles nothing
+    welcome = Welcome(0, first.directory, first.sdk, first.durability, first.rows)
+    executor = CallExecutor(ledger, payloads, Clock(), listeners, welcome, wire.answer, wire.forget)
     recoverable, watch = RecoverableState(executor, wire, listeners), _Watch(ledger, on_milestone)
     records = differing = torn = 0
     try:
@@ -114,31 +111,6 @@ def digest_of(ledger: Ledger) -> str:
         for name, part in parts.items()
     }
     return xxhash.xxh3_128_hexdigest(snapshot.encode(state, parts))
-
-
-class _NoHandler:
-    """Handler of a server that is never started."""
-
-    def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
-        raise AssertionError
-
-    def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
-        raise AssertionError
-
-    def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
-        raise AssertionError
-
-    def make(self, answer: bytes) -> tuple[bytes, Sequence[Any]]:
-        raise AssertionError
-
-    def gone(self, session: str, reason: str) -> None:
-        raise AssertionError
-
-    def idle(self) -> float | None:
-        raise AssertionError
-
-    def settle(self) -> bool:
-        raise AssertionError
 
 
 class _Watch:

@@ -24,7 +24,7 @@ from ..types import Batch, Event
 from ..types import events as ev
 from ..wire import MAX_BYTES, KeyPair, PayloadSink, Server, has_ended, offer_key, process_key
 from .blocks import Block
-from .call_executor import CallExecutor, Clock, RunMemory
+from .call_executor import CallExecutor, Clock
 from .deferred import DeferredRequest, DeferredRequests
 from .durability import Durability
 from .journal import DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
@@ -105,11 +105,10 @@ class QueueServer:
         )
         path, rows = self.directory.path, self.rows
         self._payloads = PayloadManager(self._ledger.state, rows, path, synced=self.durability == "host")
+        welcome = Welcome(0, str(path), __version__, self.durability, "" if rows == path else str(rows))
         self._executor = CallExecutor(
-            self._ledger, self._payloads, self._clock, self._listeners,
-            RunMemory(str(path), "" if rows == path else str(rows), self.durability), self._wire.answer,
-            self._wire.forget,
-        )  # fmt: skip
+            self._ledger, self._payloads, self._clock, self._listeners, welcome, self._wire.answer, self._wire.forget
+        )
         self._clients = self._executor.clients
         self._recoverable = RecoverableState(self._executor, self._wire, self._listeners)
         self._wire.on_note(self._note_or_log)
@@ -155,11 +154,8 @@ class QueueServer:
             _log.log(logging.WARNING if level == "warning" else logging.INFO, text)
 
     def close(self) -> None:
-        """Stop serving. Remove the run's segments, unless a journal still needs them.
-
-        A journal needs them until the stream has ended and all rows have ended. Views of other
-        processes stay valid.
-        """
+        """Stop serving, and remove the run's segments, unless a journal needs them: until the stream
+        and all rows have ended. Views of other processes stay valid."""
         journal = self._durability.path
         self._wire.stop(for_good=lambda: journal is None or self._is_over())
         self._payloads.close()
@@ -171,7 +167,6 @@ class QueueServer:
         self._durability.close(over=over)
 
     def _is_over(self) -> bool:
-        """True if the stream and all rows have ended."""
         return self._ledger.ended and not self._ledger.audit().live
 
     # ---- called by the wire
@@ -180,7 +175,7 @@ class QueueServer:
         """Return the sink for a call's payload."""
         if session not in self._clients:
             return RefusedUpload(ProtocolError("unknown session: send hello first"))
-        return self._payloads.sink(body, nbytes)
+        return self._payloads.remote.sink(body, nbytes)
 
     def request(self, session: str, ticket: int, body: bytes, payload: IncomingBlock | RefusedUpload | None) -> None:
         """Handle a call."""
@@ -197,7 +192,7 @@ class QueueServer:
         """Complete a result when it is sent: a welcome with this process, a lease with its columns."""
         answer = decode_result(body)
         if not isinstance(answer.reply, Welcome):
-            return self._payloads.inline(answer)
+            return self._payloads.remote.inline(answer)
         owner = os.stat(self.directory.path / "owner")
         pid = os.getpid()
         reply = msgspec.structs.replace(
@@ -267,7 +262,6 @@ class QueueServer:
     def _handle(
         self, session: str, ticket: int, call: Call, body: bytes, payload: IncomingBlock | RefusedUpload | None
     ) -> None:
-        """Answer a read-only request; execute or defer any other."""
         if session in self._clients:  # a call of any other session is rejected below
             for event in call.events:
                 self._listeners.event(event)
@@ -292,7 +286,7 @@ class QueueServer:
         self._durability.reserve(len(body), new_rows=request.puts_rows)
         if request.payload is not None or call.payload is not None:
             try:
-                call = self._payloads.store(call, request.payload)
+                call = self._payloads.remote.store(call, request.payload)
                 body = encode(call)
             except AsyncFlowError as error:
                 self._reply(request.ticket, error)
@@ -307,7 +301,6 @@ class QueueServer:
         self._durability.record(record, self._recoverable)
 
     def _check_session_limit(self, session: str) -> None:
-        """Raises WireError if no further session can be served."""
         if session in self._clients:
             return
         if len(self._clients) >= MOST_SESSIONS:

@@ -116,8 +116,7 @@ class _Encoder:
         self._kept: list[Any] = []  # keeps objects alive, so that their ids stay unique
 
     def node(self, thing: Any, where: str) -> Any:
-        """Return numbers, text and bytes unchanged, anything else as a list beginning with its
-        kind."""
+        """Return plain values unchanged, anything else as a list beginning with its kind."""
         kind = type(thing)
         if kind in _PLAIN:
             return thing

@@ -60,8 +60,7 @@ class Stream(Generic[B]):
 
 
 class AsyncStream(Stream[AsyncLeasedBatch]):
-    """Batches for ``async for``, best in an ``async with``: else an abandoned loop is cleaned up
-    late."""
+    """Batches for ``async for``; without ``async with`` an abandoned loop is cleaned up late."""
 
     async def __aiter__(self) -> AsyncIterator[AsyncLeasedBatch]:
         try:

@@ -19,8 +19,7 @@ from .versions import Versions
 
 
 class LedgerState:
-    """``initial_rows``: initial size of the row arrays, which grow. ``kept_keys``: number of put
-    keys kept after their rows have ended."""
+    """For the arguments see ``Ledger``."""
 
     def __init__(self, initial_rows: int, kept_keys: int) -> None:
         self.context = Context()

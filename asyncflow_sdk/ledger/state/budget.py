@@ -15,8 +15,7 @@ MAX_NUMBER = 1 << 61
 
 @dataclass
 class QueueLimits:
-    """Set by ``Configure``, see there. ``steps`` None: no last step. ``max_swapping`` and
-    ``quorum`` 0: off."""
+    """See ``Configure``. ``steps`` None: no last step. ``max_swapping``, ``quorum`` 0: off."""
 
     capacity_rows: int = 1 << 40
     capacity_bytes: int = MAX_NUMBER
@@ -37,9 +36,8 @@ LEAST = {
 
 
 class Budget:
-    """``put``: rows ever put. ``charged``: bytes taken by or reserved for live rows.
-    ``largest_row``: bytes of the largest ended row. ``held``: live rows of uncovered steps,
-    completed by all tasks."""
+    """``put``: rows ever put. ``charged``: bytes of live rows, taken or reserved. ``largest_row``:
+    bytes of the largest ended row. ``held``: complete rows of uncovered steps."""
 
     def __init__(self, rows: Rows, limits: QueueLimits) -> None:
         self._rows, self._limits = rows, limits

@@ -1,5 +1,4 @@
-"""Columns of the queue: a bit and a specification for each, and live rows counted by their
-columns."""
+"""Columns of the queue: a bit and a specification each, and counts of live rows by columns."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ MAX_COLUMNS = 64
 
 
 class Columns:
-    """``specs``: written columns by name. ``kinds``: live rows by partition and bit set of
-    columns."""
+    """``specs``: of written columns. ``kinds``: live rows by partition and bit set of columns."""
 
     def __init__(self, context: Context, rows: Rows, partitions: Partitions) -> None:
         self._context, self._rows, self._partitions = context, rows, partitions

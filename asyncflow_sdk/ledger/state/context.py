@@ -13,8 +13,7 @@ from .nondeterminism import NondeterminismLog
 
 @dataclass
 class Effects:
-    """Results since the last ``drain``: answers by ticket in order, events, and rows with freed
-    memory."""
+    """Results of inputs: answers by ticket in order, events, and rows with freed memory."""
 
     answers: list[tuple[int, cmd.Reply | AsyncFlowError]] = field(default_factory=list)
     events: list[ev.Event] = field(default_factory=list)
@@ -55,8 +54,7 @@ class Context:
         self.every_put = True
 
     def next_woken(self) -> str | None:
-        """Remove and return the alphabetically first woken place, for a repeatable order; None if
-        none."""
+        """Remove and return the first woken place by name, for a repeatable order; None if none."""
         if not self._woken:
             return None
         place = min(self._woken)

@@ -33,11 +33,8 @@ class DeadLetters:
 
     def failed(self, **group: Any) -> None:
         """Keep a group that failed for good."""
-        self._add(FailedGroup(reasons=tuple(self._reasons.get(group["first"], ())), **group))
-
-    def _add(self, group: FailedGroup) -> None:
         self.total += 1
-        self.groups.append(group)
+        self.groups.append(FailedGroup(reasons=tuple(self._reasons.get(group["first"], ())), **group))
 
     def lost(
         self, key: str, rows: Ids, groups: Ids, partition: Ids, names: dict[int, str], reason: str, now: float
@@ -47,9 +44,9 @@ class DeadLetters:
         breaks = (np.diff(rows) != 1) | (np.diff(groups) > 1) | (np.diff(partition) != 0)
         starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
         ends = np.concatenate([starts[1:], [len(rows)]])
-        self.total += len(starts) - min(len(starts), MAX_GROUPS)
+        self.total += len(starts)
         for start, end in zip(starts[-MAX_GROUPS:].tolist(), ends[-MAX_GROUPS:].tolist(), strict=True):
-            self._add(
+            self.groups.append(
                 FailedGroup(
                     first=int(rows[start]), rows=end - start, task="", partition=names[int(partition[start])], key=key,
                     place=int(groups[start]), reasons=(reason[:REASON_LENGTH],), time_s=now,

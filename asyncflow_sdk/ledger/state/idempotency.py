@@ -54,8 +54,7 @@ class KeyedPut(NamedTuple):
 
 
 class IdempotencyKeys:
-    """Keyed puts in row order, and their lost groups, open to a repeated put. ``limit``: number of
-    keys kept after their rows have ended."""
+    """Keyed puts in row order, and their lost groups. ``limit``: keys kept of ended rows."""
 
     def __init__(self, limit: int = MAX_KEYS) -> None:
         self._limit = limit
@@ -132,8 +131,7 @@ class IdempotencyKeys:
         return np.concatenate([np.arange(first, first + count) for first, count in [(put.first, put.size), *parts]])
 
     def find(self, row: int) -> tuple[str, int]:
-        """Return the key of a row's put, and the number of the row's group in it; "" and -1 without
-        a key."""
+        """Return the key of a row's put, and its group's number there; "" and -1 without a key."""
         at = bisect_right(self._order, row, key=lambda put: put[0]) - 1
         if at >= self._forgotten:
             first, key = self._order[at]
@@ -143,8 +141,7 @@ class IdempotencyKeys:
         return "", -1
 
     def by_put(self, ids: Ids) -> list[tuple[str, Ids, Ids]]:
-        """Split sorted rows by put: key, rows, and each row's group number; "" and -1 without a
-        key."""
+        """Split sorted rows by put: key, rows, and their group numbers; "" and -1 without a key."""
         order = self._order[self._forgotten :]
         where = np.searchsorted(np.array([first for first, _ in order], np.int64), ids, side="right") - 1
         found: list[tuple[str, Ids, Ids]] = []
@@ -159,8 +156,7 @@ class IdempotencyKeys:
         return found
 
     def _groups(self, first: int, key: str, ids: Ids) -> Ids:
-        """Return the group numbers of the rows in ``ids`` that a put made from ``first`` on;
-        ``ids`` are sorted."""
+        """Return the group numbers of those sorted rows that a put made from ``first`` on."""
         put = self._puts.get(key)
         if put is None:
             return _NO_GROUPS

@@ -88,8 +88,7 @@ class Leases:
             del groups[grant.shards.group]
 
     def lose_rows(self, ids: Ids, tokens: Ids) -> None:
-        """Remove ended rows from the leases ``tokens`` (NONE: not leased), and notify holders that
-        asked."""
+        """Remove ended rows from the leases ``tokens`` (NONE: none). Notify holders that asked."""
         for token, count in zip(*np.unique(tokens[tokens != NONE], return_counts=True), strict=True):
             grant = self.by_token[int(token)]
             for number in grant.sessions:

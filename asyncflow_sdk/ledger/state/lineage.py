@@ -36,8 +36,7 @@ class VersionOffset:
 
 
 class Lineage:
-    """The cost depends on the number of rollbacks and trainer deaths, never on the number of
-    versions."""
+    """The cost depends on the number of rollbacks and trainer deaths, not of versions."""
 
     def __init__(self) -> None:
         self.changes = [VersionOffset(-1, -1, 0)]
@@ -90,8 +89,7 @@ class Lineage:
         self.changes.append(VersionOffset(first, parent, first - step, lost=lost))
 
     def resume(self, current: int, step: int) -> None:
-        """Let ``step`` train ``current``, although its own version was published. No version is
-        given up."""
+        """Let ``step`` train ``current`` although its own version was published. None is lost."""
         self.changes.append(VersionOffset(current + 1, current, current - step, step))
 
     def place(self, version: int, step: int) -> None:

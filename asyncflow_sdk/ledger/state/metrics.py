@@ -19,8 +19,7 @@ from .tasks import Tasks
 
 
 class RowMetrics:
-    """``ages``: of the step leased last. ``lengths_known``: True once any response reported its
-    length."""
+    """``ages``: of the step leased last. ``lengths_known``: True once a length was reported."""
 
     def __init__(self, context: Context, rows: Rows, tasks: Tasks) -> None:
         self._context, self._rows, self._tasks = context, rows, tasks
@@ -30,8 +29,7 @@ class RowMetrics:
         self._seconds = 0.0
 
     def note_ages(self, at: Ids, step: int, lineage: Lineage) -> bytes:
-        """Note the ages of rows leased for ``step``. Return the version current at each row's
-        completion (int64)."""
+        """Note the ages of rows leased for ``step``. Return the versions current at completion."""
         completed = self._rows.current[at]
         known = (completed != NONE) & (self._rows.version[at] != NONE)
         begun = steps_of(self._rows.version[at][known], lineage.offsets)
@@ -45,8 +43,7 @@ class RowMetrics:
         return pack_ids(completed)
 
     def note_lengths(self, ids: Ids, lengths: bytes, pick: Any, since: float | None = None) -> None:
-        """Store response lengths (int32, tokens), generated since ``since``. Ignored unless one for
-        each row."""
+        """Store response lengths (int32, tokens) since ``since``, if there is one for each row."""
         if len(lengths) % 4:
             return
         values = np.frombuffer(lengths, "<i4")
@@ -77,8 +74,7 @@ class RowMetrics:
         )  # fmt: skip
 
     def _begun(self, at: Ids) -> Ids:
-        """Estimate the tokens so far of rows being generated, from the rate of finished
-        responses."""
+        """Estimate the tokens so far of rows being generated from the rate of finished ones."""
         parts: list[Ids] = [np.empty(0, np.int64)]
         if not self._tokens or not self._seconds:
             return parts[0]

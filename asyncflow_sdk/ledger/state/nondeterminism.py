@@ -17,8 +17,7 @@ from ...errors import AsyncFlowError, error_from_name
 
 
 class NondeterminismLog:
-    """Not thread-safe: owned by the ledger's thread. ``keep``: True if results are kept for
-    ``take``; False, the default, if nothing is journaled."""
+    """Owned by the ledger's thread. ``keep``: True if results are kept for ``take``."""
 
     def __init__(self) -> None:
         self.keep = False
@@ -31,8 +30,7 @@ class NondeterminismLog:
         return self.keep or self._replay is not None
 
     def record(self, produce: Callable[[], bytes]) -> bytes:
-        """Call ``produce`` and record its result, or return the recorded one. An error is not
-        recorded."""
+        """Call ``produce`` and record its result, but no error; or return the recorded one."""
         if self._replay is not None:
             return self._replay.popleft()
         result = produce()
@@ -60,8 +58,7 @@ class NondeterminismLog:
         return results
 
     def replay(self, results: tuple[bytes, ...] | None) -> bool:
-        """Return these results from now on; None ends the replay. True if all previous results were
-        used."""
+        """Return these results from now on; None ends the replay. True if all before were used."""
         used = not self._replay
         self._replay = None if results is None else deque(results)
         return used

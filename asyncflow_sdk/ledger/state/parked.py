@@ -1,5 +1,4 @@
-"""Parked requests: each waits at a place until its resource may be available or its deadline
-passes."""
+"""Parked requests: each waits at a place for a resource, or until its deadline."""
 
 from __future__ import annotations
 

@@ -72,8 +72,7 @@ class ReadyQueue:
         return np.concatenate(parts) if parts else NO_ROWS
 
     def take_groups(self, count: int, room: int) -> Ids:
-        """Remove whole groups: about ``count`` rows, at least one group, never more than ``room``
-        rows."""
+        """Remove whole groups: about ``count`` rows, at least a group, at most ``room`` rows."""
         parts: list[Ids] = []
         taken = 0
         while taken < min(count, room) and (queue := self._first()) is not None:
@@ -108,7 +107,6 @@ class ReadyQueue:
             yield from self._queues[-rank]
 
     def _ranked(self, ids: Ids) -> list[tuple[int, Ids]]:
-        """Split rows by priority."""
         if not self._rows.ranked or not len(ids):
             return [(0, ids)]
         priorities = self._rows.priority[self._rows.at(ids)]

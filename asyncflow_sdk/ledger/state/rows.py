@@ -88,8 +88,7 @@ class Rows:
         return ids - self.base
 
     def write_index(self, at: Ids) -> Ids | int:
-        """Return indices to write to: a single one as int, because numpy writes to it ten times as
-        fast."""
+        """Return indices to write to: a single one as int, which numpy writes ten times as fast."""
         return int(at[0]) if len(at) == 1 else at
 
     def having(self, task: str, field: str, value: int, ids: Ids) -> npt.NDArray[np.bool_]:

@@ -55,8 +55,7 @@ class Session:
 
 @dataclass
 class Preparation:
-    """A client's work before its first request for rows of ``task``, for example "loading its
-    model"."""
+    """Work before the first request for rows of ``task``, for example "loading its model"."""
 
     task: str
     what: str
@@ -79,8 +78,7 @@ class Sessions:
         return session
 
     def take_lost(self, session: Session) -> cmd.Lost | None:
-        """Return the ended rows of a session's leases since its last request; None if none. Rows
-        are collected from the first call on."""
+        """Return ended rows of a session's leases, or None; collected from its first call on."""
         if not session.lost:
             session.lost = session.lost or []
             return None

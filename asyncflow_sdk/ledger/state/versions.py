@@ -13,8 +13,7 @@ from .rows import NONE
 
 @dataclass
 class AnnouncedVersion:
-    """A version being written. ``ranks``: publishers that announced it. ``parts``: published parts
-    by rank."""
+    """A version being written. ``ranks``: that announced it. ``parts``: published, by rank."""
 
     version: int
     since: float
