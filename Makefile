@@ -189,7 +189,7 @@ test-both: install .venv-vllm/.ready .venv-sglang/.ready
 	$(PYTHON) -m venv .venv-deepspeed
 	.venv-deepspeed/bin/python -m pip install --quiet '$(TORCH)'
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install --quiet deepspeed==0.19.8 transformers==5.23.0 \
-	  -e '.[deepspeed]' 'pytest>=8' 'pytest-timeout>=2.3'
+	  -e '.[deepspeed,kit]' 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
 test-deepspeed: .venv-deepspeed/.ready

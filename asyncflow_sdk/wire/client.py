@@ -157,7 +157,10 @@ class Client:
                 while (left := resend - time.monotonic()) > 0:
                     if not self._wait(channel, left):
                         continue
-                    response, data = channel.receive()
+                    try:
+                        response, data = channel.receive()
+                    except zmq.Again:  # a signal handler's request has read it
+                        continue
                     if response.seq == GOODBYE:
                         raise self._server.goodbye_error()
                     if response.seq != seq:

@@ -71,7 +71,7 @@ def greedy(weights: list[float], shards: int) -> list[list[int]]:
     return dealt
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 9).flatmap(lambda shards: st.tuples(
     st.lists(st.floats(allow_nan=True, allow_infinity=True) | st.integers(0, 20).map(float), min_size=shards, max_size=80),
     st.just(shards),

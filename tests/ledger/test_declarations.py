@@ -61,7 +61,7 @@ def gets_through(partition: str, tasks: list[TaskSpec]) -> bool:
     return not left
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(columns, columns, wheres), min_size=1, max_size=5))
 def test_a_task_is_refused_if_and_only_if_no_row_could_get_through(specs: list[tuple[tuple[str, ...], ...]]) -> None:
     queue, declared = Queue(), list[TaskSpec]()

@@ -28,7 +28,7 @@ def lose(queue: Queue, rows: list[int]) -> None:
     queue.lose(*rows)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), min_size=1, max_size=4),
     initial_rows=st.sampled_from([4, 1024]),  # rows that ended are forgotten early, or late

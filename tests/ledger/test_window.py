@@ -60,7 +60,7 @@ def fits(window: Window, rows: int, first: int, last: int, free: int) -> bool:
 windows = st.builds(reached, st.integers(1, 6), st.integers(0, 3), TURNS)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(windows, st.integers(0, 7))
 def test_wait_admits_as_many_rows_as_the_formula_allows(window: Window, deadline: int) -> None:
     allowed = [n for n in range(1, 100) if fits(window, n, deadline, FAR, window.free)]
@@ -68,7 +68,7 @@ def test_wait_admits_as_many_rows_as_the_formula_allows(window: Window, deadline
         assert max(0, Wait().admit(window.filling(CURRENT), deadline)) == max(allowed, default=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(windows, st.none() | st.integers(0, 7))
 def test_wait_selects_as_many_rows_as_the_formula_allows(window: Window, deadline: int | None) -> None:
     last = FAR if deadline is None else deadline - 1
@@ -76,14 +76,14 @@ def test_wait_selects_as_many_rows_as_the_formula_allows(window: Window, deadlin
     assert max(0, Wait().select(window.filling(CURRENT), deadline)) == max(allowed, default=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(windows)
 def test_invariant_h_holds_wherever_wait_leads(window: Window) -> None:
     assert fits(window, 0, window.step, FAR, window.free)
     assert window.load(window.step - 1) == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 6), st.integers(0, 3), TURNS)
 def test_under_drop_no_more_than_max_staleness_steps_of_rows_are_left_behind(
     batch: int, staleness: int, turns: list[tuple[str, int, int]]
@@ -107,7 +107,7 @@ def test_under_drop_no_more_than_max_staleness_steps_of_rows_are_left_behind(
             assert window.load(window.step - 1) == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(windows, st.integers(0, 7), st.integers(0, 5))
 def test_count_keeps_to_the_capacity_of_areal(window: Window, deadline: int, current: int) -> None:
     accepted = window.step * window.batch_rows + window.batch_rows - window.free

@@ -217,7 +217,7 @@ def test_what_nobody_may_look_at_is_not_scanned_on_every_allocation(directory: P
     assert arena.nbytes == held
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps=st.lists(st.tuples(st.sampled_from(["write", "free", "look", "drop"]), st.integers(0, 30)), max_size=60))
 def test_no_view_ever_changes(steps: list[tuple[str, int]]) -> None:
     # given blocks, each full of its own number, and views of some of them

@@ -155,7 +155,7 @@ def random_columns(numbers: np.random.Generator, rows: int, dtypes: list[Any], s
     return made
 
 
-@settings(max_examples=200 if LONG else 30, deadline=None)
+@settings(max_examples=200 if LONG else 30)
 @given(
     seed=st.integers(0, 1 << 30),
     sizes=st.lists(st.sampled_from([1, 1, 1, 2, 3, 30]), min_size=1, max_size=10),

@@ -37,7 +37,7 @@ def test_torch_knows_the_dtypes_that_matter() -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(raw=st.binary(min_size=64, max_size=64))
 def test_any_bits_of_any_dtype_come_back(name: str, raw: bytes) -> None:
     # given a tensor of any bits

@@ -12,7 +12,7 @@ from asyncflow_sdk.types import Batch, Ragged, pack, unpack
 TEXTS = st.lists(st.text(max_size=20), min_size=1, max_size=20)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(texts=TEXTS)
 def test_any_text_comes_back(texts: list[str]) -> None:
     column = pack("t", texts)
@@ -20,7 +20,7 @@ def test_any_text_comes_back(texts: list[str]) -> None:
     assert unpack(column) == texts
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.lists(st.binary(max_size=20), min_size=1, max_size=20))
 def test_any_bytes_come_back(rows: list[bytes]) -> None:
     # given bytes in each of Python's three forms

@@ -29,7 +29,7 @@ def rows(ragged: Ragged) -> list[Any]:
     return [ragged[i].tolist() for i in range(len(ragged))]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ragged=raggeds(), side=st.sampled_from(["left", "right"]), extra=st.integers(0, 3))
 def test_padded_is_the_loop(ragged: Ragged, side: str, extra: int) -> None:
     # given
@@ -49,7 +49,7 @@ def test_padded_is_the_loop(ragged: Ragged, side: str, extra: int) -> None:
         assert ragged.padded(1, side=side).tobytes() == wanted.tobytes()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ragged=raggeds(), data=st.data())
 def test_take_is_the_loop(ragged: Ragged, data: st.DataObject) -> None:
     index = data.draw(
@@ -60,7 +60,7 @@ def test_take_is_the_loop(ragged: Ragged, data: st.DataObject) -> None:
     assert taken.values.dtype == ragged.values.dtype
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ragged=raggeds(), data=st.data())
 def test_slice_is_the_loop(ragged: Ragged, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(ragged)))
@@ -70,14 +70,14 @@ def test_slice_is_the_loop(ragged: Ragged, data: st.DataObject) -> None:
     assert not part.values.size or np.shares_memory(part.values, ragged.values)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(parts=st.lists(raggeds(trailing=(2,)), min_size=1, max_size=4))
 def test_concat_is_the_loop(parts: list[Ragged]) -> None:
     same = [Ragged(part.values.astype(np.float32), part.offsets) for part in parts]
     assert rows(Ragged.concat(same)) == [row for part in same for row in rows(part)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ragged=raggeds())
 def test_cu_seqlens_are_what_attention_kernels_take(ragged: Ragged) -> None:
     found = ragged.cu_seqlens
@@ -86,7 +86,7 @@ def test_cu_seqlens_are_what_attention_kernels_take(ragged: Ragged) -> None:
     assert ragged.lengths.tolist() == [len(row) for row in ragged]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ragged=raggeds())
 def test_packing_the_rows_again_gives_the_same(ragged: Ragged) -> None:
     again = Ragged.of([np.asarray(row) for row in ragged])

@@ -35,7 +35,7 @@ def tensors_in(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
     return found
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=25),
     chunk=st.sampled_from([64, 512, 1 << 16]),

@@ -34,7 +34,7 @@ def full(value: int, nbytes: int = 1 << 20) -> dict[str, Any]:
     return {"w": np.full(nbytes, value, np.uint8)}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     sizes=st.lists(st.integers(0, 300), min_size=1, max_size=20), bucket=st.sampled_from([64, 128, 192, 1000, 4096])
 )

@@ -349,7 +349,7 @@ def test_the_delta_itself_is_right(deltas: Deltas) -> None:
     assert deltas.fetch(deltas.code) is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_delta_that_was_tampered_with_is_never_loaded(deltas: Deltas, data: st.DataObject) -> None:
     bad = bytearray(deltas.code)

@@ -73,7 +73,7 @@ def test_steps_to_the_next_number_are_small(share: float, most: float) -> None:
         assert fetched.moved <= most * new.manifest.nbytes
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, 3000), st.floats(0, 1), st.sampled_from([np.int8, ml_dtypes.bfloat16, np.float32, np.float64]),
     st.integers(0, 1 << 30),

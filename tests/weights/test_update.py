@@ -68,7 +68,7 @@ def test_pieces_of_several_ranks_become_whole_tensors() -> None:
     assert not np.shares_memory(first["rows"], again["rows"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_grid_of_pieces_is_put_together(data: st.DataObject) -> None:
     # given a tensor cut along each of its dimensions, and its pieces on ranks anyhow
