@@ -16,11 +16,13 @@ import contextlib
 import os
 import secrets
 import stat
+import struct
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from ..errors import ConfigError
 from ..memory import make_private_directory
@@ -32,6 +34,15 @@ _K = TypeVar("_K", bound="_KeyFile")
 
 
 class _KeyFile(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            for key in (value,) if isinstance(value, str) else value:
+                try:
+                    z85.decode(key)
+                except struct.error:  # five characters above 2**32 - 1
+                    raise ValueError(f"`{name}` is no Z85 key") from None
+
     def __repr__(self) -> str:
         """Without the secret: it is shown in messages and logs."""
         shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "secret")

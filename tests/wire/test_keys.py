@@ -1,6 +1,7 @@
 """Keys: a server accepts tcp clients with a known key, and refuses others with a reason."""
 
 import os
+import re
 import stat
 import threading
 from pathlib import Path
@@ -51,6 +52,10 @@ def test_keys_are_made_once_for_the_eyes_of_their_owner(files: tuple[Path, Path]
         (lambda path: path.write_text("[]"), "is no run key"),
         (lambda path: path.write_text(path.read_text()[:-20]), "is no run key"),
         (lambda path: path.write_text(path.read_text().replace('"server": "', '"server": "x')), "is no run key"),
+        (
+            lambda path: path.write_text(re.sub('(?<="server": ").{40}', "#" * 40, path.read_text())),
+            "`server` is no Z85 key",
+        ),
         (lambda path: path.write_bytes((path.parent / "server.key").read_bytes()), "is no run key.*server key"),
         (lambda path: (path.unlink(), path.mkdir()), "is no file"),
         (lambda path: (path.unlink(), os.mkfifo(path)), "is no file"),
